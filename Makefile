@@ -1,0 +1,51 @@
+# One environment for every target; a stamp file makes each step run once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# uv reads its own variable for local wheel folders; pip's is honoured too.
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
+
+.PHONY: help setup demo test check lock clean
+
+help: ## show the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+setup: $(VENV)/.runtime sandbox-ready ## make .venv with the pinned CPU set and see that a sandbox is there
+
+$(VENV)/bin/uv:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet uv==0.13.8
+
+$(VENV)/.runtime: requirements/runtime.txt pyproject.toml | $(VENV)/bin/uv
+	$(UV) -r requirements/runtime.txt
+	$(UV) --no-deps -e .
+	@touch $@
+
+$(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime
+	$(UV) -r requirements/dev.txt
+	@touch $@
+
+.PHONY: sandbox-ready
+sandbox-ready:
+	@bash requirements/sandbox.sh
+
+demo: setup ## train the tiny coding agent on this machine, with a live view, a table and a plot
+	$(BIN)/agentrl train examples/tiny_coder.toml --out runs/demo --overwrite $(if $(filter local-unsafe,$(SANDBOX)),--set env.kwargs.sandbox=local-unsafe)
+
+test: setup $(VENV)/.dev ## the whole test suite
+	$(BIN)/python -m pytest
+
+check: setup $(VENV)/.dev ## ruff, pyright, import rules, docs snippets
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_docs.py
+
+lock: $(VENV)/bin/uv ## compile the pinned sets again
+	$(BIN)/uv pip compile --quiet --no-header --no-emit-find-links --no-annotate pyproject.toml requirements/runtime.in -o requirements/runtime.txt
+	$(BIN)/uv pip compile --quiet --no-header --no-emit-find-links --no-annotate --extra dev pyproject.toml requirements/runtime.in -o requirements/dev.txt
+	@sed -i 's/^torch==\([0-9.]*\)+cpu/torch==\1/' requirements/runtime.txt requirements/dev.txt
+
+clean: ## remove the environment and the caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

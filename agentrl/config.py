@@ -1,0 +1,250 @@
+"""The run file: one TOML document, validated here and nowhere else.
+
+Unknown keys, wrong types and impossible combinations raise `ConfigError` naming field, value and mend. Units stand
+in the names (`_s` seconds, `_mb` megabytes). Defaults are those of a laptop.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from agentrl.errors import ConfigError, UsageError
+
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class EnvSource(_Section):
+    """Which tasks: environment id, constructor arguments, and the stream of seeds."""
+
+    id: str
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict)
+    first_seed: int = 0
+    reward: str | None = None  # reference of a callable trajectory -> float, where the environment gives no outcome
+
+
+class Rollout(_Section):
+    """How episodes run."""
+
+    workers: Count = 1
+    group_size: Annotated[int, Field(ge=2)] = 8
+    max_running: Count = 128  # episodes at once, all workers together
+    max_turns: Count = 8
+    max_tokens_per_turn: Count = 64
+    max_context: Count = 1024  # tokens of one row
+    temperature: Positive = 1.0
+    turn_deadline_s: Positive = 60.0
+    step_deadline_s: Positive = 60.0
+    episode_deadline_s: Positive = 300.0
+    group_deadline_s: Positive = 600.0
+    lease_s: Positive = 30.0
+    failure_budget: Annotated[float, Field(ge=0, le=1)] = 0.1  # share of episodes that infrastructure may fail
+
+
+class EngineSettings(_Section):
+    """Where tokens are sampled."""
+
+    kind: Literal["embedded", "vllm"] = "embedded"
+    urls: list[str] = Field(default_factory=list)  # attach to these instead of launching
+    replicas: Count = 1
+    threads: Count = 1
+    max_batch: Count = 128
+    kv_cache_mb: Count = 512
+    stream_tokens: Count = 16  # tokens per streamed chunk
+    recompute_kv: bool = False  # after new weights: recompute the KV of running requests, or keep it
+    admin_deadline_s: Positive = 30.0
+    start_deadline_s: Positive = 120.0
+
+
+class Buffer(_Section):
+    """How far generation may run ahead, and what the learner takes first."""
+
+    groups_per_step: Count = 16
+    max_lag: Annotated[int, Field(ge=0)] = 4  # optimizer steps; 0 is synchronous training
+    order: Literal["oldest"] = "oldest"
+    keep_steps: Annotated[int, Field(ge=0)] = 50  # trained groups of so many last steps keep their token arrays
+    keep_sample: Annotated[float, Field(ge=0, le=1)] = 0.02  # and this share of the older ones
+
+
+class Algo(_Section):
+    """The loss. Names are those of the papers that the docstrings of `agentrl.algos` cite."""
+
+    baseline: Literal["leave_one_out", "group_mean", "none"] = "leave_one_out"
+    scale: Literal["none", "std"] = "none"
+    clip_low: Positive = 0.2
+    clip_high: Positive = 0.28
+    importance: Literal["token", "none"] = "token"  # behaviour -> proximal correction
+    importance_cap: Positive = 2.0
+    normalise: Literal["token", "sequence"] = "token"
+    process_weight: Annotated[float, Field(ge=0)] = 1.0  # 0 switches process rewards off
+    kl_weight: Annotated[float, Field(ge=0)] = 0.0
+    entropy_weight: Annotated[float, Field(ge=0)] = 0.0
+
+
+class Train(_Section):
+    """The optimizer and its budgets."""
+
+    steps: Count = 100
+    lr: Positive = 5e-4
+    warmup_steps: Annotated[int, Field(ge=0)] = 5
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: Positive = 1.0
+    tokens_per_batch: Count = 4096  # packed tokens of one forward pass; gradients accumulate over passes
+    threads: Count = 1
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    checkpoint_every: Count = 20
+    keep_checkpoints: Count = 2
+
+
+class HeldOut(_Section):
+    """One held-out evaluation: `n` tasks from the environment's own held-out seeds, sampled as in training."""
+
+    name: str
+    id: str | None = None  # default: the training environment
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict)
+    n: Count = 256
+    first_seed: int = 1_000_000_000
+
+
+class Evaluation(_Section):
+    """When and on what the policy is measured. Every set runs before and after; the first one also every `every`."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    n_during: Count = 96
+    sets: list[HeldOut] = Field(default_factory=list[HeldOut])
+
+
+class RunConfig(_Section):
+    """A whole run. `seed` decides tasks and sampling order; the same file runs on one CPU or many GPUs."""
+
+    name: str = "run"
+    seed: int = 0
+    model: str
+    env: EnvSource
+    rollout: Rollout = Rollout()
+    engine: EngineSettings = EngineSettings()
+    buffer: Buffer = Buffer()
+    algo: Algo = Algo()
+    train: Train = Train()
+    eval: Evaluation = Evaluation()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        rollout, buffer = self.rollout, self.buffer
+        if rollout.max_tokens_per_turn >= rollout.max_context:
+            raise ConfigError(
+                "rollout.max_tokens_per_turn",
+                rollout.max_tokens_per_turn,
+                f"must be below rollout.max_context = {rollout.max_context}",
+            )
+        if rollout.max_running < rollout.group_size:
+            raise ConfigError(
+                "rollout.max_running",
+                rollout.max_running,
+                f"must be at least rollout.group_size = {rollout.group_size}, or no group can finish",
+            )
+        if self.train.tokens_per_batch < rollout.max_context:
+            raise ConfigError(
+                "train.tokens_per_batch",
+                self.train.tokens_per_batch,
+                f"must be at least rollout.max_context = {rollout.max_context}, or a row does not fit a batch",
+            )
+        if buffer.max_lag > 0 and self.algo.importance == "none" and self.algo.kl_weight > 0:
+            raise ConfigError("algo.importance", "none", "a KL penalty on stale tokens needs importance = 'token'")
+        names = [held_out.name for held_out in self.eval.sets]
+        if len(set(names)) != len(names):
+            raise ConfigError("eval.sets", names, "give each set a name of its own")
+        return self
+
+
+def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a TOML run file and apply `a.b=c` overrides (values are TOML; bare words are strings).
+
+    Raises ConfigError for a bad setting, UsageError for a file that cannot be read or parsed."""
+    try:
+        document = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"cannot read run file {str(path)!r}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} is not valid TOML: {error}") from error
+    for override in overrides or []:
+        apply_override(document, override)
+    return parse(document)
+
+
+def apply_override(document: dict[str, Any], override: str) -> None:
+    """Set one dotted key of a parsed document in place: `train.lr=1e-4`, `env.kwargs.level="easy"`."""
+    key, sign, text = override.partition("=")
+    if not sign or not key.strip():
+        raise ConfigError("--set", override, "write it as section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, last = key.strip().split(".")
+    if not sections and last == "engine" and isinstance(value, str):
+        sections, last = ["engine"], "kind"
+    at: dict[str, Any] = document
+    for section in sections:
+        inner = at.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(key, text, f"{section!r} is a value, not a section")
+        at = cast("dict[str, Any]", inner)
+    at[last] = value
+
+
+def parse(document: dict[str, Any]) -> RunConfig:
+    """Validate a parsed document. Raises ConfigError naming the first wrong field, its value and the mend."""
+    try:
+        return RunConfig.model_validate(document)
+    except ValidationError as error:
+        raise _config_error(error) from None
+
+
+def to_json(config: RunConfig) -> str:
+    """The whole configuration, defaults included, as JSON; `from_json` reads it back equal."""
+    return json.dumps(config.model_dump(mode="json"), indent=2)
+
+
+def from_json(text: str) -> RunConfig:
+    """Read what `to_json` wrote."""
+    return parse(json.loads(text))
+
+
+def _config_error(error: ValidationError) -> ConfigError:
+    first = error.errors()[0]
+    path = first["loc"]
+    field = ".".join(str(part) for part in path)
+    if first["type"] == "extra_forbidden":
+        known = _keys_of(path[:-1])
+        near = difflib.get_close_matches(str(path[-1]), known, n=1)
+        mend = f"no such key; did you mean {near[0]!r}?" if near else f"no such key; known: {', '.join(sorted(known))}"
+        return ConfigError(field, first["input"], mend)
+    if first["type"] == "missing":
+        return ConfigError(field, None, "required: give it a value")
+    return ConfigError(field, first["input"], first["msg"])
+
+
+def _keys_of(path: tuple[int | str, ...]) -> list[str]:
+    model: Any = RunConfig
+    for part in path:
+        if isinstance(part, int):
+            model = HeldOut
+            continue
+        annotation = model.model_fields[part].annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            model = annotation
+    return list(model.model_fields)

@@ -1,0 +1,124 @@
+"""Every error agentrl raises, in one tree; a failure is named once, at the boundary it crossed.
+
+AgentRLError
+├── UsageError                 the user asked for something impossible (exit code 2)
+│   ├── ConfigError            a run file or argument: names field, value and mend
+│   ├── UnknownIdError         an id that no package registered
+│   ├── ModelError             a model folder that cannot be used as asked
+│   └── StoreVersionError      a run store written by another schema
+├── RunFailed                  the run cannot go on (exit code 1); what was journaled stays
+├── InfrastructureError        the policy could not have caused it: leaves loss and baseline
+│   ├── EngineError            ├── EngineUnavailable   ├── EngineTimeout   ├── WeightSyncError
+│   ├── SandboxError           ├── SandboxUnavailable
+│   ├── EnvError               an environment's own code raised
+│   └── StoreError             └── DiskFull
+└── PolicyFault                the policy could have caused it: stays in loss and baseline
+    ├── ParseError             ├── StructuralParseError   ├── ContentParseError
+    └── ToolError              ├── ToolArgumentError      ├── ToolTimeout
+"""
+
+from __future__ import annotations
+
+
+class AgentRLError(Exception):
+    """Base of everything agentrl raises on purpose. Its text is one readable line."""
+
+    exit_code = 1
+
+
+class UsageError(AgentRLError):
+    """The user asked for something that cannot be; the text says what and how to mend it."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A setting is wrong. `field` is its dotted name, `value` what was given, `mend` what to do."""
+
+    def __init__(self, field: str, value: object, mend: str) -> None:
+        self.field, self.value, self.mend = field, value, mend
+        super().__init__(f"{field} = {value!r}: {mend}")
+
+
+class UnknownIdError(UsageError):
+    """No installed package registered this id."""
+
+
+class ModelError(UsageError):
+    """A model folder lacks something (chat template, architecture, weights) that was asked of it."""
+
+
+class StoreVersionError(UsageError):
+    """The run store was written by a schema this version cannot read."""
+
+
+class RunFailed(AgentRLError):
+    """The run cannot go on. What was journaled stays; `agentrl train --resume` goes on from it."""
+
+
+class InfrastructureError(AgentRLError):
+    """A failure that the policy could not have caused (law 3): leaves the loss and the baseline."""
+
+
+class EngineError(InfrastructureError):
+    """The inference engine answered wrongly or not at all."""
+
+
+class EngineUnavailable(EngineError):
+    """The engine could not be reached or closed the connection before the end."""
+
+
+class EngineTimeout(EngineError):
+    """The engine did not answer within the deadline."""
+
+
+class WeightSyncError(EngineError):
+    """New weights did not arrive whole, or the engine does not confirm their version."""
+
+
+class SandboxError(InfrastructureError):
+    """The sandbox host failed; a command that fails inside a box is no error but a result."""
+
+
+class SandboxUnavailable(SandboxError):
+    """This machine cannot make such a box; the text says what to install."""
+
+
+class EnvError(InfrastructureError):
+    """An environment's own code raised; the cause is chained."""
+
+
+class StoreError(InfrastructureError):
+    """The run store refused a read or a write."""
+
+
+class DiskFull(StoreError):
+    """No space for the journal: the run pauses, nothing is lost."""
+
+
+class PolicyFault(AgentRLError):
+    """A failure that the policy could have caused (law 3): the model reads its text as an observation."""
+
+
+class ParseError(PolicyFault):
+    """The model's text does not hold the action it should."""
+
+
+class StructuralParseError(ParseError):
+    """The envelope is broken: an unclosed tag, JSON that does not parse."""
+
+
+class ContentParseError(ParseError):
+    """The envelope is sound but what it asks for is not: unknown tool, wrong arguments."""
+
+
+class ToolError(PolicyFault):
+    """A tool refused or failed because of what it was asked to do."""
+
+
+class ToolArgumentError(ToolError):
+    """Arguments do not fit the tool's JSON schema."""
+
+
+class ToolTimeout(ToolError):
+    """The tool ran past its deadline and was ended."""

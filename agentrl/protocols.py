@@ -1,0 +1,185 @@
+"""What can be plugged in: environments, tools, sandboxes, engines, rewards.
+
+These are structural types: a class of yours satisfies one by having the methods. The public checkers in
+`agentrl.testing` say whether it keeps the promises that the docstrings make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from agentrl.records import Generation, Json, Message, SamplingParams, Trajectory, VersionSpan
+
+# --- environments -----------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class AsyncEnv(Protocol):
+    """What a rollout drives. `agentrl.env.Env` gives both sides; a plain `gymnasium.Env` is wrapped into it.
+
+    `areset`/`astep` follow gymnasium's five-tuple; observations are the messages to append. Both may raise
+    `InfrastructureError`; any other exception becomes `EnvError` at the rollout's boundary."""
+
+    def tool_schemas(self) -> Sequence[Mapping[str, Json]]:
+        """OpenAI-style function schemas for the chat template; empty if the environment has no tools."""
+        ...
+
+    async def areset(
+        self, *, seed: int | None = None, options: Mapping[str, Json] | None = None
+    ) -> tuple[tuple[Message, ...], dict[str, Json]]: ...
+
+    async def astep(self, action: str) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Json]]: ...
+
+    async def aclose(self) -> None: ...
+
+
+# --- sandboxes --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds of one box. Every field has a finite default: closed is the default, opening is explicit."""
+
+    wall_s: float = 10.0  # default deadline of one exec
+    cpu_s: float = 10.0  # CPU time of one process
+    memory_bytes: int = 512 << 20  # address space of one process (cgroup memory of the box where there is one)
+    pids: int = 64
+    open_files: int = 256
+    file_bytes: int = 64 << 20  # largest file a process may write
+    disk_bytes: int = 256 << 20  # the work folder as a whole, where the backend can bound it
+    output_bytes: int = 64 << 10  # stdout and stderr each; more is cut and flagged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxSpec:
+    """What kind of box. `image` is a backend's own name of a root file system, None its default."""
+
+    image: str | None = None
+    limits: Limits = field(default_factory=Limits)
+    network: bool = False
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])  # laid into the work folder at creation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecResult:
+    """How a command ended. A failing, killed or timed-out command is a result, never an exception."""
+
+    exit_code: int
+    stdout: bytes
+    stderr: bytes
+    timed_out: bool = False
+    oom: bool = False
+    truncated: bool = False
+    duration_s: float = 0.0
+
+
+class Sandbox(Protocol):
+    """One box with a private work folder `/workspace`. Paths are relative to it and cannot leave it.
+
+    Raises `SandboxError` when the box's host fails; what a command in the box does is an `ExecResult`."""
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> ExecResult: ...
+
+    async def read(self, path: str) -> bytes: ...
+    async def write(self, path: str, data: bytes) -> None: ...
+    async def upload(self, source: Path, target: str) -> None: ...
+    async def download(self, source: str, target: Path) -> None: ...
+    async def snapshot(self) -> str: ...
+    async def restore(self, snapshot: str) -> None: ...
+    async def fork(self) -> Sandbox: ...
+    async def close(self) -> None: ...
+
+
+class SandboxBackend(Protocol):
+    """Makes boxes. `name` is its registry id; `create` raises `SandboxUnavailable` with what to install."""
+
+    name: str
+
+    async def create(self, spec: SandboxSpec) -> Sandbox: ...
+    async def aclose(self) -> None: ...
+
+
+# --- tools ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """What the model reads, and what only the environment sees (`data`)."""
+
+    content: str
+    is_error: bool = False
+    truncated: bool = False
+    data: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+
+class Tool(Protocol):
+    """Something the policy may call. `schema` is an OpenAI-style function schema (name, description, parameters).
+
+    `call` raises `PolicyFault` (the model reads the text) or `InfrastructureError` (law 3)."""
+
+    name: str
+    parallel: bool
+
+    @property
+    def schema(self) -> Mapping[str, Json]: ...
+
+    async def call(self, arguments: Mapping[str, Json]) -> ToolResult: ...
+
+
+# --- engines ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """Tokens in. `session` names the episode, so that a fleet can go where its prefix is cached."""
+
+    request_id: str
+    session: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    deadline_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Some sampled tokens of a stream. `spans` are relative to the chunk. `finish` is set on the last one only."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[VersionSpan, ...]
+    finish: str | None = None
+
+
+class Engine(Protocol):
+    """Token in, token out. Raises `EngineUnavailable`/`EngineTimeout`; what was sampled before is in the chunks."""
+
+    def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]: ...
+    async def generate(self, request: GenerateRequest) -> Generation: ...
+    async def aclose(self) -> None: ...
+
+
+# --- rewards ----------------------------------------------------------------------------------------------------
+
+
+class Rewarder(Protocol):
+    """Scores a finished episode: its outcome reward. A plain callable `trajectory -> float` is one."""
+
+    def __call__(self, trajectory: Trajectory) -> float: ...
+
+
+class Launcher(Protocol):
+    """Starts the run's processes somewhere (this machine, a Ray cluster)."""
+
+    def start(self, role: str, index: int, config: Mapping[str, Any]) -> Any: ...

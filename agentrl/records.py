@@ -1,0 +1,241 @@
+"""All plain data that crosses a room's wall. Standard library only; immutable; no behaviour beyond views of itself.
+
+How a token travels: an engine samples it (`Generation`), the episode journals it (`Turn`), the group of its
+episode finishes (`Group`), the learner reads it (`Trajectory`). It is never re-tokenized on the way.
+
+Worked example: an episode of two turns in ChatML. `P` is the rendered prompt, `A`/`B` are sampled, `O` the tool's
+answer rendered with the next generation prompt::
+
+    turn 0: parent=None  prompt_ids=P  token_ids=A      context = P
+    turn 1: parent=0     prompt_ids=O  token_ids=B      context = P A O
+    row trained on:      P A O B       with A and B scored
+
+If the environment rewrote history before turn 1 the prompt no longer extends `P A`: turn 1 gets `parent=None` and
+its whole prompt, a *fork*, and the episode becomes two rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, NotRequired, TypedDict
+
+Json = Any
+"""A JSON-safe value: None, bool, int, float, str, list or dict of such."""
+
+
+class Message(TypedDict):
+    """One chat message. `content` is text; `tool_calls` follow OpenAI's shape where a template wants them."""
+
+    role: str
+    content: str
+    tool_calls: NotRequired[list[dict[str, Json]]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+
+
+Messages = tuple[Message, ...]
+
+
+class StopReason(StrEnum):
+    """Why an episode ended. `by_policy` says whether it stays in loss and baseline (law 3)."""
+
+    DONE = "done"  # the environment terminated
+    TRUNCATED = "truncated"  # the environment truncated for a reason of its own
+    TURN_LIMIT = "turn_limit"
+    TOKEN_LIMIT = "token_limit"
+    TIME_LIMIT = "time_limit"
+    TOOL_TIME_LIMIT = "tool_time_limit"
+    CONTEXT_LIMIT = "context_limit"
+    PARSE_FAILURE = "parse_failure"
+    ENGINE_FAILED = "engine_failed"
+    SANDBOX_FAILED = "sandbox_failed"
+    ENV_FAILED = "env_failed"
+    EXPIRED = "expired"  # its group's deadline or the lag bound passed
+
+    @property
+    def by_policy(self) -> bool:
+        """False for failures that the policy could not have caused."""
+        return self not in _INFRASTRUCTURE
+
+
+_INFRASTRUCTURE = frozenset(
+    {StopReason.ENGINE_FAILED, StopReason.SANDBOX_FAILED, StopReason.ENV_FAILED, StopReason.EXPIRED}
+)
+
+Finish = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens `start` (inclusive) to `end` (exclusive) of one generation were sampled under `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightVersion:
+    """A set of weights. `version` is minted once and never reused, also not after a restart; `step` is the
+    optimizer step that made it (two versions of one step differ only in the restart that lies between)."""
+
+    version: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample one turn. Log-probs come back under the distribution these settings define."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What an engine sampled: `token_ids` [T], stop token included; `logprobs` [T] in nats; `spans` cover [0, T)."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[VersionSpan, ...]
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What one group of episodes plays: an environment id, its constructor arguments, a seed and reset options.
+    `index` is the task's place in its source, so that a restart goes on where the source stood."""
+
+    index: int
+    env: str
+    seed: int
+    kwargs: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    options: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The environment's answer to one action: messages to append, the turn's process reward, gymnasium's flags.
+
+    `info` is JSON-safe. Keys with a meaning: `outcome` (float, the episode's outcome reward), `success` (bool),
+    `stop_reason` (a `StopReason` value), `history` (a list of messages that replaces all before it: a fork)."""
+
+    observation: Messages
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    info: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One action of the policy and the environment's answer.
+
+    `parent` is the index of the turn whose context and sampled tokens this turn's prompt extends verbatim, None if
+    it starts anew; `prompt_ids` are the tokens between that end and the first sampled token. `step` is None from
+    the moment the action is journaled until the environment has answered."""
+
+    index: int
+    parent: int | None
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[VersionSpan, ...]
+    finish: Finish
+    text: str
+    step: Step | None = None
+    role: str = "policy"
+    started_s: float = 0.0
+    ended_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        n = len(self.token_ids)
+        if len(self.logprobs) != n:
+            raise ValueError(f"turn {self.index}: {n} tokens but {len(self.logprobs)} log-probs")
+        at = 0
+        for span in self.spans:
+            if span.start != at or span.end <= span.start:
+                raise ValueError(f"turn {self.index}: version spans {self.spans} leave a gap at token {at}")
+            at = span.end
+        if at != n:
+            raise ValueError(f"turn {self.index}: version spans cover {at} of {n} tokens")
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The weight version of each sampled token, [T]."""
+        return tuple(span.version for span in self.spans for _ in range(span.start, span.end))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """An episode as far as it went. `outcome` is its outcome reward, None until scored."""
+
+    episode_id: int
+    group_id: int
+    member: int
+    task: Task
+    start: Messages
+    turns: tuple[Turn, ...]
+    stop_reason: StopReason | None = None
+    outcome: float | None = None
+    success: bool | None = None
+
+    @property
+    def scored(self) -> bool:
+        """Whether it may enter loss and baseline: it ended by the policy's own doing and has an outcome."""
+        return self.stop_reason is not None and self.stop_reason.by_policy and self.outcome is not None
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """The process reward of each turn (0.0 where the environment has not answered)."""
+        return tuple(turn.step.reward if turn.step else 0.0 for turn in self.turns)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The lowest weight version among sampled tokens; None if nothing was sampled."""
+        return min((span.version for turn in self.turns for span in turn.spans), default=None)
+
+
+def context_ids(turns: Sequence[Turn], index: int) -> tuple[int, ...]:
+    """All tokens before the first sampled token of `turns[index]`, by following parents."""
+    parts: list[tuple[int, ...]] = []
+    turn = turns[index]
+    while True:
+        parts.append(turn.prompt_ids)
+        if turn.parent is None:
+            break
+        turn = turns[turn.parent]
+        parts.append(turn.token_ids)
+    return tuple(token for part in reversed(parts) for token in part)
+
+
+class GroupState(StrEnum):
+    """Where a group stands. `TAKEN` carries the learner step; a checkpoint at step k turns taken ≤ k into trained,
+    a restart from k puts taken > k back to scored."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    SCORED = "scored"
+    TAKEN = "taken"
+    TRAINED = "trained"
+    EXPIRED = "expired"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Sibling episodes of one task. `started_step` is the learner step at its admission."""
+
+    id: int
+    task: Task
+    state: GroupState
+    size: int
+    trajectories: tuple[Trajectory, ...]
+    started_step: int = 0
+    taken_step: int | None = None

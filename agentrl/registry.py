@@ -1,0 +1,96 @@
+"""Ids to entry points: environments, tools, sandbox backends, models, rewards.
+
+A package offers things under the entry-point groups `agentrl.environments`, `agentrl.tools`, `agentrl.sandboxes`,
+`agentrl.models`; a program may also `register` at run time. Nothing is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from agentrl.errors import UnknownIdError, UsageError
+
+Kind = Literal["environments", "tools", "sandboxes", "models"]
+Target = str | Callable[..., Any]
+
+_registered: dict[tuple[Kind, str], Target] = {}
+
+
+def register(kind: Kind, id: str, target: Target) -> None:
+    """Offer `target` (a callable, or `"module:attribute"` imported when first used) under `id`, for this process."""
+    _registered[kind, id] = target
+
+
+def ids(kind: Kind) -> list[str]:
+    """All ids of a kind, registered here or offered by installed packages, sorted."""
+    offered = {point.name for point in entry_points(group=f"agentrl.{kind}")}
+    return sorted(offered | {id for k, id in _registered if k == kind})
+
+
+def resolve(kind: Kind, id: str) -> Callable[..., Any]:
+    """The callable behind an id, or behind a reference `module:attribute` or `path/to/file.py:attribute`.
+
+    Raises UnknownIdError naming the nearest known ids."""
+    if (kind, id) in _registered:
+        target = _registered[kind, id]
+        return load_reference(target) if isinstance(target, str) else target
+    for point in entry_points(group=f"agentrl.{kind}", name=id):
+        return cast("Callable[..., Any]", point.load())
+    if ":" in id:
+        return load_reference(id)
+    known = ids(kind)
+    near = difflib.get_close_matches(id, known, n=3) or known
+    raise UnknownIdError(f"no {kind} id {id!r} is registered; known: {', '.join(near) or 'none'}")
+
+
+def load_reference(reference: str) -> Callable[..., Any]:
+    """Import `module:attribute` or `path/to/file.py:attribute`. Raises UsageError where either half is missing."""
+    where, _, attribute = reference.rpartition(":")
+    try:
+        module = _module_from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except (ImportError, FileNotFoundError) as error:
+        raise UsageError(f"cannot import {where!r} of {reference!r}: {error}") from error
+    value: Any = module
+    for part in attribute.split("."):
+        if not hasattr(value, part):
+            raise UsageError(f"{where!r} has no {attribute!r} (from {reference!r})")
+        value = getattr(value, part)
+    return cast("Callable[..., Any]", value)
+
+
+def reference_of(function: Callable[..., Any]) -> str:
+    """The reference under which another process can import a module-level `function`.
+
+    Raises UsageError for lambdas, closures and methods, which no other process can import."""
+    module = sys.modules.get(function.__module__)
+    if "<" in function.__qualname__ or module is None:
+        raise UsageError(f"{function.__qualname__!r} must be a function at module level: workers import it by name")
+    if function.__module__ == "__main__":
+        if not getattr(module, "__file__", None):
+            raise UsageError(f"{function.__qualname__!r} is defined interactively: put it into a file")
+        return f"{Path(cast(str, module.__file__)).resolve()}:{function.__qualname__}"
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def _module_from_file(path: Path) -> Any:
+    name = f"agentrl_user_{path.stem}_{abs(hash(path.resolve())):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
