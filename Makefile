@@ -4,6 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # uv reads its own variable for local wheel folders; pip's is honoured too.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+# Without such a folder uv asks PyTorch's own index for the CPU build; `make setup UV_TORCH_BACKEND=auto` suits a GPU.
+ifeq ($(UV_FIND_LINKS),)
+export UV_TORCH_BACKEND ?= cpu
+endif
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
 .PHONY: help setup demo test check lock clean
@@ -42,7 +46,8 @@ check: setup $(VENV)/.dev ## ruff, pyright, import rules, docs snippets
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_docs.py
 
-lock: $(VENV)/bin/uv ## compile the pinned sets again
+lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is what they are resolved for
+	@sed -i 's/^torch==\([0-9.]*\)$$/torch==\1+cpu/' requirements/runtime.txt requirements/dev.txt
 	$(BIN)/uv pip compile --quiet --no-header --no-emit-find-links --no-annotate pyproject.toml requirements/runtime.in -o requirements/runtime.txt
 	$(BIN)/uv pip compile --quiet --no-header --no-emit-find-links --no-annotate --extra dev pyproject.toml requirements/runtime.in -o requirements/dev.txt
 	@sed -i 's/^torch==\([0-9.]*\)+cpu/torch==\1/' requirements/runtime.txt requirements/dev.txt

@@ -1,0 +1,106 @@
+"""What a test may need from the machine, and what becomes of it where that is missing.
+
+A test marked with a part (`@pytest.mark.docker`) is skipped, with the reason, on a machine that lacks the part.
+`AGENTRL_REQUIRE=all` (or a comma list of parts) makes it fail instead, so that a green run says that nothing was left
+out. `all` stands for every part that some collected test is marked with, save `gpu`: that one is named in the closing
+lines where it was not there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+
+def _bubblewrap() -> str | None:
+    if not shutil.which("bwrap"):
+        return "bwrap is not installed"
+    return _fails(["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"])
+
+
+def _docker() -> str | None:
+    if not shutil.which("docker"):
+        return "docker is not installed"
+    return _fails(["docker", "version", "--format", "{{.Server.Version}}"])
+
+
+def _browser() -> str | None:
+    found = any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
+    return None if found else "neither chromium nor google-chrome is installed"
+
+
+def _gpu() -> str | None:
+    import torch
+
+    return None if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+def _package(name: str) -> Callable[[], str | None]:
+    return lambda: None if importlib.util.find_spec(name) else f"the Python package {name!r} is not installed"
+
+
+def _fails(argv: list[str]) -> str | None:
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False)
+    except subprocess.TimeoutExpired:
+        return f"{argv[0]} did not answer in 20 s"
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.strip().splitlines()
+    return f"{argv[0]} does not work here: {lines[-1] if lines else f'exit code {done.returncode}'}"
+
+
+PARTS: dict[str, Callable[[], str | None]] = {
+    "bubblewrap": _bubblewrap,
+    "docker": _docker,
+    "vllm": _package("vllm"),
+    "ray": _package("ray"),
+    "browser": _browser,
+    "gpu": _gpu,
+}
+
+
+@functools.cache
+def missing(part: str) -> str | None:
+    """Why `part` cannot be used on this machine; None if it can."""
+    return PARTS[part]()
+
+
+def required(setting: str) -> frozenset[str]:
+    """The parts that must be there under this value of AGENTRL_REQUIRE. Raises UsageError for an unknown one."""
+    names = {name.strip() for name in setting.split(",") if name.strip()}
+    if "all" in names:
+        names = (names - {"all"}) | (PARTS.keys() - {"gpu"})
+    if unknown := names - PARTS.keys():
+        raise pytest.UsageError(f"AGENTRL_REQUIRE={setting}: {sorted(unknown)} not among all, {', '.join(PARTS)}")
+    return frozenset(names)
+
+
+_required_key = pytest.StashKey[frozenset[str]]()
+_absent_key = pytest.StashKey[dict[str, str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_required_key] = required(os.environ.get("AGENTRL_REQUIRE", ""))
+    config.stash[_absent_key] = {}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for part in PARTS:
+        if item.get_closest_marker(part) and (reason := missing(part)):
+            item.config.stash[_absent_key][part] = reason
+            if part in item.config.stash[_required_key]:
+                pytest.fail(f"AGENTRL_REQUIRE asks for {part}: {reason}", pytrace=False)
+            pytest.skip(f"no {part}: {reason}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for part, reason in config.stash[_absent_key].items():
+        terminalreporter.write_line(f"not run: tests marked {part} ({reason})")
