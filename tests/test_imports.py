@@ -1,0 +1,316 @@
+"""Who may import whom, read from the source of every module; and the sizes that ask to be divided.
+
+Every import statement counts, also one inside a function: an import that is put off is still a dependency. Imports
+under `if TYPE_CHECKING:` count between our own rooms (a type is knowledge too), but not for other people's packages,
+which they do not load.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE_ROOTS = {"agentrl": ROOT, "agentrl_environments": ROOT / "environments", "agentrl_tools": ROOT / "tools"}
+ALL_CODE = ("agentrl", "environments", "tools", "examples", "benchmarks", "tests")
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+
+
+@dataclass(frozen=True)
+class Import:
+    """Module `importer` names module `target`; `types_only` if it stands under `if TYPE_CHECKING:`, `deferred` if
+    inside a function."""
+
+    importer: str
+    target: str
+    types_only: bool
+    deferred: bool
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Modules below `who` (save those below `unless`) never import anything below `never` (save below `may`)."""
+
+    text: str
+    who: tuple[str, ...]
+    never: tuple[str, ...]
+    unless: tuple[str, ...] = ()
+    may: tuple[str, ...] = ()
+
+
+OURS = tuple(SOURCE_ROOTS)
+LEARNING = ("agentrl.rollout", "agentrl.store", "agentrl.train", "agentrl.runtime")
+RULES = (
+    Rule("records is standard library only", ("agentrl.records", "agentrl.errors"), OURS, may=("agentrl.errors",)),
+    Rule("algos imports nothing of agentrl", ("agentrl.algos",), OURS, may=("agentrl.algos",)),
+    Rule(
+        "rollout, store, env and the client side of engine never import torch or ray",
+        ("agentrl.rollout", "agentrl.store", "agentrl.env", "agentrl.engine"),
+        ("torch", "safetensors.torch", "ray"),
+        unless=("agentrl.engine.embedded",),
+    ),
+    Rule(
+        "train never imports env, sandbox, trio or httpx",
+        ("agentrl.train",),
+        ("agentrl.env", "agentrl.sandbox", "trio", "httpx"),
+    ),
+    Rule(
+        "environments and tools never import rollout, store, train or runtime",
+        ("agentrl_environments", "agentrl_tools", "agentrl.env", "agentrl.sandbox"),
+        LEARNING,
+    ),
+    Rule("only runtime/ray*.py imports ray", OURS, ("ray",), unless=("agentrl.runtime.ray*",)),
+    Rule("only sandbox/docker.py imports docker", OURS, ("docker",), unless=("agentrl.sandbox.docker",)),
+    Rule("nothing imports the command line", OURS, ("agentrl.cli",), unless=("agentrl.cli", "agentrl.__main__")),
+)
+
+
+def below(module: str, prefixes: Iterable[str]) -> bool:
+    """Whether `module` is one of `prefixes` or inside one; a trailing `*` matches the rest of a name."""
+    return any(
+        module.startswith(prefix[:-1]) if prefix.endswith("*") else module == prefix or module.startswith(prefix + ".")
+        for prefix in prefixes
+    )
+
+
+def imports_of(module: str, source: str, modules: frozenset[str], *, is_package: bool) -> Iterator[Import]:
+    """Every import of one module. `from a import b` names `a.b` where that is one of `modules`, else `a`."""
+
+    def names(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+            return
+        base = node.module or ""
+        if node.level:
+            here = module.split(".")
+            parents = here[: len(here) - node.level + is_package]
+            base = ".".join([*parents, base] if base else parents)
+        for alias in node.names:
+            inner = f"{base}.{alias.name}"
+            yield inner if inner in modules else base
+
+    def walk(node: ast.AST, types_only: bool, deferred: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for target in names(node):
+                yield Import(module, target, types_only, deferred)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for child in node.body:
+                yield from walk(child, True, deferred)
+            for child in node.orelse:
+                yield from walk(child, types_only, deferred)
+        else:
+            deferred = deferred or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for child in ast.iter_child_nodes(node):
+                yield from walk(child, types_only, deferred)
+
+    yield from walk(ast.parse(source), False, False)
+
+
+def graph(sources: Mapping[str, str], packages: frozenset[str] = frozenset()) -> list[Import]:
+    """All imports of all modules; `packages` are those whose source is an `__init__.py`."""
+    modules = frozenset(sources)
+    return [
+        found
+        for module, source in sources.items()
+        for found in imports_of(module, source, modules, is_package=module in packages)
+    ]
+
+
+def violations(rule: Rule, imports: Iterable[Import]) -> list[str]:
+    return sorted(
+        {
+            f"{found.importer} imports {found.target}"
+            for found in imports
+            if below(found.importer, rule.who)
+            and not below(found.importer, rule.unless)
+            and below(found.target, rule.never)
+            and not below(found.target, rule.may)
+            and not (found.types_only and not below(found.target, OURS))
+        }
+    )
+
+
+def room(module: str) -> str:
+    """`agentrl.env.core` lives in `agentrl.env`, `agentrl_tools.shell` in `agentrl_tools`."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "agentrl" else parts[0]
+
+
+def circle(edges: Iterable[tuple[str, str]]) -> list[str]:
+    """One import circle, first and last name equal; empty if there is none."""
+    sorter = graphlib.TopologicalSorter[str]()
+    for importer, target in edges:
+        if importer != target:
+            sorter.add(importer, target)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+def our_sources() -> tuple[dict[str, str], frozenset[str]]:
+    sources: dict[str, str] = {}
+    packages: set[str] = set()
+    for package, root in SOURCE_ROOTS.items():
+        for path in sorted((root / package).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            if not all((root.joinpath(*parts[:depth]) / "__init__.py").is_file() for depth in range(1, len(parts))):
+                continue  # package data, such as the sources that an environment hands to its agent
+            if parts[-1] == "__init__":
+                parts = parts[:-1]
+                packages.add(".".join(parts))
+            sources[".".join(parts)] = path.read_text()
+    return sources, frozenset(packages)
+
+
+@pytest.fixture(scope="module")
+def imports() -> list[Import]:
+    return graph(*our_sources())
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.text)
+def test_rule(rule: Rule, imports: list[Import]) -> None:
+    assert violations(rule, imports) == []
+
+
+def test_no_circle_when_modules_load(imports: list[Import]) -> None:
+    loaded = [found for found in imports if below(found.target, OURS) and not found.types_only and not found.deferred]
+    assert " -> ".join(circle((found.importer, found.target) for found in loaded)) == ""
+
+
+def test_no_circle_between_rooms(imports: list[Import]) -> None:
+    ours = [found for found in imports if below(found.target, OURS) and found.importer != "agentrl"]
+    assert " -> ".join(circle((room(found.importer), room(found.target)) for found in ours)) == ""
+
+
+@pytest.mark.parametrize(
+    ("modules", "absent"),
+    [
+        ("agentrl", "torch transformers ray"),
+        ("agentrl.rollout agentrl.store agentrl.env agentrl.engine agentrl.sandbox", "torch ray docker"),
+        ("agentrl_environments agentrl_tools", "torch transformers ray docker"),
+    ],
+)
+def test_a_fresh_interpreter_stays_light(modules: str, absent: str) -> None:
+    code = f"import sys, importlib; [importlib.import_module(m) for m in {modules.split()}]\n"
+    code += f"print([m for m in {absent.split()} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def python_files() -> list[Path]:
+    return sorted(path for folder in ALL_CODE for path in (ROOT / folder).rglob("*.py"))
+
+
+def test_no_file_or_function_asks_to_be_divided() -> None:
+    long: list[str] = []
+    for path in python_files():
+        source = path.read_text()
+        if (lines := len(source.splitlines())) > MAX_FILE_LINES:
+            long.append(f"{path.relative_to(ROOT)}: {lines} lines")
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.end_lineno is None:
+                continue
+            if (lines := node.end_lineno - node.lineno + 1) > MAX_FUNCTION_LINES:
+                long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {lines} lines")
+    assert long == []
+
+
+def test_no_utils() -> None:
+    vague = {"utils", "util", "helpers", "common", "misc"}
+    assert [str(path) for path in python_files() if vague & {*path.relative_to(ROOT).with_suffix("").parts}] == []
+
+
+# --- the reader itself, on sources that break the rules ---------------------------------------------------------
+
+
+def test_the_reader_sees_imports_wherever_they_stand() -> None:
+    source = """
+import a.b as c
+from . import sibling, CONSTANT
+from .sibling import name
+from ..env import core
+if TYPE_CHECKING:
+    import torch
+else:
+    import numpy
+try:
+    import fast
+except ImportError:
+    pass
+def f():
+    from agentrl.store import journal
+class C:
+    async def g(self):
+        import ray
+"""
+    modules = {"agentrl.room.here": source, "agentrl.room.sibling": "", "agentrl.env.core": "", "agentrl.store": ""}
+    found = {(one.target, one.types_only, one.deferred) for one in graph(modules)}
+    assert found == {
+        ("a.b", False, False),
+        ("agentrl.room.sibling", False, False),
+        ("agentrl.room", False, False),
+        ("agentrl.env.core", False, False),
+        ("torch", True, False),
+        ("numpy", False, False),
+        ("fast", False, False),
+        ("agentrl.store", False, True),
+        ("ray", False, True),
+    }
+
+
+def test_a_relative_import_of_a_package_starts_at_itself() -> None:
+    modules = {"agentrl.env": "from .core import Env\nfrom ..records import Turn", "agentrl.env.core": ""}
+    found = {one.target for one in graph(modules, frozenset({"agentrl.env"}))}
+    assert found == {"agentrl.env.core", "agentrl.records"}
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "broken"),
+    [
+        ("agentrl.algos.losses", "from agentrl.records import Turn", "algos imports nothing of agentrl"),
+        ("agentrl.store.journal", "def f():\n import torch.nn", "rollout, store, env"),
+        ("agentrl.train.learner", "if TYPE_CHECKING:\n from agentrl.env import Env", "train never imports"),
+        ("agentrl.train.learner", "import httpx", "train never imports"),
+        ("agentrl_tools.shell", "import agentrl.rollout.worker", "environments and tools"),
+        ("agentrl.runtime.local", "import ray", "only runtime/ray"),
+        ("agentrl.sandbox.pool", "from docker.errors import APIError", "only sandbox/docker.py"),
+        ("agentrl.train.learner", "import agentrl.cli", "nothing imports the command line"),
+        ("agentrl.records", "from agentrl.config import load", "records is standard library only"),
+    ],
+)
+def test_each_rule_can_be_broken(module: str, source: str, broken: str) -> None:
+    found = graph({module: source})
+    assert next(rule.text for rule in RULES if violations(rule, found)).startswith(broken)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("agentrl.engine.embedded.server", "import torch"),
+        ("agentrl.rollout.worker", "if TYPE_CHECKING:\n import torch"),
+        ("agentrl.runtime.ray_launcher", "import ray"),
+        ("agentrl.sandbox.docker", "import docker"),
+        ("agentrl.algos.losses", "import torch\nfrom agentrl.algos.advantages import leave_one_out"),
+        ("agentrl.env.core", "import torchlike"),
+    ],
+)
+def test_what_the_rules_allow(module: str, source: str) -> None:
+    assert [rule.text for rule in RULES if violations(rule, graph({module: source}))] == []
+
+
+def test_a_circle_is_shown_in_the_order_of_its_imports() -> None:
+    found = circle([("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")])
+    assert found[0] == found[-1] and len(found) == 4
+    assert all(pair in {("a", "b"), ("b", "c"), ("c", "a")} for pair in itertools.pairwise(found))
+    assert circle([("a", "b"), ("b", "c"), ("a", "a")]) == []
