@@ -11,7 +11,7 @@ AgentRLError
 │   ├── EngineError            ├── EngineUnavailable   ├── EngineTimeout   ├── WeightSyncError
 │   ├── SandboxError           ├── SandboxUnavailable
 │   ├── EnvError               an environment's own code raised
-│   └── StoreError             └── DiskFull
+│   └── StoreError             ├── LeaseLost           └── DiskFull
 └── PolicyFault                the policy could have caused it: stays in loss and baseline
     ├── ParseError             ├── StructuralParseError   ├── ContentParseError
     └── ToolError              ├── ToolArgumentError      ├── ToolTimeout
@@ -90,6 +90,10 @@ class EnvError(InfrastructureError):
 
 class StoreError(InfrastructureError):
     """The run store refused a read or a write."""
+
+
+class LeaseLost(StoreError):
+    """The episode is no longer this worker's: another claimed it, or its group is closed. Drop it, journal no more."""
 
 
 class DiskFull(StoreError):
