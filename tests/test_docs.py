@@ -1,0 +1,332 @@
+"""What the documents say is true: every fenced block is run or checked, every path and name they mention exists.
+
+How a block is checked follows from its language:
+
+    python   run, the blocks of one document in order in one fresh interpreter; after `<!-- file: PATH -->` it must
+             also stand verbatim in that file
+    sh       each command is looked up: `make` targets, `agentrl` command lines (parsed by the real command line, not
+             run), scripts that exist
+    toml     validated as a run file (`model` and `env` may be left out)
+    json     parsed
+    text     a picture; after `<!-- tree -->` the first word of each line is a path that must exist
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from agentrl import config
+from agentrl.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+OUR_FOLDERS = ("agentrl/", "environments/", "tools/", "examples/", "benchmarks/", "tests/", "docs/", "requirements/")
+ENTRY_POINT_GROUPS = {"agentrl.environments", "agentrl.tools", "agentrl.sandboxes", "agentrl.models"}
+PYTHON_DEADLINE_S = 120
+
+FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\n]*)\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.M | re.S)
+NOTE = re.compile(r"<!-- (?P<kind>file: (?P<path>\S+)|tree) -->\s*\Z")
+LINK = re.compile(r"\[[^\]\n]*\]\((?P<target>[^)\s]+)\)")
+INLINE = re.compile(r"`(?P<code>[^`\n]+)`")
+HEADING = re.compile(r"^#+ +(?P<title>.+)$", re.M)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where it starts, its language, its text, and the note that stood right before it."""
+
+    document: Path
+    line: int
+    language: str
+    body: str
+    note: str = ""
+    file: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.document.name}:{self.line}"
+
+
+def blocks_of(document: Path) -> list[Block]:
+    text = document.read_text()
+    found: list[Block] = []
+    for match in FENCE.finditer(text):
+        indent = len(match["indent"])
+        body = "".join(line[indent:] for line in match["body"].splitlines(keepends=True))
+        note = NOTE.search(text, 0, match.start())
+        line = text.count("\n", 0, match.start()) + 1
+        kind, path = (note["kind"], note["path"] or "") if note else ("", "")
+        found.append(Block(document, line, match["language"].strip(), body, kind, path))
+    return found
+
+
+BLOCKS = [block for document in DOCUMENTS for block in blocks_of(document)]
+
+
+# --- checks: each returns what is wrong, empty if nothing is -----------------------------------------------------
+
+
+def check_sh(block: Block) -> list[str]:
+    lines = block.body.replace("\\\n", " ").splitlines()
+    return [f"{block}: {wrong}" for line in lines if (wrong := wrong_command(line))]
+
+
+def wrong_command(line: str) -> str:
+    """Why this command line cannot be right; empty if it can."""
+    words = shlex.split(line, comments=True)
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = words[1:]
+    if not words:
+        return ""
+    program = words[0].removeprefix(".venv/bin/")
+    known: dict[str, Callable[[list[str]], str]] = {
+        "agentrl": wrong_agentrl,
+        "make": wrong_make,
+        "python": wrong_python,
+        "bash": lambda arguments: "" if (ROOT / arguments[0]).is_file() else f"no file {arguments[0]}",
+        "pip": lambda arguments: "" if arguments[:1] == ["install"] else f"unknown pip command {line!r}",
+        "git": lambda arguments: "" if arguments[:1] == ["clone"] else f"unknown git command {line!r}",
+        "cd": lambda _: "",
+        "ruff": lambda _: "",
+    }
+    return known[program](words[1:]) if program in known else f"{program!r} is a command that this test cannot check"
+
+
+def wrong_agentrl(arguments: list[str]) -> str:
+    import click
+    import typer.main
+
+    from agentrl import cli
+
+    command: click.Command = typer.main.get_command(cli.app)
+    context = click.Context(command, info_name="agentrl")
+    try:
+        while isinstance(command, click.Group):
+            context = command.make_context(context.info_name, list(arguments), parent=context.parent)
+            rest = [*context.protected_args, *context.args]
+            name, found, arguments = command.resolve_command(context, rest)
+            assert found is not None
+            command, context = found, click.Context(found, info_name=name, parent=context)
+        command.make_context(context.info_name, list(arguments), parent=context.parent)
+    except click.exceptions.Exit:
+        return ""  # --help
+    except click.UsageError as error:
+        return f"agentrl {shlex.join(arguments)}: {error.format_message()}"
+    return ""
+
+
+def wrong_make(arguments: list[str]) -> str:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    asked = [word for word in arguments if "=" not in word]
+    return "" if set(asked) <= targets else f"no such target: make {shlex.join(asked)}"
+
+
+def wrong_python(arguments: list[str]) -> str:
+    if arguments[:1] == ["-m"]:
+        return "" if importlib.util.find_spec(arguments[1]) else f"no module {arguments[1]}"
+    return "" if (ROOT / arguments[0]).is_file() else f"no file {arguments[0]}"
+
+
+def check_toml(block: Block) -> list[str]:
+    try:
+        config.parse({"model": "agentrl/tiny-coder", "env": {"id": "any"}, **tomllib.loads(block.body)})
+    except (tomllib.TOMLDecodeError, ConfigError) as error:
+        return [f"{block}: {error}"]
+    return []
+
+
+def check_json(block: Block) -> list[str]:
+    try:
+        json.loads(block.body)
+    except ValueError as error:
+        return [f"{block}: {error}"]
+    return []
+
+
+def check_text(block: Block) -> list[str]:
+    if block.note != "tree":
+        return []
+    wrong: list[str] = []
+    folders: list[tuple[int, str]] = []
+    for line in filter(str.strip, block.body.splitlines()):
+        indent, name = len(line) - len(line.lstrip()), line.split()[0]
+        folders = [(depth, folder) for depth, folder in folders if depth < indent]
+        path = Path(*(folder for _, folder in folders), name)
+        if not (ROOT / path).exists():
+            wrong.append(f"{block}: no {path}")
+        if name.endswith("/"):
+            folders.append((indent, name))
+    return wrong
+
+
+def check_python(block: Block) -> list[str]:
+    """Only what needs no run; `test_python_blocks_run` runs them."""
+    if not block.file:
+        return []
+    if not (ROOT / block.file).is_file():
+        return [f"{block}: no {block.file}"]
+    return [] if block.body in (ROOT / block.file).read_text() else [f"{block}: {block.file} does not hold this text"]
+
+
+CHECKS = {"sh": check_sh, "toml": check_toml, "json": check_json, "text": check_text, "python": check_python}
+
+
+def check(block: Block) -> list[str]:
+    if block.language not in CHECKS:
+        return [f"{block}: language {block.language!r} is none of {', '.join(CHECKS)}"]
+    return CHECKS[block.language](block)
+
+
+def prose(document: Path) -> str:
+    return FENCE.sub("", document.read_text())
+
+
+def slug(title: str) -> str:
+    return re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
+
+
+def broken_links(document: Path) -> list[str]:
+    broken: list[str] = []
+    for match in LINK.finditer(prose(document)):
+        path, _, anchor = unquote(match["target"]).partition("#")
+        if re.match(r"[a-z]+:", path):
+            continue
+        target = (document.parent / path).resolve() if path else document
+        if not target.exists():
+            broken.append(f"{document.name}: {match['target']} is not there")
+        elif anchor and anchor not in {slug(title) for title in HEADING.findall(prose(target))}:
+            broken.append(f"{document.name}: {match['target']} names no heading")
+    return broken
+
+
+def unknown_names(document: Path) -> list[str]:
+    """Inline code that looks like a path of ours, a dotted name of ours or a command of ours, and is none."""
+    unknown: list[str] = []
+    for match in INLINE.finditer(prose(document)):
+        code = match["code"]
+        if code.startswith(OUR_FOLDERS) and re.search(r"(/|\.(py|md|toml|txt|sh|svg))$", code):
+            unknown += [] if any(ROOT.glob(code.rstrip("/"))) else [code]
+        elif re.fullmatch(r"agentrl(_\w+)?(\.\w+)+(\(\))?", code):
+            name = code.removesuffix("()")
+            unknown += [] if name in ENTRY_POINT_GROUPS or resolves(name) else [code]
+        elif re.match(r"(make|agentrl) [a-z]", code):
+            unknown += [wrong] if (wrong := wrong_command(code)) else []
+    return [f"{document.name}: {name}" for name in unknown]
+
+
+def resolves(name: str) -> bool:
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            value = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:]:
+            if not hasattr(value, part):
+                return False
+            value = getattr(value, part)
+        return True
+    return False
+
+
+# --- the documents ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_block(block: Block) -> None:
+    assert check(block) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_python_blocks_run(document: Path, tmp_path: Path) -> None:
+    code = "\n".join(block.body for block in blocks_of(document) if block.language == "python")
+    if not code:
+        return
+    script = tmp_path / "document.py"
+    script.write_text(code)
+    done = subprocess.run(
+        [sys.executable, script.name],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PYTHON_DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_links_and_names(document: Path) -> None:
+    assert broken_links(document) + unknown_names(document) == []
+
+
+# --- the checks themselves, on documents that are wrong -------------------------------------------------------------
+
+
+def block(language: str, body: str, note: str = "", file: str = "") -> Block:
+    return Block(ROOT / "README.md", 1, language, body, note, file)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (block("sh", "make demmo\n"), "no such target: make demmo"),
+        (block("sh", "curl somewhere | sh\n"), "cannot check"),
+        (block("sh", "python examples/no_such.py\n"), "no file examples/no_such.py"),
+        (block("toml", "[train]\nsteps = 'ten'\n"), "train.steps"),
+        (block("toml", "[trian]\nsteps = 10\n"), "did you mean 'train'"),
+        (block("json", "{'a': 1}\n"), "Expecting property name"),
+        (block("text", "tests/      here\n  no.py     not\n", "tree"), "no tests/no.py"),
+        (block("python", "x = 1\n", "file: Makefile", "Makefile"), "Makefile does not hold this text"),
+        (block("rust", "fn main() {}\n"), "language 'rust'"),
+    ],
+)
+def test_a_wrong_block_is_found(wrong: Block, says: str) -> None:
+    assert len(found := check(wrong)) == 1 and says in found[0]
+
+
+def test_right_blocks_pass() -> None:
+    right = [
+        block("sh", "make demo  # trains\nSANDBOX=local-unsafe make test\n"),
+        block("toml", "[train]\nsteps = 10\n"),
+        block("json", '{"a": 1}\n'),
+        block("text", "tests/\n  conftest.py  parts\nagentrl/\n", "tree"),
+    ]
+    assert [wrong for one in right for wrong in check(one)] == []
+
+
+def test_wrong_links_and_names_are_found(tmp_path: Path) -> None:
+    document = tmp_path / "page.md"
+    document.write_text(
+        "# One title\n[a](page.md#one-title) [b](page.md#two) [c](gone.md) [d](https://example.org)\n"
+        "`agentrl/records.py` `agentrl/gone.py` `agentrl.records.Turn` `agentrl.records.Gone` `make demmo`\n"
+        "`agentrl/CodeRepair-v0` `agentrl.environments`\n"
+        "```text\n[e](inside_a_block.md)\n```\n"
+    )
+    assert broken_links(document) == ["page.md: page.md#two names no heading", "page.md: gone.md is not there"]
+    assert unknown_names(document) == [
+        "page.md: agentrl/gone.py",
+        "page.md: agentrl.records.Gone",
+        "page.md: no such target: make demmo",
+    ]
+
+
+def test_blocks_are_read_with_their_notes(tmp_path: Path) -> None:
+    document = tmp_path / "page.md"
+    document.write_text("a\n\n<!-- file: x.py -->\n```python\nx = 1\n```\n- list\n\n  ```sh\n  make test\n  ```\n")
+    first, second = blocks_of(document)
+    assert (first.language, first.body, first.file, first.line) == ("python", "x = 1\n", "x.py", 4)
+    assert (second.language, second.body, second.note) == ("sh", "make test\n", "")
