@@ -14,6 +14,7 @@ AgentRLError
 │   └── StoreError             ├── LeaseLost           └── DiskFull
 └── PolicyFault                the policy could have caused it: stays in loss and baseline
     ├── ParseError             ├── StructuralParseError   ├── ContentParseError
+    ├── SandboxPathError       a path in a box: missing, of the wrong kind, leading out, no space
     └── ToolError              ├── ToolArgumentError      ├── ToolTimeout
 """
 
@@ -114,6 +115,13 @@ class StructuralParseError(ParseError):
 
 class ContentParseError(ParseError):
     """The envelope is sound but what it asks for is not: unknown tool, wrong arguments."""
+
+
+class SandboxPathError(PolicyFault):
+    """A path in a box cannot be read or written as asked: missing, of the wrong kind, leading out, too large, no space.
+
+    The policy shapes the box's files, so this is its own doing; an environment that reads a file it laid itself and
+    knows better raises `SandboxError` from it."""
 
 
 class ToolError(PolicyFault):

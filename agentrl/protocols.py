@@ -45,6 +45,7 @@ class Limits:
 
     wall_s: float = 10.0  # default deadline of one exec
     cpu_s: float = 10.0  # CPU time of one process
+    cpus: float = 1.0  # CPU time of the box per second, where the backend has a quota
     memory_bytes: int = 512 << 20  # address space of one process (cgroup memory of the box where there is one)
     pids: int = 64
     open_files: int = 256
@@ -77,10 +78,32 @@ class ExecResult:
     duration_s: float = 0.0
 
 
+class BoxProcess(Protocol):
+    """A background process of a box; it dies with the box. Output not yet received is kept up to
+    `Limits.output_bytes` and flagged as truncated beyond."""
+
+    async def send(self, data: bytes) -> None:
+        """Write to its stdin; nothing happens if it has ended or closed it."""
+        ...
+
+    async def receive(self, timeout_s: float | None = None) -> bytes:
+        """New bytes of its stdout: at least one, none at its end or when `timeout_s` (seconds) has passed."""
+        ...
+
+    async def wait(self, timeout_s: float | None = None) -> ExecResult | None:
+        """How it ended, with output not yet received; None if it still runs after `timeout_s` seconds."""
+        ...
+
+    async def kill(self) -> ExecResult:
+        """End it and all it started. Idempotent."""
+        ...
+
+
 class Sandbox(Protocol):
     """One box with a private work folder `/workspace`. Paths are relative to it and cannot leave it.
 
-    Raises `SandboxError` when the box's host fails; what a command in the box does is an `ExecResult`."""
+    Raises `SandboxError` when the box's host fails, `SandboxPathError` (the policy's own doing) when a path in the box
+    is missing, of the wrong kind, leads out or finds no space; what a command in the box does is an `ExecResult`."""
 
     async def exec(
         self,
@@ -92,6 +115,9 @@ class Sandbox(Protocol):
         timeout_s: float | None = None,
     ) -> ExecResult: ...
 
+    async def start(
+        self, argv: Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None
+    ) -> BoxProcess: ...
     async def read(self, path: str) -> bytes: ...
     async def write(self, path: str, data: bytes) -> None: ...
     async def upload(self, source: Path, target: str) -> None: ...
