@@ -10,7 +10,7 @@ export UV_TORCH_BACKEND ?= cpu
 endif
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
-.PHONY: help setup demo test check lock clean
+.PHONY: help setup demo test check vllm lock clean
 
 help: ## show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -46,11 +46,19 @@ check: setup $(VENV)/.dev ## ruff, pyright, import rules, docs snippets
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_docs.py
 
+vllm: $(VENV)-vllm/.ready ## make .venv-vllm with the CPU build of vLLM, for engine = "vllm" and the tests marked vllm
+
+$(VENV)-vllm/.ready: requirements/vllm.txt requirements/vllm-overrides.txt | $(VENV)/bin/uv
+	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(VENV)-vllm
+	$(BIN)/uv pip install --quiet --python $(VENV)-vllm/bin/python --overrides requirements/vllm-overrides.txt -r requirements/vllm.txt
+	@touch $@
+
 lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is what they are resolved for
-	@sed -i 's/^torch==\([0-9.]*\)$$/torch==\1+cpu/' requirements/runtime.txt requirements/dev.txt
+	@sed -i 's/^torch==\([0-9.]*\)$$/torch==\1+cpu/' requirements/runtime.txt requirements/dev.txt requirements/vllm.txt
 	$(BIN)/uv pip compile --quiet --no-header --no-emit-find-links --no-annotate pyproject.toml requirements/runtime.in -o requirements/runtime.txt
 	$(BIN)/uv pip compile --quiet --no-header --no-emit-find-links --no-annotate --extra dev pyproject.toml requirements/runtime.in -o requirements/dev.txt
-	@sed -i 's/^torch==\([0-9.]*\)+cpu/torch==\1/' requirements/runtime.txt requirements/dev.txt
+	$(BIN)/uv pip compile --quiet --no-header --no-emit-find-links --no-annotate --overrides requirements/vllm-overrides.txt requirements/vllm.in -o requirements/vllm.txt
+	@sed -i 's/^torch==\([0-9.]*\)+cpu/torch==\1/' requirements/runtime.txt requirements/dev.txt requirements/vllm.txt
 
 clean: ## remove the environment and the caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-vllm .pytest_cache .ruff_cache .hypothesis
