@@ -1,0 +1,48 @@
+"""Trains language-model agents with reinforcement learning.
+
+Names are imported when first used: `import agentrl` loads neither torch nor transformers. It tells gymnasium of the
+installed environments, so that `gymnasium.make("agentrl/Calculator-v0")` works after it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from agentrl.registration import make, register, register_all
+
+if TYPE_CHECKING:
+    from agentrl.env import Env as Env
+    from agentrl.env import EpisodeLimits as EpisodeLimits
+    from agentrl.env import Grade as Grade
+    from agentrl.env import ToolEnv as ToolEnv
+    from agentrl.env import tool as tool
+    from agentrl.env.checker import check_env as check_env
+    from agentrl.runtime.trainer import Trainer as Trainer
+
+_WHERE = {
+    "Env": "agentrl.env",
+    "EpisodeLimits": "agentrl.env",
+    "Grade": "agentrl.env",
+    "ToolEnv": "agentrl.env",
+    "Trainer": "agentrl.runtime.trainer",
+    "check_env": "agentrl.env.checker",
+    "tool": "agentrl.env",
+}
+
+__all__ = ["Env", "EpisodeLimits", "Grade", "ToolEnv", "Trainer", "check_env", "make", "register", "tool"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_all()

@@ -1,0 +1,94 @@
+"""Between the two worlds: blocking code called from trio, and trio code called from blocking code.
+
+Owns threads and nothing else; knows no environment.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeVar, cast
+
+import trio
+from trio.lowlevel import RunVar
+
+T = TypeVar("T")
+
+MAX_THREADS: Final = 64
+"""Blocking calls of one trio loop that may run at once; the others wait their turn."""
+
+_limiter: RunVar[trio.CapacityLimiter] = RunVar("agentrl_env_threads")
+
+
+def thread_limiter() -> trio.CapacityLimiter:
+    """The limiter of the running trio loop under which environments' blocking calls go to threads."""
+    try:
+        return _limiter.get()
+    except LookupError:
+        limiter = trio.CapacityLimiter(MAX_THREADS)
+        _limiter.set(limiter)
+        return limiter
+
+
+async def call(function: Callable[..., T | Awaitable[T]], *args: Any, blocking: bool = True, **kwargs: Any) -> T:
+    """Call `function`, be it `def` or `async def`, without holding up the trio loop.
+
+    An async function is awaited here. A plain one goes to a thread if `blocking`, else it is called in place. On
+    cancellation a thread is abandoned: it runs to its own end, nobody reads its result."""
+    if inspect.iscoroutinefunction(function):
+        return cast(T, await function(*args, **kwargs))
+    bound = functools.partial(function, *args, **kwargs)
+    if blocking:
+        result = await trio.to_thread.run_sync(bound, abandon_on_cancel=True, limiter=thread_limiter())
+    else:
+        await trio.lowlevel.checkpoint()
+        result = bound()
+    return cast(T, await result) if inspect.isawaitable(result) else result
+
+
+class LoopThread:
+    """A trio loop in a thread of its own, so that blocking code can drive async code that lives across calls.
+
+    It starts with the first `run` and lasts until `stop`, which is idempotent. A child made by `fork` gets a fresh
+    loop, as threads do not survive a fork."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._stop: trio.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._pid = 0
+
+    def run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Run `await function(*args)` on the loop and return its result or raise its exception."""
+        with self._lock:
+            if self._token is None or self._pid != os.getpid():
+                self._start()
+        return trio.from_thread.run(function, *args, trio_token=self._token)
+
+    def stop(self) -> None:
+        """End the loop and wait for its thread."""
+        with self._lock:
+            token, stop, thread = self._token, self._stop, self._thread
+            self._token = self._stop = self._thread = None
+        if token is None or stop is None or thread is None or self._pid != os.getpid():
+            return
+        token.run_sync_soon(stop.set)
+        thread.join()
+
+    def _start(self) -> None:
+        ready = threading.Event()
+
+        async def main() -> None:
+            self._token, self._stop = trio.lowlevel.current_trio_token(), trio.Event()
+            stop = self._stop
+            ready.set()
+            await stop.wait()
+
+        self._thread = threading.Thread(target=trio.run, args=(main,), name="agentrl env loop", daemon=True)
+        self._pid = os.getpid()
+        self._thread.start()
+        ready.wait()

@@ -1,0 +1,249 @@
+"""The environment contract: a `gymnasium.Env` whose actions are text and whose observations are chat messages.
+
+An author writes one side, `reset`/`step` or `areset`/`astep`, and gets the other. The first line of either reset is
+`super().reset(seed=seed)` (or `await super().areset(seed=seed)`), which seeds `self.np_random`. This module knows no
+model, no tokens and no rollout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, cast
+
+import gymnasium
+import trio
+
+from agentrl.env import spaces
+from agentrl.env.bridge import LoopThread, call, thread_limiter
+from agentrl.errors import EnvError, UsageError
+from agentrl.protocols import AsyncEnv
+from agentrl.records import Json, Message, Messages, StopReason
+
+Info = dict[str, Json]
+ResetResult = tuple[Messages, Info]
+StepResult = tuple[Messages, float, bool, bool, Info]
+
+CLOSE_DEADLINE_S: Final = 30.0
+"""How long `aclose` may take, also when its caller was cancelled."""
+
+
+class Env(gymnasium.Env[Messages, str]):
+    """A `gymnasium.Env` for language agents that trains.
+
+    `step(action)` takes the policy's text and returns `(messages, reward, terminated, truncated, info)`: the messages
+    to append, the process reward of this turn, gymnasium's two flags, and a JSON-safe `info` that must be equal on
+    replay (no timings). Keys of `info` with a meaning: `outcome` (float, the episode's outcome reward), `success`
+    (bool), `stop_reason` (a `StopReason`), `history` (a list of messages that replaces all before it).
+
+    Example::
+
+        class Echo(agentrl.Env):
+            def reset(self, *, seed=None, options=None):
+                super().reset(seed=seed)
+                return ({"role": "user", "content": "Say hello."},), {}
+
+            def step(self, action):
+                good = "hello" in action.lower()
+                return (), 0.0, True, False, {"outcome": float(good), "success": good}
+
+    Use one instance from one side only: what async code opened is closed with `aclose`, what sync code opened with
+    `close`. Raise `InfrastructureError` for what the policy could not have caused.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012  (gymnasium declares it so)
+    action_space = spaces.Text()
+    observation_space = spaces.Messages()
+    render_mode = None
+
+    blocking: ClassVar[bool] = True
+    """Whether sync `reset`/`step`/`close` may block and so go to a thread; False has them called in place."""
+
+    replayable: bool = False
+    """A promise: reset with the same seed and options and the same actions give the same observations."""
+
+    _loop: LoopThread | None = None
+    _abandoned: trio.Event | None = None
+
+    # --- gymnasium's side
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
+        """Start an episode: the first messages and an info. Overrides begin with `super().reset(seed=seed)`."""
+        gymnasium.Env.reset(self, seed=seed)  # pyright: ignore[reportUnknownMemberType]
+        if self._overrides("areset") and not self._overrides("reset"):
+            return self._run(self._areset_with, seed, options)
+        return (), {}
+
+    def step(self, action: str) -> StepResult:
+        """Answer one action. An environment that wrote `astep` gets this one."""
+        if self._overrides("astep"):
+            return self._run(self.astep, action)
+        raise NotImplementedError(f"{type(self).__name__} must write step or astep")
+
+    def close(self) -> None:
+        """End what the environment holds; again is no error."""
+        try:
+            if self._overrides("aclose") and not self._overrides("close"):
+                self._run(self.aclose)
+        finally:
+            if self._loop is not None:
+                self._loop.stop()
+                self._loop = None
+
+    # --- trio's side
+
+    async def areset(self, *, seed: int | None = None, options: Mapping[str, Json] | None = None) -> ResetResult:
+        """`reset` for async code. Overrides begin with `await super().areset(seed=seed)`."""
+        if self._overrides("reset") and not self._overrides("areset"):
+            return await self._in_thread("reset", self.reset, seed=seed, options=options)
+        gymnasium.Env.reset(self, seed=seed)  # pyright: ignore[reportUnknownMemberType]
+        return (), {}
+
+    async def astep(self, action: str) -> StepResult:
+        """`step` for async code.
+
+        Cancelling a sync `step` leaves its thread behind: the environment then refuses everything but `aclose`."""
+        if self._overrides("step"):
+            return await self._in_thread("step", self.step, action)
+        raise NotImplementedError(f"{type(self).__name__} must write step or astep")
+
+    async def aclose(self) -> None:
+        """End what the environment holds, within `CLOSE_DEADLINE_S`, also when the caller was cancelled."""
+        if not self._overrides("close"):
+            return
+        with trio.move_on_after(CLOSE_DEADLINE_S, shield=True):
+            if self._abandoned is not None:
+                with trio.move_on_after(CLOSE_DEADLINE_S / 2):
+                    await self._abandoned.wait()
+            await call(self.close, blocking=self.blocking)
+
+    async def aend(self, reason: StopReason) -> Info:
+        """The driver ends the episode for a reason of its own (a limit of the run): the last info, with `outcome`
+        where the environment can judge what there is. The default has nothing to say."""
+        return {}
+
+    def charge_tokens(self, count: int) -> None:
+        """The driver reports the sampled tokens of the turn to come; environments with a token limit count them."""
+
+    # --- what a driver may ask
+
+    def tool_schemas(self) -> list[Mapping[str, Json]]:
+        """OpenAI-style schemas (`{"type": "function", "function": {...}}`) for the chat template."""
+        return []
+
+    async def snapshot(self) -> bytes:
+        """The whole state between two steps, to be given to `restore` of another instance, maybe elsewhere."""
+        raise NotImplementedError(f"{type(self).__name__} takes no snapshots")
+
+    async def restore(self, snapshot: bytes) -> None:
+        """Bring a fresh instance to the state of `snapshot`."""
+        raise NotImplementedError(f"{type(self).__name__} takes no snapshots")
+
+    @property
+    def has_snapshots(self) -> bool:
+        """Whether this class wrote `snapshot` and `restore`."""
+        return self._overrides("snapshot") and self._overrides("restore")
+
+    async def __aenter__(self) -> Env:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    # --- inside
+
+    @classmethod
+    def _overrides(cls, name: str) -> bool:
+        return getattr(cls, name) is not getattr(Env, name)
+
+    def _run(self, function: Any, *args: Any) -> Any:
+        if self._loop is None:
+            self._loop = LoopThread()
+            weakref.finalize(self, self._loop.stop)
+        return self._loop.run(function, *args)
+
+    async def _areset_with(self, seed: int | None, options: Mapping[str, Any] | None) -> ResetResult:
+        return await self.areset(seed=seed, options=options)
+
+    async def _in_thread(self, what: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._abandoned is not None:
+            raise EnvError(f"{type(self).__name__}.{what}: an earlier call was cancelled in the middle; make a new one")
+        if not self.blocking:
+            return await call(function, *args, blocking=False, **kwargs)
+        done = trio.Event()
+        token = trio.lowlevel.current_trio_token()
+        started = False
+
+        def body() -> Any:
+            nonlocal started
+            started = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                with contextlib.suppress(trio.RunFinishedError):
+                    token.run_sync_soon(done.set)
+
+        try:
+            return await trio.to_thread.run_sync(body, abandon_on_cancel=True, limiter=thread_limiter())
+        except trio.Cancelled:
+            if started:
+                self._abandoned = done
+            raise
+
+
+class _Wrapped(Env):
+    """Any gymnasium environment whose actions and observations are text, seen as an `Env`."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        self._env = env
+        self.replayable = bool(getattr(env.unwrapped, "replayable", False))
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
+        super().reset(seed=seed)
+        observation, info = self._env.reset(seed=seed, options=None if options is None else dict(options))
+        return as_messages(observation), info
+
+    def step(self, action: str) -> StepResult:
+        observation, reward, terminated, truncated, info = self._env.step(action)
+        return as_messages(observation), float(reward), bool(terminated), bool(truncated), info
+
+    def close(self) -> None:
+        self._env.close()
+        super().close()
+
+    def tool_schemas(self) -> list[Mapping[str, Json]]:
+        schemas = getattr(self._env.unwrapped, "tool_schemas", None)
+        return list(schemas()) if schemas is not None else []
+
+
+def as_messages(observation: Any) -> Messages:
+    """A text becomes one user message; messages stay. Raises UsageError for anything else."""
+    if isinstance(observation, str):
+        return (Message(role="user", content=observation),)
+    if isinstance(observation, list | tuple):
+        messages = tuple(cast("tuple[Message, ...]", observation))
+        if (reason := _SPACE.why_not(messages)) is None:
+            return messages
+        raise UsageError(f"observation is no tuple of messages: {reason}")
+    raise UsageError(f"observation is a {type(observation).__name__}, neither text nor messages")
+
+
+_SPACE = spaces.Messages()
+
+
+def as_async(env: Any) -> AsyncEnv:
+    """The async side of any environment: ours as it is, a wrapped or plain `gymnasium.Env` with text in and out.
+
+    Raises UsageError for spaces that are not text (see `agentrl.env.adapters` for those) and for what is no
+    environment at all."""
+    if isinstance(env, AsyncEnv):
+        return env
+    if not isinstance(env, gymnasium.Env):
+        raise UsageError(f"{env!r} is no environment: derive from agentrl.Env or gymnasium.Env")
+    plain = cast("gymnasium.Env[Any, Any]", env)
+    if not isinstance(plain.action_space, spaces.Text | gymnasium.spaces.Text):
+        raise UsageError(
+            f"{plain} takes actions from {plain.action_space}, not text: wrap it with agentrl.env.adapters.TextGym"
+        )
+    return _Wrapped(plain)

@@ -1,0 +1,164 @@
+"""Gymnasium spaces for language: `Text` (any unicode) and `Messages` (a tuple of chat messages).
+
+They sample, contain, serialise and vectorise. gymnasium's own `Text` knows a fixed alphabet only and refuses what a
+model may say; these have no array form, so vector environments must run with `shared_memory=False`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, Final, cast
+
+import numpy as np
+from gymnasium.spaces import Space
+
+from agentrl import records
+
+_SAMPLE_CHARS: Final = 64
+"""Samples stay short: they probe an environment, they do not fill it."""
+
+_ALPHABETS: Final = (
+    (0x20, 0x7E),  # ASCII
+    (0x09, 0x0D),  # tabs and line ends
+    (0xA0, 0x17F),  # Latin letters with accents
+    (0x590, 0x6FF),  # right-to-left scripts
+    (0x300, 0x36F),  # combining marks
+    (0x4E00, 0x9FFF),  # Chinese characters
+    (0x1F300, 0x1FAFF),  # beyond the basic plane
+)
+
+ROLES: Final = ("system", "user", "assistant", "tool")
+
+
+def is_unicode(text: str) -> bool:
+    """Whether `text` can be written as UTF-8, that is, holds no lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class Text(Space[str]):
+    """Every string of at most `max_length` characters that UTF-8 can carry, the empty one included."""
+
+    def __init__(self, max_length: int = 1_000_000, *, seed: int | np.random.Generator | None = None) -> None:
+        if max_length < 0:
+            raise ValueError(f"max_length = {max_length}: give 0 or more characters")
+        self.max_length = max_length
+        super().__init__(dtype=str, seed=seed)
+
+    def sample(self, mask: Any | None = None, probability: Any | None = None) -> str:
+        """A short random string over several scripts; masks mean nothing here and are refused."""
+        if mask is not None or probability is not None:
+            raise ValueError("Text samples freely: it takes no mask and no probability")
+        return _sample_text(self.np_random, self.max_length)
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, str) and len(x) <= self.max_length and is_unicode(x)
+
+    @property
+    def is_np_flattenable(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return f"Text({self.max_length})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Text) and other.max_length == self.max_length
+
+    __hash__ = None  # type: ignore[assignment]  # mutable, like every gymnasium space
+
+
+class Messages(Space[records.Messages]):
+    """Tuples of at most `max_messages` chat messages; each is a JSON-safe dict with a `role` and a `content` text.
+
+    Example: `({"role": "user", "content": "2 + 2?"},)`. The empty tuple belongs to it: an environment may end an
+    episode without a word."""
+
+    def __init__(
+        self,
+        max_messages: int = 1_000,
+        max_length: int = 1_000_000,
+        *,
+        seed: int | np.random.Generator | None = None,
+    ) -> None:
+        if max_messages < 0 or max_length < 0:
+            raise ValueError(f"max_messages = {max_messages}, max_length = {max_length}: give 0 or more")
+        self.max_messages, self.max_length = max_messages, max_length
+        super().__init__(dtype=object, seed=seed)
+
+    def sample(self, mask: Any | None = None, probability: Any | None = None) -> records.Messages:
+        """Up to three random messages; masks mean nothing here and are refused."""
+        if mask is not None or probability is not None:
+            raise ValueError("Messages samples freely: it takes no mask and no probability")
+        count = int(self.np_random.integers(0, min(3, self.max_messages) + 1))
+        return tuple(
+            records.Message(
+                role=ROLES[int(self.np_random.integers(0, len(ROLES)))],
+                content=_sample_text(self.np_random, self.max_length),
+            )
+            for _ in range(count)
+        )
+
+    def contains(self, x: Any) -> bool:
+        return self.why_not(x) is None
+
+    def why_not(self, x: Any) -> str | None:
+        """Why `x` is outside of this space, in one line; None if it is inside."""
+        if not isinstance(x, tuple):
+            return f"a {type(x).__name__}, not a tuple of messages"
+        messages = cast("tuple[Any, ...]", x)
+        if len(messages) > self.max_messages:
+            return f"{len(messages)} messages, at most {self.max_messages} allowed"
+        for index, message in enumerate(messages):
+            if reason := self._why_not_message(message):
+                return f"message {index}: {reason}"
+        return None
+
+    def _why_not_message(self, message: Any) -> str | None:
+        if not isinstance(message, dict):
+            return f"a {type(message).__name__}, not a dict"
+        fields = cast("dict[str, Any]", message)
+        role, content = fields.get("role"), fields.get("content")
+        if not isinstance(role, str) or not role:
+            return f"role = {role!r}, not a name"
+        if not isinstance(content, str):
+            return f"content is a {type(content).__name__}, not text"
+        if len(content) > self.max_length:
+            return f"content of {len(content)} characters, at most {self.max_length} allowed"
+        try:
+            written = json.dumps(fields, allow_nan=False, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            return f"not JSON-safe: {error}"
+        return None if is_unicode(written) else "holds a lone surrogate, which UTF-8 cannot carry"
+
+    @property
+    def is_np_flattenable(self) -> bool:
+        return False
+
+    def to_jsonable(self, sample_n: Iterable[records.Messages]) -> list[list[dict[str, Any]]]:
+        return [[dict(message) for message in messages] for messages in sample_n]
+
+    def from_jsonable(self, sample_n: list[Any]) -> list[records.Messages]:
+        return [tuple(cast("list[records.Message]", messages)) for messages in sample_n]
+
+    def __repr__(self) -> str:
+        return f"Messages({self.max_messages}, {self.max_length})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Messages) and (self.max_messages, self.max_length) == (
+            other.max_messages,
+            other.max_length,
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # mutable, like every gymnasium space
+
+
+def _sample_text(rng: np.random.Generator, max_length: int) -> str:
+    characters: list[str] = []
+    for _ in range(int(rng.integers(0, min(max_length, _SAMPLE_CHARS) + 1))):
+        low, high = _ALPHABETS[int(rng.integers(0, len(_ALPHABETS)))]
+        characters.append(chr(int(rng.integers(low, high + 1))))
+    return "".join(characters)

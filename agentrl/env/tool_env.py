@@ -1,0 +1,451 @@
+"""`ToolEnv`: an environment of tools, written as a prompt, some `@tool` methods and a grade.
+
+One turn: parse the action ─► run its calls ─► `after_turn` ─► limits ─► at the end `grade`. Whatever the policy
+writes becomes an observation that it can read; only failures that it could not have caused are raised. It knows
+neither tokens nor model, and holds nothing past `aclose`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, Literal, TypeVar, cast
+
+import trio
+from gymnasium.error import ResetNeeded
+
+from agentrl.env import bridge
+from agentrl.env.core import CLOSE_DEADLINE_S, Env, Info, ResetResult, StepResult
+from agentrl.env.limits import EpisodeLimits, Meter
+from agentrl.env.tool_calls import Malformed, ToolCall, get_format
+from agentrl.env.tools import ArgumentCheck, clean_text, cut, envelope, function_schema, tools_of
+from agentrl.errors import (
+    ContentParseError,
+    ParseError,
+    PolicyFault,
+    StructuralParseError,
+    ToolArgumentError,
+    ToolTimeout,
+    UsageError,
+)
+from agentrl.protocols import Tool, ToolResult
+from agentrl.records import Json, Message, Messages, StopReason
+
+T = TypeVar("T")
+MaybeAwaitable = T | Awaitable[T]
+Fault = Literal["structural", "content"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsePolicy:
+    """What a turn with a broken call costs. *Structural*: the envelope is broken, or there is no call where one is
+    due. *Content*: it is sound, but names an unknown tool or arguments that do not fit.
+
+    `*_retries`: turns with such a failure in a row that the model may correct; one more ends the episode with
+    `PARSE_FAILURE`; None leaves that to the other limits. `*_penalty`: taken off the turn's process reward.
+    `mask_*`: the turn is marked (`info["masked"]`) to be left out of the loss."""
+
+    structural_retries: int | None = None
+    content_retries: int | None = None
+    structural_penalty: float = 0.0
+    content_penalty: float = 0.0
+    mask_structural: bool = False
+    mask_content: bool = False
+
+    def retries(self, fault: Fault) -> int | None:
+        return self.structural_retries if fault == "structural" else self.content_retries
+
+    def penalty(self, fault: Fault) -> float:
+        return self.structural_penalty if fault == "structural" else self.content_penalty
+
+    def masks(self, fault: Fault) -> bool:
+        return self.mask_structural if fault == "structural" else self.mask_content
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grade:
+    """The outcome of an episode. `info` is added to the last step's info, for metrics."""
+
+    outcome: float
+    success: bool
+    info: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """One call of a turn and what the model reads of it. `error` is why it failed, None if it did not."""
+
+    call: ToolCall | Malformed
+    result: ToolResult
+    error: PolicyFault | None = None
+
+    @property
+    def name(self) -> str:
+        return self.call.name
+
+    @property
+    def fault(self) -> Fault | None:
+        """The kind of parse failure, None for calls that reached their tool."""
+        if isinstance(self.error, StructuralParseError):
+            return "structural"
+        return "content" if isinstance(self.error, ParseError | ToolArgumentError) else None
+
+
+@dataclass(slots=True)
+class _Episode:
+    """Where the episode stands. `busy` is set while a step runs and stays set if it was cancelled."""
+
+    meter: Meter
+    calls: int = 0
+    busy: bool = False
+    over: bool = False
+    finished: bool = False
+    reward: float = 0.0
+    info: Info = field(default_factory=dict[str, Json])
+    faults: dict[Fault, int] = field(default_factory=lambda: {"structural": 0, "content": 0})
+
+
+class ToolEnv(Env):
+    """An environment whose actions are tool calls. Write `prompt`, `@tool` methods and `grade`; each of the hooks may
+    be `def` or `async def`. Plain ones run in a thread unless `blocking = False`.
+
+    Example::
+
+        class Guess(agentrl.ToolEnv):
+            limits = EpisodeLimits(turns=8)
+
+            def prompt(self, task):
+                self.secret, self.solved = int(self.np_random.integers(1, 101)), False
+                return "Find the number between 1 and 100."
+
+            @agentrl.tool
+            def guess(self, number: int) -> str:
+                \"\"\"Compare a number with the hidden one.\"\"\"
+                if number == self.secret:
+                    self.solved = True
+                    self.finish()
+                return "found" if self.solved else "larger" if number < self.secret else "smaller"
+
+            def grade(self):
+                return self.solved
+    """
+
+    system: ClassVar[str | None] = None
+    """A system message in front of the prompt."""
+    tool_format: str = "hermes"
+    limits: EpisodeLimits = EpisodeLimits(turns=16)
+    parse_policy: ParsePolicy = ParsePolicy()
+    tool_timeout_s: float = 30.0
+    tool_output_bytes: int = 16_384
+    max_calls: int = 16
+    """Calls of one turn that are run; the model is told of the others."""
+
+    task: Mapping[str, Json]
+    """What this episode plays, as `make_task` gave it."""
+
+    _episode: _Episode | None = None
+    _needs_teardown: bool = False
+
+    def __init__(
+        self,
+        *,
+        tools: Sequence[Tool] = (),
+        limits: EpisodeLimits | Mapping[str, Any] | None = None,
+        parse_policy: ParsePolicy | Mapping[str, Any] | None = None,
+        tool_format: str | None = None,
+    ) -> None:
+        if limits is not None:
+            self.limits = limits if isinstance(limits, EpisodeLimits) else EpisodeLimits(**limits)
+        if parse_policy is not None:
+            self.parse_policy = parse_policy if isinstance(parse_policy, ParsePolicy) else ParsePolicy(**parse_policy)
+        self.tool_format = tool_format or self.tool_format
+        self._format = get_format(self.tool_format)
+        self._tools: dict[str, Tool] = {}
+        self._checks: dict[str, ArgumentCheck] = {}
+        for offered in [*tools_of(self, blocking=self.blocking), *tools]:
+            self.add_tool(offered)
+
+    # --- hooks: what an author writes
+
+    def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
+        """The episode's task from the reset options (a row of a data set, say) and `self.np_random`."""
+        return dict(options)
+
+    def setup(self, task: Mapping[str, Json]) -> MaybeAwaitable[None]:
+        """Open what the episode needs (a sandbox, a file). `teardown` runs even if this fails half-way."""
+
+    def prompt(self, task: Mapping[str, Json]) -> MaybeAwaitable[str | Sequence[Message]]:
+        """The first observation: a text (one user message) or messages."""
+        raise NotImplementedError(f"{type(self).__name__} must write prompt(task)")
+
+    def on_text(self, text: str) -> MaybeAwaitable[str | Sequence[Message] | None]:
+        """Answer an action without any tool call. The default tells the model to make one."""
+        names = ", ".join(self._tools)
+        raise StructuralParseError(f"no tool call found; call one of: {names}")
+
+    def after_turn(self, results: Sequence[CallResult]) -> MaybeAwaitable[float]:
+        """The process reward of the turn, once its calls are done; `self.reward` may have added to it before."""
+        return 0.0
+
+    def grade(self) -> MaybeAwaitable[Grade | float | bool | None]:
+        """The outcome, once, when the episode ends, also when a limit ends it. True is 1.0 with success; a number is
+        a success from 1.0 on; None leaves the outcome to the run's rewarder."""
+        return None
+
+    def teardown(self) -> MaybeAwaitable[None]:
+        """Close what `setup` opened. Runs once after each `setup`, also after a failure or a cancellation."""
+
+    # --- what an author calls
+
+    def finish(self) -> None:
+        """The episode ends with this turn; calls of the turn that were not run yet are not run any more."""
+        self._live().finished = True
+
+    def reward(self, amount: float) -> None:
+        """Add to this turn's process reward."""
+        self._live().reward += amount
+
+    def note(self, **info: Json) -> None:
+        """Add to this turn's info: JSON-safe values that are equal on replay."""
+        self._live().info.update(info)
+
+    def add_tool(self, tool: Tool) -> None:
+        """Offer one more tool. Raises UsageError for a second one of the same name or an invalid schema."""
+        if tool.name in self._tools:
+            raise UsageError(f"{type(self).__name__} has two tools named {tool.name!r}: rename one")
+        self._checks[tool.name] = ArgumentCheck(tool.schema)
+        self._tools[tool.name] = tool
+
+    # --- the contract
+
+    def tool_schemas(self) -> list[Mapping[str, Json]]:
+        return envelope([function_schema(tool.schema) for tool in self._tools.values()])
+
+    def charge_tokens(self, count: int) -> None:
+        self._live().meter.tokens += count
+
+    async def areset(self, *, seed: int | None = None, options: Mapping[str, Json] | None = None) -> ResetResult:
+        await self._end_episode()
+        await super().areset(seed=seed)
+        self.task = self.make_task(dict(options or {}))
+        episode = self._episode = _Episode(Meter(self.limits, clock=trio.current_time), busy=True)
+        self._needs_teardown = True
+        await self._hook(self.setup, self.task)
+        opening = _messages(await self._hook(self.prompt, self.task), "user")
+        if self.system is not None:
+            opening = (Message(role="system", content=self.system), *opening)
+        episode.busy = False
+        info, episode.info = episode.info, {}
+        return opening, info
+
+    async def astep(self, action: str) -> StepResult:
+        episode = self._episode
+        if episode is None or episode.over or episode.busy:
+            raise ResetNeeded(f"{type(self).__name__}: call reset before step, and after the end of an episode")
+        if not isinstance(action, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(f"action is a {type(action).__name__}, not text")
+        episode.busy, episode.reward, episode.info = True, 0.0, {}
+        parsed = self._format.parse(action) if self._tools else None
+        if parsed is not None and parsed.calls:
+            results = await self._run_calls(episode, parsed.calls)
+            observation = _tool_messages(episode, results)
+            faults: set[Fault] = {result.fault for result in results if result.fault is not None}
+        else:
+            results = []
+            observation, faults = await self._answer_text(action)
+        episode.calls += len(results)
+        episode.reward += float(await self._hook(self.after_turn, tuple(results)))
+        failed = self._charge_faults(episode, faults)
+        episode.meter.turns += 1
+        stop = StopReason.PARSE_FAILURE if failed else episode.meter.exceeded()
+        if episode.finished:
+            stop = StopReason.DONE
+        terminated = stop in (StopReason.DONE, StopReason.PARSE_FAILURE)
+        truncated = stop is not None and not terminated
+        if stop is not None:
+            episode.info.update(await self.aend(stop))
+        episode.busy = False
+        return observation, episode.reward, terminated, truncated, episode.info
+
+    async def aend(self, reason: StopReason) -> Info:
+        """End the running episode: the info with `outcome`, `success` and `stop_reason`. It is graded once."""
+        episode = self._live()
+        if episode.over:
+            return {}
+        episode.over = True
+        info: Info = {"stop_reason": reason.value}
+        grade = await self._hook(self.grade)
+        if grade is None:
+            return info
+        if not isinstance(grade, Grade):
+            grade = Grade(outcome=float(grade), success=float(grade) >= 1.0)
+        return {**info, **grade.info, "outcome": float(grade.outcome), "success": bool(grade.success)}
+
+    async def aclose(self) -> None:
+        await self._end_episode()
+
+    # --- inside
+
+    def _live(self) -> _Episode:
+        if self._episode is None:
+            raise ResetNeeded(f"{type(self).__name__} has no episode yet: call reset")
+        return self._episode
+
+    async def _hook(self, function: Any, *args: Any) -> Any:
+        return await bridge.call(function, *args, blocking=self.blocking)
+
+    async def _end_episode(self) -> None:
+        self._episode = None
+        if self._needs_teardown:
+            self._needs_teardown = False
+            with trio.move_on_after(CLOSE_DEADLINE_S, shield=True):
+                await self._hook(self.teardown)
+
+    async def _answer_text(self, text: str) -> tuple[Messages, set[Fault]]:
+        try:
+            return _messages(await self._hook(self.on_text, text), "user"), set()
+        except PolicyFault as error:
+            fault: Fault = "structural" if isinstance(error, StructuralParseError) else "content"
+            return _messages(_said(error), "user"), {fault}
+
+    def _charge_faults(self, episode: _Episode, faults: set[Fault]) -> bool:
+        """Count, penalise and mark the turn's parse failures; whether they used up their retries."""
+        failed = False
+        kinds: tuple[Fault, Fault] = ("structural", "content")
+        for fault in kinds:
+            if fault not in faults:
+                episode.faults[fault] = 0
+                continue
+            episode.faults[fault] += 1
+            episode.reward -= self.parse_policy.penalty(fault)
+            episode.info.setdefault("parse_failure", fault)
+            if self.parse_policy.masks(fault):
+                episode.info["masked"] = True
+            retries = self.parse_policy.retries(fault)
+            failed = failed or (retries is not None and episode.faults[fault] > retries)
+        return failed
+
+    async def _run_calls(self, episode: _Episode, calls: Sequence[ToolCall | Malformed]) -> list[CallResult]:
+        """Run the calls in order; neighbours that all allow it run at the same time."""
+        results: list[CallResult] = []
+        for stage in self._stages(calls[: self.max_calls]):
+            if episode.finished:
+                ended = ToolResult(content="not run: the episode is over", is_error=True)
+                results.extend(CallResult(call, ended) for call in stage)
+            else:
+                results.extend(await self._run_stage(episode, stage))
+        left = len(calls) - self.max_calls
+        if left > 0:
+            error = ContentParseError(f"{left} more calls were not run: make at most {self.max_calls} at once")
+            results.append(_failed(calls[self.max_calls], error))
+        return results
+
+    def _stages(self, calls: Sequence[ToolCall | Malformed]) -> Iterator[list[ToolCall | Malformed]]:
+        stage: list[ToolCall | Malformed] = []
+        for call in calls:
+            tool = self._tools.get(call.name)
+            alone = tool is not None and not tool.parallel and isinstance(call, ToolCall)
+            if alone and stage:
+                yield stage
+                stage = []
+            stage.append(call)
+            if alone:
+                yield stage
+                stage = []
+        if stage:
+            yield stage
+
+    async def _run_stage(self, episode: _Episode, stage: Sequence[ToolCall | Malformed]) -> list[CallResult]:
+        if len(stage) == 1:
+            return [await self._run_call(episode, stage[0])]
+        results: dict[int, CallResult] = {}
+        broken: list[Exception] = []
+
+        async def run(index: int) -> None:
+            try:
+                results[index] = await self._run_call(episode, stage[index])
+            except Exception as error:
+                broken.append(error)
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for index in range(len(stage)):
+                nursery.start_soon(run, index)
+        if broken:
+            raise broken[0]
+        return [results[index] for index in range(len(stage))]
+
+    async def _run_call(self, episode: _Episode, call: ToolCall | Malformed) -> CallResult:
+        """One call. Raises only what the policy could not have caused."""
+        if isinstance(call, Malformed):
+            return _failed(call, call.error)
+        started = trio.current_time()
+        try:
+            tool = self._tools.get(call.name)
+            if tool is None:
+                raise ContentParseError(
+                    f"no tool named {clean_text(call.name)[:100]!r}; known: {', '.join(self._tools)}"
+                )
+            self._checks[call.name](call.arguments)
+            result = await self._call_in_time(episode, tool, call)
+        except PolicyFault as error:
+            return _failed(call, error, limit=self.tool_output_bytes)
+        finally:
+            episode.meter.tool_seconds += trio.current_time() - started
+        content, was_cut = cut(clean_text(result.content), self.tool_output_bytes)
+        if result.truncated and not was_cut:
+            content += "\n[output cut]"
+        truncated = was_cut or result.truncated
+        return CallResult(
+            call, ToolResult(content=content, is_error=result.is_error, truncated=truncated, data=result.data)
+        )
+
+    async def _call_in_time(self, episode: _Episode, tool: Tool, call: ToolCall) -> ToolResult:
+        own = cast("float | None", getattr(tool, "timeout_s", None))
+        limit_s = min(own if own is not None else self.tool_timeout_s, episode.meter.tool_seconds_left())
+        with trio.move_on_after(limit_s):
+            return await tool.call(call.arguments)
+        raise ToolTimeout(f"{call.name} was ended after {limit_s:g} s")
+
+
+def _failed(call: ToolCall | Malformed, error: PolicyFault, *, limit: int = 2_000) -> CallResult:
+    content, was_cut = cut(clean_text(_said(error)), limit)
+    return CallResult(call, ToolResult(content=content, is_error=True, truncated=was_cut), error)
+
+
+def _said(error: PolicyFault) -> str:
+    """An error as the model reads it: its kind, then its text."""
+    for kind, said in _KINDS.items():
+        if isinstance(error, kind):
+            return f"{said}: {error}"
+    return f"error: {error}"
+
+
+_KINDS: Final[Mapping[type[PolicyFault], str]] = {
+    StructuralParseError: "malformed call",
+    ParseError: "invalid call",
+    ToolArgumentError: "wrong arguments",
+    ToolTimeout: "timeout",
+}
+
+
+def _tool_messages(episode: _Episode, results: Sequence[CallResult]) -> Messages:
+    """One tool message per call. Ids count the episode's calls and have the nine characters that Mistral wants."""
+    return tuple(
+        Message(
+            role="tool",
+            content=result.result.content,
+            name=clean_text(result.name)[:100] or "unknown",
+            tool_call_id=f"call{episode.calls + index:05d}",
+        )
+        for index, result in enumerate(results)
+    )
+
+
+def _messages(value: str | Sequence[Message] | None, role: str) -> Messages:
+    """A hook's answer as messages, copied: what the author keeps must not be what the observer holds."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (Message(role=role, content=clean_text(value)),)
+    return tuple(cast(Message, dict(message)) for message in value)

@@ -1,0 +1,307 @@
+"""Tools: Python callables with type hints become what a model may call, with a JSON schema and readable errors.
+
+`@tool` marks a method of a `ToolEnv` (or a plain function); `FunctionTool` is the `protocols.Tool` made of it. This
+module validates arguments and shapes results; it neither parses a model's text nor decides an episode.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar, cast, get_type_hints, overload
+
+import jsonschema
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from agentrl.env.bridge import call
+from agentrl.errors import PolicyFault, ToolArgumentError, ToolError, UsageError
+from agentrl.protocols import ToolResult
+from agentrl.records import Json
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MARK: Final = "__agentrl_tool__"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolOptions:
+    """What `@tool` was told. `timeout_s` None is the environment's default."""
+
+    name: str
+    parallel: bool = False
+    timeout_s: float | None = None
+    errors: tuple[type[Exception], ...] = ()
+
+
+@overload
+def tool(function: F, /) -> F: ...
+@overload
+def tool(
+    *,
+    name: str | None = None,
+    parallel: bool = False,
+    timeout_s: float | None = None,
+    errors: tuple[type[Exception], ...] = (),
+) -> Callable[[F], F]: ...
+def tool(
+    function: Any = None,
+    /,
+    *,
+    name: str | None = None,
+    parallel: bool = False,
+    timeout_s: float | None = None,
+    errors: tuple[type[Exception], ...] = (),
+) -> Any:
+    """Offer a method (or function) to the model. Its type hints and docstring become the JSON schema.
+
+    `parallel`: calls of one turn may run at the same time as their parallel neighbours. `timeout_s`: seconds until
+    the call is ended and the model reads so. `errors`: exceptions that the model's arguments can cause; their text is
+    shown to it. Any other exception is a failure of the environment and takes the episode out of the loss; raise
+    `ToolError` for what the model should read.
+
+    Example::
+
+        @agentrl.tool
+        def look_up(self, word: str, limit: int = 3) -> list[str]:
+            \"\"\"Find a word in the dictionary.
+
+            Args:
+                word: what to look for
+                limit: how many entries at most
+            \"\"\"
+    """
+
+    def mark(function: F) -> F:
+        options = ToolOptions(
+            name=name or function.__name__, parallel=parallel, timeout_s=timeout_s, errors=tuple(errors)
+        )
+        setattr(function, _MARK, options)
+        return function
+
+    return mark if function is None else mark(function)
+
+
+class FunctionTool:
+    """A callable as a `protocols.Tool`. `blocking` says whether a plain `def` goes to a thread."""
+
+    def __init__(self, function: Callable[..., Any], options: ToolOptions | None = None, *, blocking: bool = True):
+        self._function, self._blocking = function, blocking
+        marked: ToolOptions | None = options or getattr(function, _MARK, None)
+        options = marked or ToolOptions(name=function.__name__)
+        self.name, self.parallel, self.timeout_s = options.name, options.parallel, options.timeout_s
+        self._errors = options.errors
+        self._signature = _signature_of(_underlying(function), self.name)
+
+    @property
+    def schema(self) -> Mapping[str, Json]:
+        """Name, description and parameters, as OpenAI's function schema has them; a fresh copy."""
+        return json.loads(self._signature.schema_json)
+
+    async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
+        """Validate, convert to the hinted types, call. Raises ToolArgumentError, ToolError, or what the body raises."""
+        values = self._signature.convert(arguments)
+        try:
+            result = await call(self._function, blocking=self._blocking, **values)
+        except PolicyFault:
+            raise
+        except self._errors as error:
+            raise ToolError(f"{type(error).__name__}: {error}") from error
+        return as_result(result)
+
+
+def tools_of(owner: object, *, blocking: bool = True) -> list[FunctionTool]:
+    """The `@tool` methods of an object, in the order in which its classes define them, base classes first."""
+    found: dict[str, ToolOptions] = {}
+    for cls in reversed(type(owner).__mro__):
+        for attribute, value in vars(cls).items():
+            options = getattr(value, _MARK, None)
+            if isinstance(options, ToolOptions):
+                found[attribute] = options
+            elif attribute in found:  # overridden without a mark: no longer offered
+                del found[attribute]
+    return [FunctionTool(getattr(owner, attribute), options, blocking=blocking) for attribute, options in found.items()]
+
+
+def as_result(value: Any) -> ToolResult:
+    """What a tool returned, as the model reads it: text as it is, bytes decoded, None as "ok", the rest as JSON."""
+    if isinstance(value, ToolResult):
+        return value
+    if value is None:
+        return ToolResult(content="ok")
+    if isinstance(value, str):
+        return ToolResult(content=clean_text(value))
+    if isinstance(value, bytes):
+        return ToolResult(content=readable(value))
+    if isinstance(value, BaseModel):
+        return ToolResult(content=value.model_dump_json())
+    return ToolResult(content=clean_text(json.dumps(value, ensure_ascii=False, default=str)))
+
+
+def readable(data: bytes) -> str:
+    """Bytes as text; what is not UTF-8 shows as `\\xff` and the like, so that nothing is lost to the reader."""
+    return data.decode("utf-8", errors="backslashreplace")
+
+
+def clean_text(text: str) -> str:
+    """Text without lone surrogates: each shows as the escape of its byte or code point."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def cut(text: str, limit: int) -> tuple[str, bool]:
+    """At most about `limit` bytes of `text`: its head and its tail with a note in between, and whether it was cut."""
+    data = text.encode()
+    if len(data) <= limit:
+        return text, False
+    head, tail = data[: limit - limit // 2], data[len(data) - limit // 2 :]
+    note = f"\n[output cut: {limit} of {len(data)} bytes shown]\n"
+    return head.decode(errors="ignore") + note + tail.decode(errors="ignore"), True
+
+
+def function_schema(schema: Mapping[str, Json]) -> Mapping[str, Json]:
+    """The function part of a tool schema, whether or not it comes in OpenAI's envelope."""
+    return schema.get("function", schema)
+
+
+class ArgumentCheck:
+    """Validates arguments against the parameters of one tool schema."""
+
+    def __init__(self, schema: Mapping[str, Json]) -> None:
+        function = function_schema(schema)
+        self._name = str(function.get("name", "tool"))
+        parameters = function.get("parameters") or {"type": "object"}
+        try:
+            jsonschema.Draft202012Validator.check_schema(parameters)
+        except jsonschema.SchemaError as error:
+            raise UsageError(f"tool {self._name!r} has an invalid JSON schema: {error.message}") from error
+        self._validator: Any = jsonschema.Draft202012Validator(parameters)
+
+    def __call__(self, arguments: Mapping[str, Json]) -> None:
+        """Raises ToolArgumentError naming up to three arguments that do not fit."""
+        errors: list[Any] = sorted(self._validator.iter_errors(dict(arguments)), key=_error_place)
+        if errors:
+            said = "; ".join(_said(error) for error in errors[:3])
+            raise ToolArgumentError(f"{self._name}: {said}")
+
+
+def _error_place(error: Any) -> str:
+    return str(error.json_path)
+
+
+def _said(error: Any) -> str:
+    where = ".".join(str(part) for part in error.absolute_path)
+    message = clean_text(str(error.message))
+    message = message if len(message) <= 200 else message[:200] + "…"
+    return f"argument {where!r}: {message}" if where else message
+
+
+# --- signatures
+
+
+class _Signature:
+    """The schema of a function and the conversion of JSON arguments to its hinted types."""
+
+    def __init__(self, schema: Mapping[str, Json], model: type[BaseModel], aliases: Mapping[str, str]) -> None:
+        self.schema_json = json.dumps(schema)
+        self._model, self._aliases = model, aliases
+        self._check = ArgumentCheck(schema)
+
+    def convert(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
+        self._check(arguments)
+        try:
+            model = self._model.model_validate(dict(arguments))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise ToolArgumentError(f"argument {where!r}: {first['msg']}") from None
+        given = model.model_fields_set
+        return {self._aliases[field]: getattr(model, field) for field in self._aliases if field in given}
+
+
+@functools.cache
+def _signature_of(function: Callable[..., Any], name: str) -> _Signature:
+    """Built once per function, however many environments offer it. Raises UsageError for what has no schema."""
+    what = f"tool {function.__qualname__!r}"
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except (NameError, TypeError) as error:
+        raise UsageError(f"{what}: cannot read its type hints: {error}") from error
+    summary, described = _read_docstring(inspect.getdoc(function) or "")
+    if not summary:
+        raise UsageError(f"{what} needs a docstring: it is what the model reads")
+    fields: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    for index, parameter in enumerate(inspect.signature(function).parameters.values()):
+        if index == 0 and parameter.name in ("self", "cls"):
+            continue
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise UsageError(f"{what}: parameter {parameter} cannot be named in a call")
+        if parameter.name not in hints:
+            raise UsageError(f"{what}: parameter {parameter.name!r} needs a type hint")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        field = f"field_{len(fields)}"  # a name of our own: pydantic reserves some that arguments may have
+        fields[field] = (
+            hints[parameter.name],
+            Field(default, alias=parameter.name, description=described.get(parameter.name)),
+        )
+        aliases[field] = parameter.name
+    try:
+        model = create_model(f"{name}_arguments", __config__=ConfigDict(extra="forbid"), **fields)
+        parameters = _without_titles(model.model_json_schema(by_alias=True))
+    except Exception as error:  # pydantic raises several kinds for types that JSON cannot express
+        raise UsageError(f"{what}: its type hints have no JSON schema: {str(error).splitlines()[0]}") from error
+    parameters.setdefault("properties", {})
+    return _Signature({"name": name, "description": summary, "parameters": parameters}, model, aliases)
+
+
+def _underlying(function: Callable[..., Any]) -> Callable[..., Any]:
+    return getattr(function, "__func__", function)
+
+
+def _without_titles(schema: Any, *, names: bool = False) -> Any:
+    """The schema without pydantic's titles, which tell a model nothing. `names`: the keys here are property names."""
+    if isinstance(schema, dict):
+        fields = cast("dict[str, Any]", schema)
+        return {
+            key: _without_titles(value, names=not names and key in ("properties", "$defs"))
+            for key, value in fields.items()
+            if names or key != "title"
+        }
+    return [_without_titles(item) for item in cast("list[Any]", schema)] if isinstance(schema, list) else schema
+
+
+_ARGS: Final = re.compile(r"^(Args|Arguments|Parameters):\s*$")
+_SECTION: Final = re.compile(r"^(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?):\s*$")
+_ARGUMENT: Final = re.compile(r"^\s+\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+_REST_ARGUMENT: Final = re.compile(r"^:param\s+(?:[\w\[\], ]+\s+)?(\w+):\s*(.*)$")
+
+
+def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """The description (all before the first section) and what is said of each argument, Google or reST style."""
+    summary: list[str] = []
+    described: dict[str, str] = {}
+    section = last = ""
+    for line in text.splitlines():
+        if rest := _REST_ARGUMENT.match(line):
+            section, last = ":param", rest[1]
+            described[last] = rest[2].strip()
+        elif line.startswith(":"):
+            section = ":"
+        elif _SECTION.match(line):
+            section, last = ("args" if _ARGS.match(line) else "other"), ""
+        elif not section:
+            summary.append(line)
+        elif section == "args" and (match := _ARGUMENT.match(line)):
+            last = match[1]
+            described[last] = match[2].strip()
+        elif section in ("args", ":param") and last and line.strip():
+            described[last] = f"{described[last]} {line.strip()}"
+    return "\n".join(summary).strip(), described
+
+
+def envelope(schemas: Sequence[Mapping[str, Json]]) -> list[Mapping[str, Json]]:
+    """Tool schemas as chat templates want them: `{"type": "function", "function": {…}}` each."""
+    return [{"type": "function", "function": dict(function_schema(schema))} for schema in schemas]

@@ -1,0 +1,54 @@
+"""Ids of environments, in our registry and in gymnasium's, so that `agentrl.make` and `gymnasium.make` both know them.
+
+Nothing of an environment is imported before it is made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.registration import EnvSpec, parse_env_id
+
+from agentrl import registry
+
+
+def register(id: str, entry_point: str | Callable[..., Any], *, nondeterministic: bool = False) -> None:
+    """Offer an environment under a versioned id such as `"mine/Guess-v0"`, for this process.
+
+    `entry_point` is a class, a callable that makes one, or `"module:attribute"`, imported when first made. A package
+    offers its ids to every process through the entry-point group `agentrl.environments` instead.
+    Raises gymnasium.error.Error for an id of another form."""
+    parse_env_id(id)
+    registry.register("environments", id, entry_point)
+    _tell_gymnasium(id, entry_point, nondeterministic=nondeterministic)
+
+
+def make(id: str, **kwargs: Any) -> Any:
+    """The environment behind an id, a `module:attribute` or a `path/to/file.py:attribute`, without any wrapper.
+
+    Raises UnknownIdError naming the nearest known ids; a bad argument is the constructor's own TypeError."""
+    env = registry.resolve("environments", id)(**kwargs)
+    if isinstance(env, gymnasium.Env) and env.spec is None and ":" not in id:  # pyright: ignore[reportUnknownMemberType]
+        env.spec = EnvSpec(
+            id=id,
+            entry_point=functools.partial(make, id),
+            kwargs=kwargs,
+            order_enforce=False,
+            disable_env_checker=True,
+        )
+    return env  # pyright: ignore[reportUnknownVariableType]
+
+
+def register_all() -> None:
+    """Tell gymnasium of every environment that installed packages offer; what it knows already stays."""
+    for id in registry.ids("environments"):
+        if id not in gymnasium.registry:
+            _tell_gymnasium(id, functools.partial(make, id))
+
+
+def _tell_gymnasium(id: str, entry_point: str | Callable[..., Any], *, nondeterministic: bool = False) -> None:
+    gymnasium.registry.pop(id, None)
+    gymnasium.register(id, entry_point, nondeterministic=nondeterministic)  # pyright: ignore[reportUnknownMemberType]
