@@ -103,7 +103,10 @@ class Train(_Section):
     grad_clip: Positive = 1.0
     tokens_per_batch: Count = 4096  # packed tokens of one forward pass; gradients accumulate over passes
     threads: Count = 1
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of a pass; weights and optimizer are float32
+    minibatches: Count = 1  # optimizer updates that share a step's groups
+    epochs: Count = 1  # how often a step goes over its groups
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass instead of keeping them
     checkpoint_every: Count = 20
     keep_checkpoints: Count = 2
 
