@@ -1,0 +1,5 @@
+"""The algorithms as pure functions of tensors: advantages, credit, losses, corrections.
+
+Knows nothing of models, groups or files: it imports torch and nothing of agentrl. Suffixes name shapes: `_G` members
+of a group, `_T` turns of an episode or tokens of a batch (each docstring says which), `_V` vocabulary.
+"""

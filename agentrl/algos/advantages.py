@@ -1,0 +1,49 @@
+"""Group-relative advantages: what a member's return is worth beside its siblings'.
+
+Owns the baseline and the scale of a group. Never knows what the returns are made of, nor which tokens earned them.
+Members that are not scored (law 3: infrastructure failed them) are neither judged nor used to judge.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Baseline = Literal["leave_one_out", "group_mean", "none"]
+Scale = Literal["none", "std"]
+
+STD_FLOOR = 1e-4
+"""Added to the standard deviation of a group, so that nearly equal returns are not blown up."""
+
+
+def centred(returns_G: Tensor, scored_G: Tensor, kind: Baseline) -> Tensor:
+    """Returns minus the group's baseline; 0 for members that are not scored. `returns_G` is [G] or [G, ...].
+
+    `leave_one_out`: r_i - mean of the scored siblings j != i (RLOO, Ahmadian et al. 2024); unbiased, as the
+    baseline never sees the judged episode. `group_mean`: r_i - mean of all (GRPO, Shao et al. 2024), which is
+    leave-one-out times (n - 1) / n. `none`: r_i. A baseline needs two scored members; a lone one gets 0.
+    Equal returns give exactly 0: the group is shifted by one of its own returns first, which changes no difference."""
+    mask_G = scored_G.reshape(-1, *([1] * (returns_G.dim() - 1)))
+    if kind == "none":
+        return torch.where(mask_G, returns_G, 0.0)
+    n = int(scored_G.sum())
+    if n < 2:
+        return torch.zeros_like(returns_G)
+    pivot = returns_G[scored_G][0]
+    shifted_G = torch.where(mask_G, returns_G - pivot, 0.0)
+    centred_G = shifted_G - shifted_G.sum(0) / n
+    if kind == "leave_one_out":
+        centred_G = centred_G * (n / (n - 1))
+    return torch.where(mask_G, centred_G, 0.0)
+
+
+def spread(returns_G: Tensor, scored_G: Tensor, kind: Scale) -> Tensor:
+    """What advantages are divided by, a scalar: 1, or the sample standard deviation of the scored returns plus
+    `STD_FLOOR` (GRPO, Shao et al. 2024, section 4.1). Dividing by it is biased: easy and hard tasks
+    weigh more (Dr. GRPO, Liu et al. 2025, section 3.1)."""
+    scored = returns_G[scored_G]
+    if kind == "none" or len(scored) < 2:
+        return torch.ones((), dtype=returns_G.dtype, device=returns_G.device)
+    return scored.std(correction=1) + STD_FLOOR

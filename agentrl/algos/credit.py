@@ -1,0 +1,49 @@
+"""Credit: which turn earned how much of an episode's outcome and process rewards.
+
+Owns the way from rewards to one advantage per turn; every token of a turn carries its turn's. Never knows tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from agentrl.algos.advantages import Baseline, Scale, centred, spread
+
+
+def reward_to_go(rewards_GT: Tensor) -> Tensor:
+    """Sum of the rewards from each turn to the end, undiscounted: [G, T] -> [G, T]."""
+    return rewards_GT.flip(-1).cumsum(-1).flip(-1)
+
+
+def turn_advantages(
+    outcomes_G: Tensor,
+    rewards_GT: Tensor,
+    turns_G: Tensor,
+    scored_G: Tensor,
+    *,
+    baseline: Baseline,
+    scale: Scale,
+    process_weight: float,
+) -> Tensor:
+    """One advantage per turn, [G, T]; 0 past an episode's end and for members that are not scored.
+
+    `outcomes_G` outcome rewards, `rewards_GT` process rewards (anything past `turns_G` is ignored), `turns_G` how many
+    turns each member took, `scored_G` who takes part.
+
+        A[i, t] = (R_i - b_i) + w (C[i, t] - c[i, t]),   C[i, t] = sum of r[i, u] for u >= t
+
+    The outcome's advantage is the same for every turn. The baseline c[i, t] of the reward-to-go is taken over the
+    siblings at the same turn index; a sibling that had already stopped contributes 0, which is its reward-to-go. With
+    leave-one-out neither baseline depends on anything episode i did, also not on how long it lived, so the estimate
+    of the policy gradient is unbiased where the policy decides when to stop (Williams 1992; Kool et al. 2019).
+    `scale="std"` divides everything by the spread of the episodes' whole returns, so that outcome and process rewards
+    keep their proportion."""
+    index_T = torch.arange(rewards_GT.shape[1], device=rewards_GT.device)
+    alive_GT = (index_T < turns_G[:, None]) & scored_G[:, None]
+    to_go_GT = reward_to_go(torch.where(alive_GT, rewards_GT, 0.0)) * process_weight
+    returns_G = outcomes_G + (to_go_GT[:, 0] if rewards_GT.shape[1] else 0.0)
+    outcome_G1 = centred(outcomes_G, scored_G, baseline)[:, None]
+    process_GT = centred(to_go_GT, scored_G, baseline)
+    advantages_GT = (outcome_G1 + process_GT) / spread(returns_G, scored_G, scale)
+    return torch.where(alive_GT, advantages_GT, 0.0)

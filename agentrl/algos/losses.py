@@ -1,0 +1,72 @@
+"""Losses of the policy, token by token. `_T` are the sampled tokens of a batch in any order.
+
+Owns surrogate, penalties and normalisation. Never knows which model made the log-probabilities, nor which row a token
+came from beyond the number it is given.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Normalise = Literal["token", "sequence"]
+
+
+def clipped_surrogate(
+    logprobs_T: Tensor, proximal_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """Loss per token, and where the clip cut its gradient (bool): both [T].
+
+        -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A),   ratio = exp(logprob - proximal)
+
+    PPO's pessimistic clip (Schulman et al. 2017, eq. 7) with a wider upper bound, "clip-higher" (DAPO, Yu et al. 2025,
+    section 3.1). `proximal_T` are log-probs under the policy the update must stay near, which need not be the one that
+    sampled (decoupled PPO, Hilton et al. 2022, section 3)."""
+    ratio_T = (logprobs_T - proximal_T).exp()
+    free_T = ratio_T * advantages_T
+    held_T = ratio_T.clamp(1 - clip_low, 1 + clip_high) * advantages_T
+    return -torch.minimum(free_T, held_T), held_T < free_T
+
+
+def kl_penalty(logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
+    """KL(policy || reference) per token by the k3 estimator, never negative: [T] (Schulman, "Approximating KL
+    divergence", 2020)."""
+    gap_T = reference_T - logprobs_T
+    return gap_T.exp() - gap_T - 1
+
+
+def token_weights(sequence_T: Tensor, kind: Normalise) -> Tensor:
+    """What share of the loss each token has; they sum to 1: [T]. `sequence_T` numbers the episode of each token.
+
+    `token`: every token the same (DAPO, section 3.3: long episodes count by their length). `sequence`: every episode
+    the same, its tokens sharing evenly (GRPO, Shao et al. 2024, section 4.1)."""
+    if kind == "token" or not len(sequence_T):
+        return torch.full(sequence_T.shape, 1.0 / max(len(sequence_T), 1), device=sequence_T.device)
+    _, place_T, length_S = torch.unique(sequence_T, return_inverse=True, return_counts=True)
+    return 1.0 / (length_S[place_T] * len(length_S))
+
+
+def policy_loss(
+    surrogate_T: Tensor,
+    weights_T: Tensor,
+    importance_T: Tensor,
+    *,
+    kl_T: Tensor | None = None,
+    kl_weight: float = 0.0,
+    entropy_T: Tensor | None = None,
+    entropy_weight: float = 0.0,
+) -> Tensor:
+    """The scalar to minimise: sum of weight * (importance * (surrogate + kl_weight * kl) - entropy_weight * entropy).
+
+    Weights are those of the whole step, so that losses of its passes add up to the step's. `importance_T` corrects
+    expectations taken under the behaviour policy (`corrections.importance_weights`) and carries no gradient."""
+    loss_T = surrogate_T if kl_T is None else surrogate_T + kl_weight * kl_T
+    loss_T = importance_T * loss_T
+    if entropy_T is not None:
+        loss_T = loss_T - entropy_weight * entropy_T
+    return (weights_T * loss_T).sum()
