@@ -1,0 +1,122 @@
+"""Checkpoints: one folder a step, written whole or not at all.
+
+Owns the folder's layout and its atomicity. Never knows the store: which groups a checkpoint trained is what it records,
+what that means for them is the reader's to do.
+
+    checkpoints/step-00000020/
+        config.json, tokenizer*, …   copied from the model's folder, so that an engine can serve this one
+        model.safetensors            weights
+        optimizer.pt                 optimizer and random state
+        state.json                   step, groups trained since the previous checkpoint
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from agentrl.errors import RunFailed
+from agentrl.train.export import export_weights
+
+_NAME = re.compile(r"step-(\d{8,})")
+_STATE, _OPTIMIZER, _WEIGHTS = "state.json", "optimizer.pt", "model.safetensors"
+_COPIED = frozenset({".json", ".jinja", ".model", ".txt"})
+_OWN = frozenset({_STATE, "model.safetensors.index.json"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointState:
+    """`step` optimizer steps are in the weights; `groups` were trained since the previous checkpoint of the lineage,
+    `previous_step` (0: the initial weights)."""
+
+    step: int
+    previous_step: int
+    groups: tuple[int, ...]
+
+
+def save(
+    root: Path, state: CheckpointState, *, module: Any, model_folder: Path, optimizer: Mapping[str, Any], keep: int
+) -> Path:
+    """Write a checkpoint under `root`, make it durable, drop all but the newest `keep`. Returns its folder.
+
+    It is built in a hidden folder and appears by one rename: a torn write is never read. Raises RunFailed if the step
+    already has one, as that would be another lineage's."""
+    root.mkdir(parents=True, exist_ok=True)
+    folder = root / f"step-{state.step:08d}"
+    if folder.exists():
+        raise RunFailed(f"checkpoint {str(folder)!r} exists already: resume from the newest one, or use a new folder")
+    for draft in root.glob(".draft-*"):
+        shutil.rmtree(draft)
+    draft = root / f".draft-{state.step:08d}"
+    draft.mkdir()
+    for source in sorted(model_folder.iterdir()):
+        if source.is_file() and source.suffix in _COPIED and source.name not in _OWN:
+            shutil.copyfile(source, draft / source.name)
+    export_weights(module, draft / _WEIGHTS)
+    rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+    torch.save({"optimizer": dict(optimizer), "rng": rng}, draft / _OPTIMIZER)
+    (draft / _STATE).write_text(json.dumps(asdict(state), indent=2))
+    for file in draft.iterdir():
+        _sync(file)
+    _sync(draft)
+    draft.rename(folder)
+    _sync(root)
+    for old in checkpoints(root)[:-keep]:
+        _discard(old)
+    return folder
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """The complete checkpoints under `root`, oldest first; empty if there is no such folder."""
+    if not root.is_dir():
+        return []
+    found = [folder for folder in root.iterdir() if _NAME.fullmatch(folder.name) and (folder / _STATE).is_file()]
+    return sorted(found, key=lambda folder: int(folder.name.removeprefix("step-")))
+
+
+def latest(root: Path) -> Path | None:
+    """The newest complete checkpoint, None without one."""
+    return next(reversed(checkpoints(root)), None)
+
+
+def read_state(folder: Path) -> CheckpointState:
+    """What a checkpoint records about itself."""
+    state = json.loads((folder / _STATE).read_text())
+    return CheckpointState(step=state["step"], previous_step=state["previous_step"], groups=tuple(state["groups"]))
+
+
+def load(folder: Path, optimizer: torch.optim.Optimizer) -> CheckpointState:
+    """Put a checkpoint's optimizer and random state in place; its weights are loaded as those of any model folder."""
+    blob = cast("dict[str, Any]", torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True))
+    optimizer.load_state_dict(blob["optimizer"])
+    torch.set_rng_state(blob["rng"]["cpu"])
+    if blob["rng"]["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(blob["rng"]["cuda"])
+    return read_state(folder)
+
+
+def _discard(folder: Path) -> None:
+    """Remove a checkpoint; it stops being one before its first file goes."""
+    grave = folder.with_name(f".draft-{folder.name}")
+    folder.rename(grave)
+    shutil.rmtree(grave)
+
+
+def _sync(path: Path) -> None:
+    """Make a file's content, or a folder's entries, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

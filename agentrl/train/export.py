@@ -1,0 +1,61 @@
+"""Weights as one safetensors file, for an engine to load.
+
+Owns names, completeness and atomicity of the file. Never knows who reads it, nor which version it becomes.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFile:
+    """A written file: `sha256` of its bytes, `names` of its tensors as a Hugging Face folder has them, size."""
+
+    path: Path
+    sha256: str
+    names: tuple[str, ...]
+    size_bytes: int
+
+
+def checkpoint_tensors(module: Any, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The tensors of a transformers model under the names of its checkpoint format, on the CPU, cast to `dtype`.
+    A tied tensor (`lm_head.weight` of a model with tied embeddings) is there once, under its source's name."""
+    tied = set(module.all_tied_weights_keys)
+    state = {name: tensor for name, tensor in module.state_dict().items() if name not in tied}
+    state = revert_weight_conversion(module, state)
+    return {
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
+        for name, tensor in state.items()
+    }
+
+
+def export_weights(
+    module: Any, path: Path, *, dtype: torch.dtype | None = None, metadata: Mapping[str, str] | None = None
+) -> WeightFile:
+    """Write the weights to `path`: the whole file or none, a reader never sees half of one."""
+    tensors = checkpoint_tensors(module, dtype)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(tensors, draft, metadata={"format": "pt", **(metadata or {})})
+        with draft.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        size = draft.stat().st_size
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return WeightFile(path=path, sha256=digest, names=tuple(sorted(tensors)), size_bytes=size)

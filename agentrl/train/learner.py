@@ -1,0 +1,205 @@
+"""The learner: finished groups in, better weights and a report out.
+
+Owns model, optimizer, schedule and the order of a step. Never knows the store, the engine or where groups come from.
+
+A step:
+
+    groups ─► rows with advantages (samples) ─► packs of prefix trees (packing)
+           ─► per update: passes that add up gradients, clip, AdamW
+           ─► StepReport
+
+The proximal policy is the one at the start of the step. With one update a step (the default) it is the current one,
+so its log-probs are those of the pass itself and the ratio starts, and stays, at 1; with several updates it is
+recomputed before the first. Tokens whose advantage is 0 change nothing: rows that hold only such tokens are counted in
+the normalisation but not computed, unless a KL or entropy term needs them.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.algos.corrections import importance_weights
+from agentrl.algos.losses import clipped_surrogate, kl_penalty, policy_loss
+from agentrl.config import RunConfig
+from agentrl.errors import RunFailed
+from agentrl.records import Group
+from agentrl.train import checkpoint
+from agentrl.train.checkpoint import CheckpointState
+from agentrl.train.export import WeightFile, export_weights
+from agentrl.train.model import PolicyModel
+from agentrl.train.packing import Pack, packs
+from agentrl.train.report import StepReport, Stopwatch, Tally, summarise
+from agentrl.train.samples import GroupRows, StepOf, group_rows, weigh
+
+
+class Learner:
+    """Trains one policy. Invariants: `step_index` steps are in the weights; `trained` holds the ids of the groups
+    taken since the last checkpoint, in order; between calls the model's gradients are empty."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model_dir: Path,
+        device: torch.device | str = "cpu",
+        *,
+        reference_dir: Path | None = None,
+    ) -> None:
+        """`model_dir` holds the policy to start from, `reference_dir` the reference of a KL term (default: the same;
+        after a restart from a checkpoint, name the initial policy's). Raises ModelError."""
+        self.config = config
+        torch.set_num_threads(config.train.threads)
+        torch.manual_seed(config.seed)
+        self.model = self._load(model_dir, device)
+        self.reference = self._load(reference_dir or model_dir, device) if config.algo.kl_weight > 0 else None
+        train = config.train
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=train.lr, betas=train.betas, weight_decay=train.weight_decay
+        )
+        self.step_index = 0
+        self.checkpoint_step = 0
+        self.trained: list[int] = []
+
+    def _load(self, model_dir: Path, device: torch.device | str) -> PolicyModel:
+        train = self.config.train
+        dtype = torch.bfloat16 if train.dtype == "bfloat16" else torch.float32
+        return PolicyModel(model_dir, device=device, dtype=dtype, checkpointing=train.gradient_checkpointing)
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    def step(self, groups: Sequence[Group], *, step_of: StepOf) -> StepReport:
+        """Train on `groups` once and count the step. `step_of` maps a weight version to its optimizer step.
+
+        A step in which no token has an advantage leaves weights and optimizer as they are (`updated` is False).
+        Raises RunFailed if a gradient is not finite; the weights are then those before that update."""
+        watch = Stopwatch()
+        algo, train = self.config.algo, self.config.train
+        ready = [
+            group_rows(group, algo, step_of=step_of, step_now=self.step_index, max_lag=self.config.buffer.max_lag)
+            for group in groups
+        ]
+        updates = [self._lay(part) for part in self._minibatches(ready)]
+        watch.lap("pack")
+        tally = Tally()
+        several = len(updates) * train.epochs > 1
+        proximal = [[self._proximal(pack) for pack in part] if several else None for part in updates]
+        watch.lap("proximal")
+        for _ in range(train.epochs):
+            for part, proximal_of in zip(updates, proximal, strict=True):
+                if part:
+                    self._update(part, proximal_of, tally, watch)
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.step_index += 1
+        self.trained += [group.id for group in groups]
+        return summarise(self.step_index, ready, tally, lr=lr, cap=algo.importance_cap, seconds=watch.seconds)
+
+    def _minibatches(self, ready: Sequence[GroupRows]) -> list[list[GroupRows]]:
+        """The step's groups dealt into updates; shuffled where there are several, alike under the same seed."""
+        n = min(self.config.train.minibatches, max(len(ready), 1))
+        order = list(ready)
+        if n > 1:
+            random.Random(f"{self.config.seed}/{self.step_index}").shuffle(order)
+        return [order[index::n] for index in range(n)]
+
+    def _lay(self, part: Sequence[GroupRows]) -> list[Pack]:
+        """The passes of one update, without rows that cannot move the weights."""
+        algo = self.config.algo
+        all_needed = algo.kl_weight > 0 or algo.entropy_weight > 0
+        rows = [[row for row in group if all_needed or row.has_signal] for group in weigh(part, algo.normalise)]
+        return packs(rows, self.config.train.tokens_per_batch, self.model.device)
+
+    @torch.no_grad()
+    def _proximal(self, pack: Pack) -> Tensor:
+        return self.model.logprobs(pack, temperature=self.config.rollout.temperature)[0]
+
+    def _update(self, part: Sequence[Pack], proximal: Sequence[Tensor] | None, tally: Tally, watch: Stopwatch) -> None:
+        """One optimizer update from the summed gradients of its passes."""
+        train = self.config.train
+        loss = 0.0
+        for index, pack in enumerate(part):
+            pack_loss = self._loss(pack, proximal[index] if proximal is not None else None, tally)
+            watch.lap("forward")
+            pack_loss.backward()
+            watch.lap("backward")
+            loss += float(pack_loss.detach())
+        parameters = self.model.parameters()
+        grad_norm = float(nn.utils.clip_grad_norm_(parameters, train.grad_clip))
+        if not math.isfinite(grad_norm):
+            self.optimizer.zero_grad()
+            raise RunFailed(f"step {self.step_index + 1}: the gradient is not finite (loss {loss}); lower train.lr")
+        for group in self.optimizer.param_groups:
+            group["lr"] = train.lr * min(1.0, (self.step_index + 1) / (train.warmup_steps + 1))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        tally.updated(loss, grad_norm)
+        watch.lap("optimizer")
+
+    def _loss(self, pack: Pack, proximal_K: Tensor | None, tally: Tally) -> Tensor:
+        """A pass's part of the update's loss."""
+        algo, temperature = self.config.algo, self.config.rollout.temperature
+        logprobs_K, entropy_K = self.model.logprobs(pack, temperature=temperature, entropy_grad=algo.entropy_weight > 0)
+        if proximal_K is None:
+            proximal_K = logprobs_K.detach()
+        surrogate_K, clipped_K = clipped_surrogate(
+            logprobs_K, proximal_K, pack.advantage_K, clip_low=algo.clip_low, clip_high=algo.clip_high
+        )
+        importance_K = (
+            importance_weights(proximal_K, pack.behaviour_K, algo.importance_cap)
+            if algo.importance == "token"
+            else torch.ones_like(proximal_K)
+        )
+        kl_K = None
+        if self.reference is not None:
+            with torch.no_grad():
+                reference_K, _ = self.reference.logprobs(pack, temperature=temperature)
+            kl_K = kl_penalty(logprobs_K, reference_K)
+        tally.passed(pack, proximal_K, clipped_K, entropy_K)
+        return policy_loss(
+            surrogate_K,
+            pack.weight_K,
+            importance_K,
+            kl_T=kl_K,
+            kl_weight=algo.kl_weight,
+            entropy_T=entropy_K if algo.entropy_weight > 0 else None,
+            entropy_weight=algo.entropy_weight,
+        )
+
+    # --- what outlives the process --------------------------------------------------------------------------------
+
+    def export(self, path: Path, *, dtype: torch.dtype | None = None) -> WeightFile:
+        """Write the weights for an engine: one safetensors file, whole or not at all."""
+        return export_weights(self.model.module, path, dtype=dtype, metadata={"step": str(self.step_index)})
+
+    def save(self, root: Path) -> Path:
+        """Write a checkpoint of this step under `root`; the groups in `trained` are recorded in it, then forgotten.
+        Where nothing was trained since the last one, that one is returned."""
+        newest = checkpoint.latest(root)
+        if newest is not None and self.checkpoint_step == self.step_index and not self.trained:
+            return newest
+        state = CheckpointState(step=self.step_index, previous_step=self.checkpoint_step, groups=tuple(self.trained))
+        folder = checkpoint.save(
+            root,
+            state,
+            module=self.model.module,
+            model_folder=self.model.folder,
+            optimizer=self.optimizer.state_dict(),
+            keep=self.config.train.keep_checkpoints,
+        )
+        self.checkpoint_step, self.trained = self.step_index, []
+        return folder
+
+    def load(self, folder: Path) -> CheckpointState:
+        """Go on from a checkpoint: weights, optimizer, random state and step. The reference stays what it was."""
+        self.model.load_weights(folder)
+        state = checkpoint.load(folder, self.optimizer)
+        self.step_index = self.checkpoint_step = state.step
+        self.trained = []
+        return state

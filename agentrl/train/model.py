@@ -1,0 +1,195 @@
+"""The policy as the learner sees it: log-probs of the scored tokens of a pack.
+
+Owns loading a Hugging Face folder and the attention over prefix trees. Never knows advantages, losses or optimizers.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from agentrl.errors import ModelError
+from agentrl.train.packing import Branch, Pack
+
+ATTENTION = "agentrl_tree"
+"""Under this name transformers calls `tree_attention` in every layer."""
+
+
+@dataclass(slots=True)
+class Layout:
+    """The branches of one pass and their masks, made once and shared by all layers."""
+
+    branches: Sequence[Branch]
+    masks: dict[int | None, list[Tensor | None]] = field(default_factory=dict[int | None, list[Tensor | None]])
+
+    def masks_for(self, window: int | None, like: Tensor) -> list[Tensor | None]:
+        """One additive mask [n, L] per branch: its n queries are the last of L keys. None means plain causal."""
+        if window not in self.masks:
+            self.masks[window] = [_mask(branch, window, like) for branch in self.branches]
+        return self.masks[window]
+
+
+def _mask(branch: Branch, window: int | None, like: Tensor) -> Tensor | None:
+    n, length = branch.stop - branch.start, len(branch.path)
+    windowed = window is not None and length > window
+    if n == length and not windowed:
+        return None
+    query_n1 = torch.arange(length - n, length, device=like.device)[:, None]
+    key_1L = torch.arange(length, device=like.device)[None, :]
+    hidden_nL = key_1L > query_n1
+    if windowed:
+        hidden_nL |= key_1L <= query_n1 - cast(int, window)
+    return torch.zeros(n, length, dtype=like.dtype, device=like.device).masked_fill(hidden_nL, float("-inf"))
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: Layout,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attention of every node to its ancestors and itself. query [1, H, N, D], key and value [1, H_kv, N, D] give
+    [1, N, H, D]. `attention_mask` and dropout of transformers' interface are not used."""
+    grouped = query.shape[1] != key.shape[1]
+    outputs: list[Tensor] = []
+    for branch, mask in zip(layout.branches, layout.masks_for(sliding_window, query), strict=True):
+        nodes = slice(branch.start, branch.stop)
+        whole = branch.stop - branch.start == len(branch.path)
+        outputs.append(
+            functional.scaled_dot_product_attention(
+                query[:, :, nodes],
+                key[:, :, nodes] if whole else key.index_select(2, branch.path),
+                value[:, :, nodes] if whole else value.index_select(2, branch.path),
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=grouped,
+            )
+        )
+    return torch.cat(outputs, 2).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, cast(Any, tree_attention))
+
+
+class PolicyModel:
+    """A causal language model over packs. `module` is the transformers model; its parameters are float32, `dtype`
+    is what a pass computes in. `folder` is where tokenizer and configuration came from."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        checkpointing: bool = False,
+    ) -> None:
+        """Raises ModelError, in one line, for a folder that cannot be trained."""
+        self.folder, self.device, self.dtype = folder, torch.device(device), dtype
+        self.module = _load(folder).to(self.device)
+        _check_tree(self.module, folder)
+        self.module.train()
+        for part in self.module.modules():
+            if isinstance(part, nn.Dropout):  # the engine samples without dropout
+                part.p = 0.0
+        if checkpointing:
+            self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def logprobs(self, pack: Pack, *, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-prob [K] of each scored token and entropy [K] at its place, in nats, under softmax(logits /
+        temperature), the distribution that was sampled from. Logits are computed for `predictors_P` only."""
+        amp = torch.autocast(self.device.type, self.dtype) if self.dtype != torch.float32 else nullcontext()
+        with amp:
+            logits_PV = _logits(self.module, pack.token_ids_N, pack.depth_N, pack.branches, pack.predictors_P)
+        logprobs_PV = functional.log_softmax(logits_PV.float() / temperature, -1)
+        with nullcontext() if entropy_grad else torch.no_grad():
+            entropy_P = -(logprobs_PV.exp() * logprobs_PV).sum(-1)
+        return logprobs_PV[pack.predictor_K, pack.target_K], entropy_P[pack.predictor_K]
+
+    def load_weights(self, folder: Path) -> None:
+        """Take the weights of another folder of the same architecture. Raises ModelError otherwise."""
+        try:
+            self.module.load_state_dict(_load(folder).state_dict())
+        except RuntimeError as error:
+            raise ModelError(f"weights of {str(folder)!r} do not fit {str(self.folder)!r}: {error}") from error
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What is trained; tied parameters once."""
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+
+def _logits(module: Any, token_ids_N: Tensor, depth_N: Tensor, branches: Sequence[Branch], keep_P: Tensor) -> Tensor:
+    output = module(
+        input_ids=token_ids_N[None],
+        position_ids=depth_N[None],
+        use_cache=False,
+        logits_to_keep=keep_P,
+        layout=Layout(branches),
+    )
+    return output.logits[0]
+
+
+def _load(folder: Path) -> Any:
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"no model in {str(folder)!r}: it holds no config.json")
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        module, info = cast(Any, AutoModelForCausalLM).from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # transformers raises many kinds for a broken folder; each is the user's to mend
+        raise ModelError(f"cannot load the model in {str(folder)!r}: {str(error).strip().splitlines()[0]}") from error
+    finally:
+        if bars:
+            transformers.utils.logging.enable_progress_bar()
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"the weights in {str(folder)!r} lack {len(missing)} tensors, first {missing[0]!r}")
+    if "logits_to_keep" not in inspect.signature(module.forward).parameters:
+        raise ModelError(f"{type(module).__name__} in {str(folder)!r} cannot compute logits of chosen positions only")
+    return module
+
+
+@torch.no_grad()
+def _check_tree(module: Any, folder: Path) -> None:
+    """Two short rows that share a prefix must get the logits that transformers' own attention gives them; an
+    architecture that mixes tokens otherwise (recurrent layers, attention biases) would train on wrong numbers."""
+    device = next(module.parameters()).device
+    tokens = [token % module.config.get_text_config().vocab_size for token in (5, 3, 8, 2, 9, 4, 7)]
+    rows = [tokens[:5], tokens[:2] + tokens[5:]]
+    numbers = torch.arange(7, device=device)
+    paths = [numbers[:5], numbers[[0, 1, 5, 6]]]
+    branches = [Branch(0, 5, paths[0]), Branch(5, 7, paths[1])]
+    depth_N = torch.tensor([0, 1, 2, 3, 4, 2, 3], device=device)
+    module.eval()
+    try:
+        tree_NV = _logits(module, torch.tensor(tokens, device=device), depth_N, branches, numbers)
+        module.set_attn_implementation("eager")
+        for row, path in zip(rows, paths, strict=True):
+            row_TV = module(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0]
+            if not torch.allclose(row_TV, tree_NV[path], atol=1e-3, rtol=1e-3):
+                raise ValueError("logits differ from those of single rows")
+    except (ValueError, TypeError, RuntimeError) as error:
+        name = type(module).__name__
+        raise ModelError(f"{name} in {str(folder)!r} cannot be computed over prefix trees: {error}") from error
+    finally:
+        module.set_attn_implementation(ATTENTION)

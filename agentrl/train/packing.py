@@ -1,0 +1,146 @@
+"""Rows become prefix trees, trees become packs: what one forward pass computes, each distinct token once.
+
+Owns the layout. Never knows the loss, nor the model that runs the pass.
+
+Rows with the same beginning share its nodes, so the shared prompt and shared turns of a group are computed once:
+
+    row 0:  P Q A B          nodes  0:P 1:Q 2:A 3:B      branch [0, 4)  path 0 1 2 3
+    row 1:  P Q A C D        nodes  4:C 5:D              branch [4, 6)  path 0 1 2 4 5
+    row 2:  P Q E            nodes  6:E                  branch [6, 7)  path 0 1 6
+
+A row's new nodes are always the end of its path and lie side by side. So a branch's queries are a slice, its keys and
+values are gathered by its path, and the mask is causal from the bottom right: attention costs what the rows need
+beyond their shared prefix, there is no [N, N] mask, and several trees lie in one pass without padding and without
+seeing each other. The depth of a node is its position id.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentrl.train.samples import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Nodes `start` to `stop` (exclusive) are the last ones of the root path `path` (node numbers in order)."""
+
+    start: int
+    stop: int
+    path: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The prefix tree of some rows. `_N` are its nodes; `paths` holds every row's node numbers."""
+
+    token_ids_N: tuple[int, ...]
+    depth_N: tuple[int, ...]
+    branches: tuple[Branch, ...]
+    rows: tuple[Row, ...]
+    paths: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """What one pass computes. `_N` nodes, `_P` the nodes that predict a scored token, `_K` scored tokens.
+
+    A token sampled by two members after the same prefix is one node and two entries of `_K`: each keeps its own
+    advantage and behaviour log-prob, so the loss is that of the rows."""
+
+    token_ids_N: Tensor
+    depth_N: Tensor
+    branches: tuple[Branch, ...]
+    predictors_P: Tensor  # node numbers, ascending
+    predictor_K: Tensor  # index into predictors_P
+    target_K: Tensor  # token ids
+    behaviour_K: Tensor
+    lag_K: Tensor
+    advantage_K: Tensor
+    weight_K: Tensor
+    row_tokens: int  # what the same rows would cost one by one
+
+
+def plant(rows: Sequence[Row]) -> Tree:
+    """The prefix tree of `rows`; nodes are numbered in the order in which rows bring them."""
+    token_ids: list[int] = []
+    depth: list[int] = []
+    children: dict[tuple[int, int], int] = {}
+    branches: list[Branch] = []
+    paths: list[Tensor] = []
+    for row in rows:
+        start, node = len(token_ids), -1
+        path: list[int] = []
+        for position, token in enumerate(row.token_ids):
+            child = children.get((node, token))
+            if child is None:
+                child = children[node, token] = len(token_ids)
+                token_ids.append(token)
+                depth.append(position)
+            path.append(child)
+            node = child
+        paths.append(torch.tensor(path))
+        if len(token_ids) > start:
+            branches.append(Branch(start, len(token_ids), paths[-1]))
+    return Tree(tuple(token_ids), tuple(depth), tuple(branches), tuple(rows), tuple(paths))
+
+
+def forest(rows: Sequence[Row], budget: int) -> list[Tree]:
+    """One tree, or several of at most `budget` nodes if one would be larger. A row longer than that stands alone."""
+    tree = plant(rows)
+    if len(tree.token_ids_N) <= budget or len(rows) == 1:
+        return [tree]
+    half = len(rows) // 2
+    return forest(rows[:half], budget) + forest(rows[half:], budget)
+
+
+def packs(groups: Sequence[Sequence[Row]], budget: int, device: torch.device | str = "cpu") -> list[Pack]:
+    """Lay the rows of each group into trees and the trees, in order, into passes of at most `budget` nodes."""
+    filled: list[list[Tree]] = [[]]
+    room = budget
+    for tree in (tree for rows in groups if rows for tree in forest(rows, budget)):
+        size = len(tree.token_ids_N)
+        if size > room and filled[-1]:
+            filled.append([])
+            room = budget
+        filled[-1].append(tree)
+        room -= size
+    return [_pack(trees, device) for trees in filled if trees]
+
+
+def _pack(trees: Sequence[Tree], device: torch.device | str) -> Pack:
+    token_ids: list[int] = []
+    depth: list[int] = []
+    branches: list[Branch] = []
+    before_K: list[Tensor] = []
+    target_K: list[Tensor] = []
+    for tree in trees:
+        first = len(token_ids)
+        token_ids += tree.token_ids_N
+        depth += tree.depth_N
+        branches += [Branch(b.start + first, b.stop + first, (b.path + first).to(device)) for b in tree.branches]
+        for row, path in zip(tree.rows, tree.paths, strict=True):
+            before_K.append(path[row.place_S - 1] + first)
+            target_K.append(torch.tensor(row.token_ids)[row.place_S])
+    rows = [row for tree in trees for row in tree.rows]
+    predictors_P, predictor_K = torch.unique(torch.cat(before_K), return_inverse=True)
+    return Pack(
+        token_ids_N=torch.tensor(token_ids, device=device),
+        depth_N=torch.tensor(depth, device=device),
+        branches=tuple(branches),
+        predictors_P=predictors_P.to(device),
+        predictor_K=predictor_K.to(device),
+        target_K=torch.cat(target_K).to(device),
+        behaviour_K=torch.cat([row.behaviour_S for row in rows]).to(device),
+        lag_K=torch.cat([row.lag_S for row in rows]).to(device),
+        advantage_K=torch.cat([row.advantage_S for row in rows]).to(device),
+        weight_K=torch.cat([row.weight_S for row in rows]).to(device),
+        row_tokens=sum(len(row.token_ids) for row in rows),
+    )

@@ -1,0 +1,152 @@
+"""What a learner step says about itself.
+
+Owns the numbers and their names, which are those of the metrics file. Never computes anything that training needs.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from agentrl.algos.corrections import gauges
+from agentrl.train.packing import Pack
+from agentrl.train.samples import GroupRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One step. A mean over nothing is None.
+
+    Gauges (`ess` to `entropy`) are over the tokens that were computed; `lag_*` and `advantage_*` over all scored ones.
+    `updated` is False where no token had an advantage. See `corrections.Gauges` for what the gauges mean."""
+
+    step: int
+    updated: bool
+    loss: float | None
+    grad_norm: float | None
+    lr: float
+    # the data
+    group_count: int
+    groups_without_signal: int
+    episodes: int
+    episodes_left_out: int  # infrastructure failed them (law 3)
+    outcome_mean: float | None
+    process_mean: float | None  # sum of an episode's process rewards
+    reward_mean: float | None  # outcome plus process
+    success_mean: float | None
+    advantage_mean: float | None
+    advantage_std: float | None
+    # tokens
+    tokens_scored: int  # sampled tokens in the normalisation
+    tokens_trained: int  # of these, computed
+    tokens_row: int  # tokens of the computed rows, prompts and answers included
+    tokens_distinct: int  # of these, nodes of the trees: what the passes computed
+    tokens_stale: int  # beyond the lag bound, not scored (law 5)
+    # off-policy
+    lag_mean: float | None
+    lag_max: int
+    ess: float | None
+    kl_k1: float | None
+    kl_k3: float | None
+    truncated: float | None
+    clip_fraction: float | None
+    mismatch_mean: float | None
+    mismatch_max: float | None
+    entropy: float | None
+    seconds: Mapping[str, float]
+
+
+class Stopwatch:
+    """Seconds by part: `lap(part)` adds the time since the last lap to that part."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._at = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._at
+        self._at = now
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the passes of a step leave behind. Tensors are [K] of one pass, detached."""
+
+    losses: list[float] = field(default_factory=list[float])
+    grad_norms: list[float] = field(default_factory=list[float])
+    packs: list[Pack] = field(default_factory=list[Pack])
+    proximal: list[Tensor] = field(default_factory=list[Tensor])
+    clipped: list[Tensor] = field(default_factory=list[Tensor])
+    entropy: list[Tensor] = field(default_factory=list[Tensor])
+
+    def passed(self, pack: Pack, proximal_K: Tensor, clipped_K: Tensor, entropy_K: Tensor) -> None:
+        """Record a pass."""
+        self.packs.append(pack)
+        self.proximal.append(proximal_K.detach())
+        self.clipped.append(clipped_K.detach())
+        self.entropy.append(entropy_K.detach())
+
+    def updated(self, loss: float, grad_norm: float) -> None:
+        """Record an optimizer update."""
+        self.losses.append(loss)
+        self.grad_norms.append(grad_norm)
+
+
+def summarise(
+    step: int, ready: Sequence[GroupRows], tally: Tally, *, lr: float, cap: float, seconds: Mapping[str, float]
+) -> StepReport:
+    """The report of step number `step`. `cap` is the bound of the importance weights."""
+    rows = [row for group in ready for row in group.rows]
+    lag_S = torch.cat([row.lag_S for row in rows]) if rows else torch.zeros(0, dtype=torch.long)
+    advantage_S = torch.cat([row.advantage_S for row in rows]) if rows else torch.zeros(0)
+    outcomes = [outcome for group in ready for outcome in group.outcomes]
+    process = [reward for group in ready for reward in group.process]
+    drift = None
+    if tally.packs:
+        behaviour_K = torch.cat([pack.behaviour_K for pack in tally.packs])
+        drift = gauges(torch.cat(tally.proximal), behaviour_K, torch.cat([pack.lag_K for pack in tally.packs]), cap)
+    return StepReport(
+        step=step,
+        updated=bool(tally.losses),
+        loss=_mean(tally.losses),
+        grad_norm=_mean(tally.grad_norms),
+        lr=lr,
+        group_count=len(ready),
+        groups_without_signal=sum(not any(row.has_signal for row in group.rows) for group in ready),
+        episodes=len(outcomes),
+        episodes_left_out=sum(group.left_out for group in ready),
+        outcome_mean=_mean(outcomes),
+        process_mean=_mean(process),
+        reward_mean=_mean([a + b for a, b in zip(outcomes, process, strict=True)]),
+        success_mean=_mean([float(success) for group in ready for success in group.successes]),
+        advantage_mean=_mean(advantage_S.tolist()),
+        advantage_std=float(advantage_S.std(correction=0)) if len(advantage_S) else None,
+        tokens_scored=len(lag_S),
+        tokens_trained=sum(len(pack.target_K) for pack in tally.packs),
+        tokens_row=sum(pack.row_tokens for pack in tally.packs),
+        tokens_distinct=sum(len(pack.token_ids_N) for pack in tally.packs),
+        tokens_stale=sum(group.stale for group in ready),
+        lag_mean=_mean(lag_S.tolist()),
+        lag_max=int(lag_S.max()) if len(lag_S) else 0,
+        ess=drift.ess if drift else None,
+        kl_k1=drift.kl_k1 if drift else None,
+        kl_k3=drift.kl_k3 if drift else None,
+        truncated=drift.truncated if drift else None,
+        clip_fraction=float(torch.cat(tally.clipped).float().mean()) if tally.clipped else None,
+        mismatch_mean=drift.mismatch_mean if drift else None,
+        mismatch_max=drift.mismatch_max if drift else None,
+        entropy=float(torch.cat(tally.entropy).mean()) if tally.entropy else None,
+        seconds=dict(seconds),
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

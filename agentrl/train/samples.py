@@ -1,0 +1,186 @@
+"""Groups become rows of tokens: what is scored, what it is worth, who sampled it and when.
+
+Owns the way from `records.Group` to per-token tensors. Never knows the model, nor how rows are laid out for a pass.
+
+A row is a path through an episode's turns, from a turn that starts anew to one that nothing continues; a fork makes
+two rows, and turns that share a parent share its tokens. A token that the policy sampled is scored in the first row
+that holds it and is context in any other, so that it enters the loss once.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from agentrl.algos.credit import turn_advantages
+from agentrl.algos.losses import Normalise, token_weights
+from agentrl.config import Algo
+from agentrl.records import Group, Trajectory, Turn
+
+StepOf = Callable[[int], int]
+"""The optimizer step that made a weight version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One sequence to train on. `_S` are its scored tokens, in order; `place_S` their indices in `token_ids`.
+
+    Worked example, prompt P P, sampled A, tool answer O, sampled B: token_ids = (P, P, A, O, B), place = (2, 4)."""
+
+    group_id: int
+    episode_id: int
+    token_ids: tuple[int, ...]
+    place_S: Tensor  # int64
+    behaviour_S: Tensor  # float32, nats, under the policy that sampled
+    lag_S: Tensor  # int64, optimizer steps since the weights that sampled
+    advantage_S: Tensor  # float32
+    weight_S: Tensor  # float32, share of the loss; 1 until `weigh` has seen all rows of an update
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether any token has an advantage other than 0."""
+        return bool((self.advantage_S != 0).any())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRows:
+    """A group ready to train. `rows` are those of its scored members; members that infrastructure failed are only
+    counted in `left_out`. `stale` counts sampled tokens beyond the lag bound, which no row scores."""
+
+    group_id: int
+    rows: tuple[Row, ...]
+    outcomes: tuple[float, ...]
+    process: tuple[float, ...]
+    successes: tuple[bool, ...]
+    left_out: int
+    stale: int
+
+
+def group_rows(group: Group, algo: Algo, *, step_of: StepOf, step_now: int, max_lag: int) -> GroupRows:
+    """Rows and advantages of one group (laws 3 and 5).
+
+    The lag of a token is max(0, step_now - step_of(its version)); a token with lag > max_lag is not scored."""
+    members = group.trajectories
+    scored = [member for member in members if member.scored]
+    rows: list[Row] = []
+    stale = 0
+    for trajectory, advantage_T in zip(members, _advantages(members, algo), strict=True):
+        if trajectory.scored:
+            for row in _rows(trajectory, advantage_T, lambda version: max(0, step_now - step_of(version))):
+                fresh, dropped = _within(row, max_lag)
+                stale += dropped
+                if fresh is not None:
+                    rows.append(fresh)
+    return GroupRows(
+        group_id=group.id,
+        rows=tuple(rows),
+        outcomes=tuple(member.outcome or 0.0 for member in scored),
+        process=tuple(sum(member.rewards) for member in scored),
+        successes=tuple(member.success for member in scored if member.success is not None),
+        left_out=len(members) - len(scored),
+        stale=stale,
+    )
+
+
+def weigh(groups: Sequence[GroupRows], kind: Normalise) -> list[list[Row]]:
+    """The rows of each group with their tokens' shares of one update's loss, which sum to 1 over all of them."""
+    rows = [row for group in groups for row in group.rows]
+    if not rows:
+        return [[] for _ in groups]
+    episode = torch.cat([torch.full_like(row.place_S, row.episode_id) for row in rows])
+    weights = iter(token_weights(episode, kind).split([len(row.place_S) for row in rows]))
+    return [[replace(row, weight_S=next(weights)) for row in group.rows] for group in groups]
+
+
+def _advantages(members: Sequence[Trajectory], algo: Algo) -> Tensor:
+    """Advantage of each member's turns, [G, T]."""
+    turns = [len(member.turns) for member in members]
+    rewards_GT = torch.zeros(len(members), max(turns, default=0), dtype=torch.float64)
+    for index, member in enumerate(members):
+        rewards_GT[index, : turns[index]] = torch.tensor(member.rewards, dtype=torch.float64)
+    return turn_advantages(
+        torch.tensor([member.outcome or 0.0 for member in members], dtype=torch.float64),
+        rewards_GT,
+        torch.tensor(turns),
+        torch.tensor([member.scored for member in members], dtype=torch.bool),
+        baseline=algo.baseline,
+        scale=algo.scale,
+        process_weight=algo.process_weight,
+    )
+
+
+def _rows(trajectory: Trajectory, advantage_T: Tensor, lag_of: Callable[[int], int]) -> list[Row]:
+    """All rows of an episode. Raises ValueError for a turn without any context: nothing predicts its first token."""
+    turns = trajectory.turns
+    continued = {turn.parent for turn in turns}
+    seen: set[int] = set()
+    rows: list[Row] = []
+    for leaf in (turn for turn in turns if turn.index not in continued):
+        token_ids: list[int] = []
+        place: list[int] = []
+        behaviour: list[float] = []
+        lag: list[int] = []
+        advantage: list[float] = []
+        for turn in _path(turns, leaf):
+            token_ids += turn.prompt_ids
+            if not token_ids and turn.token_ids:
+                raise ValueError(f"episode {trajectory.episode_id}, turn {turn.index}: sampled without any context")
+            start = len(token_ids)
+            token_ids += turn.token_ids
+            if turn.index in seen or turn.role != "policy":
+                continue
+            seen.add(turn.index)
+            place += range(start, len(token_ids))
+            behaviour += turn.logprobs
+            lag += [lag_of(span.version) for span in turn.spans for _ in range(span.start, span.end)]
+            advantage += [float(advantage_T[turn.index])] * len(turn.token_ids)
+        if place:
+            rows.append(
+                Row(
+                    group_id=trajectory.group_id,
+                    episode_id=trajectory.episode_id,
+                    token_ids=tuple(token_ids[: place[-1] + 1]),
+                    place_S=torch.tensor(place),
+                    behaviour_S=torch.tensor(behaviour),
+                    lag_S=torch.tensor(lag),
+                    advantage_S=torch.tensor(advantage),
+                    weight_S=torch.ones(len(place)),
+                )
+            )
+    return rows
+
+
+def _path(turns: Sequence[Turn], leaf: Turn) -> list[Turn]:
+    """The turns from a start to `leaf`, in order."""
+    path = [leaf]
+    while (parent := path[-1].parent) is not None:
+        path.append(turns[parent])
+    return path[::-1]
+
+
+def _within(row: Row, max_lag: int) -> tuple[Row | None, int]:
+    """The row with only tokens of lag <= max_lag scored (None if none is left), and how many were not."""
+    keep_S = row.lag_S <= max_lag
+    dropped = int((~keep_S).sum())
+    if not dropped:
+        return row, 0
+    if dropped == len(keep_S):
+        return None, dropped
+    place_S = row.place_S[keep_S]
+    fresh = Row(
+        group_id=row.group_id,
+        episode_id=row.episode_id,
+        token_ids=row.token_ids[: int(place_S[-1]) + 1],
+        place_S=place_S,
+        behaviour_S=row.behaviour_S[keep_S],
+        lag_S=row.lag_S[keep_S],
+        advantage_S=row.advantage_S[keep_S],
+        weight_S=row.weight_S[keep_S],
+    )
+    return fresh, dropped

@@ -1,0 +1,149 @@
+"""Groups and models made by hand for the learner's tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from agentrl.config import Algo, Buffer, EnvSource, Rollout, RunConfig, Train
+from agentrl.records import Group, GroupState, Step, StopReason, Task, Trajectory, Turn, VersionSpan
+
+VOCAB = 23
+TASK = Task(index=0, env="test/none", seed=0)
+
+
+def tiny_qwen3(folder: Path, *, seed: int = 0, tie: bool = True, vocab: int = VOCAB) -> Path:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=tie,
+        initializer_range=0.3,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def tiny_llama(folder: Path) -> Path:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def turn(
+    index: int,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    *,
+    parent: int | None = None,
+    reward: float = 0.0,
+    version: int = 1,
+    logprobs: Sequence[float] | None = None,
+    role: str = "policy",
+) -> Turn:
+    return Turn(
+        index=index,
+        parent=parent,
+        prompt_ids=tuple(prompt),
+        token_ids=tuple(tokens),
+        logprobs=tuple(logprobs) if logprobs is not None else (-1.0,) * len(tokens),
+        spans=(VersionSpan(version, 0, len(tokens)),) if tokens else (),
+        finish="stop",
+        text="",
+        step=Step(observation=(), reward=reward),
+        role=role,
+    )
+
+
+def episode(
+    member: int,
+    turns: Sequence[Turn],
+    outcome: float | None,
+    *,
+    group: int = 1,
+    stop: StopReason | None = StopReason.DONE,
+) -> Trajectory:
+    return Trajectory(
+        episode_id=100 * group + member,
+        group_id=group,
+        member=member,
+        task=TASK,
+        start=(),
+        turns=tuple(turns),
+        stop_reason=stop,
+        outcome=outcome,
+        success=None if outcome is None else outcome > 0,
+    )
+
+
+def group_of(members: Sequence[Trajectory], *, id: int = 1) -> Group:
+    return Group(id=id, task=TASK, state=GroupState.TAKEN, size=len(members), trajectories=tuple(members))
+
+
+def random_group(id: int, seed: int, *, members: int = 4, vocab: int = VOCAB) -> Group:
+    """Members of one to three turns over a shared prompt, some with equal beginnings, random rewards."""
+    rng = random.Random(seed)
+
+    def some(low: int, high: int) -> list[int]:
+        return [rng.randrange(vocab) for _ in range(rng.randint(low, high))]
+
+    prompt, common = some(4, 9), some(2, 4)
+    made: list[Trajectory] = []
+    for member in range(members):
+        turns: list[Turn] = []
+        for index in range(rng.randint(1, 3)):
+            first = common if index == 0 and rng.random() < 0.7 else []
+            tokens = [*first, *some(1, 4)]
+            turns.append(
+                turn(
+                    index,
+                    prompt if index == 0 else some(1, 3),
+                    tokens,
+                    parent=None if index == 0 else index - 1,
+                    reward=rng.choice([0.0, 0.3, -0.2]),
+                    version=rng.choice([1, 2]),
+                    logprobs=[-rng.uniform(0.5, 4.0) for _ in tokens],
+                )
+            )
+        made.append(episode(member, turns, rng.choice([0.0, 1.0, 0.5]), group=id))
+    return group_of(made, id=id)
+
+
+def run_config(
+    *,
+    algo: Algo | None = None,
+    train: Train | None = None,
+    buffer: Buffer | None = None,
+    rollout: Rollout | None = None,
+    seed: int = 0,
+) -> RunConfig:
+    return RunConfig(
+        model="unused",
+        seed=seed,
+        env=EnvSource(id="test/none"),
+        algo=algo or Algo(),
+        train=train or Train(warmup_steps=0),
+        buffer=buffer or Buffer(),
+        rollout=rollout or Rollout(),
+    )
