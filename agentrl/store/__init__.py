@@ -1,0 +1,111 @@
+"""The run store: one SQLite file that is journal, partial-rollout checkpoint, buffer, lineage and metrics of a run.
+
+Every process of a run opens it; calls are synchronous and short (well under a millisecond for what a turn needs), so
+async code calls them directly. Standard library and zstandard only.
+
+    versions    weight versions, minted once          admission   how many groups may start (pure)
+    groups      birth and end of groups               leases      who plays which episode
+    journal     a running episode, turn by turn       buffer      what the learner takes, what expires
+    lineage     checkpoint, rollback, retention       metrics     values, drops, the bias of dropping
+    readers     rows back into records                audit       the laws, checked from the raw rows
+    schema      tables and migrations                 database    transactions and errors;  codec  packing
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from agentrl.errors import DiskFull, LeaseLost, StoreError, StoreVersionError
+from agentrl.store.admission import Load, admissible_groups
+from agentrl.store.buffer import Buffer
+from agentrl.store.database import Database
+from agentrl.store.groups import TRAIN, Groups
+from agentrl.store.journal import Journal
+from agentrl.store.leases import Claim, Leases
+from agentrl.store.lineage import Checkpoint, Lineage
+from agentrl.store.metrics import LengthBias, Lengths, Metric, Metrics
+from agentrl.store.readers import EpisodeRow, Readers, Restart
+
+__all__ = [
+    "TRAIN",
+    "Checkpoint",
+    "Claim",
+    "DiskFull",
+    "EpisodeRow",
+    "LeaseLost",
+    "LengthBias",
+    "Lengths",
+    "Load",
+    "Metric",
+    "Restart",
+    "RunStore",
+    "StoreError",
+    "StoreVersionError",
+    "admissible_groups",
+]
+
+
+class RunStore(Groups, Leases, Journal, Buffer, Lineage, Metrics, Readers):
+    """A run's store, opened by this process. Threads may share it; forked children may not: they open their own.
+
+    `clock` gives seconds since the epoch, the same for every process of the run; a simulation passes its own."""
+
+    @classmethod
+    def create(cls, path: str | Path, config_json: str, *, clock: Callable[[], float] = time.time) -> Self:
+        """A new store holding the run's configuration. Raises UsageError if there is a run at `path` already."""
+        db = Database.connect(Path(path), clock=clock, create=True)
+        try:
+            db.prepare(
+                create=True,
+                first=lambda: db.execute(
+                    "INSERT INTO meta VALUES ('config', ?), ('attempt', '1'), ('next_task', '0')", (config_json,)
+                ),
+            )
+        except BaseException:
+            db.close()
+            raise
+        return cls(db)
+
+    @classmethod
+    def open(cls, path: str | Path, *, clock: Callable[[], float] = time.time) -> Self:
+        """The store at `path`, its schema brought up to date. Raises UsageError if there is none, StoreVersionError if
+        a newer agentrl wrote it, StoreError if the file is something else."""
+        db = Database.connect(Path(path), clock=clock, create=False)
+        try:
+            db.prepare(create=False)
+        except BaseException:
+            db.close()
+            raise
+        return cls(db)
+
+    def close(self) -> None:
+        """Close this process's handle; no call may follow."""
+        self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def path(self) -> Path:
+        """The store's file."""
+        return self._db.path
+
+    def meta(self, key: str) -> str | None:
+        """A value that the run's processes agree on; None if nobody set it. "config" is the run's configuration."""
+        with self._db.read():
+            row = self._db.row("SELECT value FROM meta WHERE key = ?", (key,))
+        return None if row is None else row[0]
+
+    def set_meta(self, key: str, value: str) -> None:
+        """Set a value for every process of the run."""
+        with self._db.write():
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))

@@ -1,0 +1,39 @@
+"""How many groups may start now: one pure function, no state, no clock.
+
+It bounds two things at once. Concurrency: no more than `max_running` episodes run. Staleness (law 5): a group is
+admitted only if, trained in the order of admission, it will be trained at most `max_lag` optimizer steps after the
+weights of now.
+
+Source: AReaL (Fu et al. 2025, arXiv:2505.24298), eq. 3, in the form of its staleness manager, counted in groups:
+``min(K - running, (max_lag + step + 1) * B - (accepted + running))``.
+
+Worked example, B = 2 groups a step, max_lag = 1, nothing trained yet: (1 + 0 + 1) * 2 = 4 groups may start, the first
+two for step 1, made of the weights of step 0 (lag 0), the next two for step 2, then trained from weights one step older
+than the learner's (lag 1). With max_lag = 0 only the groups of the next step may start: synchronous training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is under way. Groups that were dropped (expired, failed) count nowhere, so that others take their place."""
+
+    running_episodes: int  # episodes admitted and not ended
+    running_groups: int  # groups admitted and not closed
+    accepted_groups: int  # closed groups that will be or were trained: scored, taken, trained
+
+
+def admissible_groups(
+    load: Load, *, step: int, max_lag: int, groups_per_step: int, group_size: int, max_running: int, steps_total: int
+) -> int:
+    """How many groups of `group_size` episodes may start now, at least 0.
+
+    `step` is the optimizer step of the weights that sample now, `max_lag` the bound in steps, `max_running` the bound
+    in episodes; never more groups than `steps_total` steps of `groups_per_step` need."""
+    places = (max_running - load.running_episodes) // group_size
+    horizon = min(max_lag + step + 1, steps_total)
+    fresh = horizon * groups_per_step - (load.accepted_groups + load.running_groups)
+    return max(0, min(places, fresh))

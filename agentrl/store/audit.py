@@ -1,0 +1,303 @@
+"""The laws, checked from the raw rows of a store: what was lost, trained twice, or trained although it must not be.
+
+Shares no code with what writes the rows: it has its own SQL, its own reading of the token blobs and its own arithmetic
+of lag, so that a fault of the writer is not a fault of the checker. Reads everything once, in one transaction.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import zstandard
+
+from agentrl.store import RunStore
+from agentrl.store.database import Database
+
+_NOT_BY_POLICY = {"engine_failed", "sandbox_failed", "env_failed", "expired"}
+_ENV_ENDED = {"done", "truncated"}
+_SHOWN = 1000  # violations written out; the counts are always whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One breach: the law it breaks (0: the store's own bookkeeping), its kind, and one line saying where."""
+
+    law: int
+    kind: str
+    detail: str
+
+
+@dataclass(slots=True)
+class AuditReport:
+    """What the audit found. `breaches` counts violations by kind, whole; `violations` lists at most the first 1000."""
+
+    groups: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])  # purpose -> state -> groups
+    episodes: dict[str, int] = field(default_factory=dict[str, int])  # state -> episodes
+    turns: int = 0
+    tokens: int = 0  # sampled, all trials and purposes
+    turns_set_aside: int = 0  # of trials that an episode's restart left behind
+    tokens_trained: int = 0  # sampled tokens of scored members of groups in the lineage
+    max_lag_seen: int = 0
+    attempt: int = 1
+    drops: dict[str, int] = field(default_factory=dict[str, int])  # reason -> training groups
+    breaches: Counter[str] = field(default_factory=Counter[str])
+    violations: list[Violation] = field(default_factory=list[Violation])
+
+    @property
+    def ok(self) -> bool:
+        """Whether no law is broken."""
+        return not self.breaches
+
+    def to_json(self) -> str:
+        """The whole report as JSON, every kind of breach named, also those that did not happen."""
+        document = {"ok": self.ok, **asdict(self)}
+        document["breaches"] = {kind: self.breaches.get(kind, 0) for kind in KINDS}
+        return json.dumps(document, indent=2)
+
+    def breach(self, kind: str, detail: str) -> None:
+        """Note one violation of a kind named in `KINDS`."""
+        self.breaches[kind] += 1
+        if len(self.violations) < _SHOWN:
+            self.violations.append(Violation(law=KINDS[kind], kind=kind, detail=detail))
+
+
+KINDS = {
+    "tokens_incomplete": 1,  # a sampled token without its id, version or log-prob
+    "turns_lost": 2,  # a journaled turn, or the environment's answer to it, is missing
+    "trained_twice": 2,  # more than one live lineage row for a group
+    "lineage_broken": 2,  # taken or trained without a lineage row, or the reverse; trained without a checkpoint
+    "trained_unfinished": 2,  # a group in the lineage whose members had not all ended
+    "trained_unscored": 3,  # a group in the lineage with too few members that the policy itself ended
+    "group_stuck": 4,  # all members ended and the group did not, or the reverse
+    "trained_stale": 5,  # a token in the loss beyond the lag bound of its take
+    "drop_without_reason": 5,  # an expired or failed group that does not say why
+    "orphan_row": 0,  # a row whose owner does not exist
+    "bookkeeping": 0,  # counters or summaries that disagree with the rows
+    "file_damaged": 0,  # SQLite's own check of the file
+}
+"""Kind of breach -> the law it breaks."""
+
+
+def audit(store: RunStore) -> AuditReport:
+    """Check every law that the store's rows can witness. Raises StoreError only if the store cannot be read."""
+    report = AuditReport()
+    db = store._db  # pyright: ignore[reportPrivateUsage]  # raw rows are the point
+    checks: Iterable[Callable[[Database, AuditReport], None]] = (
+        _count,
+        _check_owners,
+        _check_turns,
+        _check_ends,
+        _check_lineage,
+        _check_lag,
+        _check_file,
+    )
+    with db.read():
+        for check in checks:
+            check(db, report)
+    return report
+
+
+def _count(db: Database, report: AuditReport) -> None:
+    groups: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for purpose, state, n in db.rows("SELECT purpose, state, COUNT(*) FROM groups GROUP BY 1, 2"):
+        groups[purpose][state] = n
+    counters: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for purpose, state, n in db.rows("SELECT purpose, state, n FROM group_counts WHERE n <> 0"):
+        counters[purpose][state] = n
+    if groups != counters:
+        report.breach("bookkeeping", f"groups by state are {dict(groups)}, counted as {dict(counters)}")
+    report.groups = dict(groups)
+    report.episodes = dict(db.rows("SELECT state, COUNT(*) FROM episodes GROUP BY 1"))
+    report.drops = {
+        str(reason): n
+        for reason, n in db.rows(
+            "SELECT reason, COUNT(*) FROM groups WHERE purpose = 'train' AND state IN ('expired', 'failed') GROUP BY 1"
+        )
+    }
+    report.attempt = int(db.rows("SELECT value FROM meta WHERE key = 'attempt'")[0][0])
+    for (group_id,) in db.rows("SELECT id FROM groups WHERE state IN ('expired', 'failed') AND reason IS NULL"):
+        report.breach("drop_without_reason", f"group {group_id}")
+
+
+_OWNERS = (
+    ("episodes", "group_id", "groups"),
+    ("turns", "episode_id", "episodes"),
+    ("tokens", "turn_id", "turns"),
+    ("steps", "turn_id", "turns"),
+    ("restarts", "episode_id", "episodes"),
+    ("lineage", "group_id", "groups"),
+)
+
+
+def _check_owners(db: Database, report: AuditReport) -> None:
+    for table, column, owner in _OWNERS:
+        for (missing,) in db.rows(
+            f"SELECT DISTINCT c.{column} FROM {table} c LEFT JOIN {owner} o ON o.id = c.{column} WHERE o.id IS NULL"
+        ):
+            report.breach("orphan_row", f"{table}: {column} {missing} is no row of {owner}")
+    for group_id, size, n, members in db.rows(
+        "SELECT g.id, g.size, COUNT(e.id), COUNT(DISTINCT e.member) FROM groups g"
+        " LEFT JOIN episodes e ON e.group_id = g.id GROUP BY g.id HAVING COUNT(e.id) <> g.size"
+        " OR COUNT(DISTINCT e.member) <> g.size OR MIN(e.member) <> 0"
+    ):
+        report.breach("orphan_row", f"group {group_id} of {size} has {n} episodes, {members} members")
+
+
+def _check_turns(db: Database, report: AuditReport) -> None:
+    """Each trial's turns are gapless, all but a running trial's last are answered, every token is whole."""
+    steps_of: dict[int, int] = dict(db.rows("SELECT version, step FROM versions"))
+    rows = db.execute(
+        "SELECT t.episode_id, t.trial, t.idx, t.parent, t.n_prompt, t.n_tokens, t.spans, t.oldest_step, k.data,"
+        " s.turn_id IS NOT NULL, e.trial, g.tokens_dropped"
+        " FROM turns t LEFT JOIN tokens k ON k.turn_id = t.id LEFT JOIN steps s ON s.turn_id = t.id"
+        " LEFT JOIN episodes e ON e.id = t.episode_id LEFT JOIN groups g ON g.id = e.group_id"
+        " ORDER BY t.episode_id, t.trial, t.idx"
+    )
+    at: tuple[int, int] | None = None
+    expected, answered = 0, True
+    for episode, trial, index, parent, n_prompt, n_tokens, spans, oldest, blob, has_step, last_trial, dropped in rows:
+        where = f"episode {episode}, trial {trial}, turn {index}"
+        if (episode, trial) != at:
+            at, expected, answered = (episode, trial), 0, True
+        if index != expected:
+            report.breach("turns_lost", f"{where}: turn {expected} is missing")
+        if not answered:
+            report.breach("turns_lost", f"{where}: the turn before it has no answer of the environment")
+        if parent is not None and not 0 <= parent < index:
+            report.breach("turns_lost", f"{where}: extends turn {parent}")
+        if last_trial is not None and trial > last_trial:
+            report.breach("turns_lost", f"{where}: the episode has only come to trial {last_trial}")
+        expected, answered = index + 1, bool(has_step)
+        report.turns += 1
+        report.tokens += n_tokens
+        report.turns_set_aside += last_trial is not None and trial < last_trial
+        made_at = _check_spans(report, where, json.loads(spans), n_tokens, steps_of)
+        if made_at != oldest:
+            report.breach("bookkeeping", f"{where}: oldest token is of step {made_at}, written down as {oldest}")
+        if blob is None and not dropped:
+            report.breach("tokens_incomplete", f"{where}: token ids and log-probs are missing")
+        if blob is not None:
+            fault = _fault_of(blob, n_prompt, n_tokens)
+            if fault:
+                report.breach("tokens_incomplete", f"{where}: {fault}")
+
+
+def _check_spans(
+    report: AuditReport, where: str, spans: list[list[int]], n_tokens: int, steps_of: dict[int, int]
+) -> int | None:
+    """The step of the oldest token of a turn, after seeing that each of its tokens has one known version."""
+    covered = [token for _, start, end in spans for token in range(start, end)]
+    if covered != list(range(n_tokens)):
+        report.breach("tokens_incomplete", f"{where}: versions {spans} do not cover its {n_tokens} tokens once")
+    unknown = sorted({version for version, _, _ in spans if version not in steps_of})
+    if unknown:
+        report.breach("tokens_incomplete", f"{where}: versions {unknown} were never minted")
+    return min((steps_of[version] for version, _, _ in spans if version in steps_of), default=None)
+
+
+def _fault_of(blob: bytes, n_prompt: int, n_tokens: int) -> str | None:
+    """What is wrong with a token blob (its layout is given in `codec`), None if nothing is."""
+    try:
+        data = zstandard.ZstdDecompressor().decompress(blob)
+        width, p, t = struct.unpack_from("<BII", data)
+        if (p, t) != (n_prompt, n_tokens):
+            return f"holds {p} prompt and {t} sampled tokens, should hold {n_prompt} and {n_tokens}"
+        logprobs = struct.unpack_from(f"<{t}{'f' if width == 4 else 'd'}", data, 9 + 4 * (p + t))
+    except (zstandard.ZstdError, struct.error) as error:
+        return f"cannot be unpacked: {error}"
+    if 9 + 4 * (p + t) + width * t != len(data):
+        return f"is {len(data)} bytes long, should be {9 + 4 * (p + t) + width * t}"
+    return None if all(map(math.isfinite, logprobs)) else "has a log-prob that is not finite"
+
+
+def _check_ends(db: Database, report: AuditReport) -> None:
+    """What an ended episode says of its length is what is there; groups end with their members."""
+    ended = db.rows(
+        "SELECT e.id, e.stop_reason, e.n_turns, e.n_tokens, COUNT(t.id), COALESCE(SUM(t.n_tokens), 0),"
+        " COUNT(t.id) - COUNT(s.turn_id) FROM episodes e"
+        " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial LEFT JOIN steps s ON s.turn_id = t.id"
+        " WHERE e.state IN ('finished', 'expired') GROUP BY e.id"
+    )
+    for episode, stop_reason, said_turns, said_tokens, turns, tokens, unanswered in ended:
+        if (said_turns, said_tokens) != (turns, tokens):
+            report.breach(
+                "turns_lost",
+                f"episode {episode} ended with {said_turns} turns, {said_tokens} tokens; {turns}, {tokens} are there",
+            )
+        if stop_reason is None:
+            report.breach("bookkeeping", f"episode {episode} ended without a stop reason")
+        if stop_reason in _ENV_ENDED and unanswered:
+            report.breach("turns_lost", f"episode {episode}: {stop_reason} without its environment's last answer")
+    stuck = db.rows(
+        "SELECT g.id, g.state, SUM(e.state IN ('waiting', 'running')), SUM(e.state = 'running') FROM groups g"
+        " JOIN episodes e ON e.group_id = g.id GROUP BY g.id"
+    )
+    for group, state, unfinished, running in stuck:
+        group_open = state in ("waiting", "running")
+        if group_open != bool(unfinished) or (state == "waiting" and running):
+            report.breach("group_stuck", f"group {group} is {state} with {unfinished} members not ended")
+
+
+def _check_lineage(db: Database, report: AuditReport) -> None:
+    live: defaultdict[int, list[int]] = defaultdict(list)
+    for group, step in db.rows("SELECT group_id, step FROM lineage WHERE undone_attempt IS NULL"):
+        live[group].append(step)
+    for group, steps in live.items():
+        if len(steps) > 1:
+            report.breach("trained_twice", f"group {group}: in the loss of steps {sorted(steps)}")
+    safe = db.rows("SELECT COALESCE(MAX(step), 0) FROM checkpoints WHERE undone_attempt IS NULL")[0][0]
+    taken: set[int] = set()
+    for group, purpose, state, step in db.rows("SELECT id, purpose, state, taken_step FROM groups"):
+        is_taken = state in ("taken", "trained")
+        taken |= {group} if is_taken else set()
+        if is_taken != (step is not None) or (is_taken and step not in live.get(group, [])):
+            report.breach("lineage_broken", f"group {group} is {state} at step {step}, its lineage says {live[group]}")
+        if is_taken and purpose != "train":
+            report.breach("lineage_broken", f"group {group} of {purpose} is {state}")
+        if is_taken and (state == "trained") != (step <= safe):
+            report.breach("lineage_broken", f"group {group}, step {step}, is {state}; last checkpoint is step {safe}")
+    for group in live.keys() - taken:
+        report.breach("lineage_broken", f"group {group} is in the lineage, but neither taken nor trained")
+    for group in sorted(taken):
+        members = db.rows("SELECT state, stop_reason, outcome FROM episodes WHERE group_id = ?", (group,))
+        if not members or any(state != "finished" for state, *_ in members):
+            report.breach("trained_unfinished", f"group {group} has members that never finished")
+        if sum(map(_in_loss, members)) < min(2, len(members)):
+            report.breach("trained_unscored", f"group {group} has fewer than two members to compare")
+
+
+def _in_loss(member: tuple[Any, ...]) -> bool:
+    _, stop_reason, outcome = member
+    return stop_reason not in _NOT_BY_POLICY and outcome is not None
+
+
+def _check_lag(db: Database, report: AuditReport) -> None:
+    """Each sampled token of a scored member, against the bound that its take was given."""
+    steps_of: dict[int, int] = dict(db.rows("SELECT version, step FROM versions"))
+    rows = db.execute(
+        "SELECT l.group_id, l.step, l.max_lag, e.stop_reason, e.outcome, t.spans, t.idx, e.id FROM lineage l"
+        " JOIN episodes e ON e.group_id = l.group_id JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial"
+        " WHERE l.undone_attempt IS NULL"
+    )
+    for group, step, bound, stop_reason, outcome, spans, index, episode in rows:
+        if not _in_loss((None, stop_reason, outcome)):
+            continue
+        for version, start, end in json.loads(spans):
+            report.tokens_trained += end - start
+            behind = step - 1 - steps_of.get(version, step - 1)
+            report.max_lag_seen = max(report.max_lag_seen, behind)
+            if behind > bound:
+                where = f"group {group}, episode {episode}, turn {index}"
+                report.breach("trained_stale", f"{where}: a token of lag {behind} in step {step}, bound {bound}")
+
+
+def _check_file(db: Database, report: AuditReport) -> None:
+    for (message,) in db.rows("PRAGMA quick_check"):
+        if message != "ok":
+            report.breach("file_damaged", str(message))

@@ -1,0 +1,152 @@
+"""A group's birth and end: admission of new groups, and what a group becomes once all its members have ended.
+
+Owns the task counter, so that a restart goes on with the next task; never knows a turn, a worker or the learner.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from agentrl.records import GroupState, StopReason, Task
+from agentrl.store.admission import Load, admissible_groups
+from agentrl.store.codec import pack_task
+from agentrl.store.database import Database, Part
+from agentrl.store.versions import latest_confirmed
+
+TRAIN = "train"
+"""The purpose of training groups; any other names an evaluation, which is claimed first and never trained."""
+
+_ACCEPTED = (GroupState.FINISHED, GroupState.SCORED, GroupState.TAKEN, GroupState.TRAINED)
+_RUNNING = (GroupState.WAITING, GroupState.RUNNING)
+
+
+class Groups(Part):
+    """Start groups and count them."""
+
+    def admit(
+        self,
+        task_of: Callable[[int], Task],
+        *,
+        group_size: int,
+        groups_per_step: int,
+        max_lag: int,
+        max_running: int,
+        limit: int,
+        steps_total: int,
+    ) -> int:
+        """Start as many training groups as `admissible_groups` allows, at most `limit`; how many it started.
+
+        `task_of(index)` gives the task of each, index counting 0, 1, 2, … over the whole run; it is called inside the
+        transaction, so it must be quick and must not touch the store. 0 while no weight version is confirmed."""
+
+        def allowed() -> tuple[int, int]:
+            version = latest_confirmed(self._db)
+            if version is None:
+                return 0, 0
+            free = admissible_groups(
+                _load(self._db),
+                step=version.step,
+                max_lag=max_lag,
+                groups_per_step=groups_per_step,
+                group_size=group_size,
+                max_running=max_running,
+                steps_total=steps_total,
+            )
+            return min(free, limit), version.step
+
+        with self._db.read():  # most calls find nothing to do, and must not take the write lock to see it
+            if allowed()[0] == 0:
+                return 0
+        with self._db.write():
+            n, step = allowed()
+            row = self._db.row("SELECT value FROM meta WHERE key = 'next_task'")
+            first = 0 if row is None else int(row[0])
+            for index in range(first, first + n):
+                _create(self._db, task_of(index), group_size, TRAIN, step)
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('next_task', ?)", (str(first + n),))
+        return n
+
+    def add_groups(self, tasks: Iterable[Task], *, size: int, purpose: str) -> list[int]:
+        """Start a group of `size` episodes for each task, outside admission; their ids. For evaluation: give a purpose
+        of its own, such as "eval:held_out@20"."""
+        with self._db.write():
+            version = latest_confirmed(self._db)
+            step = 0 if version is None else version.step
+            return [_create(self._db, task, size, purpose, step) for task in tasks]
+
+    def counts(self, purpose: str = TRAIN) -> dict[GroupState, int]:
+        """How many groups of a purpose are in each state; states without any are left out. Constant time."""
+        with self._db.read():
+            return _counts(self._db, purpose)
+
+    def purposes(self) -> list[str]:
+        """Every purpose that has groups."""
+        with self._db.read():
+            return [purpose for (purpose,) in self._db.rows("SELECT DISTINCT purpose FROM group_counts ORDER BY 1")]
+
+    def ready_count(self) -> int:
+        """Training groups that the learner could take now, stale ones among them."""
+        return self.counts().get(GroupState.SCORED, 0)
+
+
+def _counts(db: Database, purpose: str) -> dict[GroupState, int]:
+    rows = db.rows("SELECT state, n FROM group_counts WHERE purpose = ? AND n > 0", (purpose,))
+    return {GroupState(state): n for state, n in rows}
+
+
+def _load(db: Database) -> Load:
+    counts = _counts(db, TRAIN)
+    waiting = db.row("SELECT COUNT(*) FROM episodes WHERE state = 'waiting' AND evaluation = 0")
+    running = db.row("SELECT COUNT(*) FROM episodes WHERE state = 'running' AND evaluation = 0")
+    assert waiting is not None and running is not None
+    return Load(
+        running_episodes=waiting[0] + running[0],
+        running_groups=sum(counts.get(state, 0) for state in _RUNNING),
+        accepted_groups=sum(counts.get(state, 0) for state in _ACCEPTED),
+    )
+
+
+def _create(db: Database, task: Task, size: int, purpose: str, step: int) -> int:
+    cursor = db.execute(
+        "INSERT INTO groups (purpose, task, size, state, started_step, admitted_s) VALUES (?, ?, ?, 'waiting', ?, ?)",
+        (purpose, pack_task(task), size, step, db.clock()),
+    )
+    assert cursor.lastrowid is not None
+    db.execute_many(
+        "INSERT INTO episodes (group_id, member, evaluation) VALUES (?, ?, ?)",
+        [(cursor.lastrowid, member, int(purpose != TRAIN)) for member in range(size)],
+    )
+    return cursor.lastrowid
+
+
+def close_if_ended(db: Database, group_id: int, now: float) -> None:
+    """Once no member is open: a training group with at least two scored members (all, if it has fewer) becomes scored,
+    another one failed, with the commonest failure as its reason; an evaluation group becomes scored.
+
+    A group's oldest token counts over the scored members: the others never enter the loss (law 3)."""
+    group = db.row("SELECT purpose, size FROM groups WHERE id = ?", (group_id,))
+    members = db.rows("SELECT state, stop_reason, outcome, oldest_step FROM episodes WHERE group_id = ?", (group_id,))
+    if group is None or any(state in ("waiting", "running") for state, *_ in members):
+        return
+    purpose, size = group
+    oldest = [oldest for _, stop_reason, outcome, oldest in members if scored(stop_reason, outcome)]
+    oldest_step = min((step for step in oldest if step is not None), default=None)
+    state, reason = GroupState.SCORED, None
+    if purpose == TRAIN and len(oldest) < min(2, size):
+        state, reason = GroupState.FAILED, _failure([stop_reason for _, stop_reason, *_ in members])
+    db.execute(
+        "UPDATE groups SET state = ?, reason = ?, oldest_step = ?, closed_s = ? WHERE id = ?",
+        (state, reason, oldest_step, now, group_id),
+    )
+
+
+def scored(stop_reason: str, outcome: float | None) -> bool:
+    """Whether an ended episode may enter loss and baseline, as `Trajectory.scored` says of a whole one."""
+    return StopReason(stop_reason).by_policy and outcome is not None
+
+
+def _failure(stop_reasons: list[str]) -> str:
+    """What most members failed of; "no_outcome" if the policy ended them but nothing scored them."""
+    failures = Counter(reason for reason in stop_reasons if not StopReason(reason).by_policy)
+    return failures.most_common(1)[0][0] if failures else "no_outcome"

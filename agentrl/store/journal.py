@@ -1,0 +1,140 @@
+"""The journal of running episodes: a turn is written before the environment sees it, its answer before the next turn.
+
+Owns how an episode is written while it runs; never hands one out (leases) and never reads one back (readers). Every
+call carries the fence of its claim and raises LeaseLost if another worker, or nobody, holds the episode now.
+"""
+
+from __future__ import annotations
+
+import math
+
+from agentrl.errors import StoreError
+from agentrl.records import Messages, Step, StopReason, Turn
+from agentrl.store.codec import pack_info, pack_messages, pack_spans, pack_text, pack_tokens
+from agentrl.store.database import Database
+from agentrl.store.groups import close_if_ended
+from agentrl.store.leases import check_fence
+from agentrl.store.versions import Versions
+
+
+class Journal(Versions):
+    """Write a running episode down, turn by turn."""
+
+    def begin(self, episode_id: int, fence: int, start: Messages) -> None:
+        """The environment was reset and answered `start`. Raises StoreError if turns are journaled already."""
+        packed = pack_messages(start, f"episode {episode_id}: start")
+        with self._db.write():
+            trial = check_fence(self._db, episode_id, fence)
+            if self._last_index(episode_id, trial) >= 0:
+                raise StoreError(f"episode {episode_id} has turns already: restart_episode sets them aside")
+            self._db.execute("UPDATE episodes SET start = ? WHERE id = ?", (packed, episode_id))
+
+    def journal_turn(self, episode_id: int, fence: int, turn: Turn) -> None:
+        """The policy acted: call it before the environment sees the action. A turn that has its step keeps it.
+
+        Raises StoreError if the turn is not the next one, a version was never minted, or a log-prob is not finite."""
+        blob = pack_tokens(turn)
+        oldest = min((self.step_of(span.version) for span in turn.spans), default=None)
+        answer = None if turn.step is None else self._pack_step(episode_id, turn.index, turn.step)
+        with self._db.write():
+            trial = check_fence(self._db, episode_id, fence)
+            last = self._last_index(episode_id, trial)
+            if turn.index != last + 1:
+                raise StoreError(f"episode {episode_id}: turn {turn.index} cannot follow turn {last}")
+            if turn.parent is not None and not 0 <= turn.parent < turn.index:
+                raise StoreError(f"episode {episode_id}: turn {turn.index} cannot extend turn {turn.parent}")
+            cursor = self._db.execute(
+                "INSERT INTO turns (episode_id, trial, idx, parent, role, finish, text, spans, n_prompt, n_tokens,"
+                " oldest_step, started_s, ended_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    episode_id,
+                    trial,
+                    turn.index,
+                    turn.parent,
+                    turn.role,
+                    turn.finish,
+                    pack_text(turn.text),
+                    pack_spans(turn.spans),
+                    len(turn.prompt_ids),
+                    len(turn.token_ids),
+                    oldest,
+                    turn.started_s,
+                    turn.ended_s,
+                ),
+            )
+            self._db.execute("INSERT INTO tokens VALUES (?, ?)", (cursor.lastrowid, blob))
+            if answer is not None:
+                self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", (cursor.lastrowid, *answer))
+
+    def journal_step(self, episode_id: int, fence: int, turn_index: int, step: Step) -> None:
+        """The environment answered turn `turn_index`. Raises StoreError if that turn is not journaled, or answered."""
+        answer = self._pack_step(episode_id, turn_index, step)
+        with self._db.write():
+            trial = check_fence(self._db, episode_id, fence)
+            row = self._db.row(
+                "SELECT t.id, s.turn_id FROM turns t LEFT JOIN steps s ON s.turn_id = t.id"
+                " WHERE t.episode_id = ? AND t.trial = ? AND t.idx = ?",
+                (episode_id, trial, turn_index),
+            )
+            if row is None:
+                raise StoreError(f"episode {episode_id}: turn {turn_index} was never journaled")
+            if row[1] is not None:
+                raise StoreError(f"episode {episode_id}: turn {turn_index} is answered already")
+            self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", (row[0], *answer))
+
+    def restart_episode(self, episode_id: int, fence: int, reason: str) -> None:
+        """The environment could not be restored: the episode starts anew under the same fence. The turns so far are
+        set aside with the reason (`restarts` reads them); they are counted and never trained."""
+        with self._db.write():
+            trial = check_fence(self._db, episode_id, fence)
+            self._db.execute(
+                "INSERT INTO restarts SELECT id, trial, start, ?, ? FROM episodes WHERE id = ?",
+                (reason, self._db.clock(), episode_id),
+            )
+            self._db.execute("UPDATE episodes SET trial = ?, start = NULL WHERE id = ?", (trial + 1, episode_id))
+
+    def finish(
+        self, episode_id: int, fence: int, *, stop_reason: StopReason, outcome: float | None, success: bool | None
+    ) -> None:
+        """The episode ended; with its last member the group is scored or failed, in the same transaction.
+
+        Raises StoreError for an outcome that is not finite."""
+        if outcome is not None and not math.isfinite(outcome):
+            raise StoreError(f"episode {episode_id}: outcome {outcome} is not finite")
+        now = self._db.clock()
+        with self._db.write():
+            check_fence(self._db, episode_id, fence)
+            end_episode(self._db, episode_id, "finished", stop_reason, now)
+            self._db.execute(
+                "UPDATE episodes SET outcome = ?, success = ? WHERE id = ?", (outcome, success, episode_id)
+            )
+            group = self._db.row("SELECT group_id FROM episodes WHERE id = ?", (episode_id,))
+            assert group is not None
+            close_if_ended(self._db, group[0], now)
+
+    def _last_index(self, episode_id: int, trial: int) -> int:
+        row = self._db.row("SELECT MAX(idx) FROM turns WHERE episode_id = ? AND trial = ?", (episode_id, trial))
+        return -1 if row is None or row[0] is None else row[0]
+
+    @staticmethod
+    def _pack_step(episode_id: int, index: int, step: Step) -> tuple[str, float, bool, bool, str]:
+        where = f"episode {episode_id}, turn {index}"
+        if not math.isfinite(step.reward):
+            raise StoreError(f"{where}: reward {step.reward} is not finite")
+        return (
+            pack_messages(step.observation, f"{where}: observation"),
+            float(step.reward),
+            bool(step.terminated),
+            bool(step.truncated),
+            pack_info(step.info, f"{where}: info"),
+        )
+
+
+def end_episode(db: Database, episode_id: int, state: str, stop_reason: StopReason, now: float) -> None:
+    """Close an episode and write down its length and the step of its oldest token, inside a transaction."""
+    db.execute(
+        "UPDATE episodes SET state = ?, stop_reason = ?, ended_s = ?, worker = NULL, (n_turns, n_tokens, oldest_step) ="
+        " (SELECT COUNT(*), COALESCE(SUM(t.n_tokens), 0), MIN(t.oldest_step) FROM turns t"
+        "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial) WHERE id = ?",
+        (state, stop_reason, now, episode_id),
+    )

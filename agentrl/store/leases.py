@@ -1,0 +1,142 @@
+"""Who plays which episode: claims with a fencing token, leases that a living worker renews.
+
+A lease belongs to a worker, not to an episode: one row to renew however many episodes it plays. The name of a worker
+must be that of one process life (its pid in it, say), or a new process would keep alive what its dead forerunner left.
+A lapsed lease takes nothing away by itself: only when another worker claims the episode does the fence rise, and from
+then on the journal refuses the old worker. So a clock that jumps costs work, never correctness.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from agentrl.errors import LeaseLost
+from agentrl.records import Messages, Task, Turn
+from agentrl.store.codec import unpack_messages, unpack_task
+from agentrl.store.database import Database, Part
+from agentrl.store.readers import load_turns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """An episode to play, or to play on: `turns` are those already journaled, the last one perhaps without its step;
+    `start` is None if the episode has not begun. `fence` goes with every journal call."""
+
+    episode_id: int
+    group_id: int
+    member: int
+    size: int
+    task: Task
+    purpose: str
+    fence: int
+    trial: int
+    start: Messages | None
+    turns: tuple[Turn, ...]
+
+
+# Evaluation first, then episodes of dead workers, then the oldest group's. ?1 now, ?2 worker, ?3 limit.
+_CLAIMABLE = """
+SELECT id FROM (
+    SELECT * FROM (
+        SELECT id, evaluation, 1 AS fresh FROM episodes WHERE state = 'waiting' ORDER BY evaluation DESC, id LIMIT ?3)
+    UNION ALL
+    SELECT e.id, e.evaluation, 0 FROM workers w JOIN episodes e ON e.worker = w.worker
+        WHERE w.lease_until_s < ?1 AND w.worker <> ?2 AND e.state = 'running'
+) ORDER BY evaluation DESC, fresh, id LIMIT ?3
+"""
+
+
+class Leases(Part):
+    """Claim episodes, keep them, give them back."""
+
+    def claim(self, worker: str, limit: int, *, lease_s: float, now: float | None = None) -> list[Claim]:
+        """Up to `limit` episodes for this worker, and its lease renewed: evaluation first, then what workers left
+        whose lease ran out before `now` (seconds since the epoch; default the store's clock), then oldest group
+        first."""
+        now = self._db.clock() if now is None else now
+        with self._db.read():  # an idle worker asks often, and must not take the write lock to hear no
+            if not self._claimable(worker, 1, now):
+                return []
+        with self._db.write():
+            self._db.execute("INSERT OR REPLACE INTO workers VALUES (?, ?)", (worker, now + lease_s))
+            ids = self._claimable(worker, limit, now)
+            self._db.execute_many(
+                "UPDATE episodes SET state = 'running', worker = ?, fence = fence + 1,"
+                " started_s = COALESCE(started_s, ?) WHERE id = ?",
+                [(worker, now, id) for id in ids],
+            )
+            self._db.execute_many(
+                "UPDATE groups SET state = 'running', started_s = COALESCE(started_s, ?)"
+                " WHERE id = (SELECT group_id FROM episodes WHERE id = ?)",
+                [(now, id) for id in ids],
+            )
+            return [self._load(id) for id in ids]
+
+    def reload(self, claim: Claim) -> Claim:
+        """The same claim with what was journaled since. Raises LeaseLost if the episode is no longer held."""
+        with self._db.read():
+            check_fence(self._db, claim.episode_id, claim.fence)
+            return replace(self._load(claim.episode_id), fence=claim.fence)
+
+    def renew(self, worker: str, *, lease_s: float, now: float | None = None) -> frozenset[int]:
+        """Keep this worker's lease; the ids of the episodes that are still its own."""
+        now = self._db.clock() if now is None else now
+        with self._db.write():
+            self._db.execute("INSERT OR REPLACE INTO workers VALUES (?, ?)", (worker, now + lease_s))
+            rows = self._db.rows("SELECT id FROM episodes WHERE worker = ? AND state = 'running'", (worker,))
+        return frozenset(id for (id,) in rows)
+
+    def release_worker(self, worker: str) -> int:
+        """This worker is dead: its episodes may be claimed at once; how many there were."""
+        with self._db.write():
+            self._db.execute("DELETE FROM workers WHERE worker = ?", (worker,))
+            cursor = self._db.execute(
+                "UPDATE episodes SET state = 'waiting', worker = NULL WHERE worker = ? AND state = 'running'", (worker,)
+            )
+        return cursor.rowcount
+
+    def release_all(self) -> int:
+        """Every worker is dead (the whole run was restarted): all running episodes may be claimed at once, and the
+        deadlines of their groups count anew from then; how many there were."""
+        with self._db.write():
+            self._db.execute("DELETE FROM workers")
+            self._db.execute("UPDATE groups SET started_s = NULL WHERE state = 'running'")
+            cursor = self._db.execute("UPDATE episodes SET state = 'waiting', worker = NULL WHERE state = 'running'")
+        return cursor.rowcount
+
+    def _claimable(self, worker: str, limit: int, now: float) -> list[int]:
+        return [id for (id,) in self._db.rows(_CLAIMABLE, (now, worker, limit))]
+
+    def _load(self, episode_id: int) -> Claim:
+        row = self._db.row(
+            "SELECT e.group_id, e.member, g.size, g.task, g.purpose, e.fence, e.trial, e.start"
+            " FROM episodes e JOIN groups g ON g.id = e.group_id WHERE e.id = ?",
+            (episode_id,),
+        )
+        assert row is not None
+        group_id, member, size, task, purpose, fence, trial, start = row
+        return Claim(
+            episode_id=episode_id,
+            group_id=group_id,
+            member=member,
+            size=size,
+            task=unpack_task(task),
+            purpose=purpose,
+            fence=fence,
+            trial=trial,
+            start=None if start is None else unpack_messages(start),
+            turns=load_turns(self._db, episode_id),
+        )
+
+
+def check_fence(db: Database, episode_id: int, fence: int) -> int:
+    """The trial of an episode that is held under `fence`, inside a transaction; raises LeaseLost if it is not."""
+    row = db.row("SELECT state, fence, trial FROM episodes WHERE id = ?", (episode_id,))
+    if row is None:
+        raise LeaseLost(f"episode {episode_id} does not exist in {db.path}")
+    state, current, trial = row
+    if state != "running":
+        raise LeaseLost(f"episode {episode_id} is {state}, no longer running under fence {fence}")
+    if current != fence:
+        raise LeaseLost(f"episode {episode_id} was claimed anew: fence {current}, not {fence}")
+    return trial

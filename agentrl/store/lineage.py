@@ -1,0 +1,150 @@
+"""Which step trained what: checkpoints, going back to one, and how long token arrays are kept.
+
+The learner's protocol, which makes training exactly once hold across any crash: it writes the checkpoint's files and
+syncs them, then calls `checkpoint`; after a crash it loads the files of `latest_checkpoint` and calls `rollback` with
+its step before it takes again. Files that no `checkpoint` call followed are garbage.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.errors import StoreError
+from agentrl.records import StopReason, WeightVersion
+from agentrl.store.database import Database, Part
+from agentrl.store.journal import end_episode
+
+TOKENS_DROPPED = "tokens_dropped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A step that can be gone back to: the version of its weights, and where its files lie."""
+
+    step: int
+    version: int
+    path: str
+    attempt: int
+
+
+class Lineage(Part):
+    """Checkpoints and rollbacks of the learner, and the retention of what it trained."""
+
+    @property
+    def attempt(self) -> int:
+        """How many times the run was started: 1 at first, one more after each rollback."""
+        with self._db.read():
+            return _attempt(self._db)
+
+    def checkpoint(self, step: int, version: WeightVersion | int, path: str | Path) -> None:
+        """The learner's state after `step` is safe at `path`: groups taken up to it are trained. Waits for the disk."""
+        number = version if isinstance(version, int) else version.version
+        with self._db.write(durable=True):
+            if self._db.row("SELECT 1 FROM versions WHERE version = ?", (number,)) is None:
+                raise StoreError(f"checkpoint of step {step}: weight version {number} was never minted")
+            self._db.execute(
+                "INSERT INTO checkpoints (step, version, path, attempt, saved_s) VALUES (?, ?, ?, ?, ?)",
+                (step, number, str(path), _attempt(self._db), self._db.clock()),
+            )
+            self._db.execute("UPDATE groups SET state = 'trained' WHERE state = 'taken' AND taken_step <= ?", (step,))
+
+    def latest_checkpoint(self) -> Checkpoint | None:
+        """Where to go on from; None before the first checkpoint."""
+        with self._db.read():
+            row = self._db.row(
+                "SELECT step, version, path, attempt FROM checkpoints WHERE undone_attempt IS NULL"
+                " ORDER BY step DESC, id DESC LIMIT 1"
+            )
+        return None if row is None else Checkpoint(step=row[0], version=row[1], path=row[2], attempt=row[3])
+
+    def rollback(self, step: int) -> int:
+        """The learner goes on from checkpoint `step` (0: from the weights the run started with); the new attempt.
+
+        What came after it is undone: its groups are scored again, its lineage, checkpoints, versions and metrics are
+        flagged with the new attempt, and its evaluations renamed ("undone-2:eval:…"), so that they are made anew.
+        Call it at every resume, also when there is nothing to undo. A group whose tokens retention has dropped cannot
+        be trained again and expires. Raises StoreError if `step` is no checkpoint that stands."""
+        with self._db.write(durable=True):
+            known = self._db.row("SELECT 1 FROM checkpoints WHERE step = ? AND undone_attempt IS NULL", (step,))
+            if step != 0 and known is None:
+                raise StoreError(f"cannot roll back to step {step}: it has no checkpoint")
+            attempt = _attempt(self._db) + 1
+            self._db.execute("UPDATE meta SET value = ? WHERE key = 'attempt'", (str(attempt),))
+            for table in ("lineage", "checkpoints", "versions", "metrics"):
+                self._db.execute(
+                    f"UPDATE {table} SET undone_attempt = ? WHERE undone_attempt IS NULL AND step > ?", (attempt, step)
+                )
+            self._db.execute(
+                "UPDATE groups SET taken_step = NULL, state = iif(tokens_dropped, 'expired', 'scored'),"
+                " reason = iif(tokens_dropped, ?, NULL) WHERE taken_step > ? AND state IN ('taken', 'trained')",
+                (TOKENS_DROPPED, step),
+            )
+            self._undo_evaluations(step, attempt)
+        return attempt
+
+    def _undo_evaluations(self, step: int, attempt: int) -> None:
+        now = self._db.clock()
+        of_later = "purpose <> 'train' AND purpose NOT LIKE 'undone-%' AND started_step > ?"
+        for (episode_id,) in self._db.rows(
+            "SELECT e.id FROM groups g JOIN episodes e ON e.group_id = g.id"
+            f" WHERE {of_later} AND e.state IN ('waiting', 'running')",
+            (step,),
+        ):
+            end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, now)
+        self._db.execute(
+            "UPDATE groups SET purpose = ? || purpose, reason = iif(closed_s IS NULL, 'undone', reason),"
+            " state = iif(closed_s IS NULL, 'expired', state), closed_s = COALESCE(closed_s, ?)"
+            f" WHERE {of_later}",
+            (f"undone-{attempt}:", now, step),
+        )
+
+    def lineage(self, step: int) -> list[int]:
+        """Ids of the groups that optimizer step `step` trained, in the order they were taken."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT group_id FROM lineage WHERE step = ? AND undone_attempt IS NULL ORDER BY id", (step,)
+            )
+        return [id for (id,) in rows]
+
+    def retain(self, step: int, *, keep_steps: int, keep_sample: float) -> int:
+        """Drop the token arrays of groups that no later step can train; how many groups lost theirs.
+
+        Kept are those of the last `keep_steps` steps up to `step`, and of the share `keep_sample` of the older groups,
+        always the same ones. Of a trained group its step counts; of an expired, failed or evaluation group the step
+        it was admitted at. Transcripts, rewards, lineage and token counts stay. The space is used again, not given
+        back. Never call it with a step beyond the oldest checkpoint that might still be gone back to."""
+        oldest = step - keep_steps
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT id FROM groups WHERE tokens_dropped = 0 AND state = 'trained' AND taken_step <= ?1"
+                " UNION ALL SELECT id FROM groups WHERE tokens_dropped = 0 AND started_step <= ?1"
+                " AND (state IN ('expired', 'failed') OR (state = 'scored' AND purpose <> 'train'))",
+                (oldest,),
+            )
+        dropped = [id for (id,) in rows if _share(id) >= keep_sample]
+        for at in range(0, len(dropped), _RETAIN_BATCH):
+            batch = [(id,) for id in dropped[at : at + _RETAIN_BATCH]]
+            with self._db.write():
+                self._db.execute_many(
+                    "DELETE FROM tokens WHERE turn_id IN (SELECT t.id FROM turns t"
+                    " JOIN episodes e ON e.id = t.episode_id WHERE e.group_id = ?)",
+                    batch,
+                )
+                self._db.execute_many("UPDATE groups SET tokens_dropped = 1 WHERE id = ?", batch)
+        return len(dropped)
+
+
+_RETAIN_BATCH = 64  # groups a transaction, so that no journal waits long for the write lock
+
+
+def _share(group_id: int) -> float:
+    """A number in [0, 1) that is always the same for a group, spread evenly over groups."""
+    return zlib.crc32(group_id.to_bytes(8, "little")) / 2**32
+
+
+def _attempt(db: Database) -> int:
+    row = db.row("SELECT value FROM meta WHERE key = 'attempt'")
+    assert row is not None
+    return int(row[0])

@@ -1,0 +1,144 @@
+"""Measured values by kind and step, and what the rows themselves measure: drops, endings, the bias of dropping.
+
+Knows no meaning of a kind. Values of a future that a rollback abandoned are kept and flagged, so that a curve shows the
+lineage that counts and the others can still be looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from agentrl.records import Json, StopReason
+from agentrl.store.codec import to_json
+from agentrl.store.database import Part
+from agentrl.store.groups import TRAIN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """Values recorded together. `undone` says that a rollback abandoned the step they belong to."""
+
+    kind: str
+    step: int
+    attempt: int
+    time_s: float
+    values: dict[str, Json]
+    undone: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Mean length of `episodes` episodes, in turns and in sampled tokens (nan if there are none)."""
+
+    episodes: int
+    turns: float
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthBias:
+    """Whether dropping favours short episodes (law 5): lengths of the trained and of the dropped, the latter by reason.
+
+    A member cut off while it ran counts with the length it had, so a dropped mean is a lower bound."""
+
+    trained: Lengths
+    dropped: Lengths
+    by_reason: dict[str, Lengths]
+
+
+class Metrics(Part):
+    """Record values and read them back; count what was dropped and why."""
+
+    def record(self, kind: str, step: int, values: Mapping[str, Json]) -> None:
+        """Write values down under the present attempt. Numbers that are not finite become null."""
+        data = to_json({key: finite(value) for key, value in values.items()}, f"metrics {kind!r}")
+        with self._db.write():
+            self._db.execute(
+                "INSERT INTO metrics (kind, step, attempt, time_s, data)"
+                " VALUES (?, ?, (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'attempt'), ?, ?)",
+                (kind, step, self._db.clock(), data),
+            )
+
+    def metrics(self, kind: str, *, undone: bool = False) -> list[Metric]:
+        """All values of a kind by step, then by time; those of abandoned futures too if `undone`."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT kind, step, attempt, time_s, data, undone_attempt FROM metrics"
+                " WHERE kind = ? AND (undone_attempt IS NULL OR ?) ORDER BY step, id",
+                (kind, undone),
+            )
+        return [
+            Metric(
+                kind=kind, step=step, attempt=attempt, time_s=time_s, values=json.loads(data), undone=gone is not None
+            )
+            for kind, step, attempt, time_s, data, gone in rows
+        ]
+
+    def drops(self) -> dict[str, int]:
+        """Training groups that never enter the loss, by reason: "stale", "deadline" or what their members failed of."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT reason, COUNT(*) FROM groups WHERE purpose = ? AND state IN ('expired', 'failed')"
+                " GROUP BY reason ORDER BY 1",
+                (TRAIN,),
+            )
+        return dict(rows)
+
+    def endings(self, purpose: str = TRAIN) -> dict[StopReason, int]:
+        """How the ended episodes of a purpose ended."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT e.stop_reason, COUNT(*) FROM episodes e JOIN groups g ON g.id = e.group_id"
+                " WHERE g.purpose = ? AND e.stop_reason IS NOT NULL GROUP BY 1 ORDER BY 1",
+                (purpose,),
+            )
+        return {StopReason(reason): n for reason, n in rows}
+
+    def length_bias(self) -> LengthBias:
+        """Lengths of trained and dropped training episodes. A trained group's unscored members count as dropped, under
+        their stop reason. Reads every ended episode: for now and then, not for every turn."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT g.state IN ('taken', 'trained'), g.reason, e.stop_reason, e.outcome IS NULL,"
+                " COUNT(*), SUM(e.n_turns), SUM(e.n_tokens) FROM episodes e JOIN groups g ON g.id = e.group_id"
+                " WHERE g.purpose = ? AND g.state IN ('taken', 'trained', 'expired', 'failed') GROUP BY 1, 2, 3, 4",
+                (TRAIN,),
+            )
+        trained = _Sum()
+        dropped = _Sum()
+        by_reason: dict[str, _Sum] = {}
+        for kept, reason, stop_reason, without_outcome, *sums in rows:
+            if kept and StopReason(stop_reason).by_policy and not without_outcome:
+                trained.add(*sums)
+                continue
+            dropped.add(*sums)
+            by_reason.setdefault(stop_reason if kept else reason, _Sum()).add(*sums)
+        return LengthBias(
+            trained=trained.mean(),
+            dropped=dropped.mean(),
+            by_reason={reason: total.mean() for reason, total in sorted(by_reason.items())},
+        )
+
+
+@dataclass(slots=True)
+class _Sum:
+    episodes: int = 0
+    turns: int = 0
+    tokens: int = 0
+
+    def add(self, episodes: int, turns: int, tokens: int) -> None:
+        self.episodes += episodes
+        self.turns += turns
+        self.tokens += tokens
+
+    def mean(self) -> Lengths:
+        n = self.episodes
+        return Lengths(episodes=n, turns=self.turns / n if n else math.nan, tokens=self.tokens / n if n else math.nan)
+
+
+def finite(value: Json) -> Json:
+    """The value itself; None for a number that JSON does not know."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,219 @@
+"""Rows into records: claims, trajectories, groups, and one line an episode. Reads only, and only here are rows joined.
+
+A turn whose tokens retention has dropped comes back with its text, reward and observation, and without token ids,
+log-probs and spans.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from agentrl.errors import StoreError
+from agentrl.records import Group, GroupState, Messages, Step, StopReason, Task, Trajectory, Turn
+from agentrl.store.codec import unpack_messages, unpack_spans, unpack_task, unpack_text, unpack_tokens
+from agentrl.store.database import Database, Part, Row
+
+EpisodeState = Literal["waiting", "running", "finished", "expired"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRow:
+    """One line about an episode, for lists: everything but its turns. Lengths are those of its last trial."""
+
+    id: int
+    group_id: int
+    member: int
+    size: int
+    purpose: str
+    state: EpisodeState
+    group_state: GroupState
+    group_reason: str | None
+    task: Task
+    stop_reason: StopReason | None
+    outcome: float | None
+    success: bool | None
+    trial: int
+    turns: int
+    tokens: int
+    started_s: float | None
+    ended_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """An earlier trial of an episode: set aside for `reason` when it could not be gone on with."""
+
+    trial: int
+    reason: str
+    start: Messages
+    turns: tuple[Turn, ...]
+
+
+class Readers(Part):
+    """What evaluation, transcripts and the viewer read."""
+
+    def trajectory(self, episode_id: int) -> Trajectory:
+        """One episode as far as it went. Raises StoreError for an unknown id."""
+        with self._db.read():
+            found = load_trajectories(self._db, "e.id = ?", (episode_id,))
+        if not found:
+            raise StoreError(f"no episode {episode_id} in {self._db.path}")
+        return found[0]
+
+    def trajectories(self, purpose: str) -> Iterator[Trajectory]:
+        """Every episode of a purpose, group by group. Groups that end meanwhile are seen as they stand when reached."""
+        with self._db.read():
+            ids = [id for (id,) in self._db.rows("SELECT id FROM groups WHERE purpose = ? ORDER BY id", (purpose,))]
+        for group_id in ids:
+            with self._db.read():
+                group = load_trajectories(self._db, "e.group_id = ?", (group_id,))
+            yield from group
+
+    def group(self, group_id: int) -> Group:
+        """One group with its members. Raises StoreError for an unknown id."""
+        with self._db.read():
+            return load_group(self._db, group_id)
+
+    def restarts(self, episode_id: int) -> list[Restart]:
+        """The earlier trials of an episode, oldest first."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT trial, reason, start FROM restarts WHERE episode_id = ? ORDER BY trial", (episode_id,)
+            )
+            return [
+                Restart(
+                    trial=trial,
+                    reason=reason,
+                    start=unpack_messages(start or "[]"),
+                    turns=tuple(_turns(self._db, "t.episode_id = ? AND t.trial = ?", (episode_id, trial))),
+                )
+                for trial, reason, start in rows
+            ]
+
+    def episodes(
+        self, purpose: str | None = None, *, group_id: int | None = None, after: int = 0, limit: int = 1000
+    ) -> list[EpisodeRow]:
+        """Episodes of a purpose or group by id, at most `limit` with ids above `after`."""
+        conditions, parameters = ["e.id > ?"], [after]
+        for column, value in (("g.purpose", purpose), ("g.id", group_id)):
+            if value is not None:
+                conditions.append(f"{column} = ?")
+                parameters.append(value)  # pyright: ignore[reportArgumentType]
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT e.id, g.id, e.member, g.size, g.purpose, e.state, g.state, g.reason, g.task, e.stop_reason,"
+                " e.outcome, e.success, e.trial, COUNT(t.id), TOTAL(t.n_tokens), e.started_s, e.ended_s"
+                " FROM episodes e JOIN groups g ON g.id = e.group_id"
+                " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial"
+                f" WHERE {' AND '.join(conditions)} GROUP BY e.id ORDER BY e.id LIMIT ?",
+                (*parameters, limit),
+            )
+        return [_episode_row(row) for row in rows]
+
+
+def _episode_row(row: Row) -> EpisodeRow:
+    return EpisodeRow(
+        id=row[0],
+        group_id=row[1],
+        member=row[2],
+        size=row[3],
+        purpose=row[4],
+        state=row[5],
+        group_state=GroupState(row[6]),
+        group_reason=row[7],
+        task=unpack_task(row[8]),
+        stop_reason=None if row[9] is None else StopReason(row[9]),
+        outcome=row[10],
+        success=None if row[11] is None else bool(row[11]),
+        trial=row[12],
+        turns=row[13],
+        tokens=int(row[14]),
+        started_s=row[15],
+        ended_s=row[16],
+    )
+
+
+def load_group(db: Database, group_id: int) -> Group:
+    """A group with its members, inside a transaction. Raises StoreError for an unknown id."""
+    row = db.row("SELECT task, state, size, started_step, taken_step FROM groups WHERE id = ?", (group_id,))
+    if row is None:
+        raise StoreError(f"no group {group_id} in {db.path}")
+    task, state, size, started_step, taken_step = row
+    return Group(
+        id=group_id,
+        task=unpack_task(task),
+        state=GroupState(state),
+        size=size,
+        trajectories=tuple(load_trajectories(db, "e.group_id = ?", (group_id,))),
+        started_step=started_step,
+        taken_step=taken_step,
+    )
+
+
+def load_trajectories(db: Database, where: str, parameters: Sequence[int]) -> list[Trajectory]:
+    """The episodes (`e`) that `where` selects, with the turns of their last trial, inside a transaction."""
+    episodes = db.rows(
+        "SELECT e.id, e.group_id, e.member, g.task, e.start, e.stop_reason, e.outcome, e.success"
+        f" FROM episodes e JOIN groups g ON g.id = e.group_id WHERE {where} ORDER BY e.id",
+        parameters,
+    )
+    return [
+        Trajectory(
+            episode_id=id,
+            group_id=group_id,
+            member=member,
+            task=unpack_task(task),
+            start=() if start is None else unpack_messages(start),
+            turns=load_turns(db, id),
+            stop_reason=None if stop_reason is None else StopReason(stop_reason),
+            outcome=outcome,
+            success=None if success is None else bool(success),
+        )
+        for id, group_id, member, task, start, stop_reason, outcome, success in episodes
+    ]
+
+
+def load_turns(db: Database, episode_id: int) -> tuple[Turn, ...]:
+    """The turns of an episode's last trial, inside a transaction."""
+    last_trial = "t.episode_id = ?1 AND t.trial = (SELECT trial FROM episodes WHERE id = ?1)"
+    return tuple(_turns(db, last_trial, (episode_id,)))
+
+
+def _turns(db: Database, where: str, parameters: Sequence[int]) -> Iterator[Turn]:
+    rows = db.rows(
+        "SELECT t.idx, t.parent, t.role, t.finish, t.text, t.spans, t.started_s, t.ended_s, k.data,"
+        " s.observation, s.reward, s.terminated, s.truncated, s.info"
+        " FROM turns t LEFT JOIN tokens k ON k.turn_id = t.id LEFT JOIN steps s ON s.turn_id = t.id"
+        f" WHERE {where} ORDER BY t.idx",
+        parameters,
+    )
+    for index, parent, role, finish, text, spans, started_s, ended_s, blob, *step in rows:
+        prompt_ids, token_ids, logprobs = ((), (), ()) if blob is None else unpack_tokens(blob)
+        yield Turn(
+            index=index,
+            parent=parent,
+            prompt_ids=prompt_ids,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            spans=() if blob is None else unpack_spans(spans),
+            finish=finish,
+            text=unpack_text(text),
+            step=None if step[0] is None else _step(step),
+            role=role,
+            started_s=started_s,
+            ended_s=ended_s,
+        )
+
+
+def _step(row: Sequence[str | float | int]) -> Step:
+    observation, reward, terminated, truncated, info = row
+    return Step(
+        observation=unpack_messages(str(observation)),
+        reward=float(reward),
+        terminated=bool(terminated),
+        truncated=bool(truncated),
+        info=json.loads(str(info)),
+    )

@@ -1,0 +1,207 @@
+"""The run store's tables and how an older store becomes a newer one. Knows SQL, never what the rows are used for.
+
+`PRAGMA user_version` holds the schema's number; migration k of `MIGRATIONS` (counted from 0) leads from version k to
+k + 1, so a new store runs all of them. A store is made in one transaction: either it is whole or it is empty.
+
+    meta         keys and values: configuration, attempt, next task, whatever the run's processes agree on
+    versions     every weight version ever minted, and the optimizer step that made it
+    groups       one row a group of sibling episodes: task, purpose, state, reason
+    episodes     one row a member: who plays it (worker, fence), how it ended
+    turns        one row an action of the policy, written before the environment sees it
+    tokens       that turn's token ids and log-probs, packed; apart, so that retention frees whole pages
+    steps        the environment's answer to a turn
+    restarts     why and when an episode started anew; its earlier trial's turns stay, never trained
+    lineage      which optimizer step took which group; at most one row a group that is not undone
+    checkpoints  which steps can be gone back to
+    metrics      measured values by kind and step; those of an abandoned future are flagged
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from agentrl.errors import StoreError, StoreVersionError
+
+APPLICATION_ID = 0x6152_4C31  # "aRL1": tells our file from any other SQLite database
+
+_FIRST = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID;
+
+CREATE TABLE versions (
+    version INTEGER PRIMARY KEY AUTOINCREMENT,
+    step INTEGER NOT NULL,
+    path TEXT,
+    attempt INTEGER NOT NULL,
+    minted_s REAL NOT NULL,
+    confirmed_s REAL,
+    undone_attempt INTEGER
+) STRICT;
+
+CREATE TABLE groups (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    purpose TEXT NOT NULL,
+    task TEXT NOT NULL,
+    size INTEGER NOT NULL CHECK (size > 0),
+    state TEXT NOT NULL CHECK (state IN
+        ('waiting', 'running', 'finished', 'scored', 'taken', 'trained', 'expired', 'failed')),
+    reason TEXT,
+    started_step INTEGER NOT NULL,
+    admitted_s REAL NOT NULL,
+    started_s REAL,
+    closed_s REAL,
+    oldest_step INTEGER,
+    taken_step INTEGER,
+    tokens_dropped INTEGER NOT NULL DEFAULT 0
+) STRICT;
+CREATE INDEX groups_by_state ON groups (purpose, state, id);
+CREATE INDEX groups_with_tokens ON groups (taken_step) WHERE tokens_dropped = 0;
+
+CREATE TABLE group_counts (
+    purpose TEXT NOT NULL, state TEXT NOT NULL, n INTEGER NOT NULL, PRIMARY KEY (purpose, state)
+) STRICT, WITHOUT ROWID;
+CREATE TRIGGER count_new_group AFTER INSERT ON groups BEGIN
+    INSERT INTO group_counts VALUES (new.purpose, new.state, 1) ON CONFLICT DO UPDATE SET n = n + 1;
+END;
+CREATE TRIGGER count_group_state AFTER UPDATE OF state, purpose ON groups
+WHEN old.state <> new.state OR old.purpose <> new.purpose BEGIN
+    UPDATE group_counts SET n = n - 1 WHERE purpose = old.purpose AND state = old.state;
+    INSERT INTO group_counts VALUES (new.purpose, new.state, 1) ON CONFLICT DO UPDATE SET n = n + 1;
+END;
+
+CREATE TABLE workers (worker TEXT PRIMARY KEY, lease_until_s REAL NOT NULL) STRICT, WITHOUT ROWID;
+
+CREATE TABLE episodes (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    group_id INTEGER NOT NULL REFERENCES groups,
+    member INTEGER NOT NULL,
+    evaluation INTEGER NOT NULL,
+    state TEXT NOT NULL DEFAULT 'waiting' CHECK (state IN ('waiting', 'running', 'finished', 'expired')),
+    worker TEXT,
+    fence INTEGER NOT NULL DEFAULT 0,
+    trial INTEGER NOT NULL DEFAULT 0,
+    start TEXT,
+    stop_reason TEXT,
+    outcome REAL,
+    success INTEGER,
+    started_s REAL,
+    ended_s REAL,
+    n_turns INTEGER NOT NULL DEFAULT 0,
+    n_tokens INTEGER NOT NULL DEFAULT 0,
+    oldest_step INTEGER,
+    UNIQUE (group_id, member)
+) STRICT;
+CREATE INDEX episodes_waiting ON episodes (evaluation, id) WHERE state = 'waiting';
+CREATE INDEX episodes_running ON episodes (worker, evaluation, id) WHERE state = 'running';
+
+CREATE TABLE turns (
+    id INTEGER PRIMARY KEY,
+    episode_id INTEGER NOT NULL REFERENCES episodes,
+    trial INTEGER NOT NULL,
+    idx INTEGER NOT NULL,
+    parent INTEGER,
+    role TEXT NOT NULL,
+    finish TEXT NOT NULL,
+    text ANY NOT NULL,
+    spans TEXT NOT NULL,
+    n_prompt INTEGER NOT NULL,
+    n_tokens INTEGER NOT NULL,
+    oldest_step INTEGER,
+    started_s REAL NOT NULL,
+    ended_s REAL NOT NULL,
+    UNIQUE (episode_id, trial, idx)
+) STRICT;
+
+CREATE TABLE tokens (turn_id INTEGER PRIMARY KEY REFERENCES turns, data BLOB NOT NULL) STRICT;
+
+CREATE TABLE steps (
+    turn_id INTEGER PRIMARY KEY REFERENCES turns,
+    observation TEXT NOT NULL,
+    reward REAL NOT NULL,
+    terminated INTEGER NOT NULL,
+    truncated INTEGER NOT NULL,
+    info TEXT NOT NULL
+) STRICT;
+
+CREATE TABLE restarts (
+    episode_id INTEGER NOT NULL REFERENCES episodes,
+    trial INTEGER NOT NULL,
+    start TEXT,
+    reason TEXT NOT NULL,
+    time_s REAL NOT NULL,
+    PRIMARY KEY (episode_id, trial)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE lineage (
+    id INTEGER PRIMARY KEY,
+    group_id INTEGER NOT NULL REFERENCES groups,
+    step INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    max_lag INTEGER NOT NULL,
+    taken_s REAL NOT NULL,
+    undone_attempt INTEGER
+) STRICT;
+CREATE UNIQUE INDEX trained_exactly_once ON lineage (group_id) WHERE undone_attempt IS NULL;
+CREATE INDEX lineage_by_step ON lineage (step);
+
+CREATE TABLE checkpoints (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    step INTEGER NOT NULL,
+    version INTEGER NOT NULL REFERENCES versions,
+    path TEXT NOT NULL,
+    attempt INTEGER NOT NULL,
+    saved_s REAL NOT NULL,
+    undone_attempt INTEGER
+) STRICT;
+
+CREATE TABLE metrics (
+    id INTEGER PRIMARY KEY,
+    kind TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    time_s REAL NOT NULL,
+    data TEXT NOT NULL,
+    undone_attempt INTEGER
+) STRICT;
+CREATE INDEX metrics_by_kind ON metrics (kind, step);
+"""
+
+MIGRATIONS: tuple[str, ...] = (_FIRST,)
+SCHEMA_VERSION = len(MIGRATIONS)
+
+
+def read_version(connection: sqlite3.Connection, path: str) -> int:
+    """The schema version of an open database, 0 if it holds no store yet.
+
+    Raises StoreVersionError if a newer agentrl wrote it, StoreError if it is not a run store at all."""
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    application = int(connection.execute("PRAGMA application_id").fetchone()[0])
+    empty = connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0] == 0
+    if application != APPLICATION_ID and not empty:
+        raise StoreError(f"{path} is an SQLite database, but not a run store of agentrl")
+    if version > SCHEMA_VERSION:
+        raise StoreVersionError(
+            f"{path} has store schema {version}, this agentrl reads up to {SCHEMA_VERSION}: upgrade agentrl"
+        )
+    return version
+
+
+def migrate(connection: sqlite3.Connection, version: int) -> None:
+    """Lead a store of schema `version` to the newest. The caller holds a write transaction and commits it."""
+    for migration in MIGRATIONS[version:]:
+        for statement in _statements(migration):
+            connection.execute(statement)
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def _statements(script: str) -> list[str]:
+    """Split a script into statements. `executescript` would do, but it commits the transaction it is called in."""
+    statements: list[str] = []
+    lines: list[str] = []
+    for line in script.splitlines():
+        lines.append(line)
+        text = "\n".join(lines).strip()
+        if text and sqlite3.complete_statement(text):
+            statements.append(text)
+            lines = []
+    return statements

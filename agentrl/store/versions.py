@@ -1,0 +1,77 @@
+"""Weight versions: minted once, never reused, each with the optimizer step that made it. Knows no group.
+
+The lag of a token (law 5) is counted in optimizer steps: ``max(0, step_now - step_of(version))``, where step_now is the
+step of the weights that the learner holds *before* the update it is about to make. So a group taken for step k is
+judged from the weights of step k - 1, and tokens those weights sampled have lag 0. The 0 in `max` is for tokens of a
+future that a restart abandoned: they are off-policy, not old, and importance correction is theirs like any other's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from agentrl.errors import StoreError
+from agentrl.records import WeightVersion
+from agentrl.store.database import Database, Part
+
+
+def lag(step: int, made_at: int | None) -> int:
+    """Lag of a token that weights of step `made_at` sampled, when it is trained in optimizer step `step`."""
+    return 0 if made_at is None else max(0, step - 1 - made_at)
+
+
+class Versions(Part):
+    """Mint and confirm weight versions. A version is confirmed when an engine serves it."""
+
+    def __init__(self, db: Database) -> None:
+        super().__init__(db)
+        self._step_of: dict[int, int] = {}  # a version's step never changes, so a copy is never stale
+
+    def mint_version(self, step: int, path: str | Path | None = None) -> WeightVersion:
+        """A new version for the weights that optimizer step `step` made (0: the weights a run starts from)."""
+        with self._db.write():
+            cursor = self._db.execute(
+                "INSERT INTO versions (step, path, attempt, minted_s)"
+                " VALUES (?, ?, (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'attempt'), ?)",
+                (step, None if path is None else str(path), self._db.clock()),
+            )
+        assert cursor.lastrowid is not None
+        return WeightVersion(version=cursor.lastrowid, step=step)
+
+    def confirm_version(self, version: WeightVersion | int) -> None:
+        """An engine serves it: from now on admission counts from its step. Raises StoreError if it was never minted."""
+        number = version if isinstance(version, int) else version.version
+        with self._db.write():
+            cursor = self._db.execute(
+                "UPDATE versions SET confirmed_s = COALESCE(confirmed_s, ?) WHERE version = ?",
+                (self._db.clock(), number),
+            )
+            if cursor.rowcount == 0:
+                raise StoreError(f"weight version {number} was never minted")
+
+    def current_version(self) -> WeightVersion:
+        """The latest confirmed version. Raises StoreError while no engine serves any."""
+        with self._db.read():
+            current = latest_confirmed(self._db)
+        if current is None:
+            raise StoreError("no weight version is confirmed yet: no engine serves any")
+        return current
+
+    def step_of(self, version: int) -> int:
+        """The optimizer step that made a version. Raises StoreError if it was never minted."""
+        if version not in self._step_of:
+            with self._db.read():
+                row = self._db.row("SELECT step FROM versions WHERE version = ?", (version,))
+            if row is None:
+                raise StoreError(f"weight version {version} was never minted")
+            self._step_of[version] = row[0]
+        return self._step_of[version]
+
+
+def latest_confirmed(db: Database) -> WeightVersion | None:
+    """The latest confirmed version that no restart undid. Inside a transaction."""
+    row = db.row(
+        "SELECT version, step FROM versions WHERE confirmed_s IS NOT NULL AND undone_attempt IS NULL"
+        " ORDER BY version DESC LIMIT 1"
+    )
+    return None if row is None else WeightVersion(version=row[0], step=row[1])
