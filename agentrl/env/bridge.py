@@ -5,7 +5,6 @@ Owns threads and nothing else; knows no environment.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import threading
@@ -40,12 +39,15 @@ async def call(function: Callable[..., T | Awaitable[T]], *args: Any, blocking: 
     cancellation a thread is abandoned: it runs to its own end, nobody reads its result."""
     if inspect.iscoroutinefunction(function):
         return cast(T, await function(*args, **kwargs))
-    bound = functools.partial(function, *args, **kwargs)
+
+    def body() -> tuple[T | Awaitable[T]]:
+        return (function(*args, **kwargs),)  # boxed: trio takes a bare coroutine from a thread for a mistake
+
     if blocking:
-        result = await trio.to_thread.run_sync(bound, abandon_on_cancel=True, limiter=thread_limiter())
+        (result,) = await trio.to_thread.run_sync(body, abandon_on_cancel=True, limiter=thread_limiter())
     else:
         await trio.lowlevel.checkpoint()
-        result = bound()
+        (result,) = body()
     return cast(T, await result) if inspect.isawaitable(result) else result
 
 

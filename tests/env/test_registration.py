@@ -1,0 +1,97 @@
+"""Ids: agentrl.make, gymnasium.make and the public names."""
+
+import subprocess
+import sys
+
+import gymnasium
+import pytest
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+
+import agentrl
+from agentrl.errors import UnknownIdError
+
+CALCULATOR = "agentrl/Calculator-v0"
+
+
+def test_public_names_are_pinned():
+    assert agentrl.__all__ == [
+        "Env",
+        "EpisodeLimits",
+        "Grade",
+        "ToolEnv",
+        "Trainer",
+        "check_env",
+        "make",
+        "register",
+        "tool",
+    ]
+    with pytest.raises(AttributeError, match="no attribute 'Agent'"):
+        _ = agentrl.Agent
+
+
+def test_importing_agentrl_is_light():
+    heavy = ("torch", "transformers", "ray", "trio", "jsonschema", "httpx")
+    code = f"import sys, agentrl; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_both_makes_know_installed_ids():
+    ours, theirs = agentrl.make(CALCULATOR, terms=2), gymnasium.make(CALCULATOR, terms=2)
+    assert type(ours) is type(theirs.unwrapped)
+    assert ours.reset(seed=3) == theirs.reset(seed=3)
+    assert ours.spec.id == theirs.spec.id == CALCULATOR and ours.spec.kwargs == {"terms": 2}
+    again = ours.spec.make()
+    assert again.reset(seed=3) == ours.reset(seed=3)
+    for env in (ours, theirs, again):
+        env.close()
+
+
+def test_register_makes_an_id_known_to_both_and_replaces():
+    class Mine(agentrl.Env):
+        def __init__(self, size=1):
+            self.size = size
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return (), {}
+
+        def step(self, action):
+            return (), 0.0, True, False, {}
+
+    agentrl.register("test_registration/Mine-v0", "agentrl_environments.calculator:Calculator")
+    agentrl.register("test_registration/Mine-v0", Mine)
+    assert agentrl.make("test_registration/Mine-v0", size=4).size == 4
+    assert gymnasium.make("test_registration/Mine-v0", size=5).unwrapped.size == 5
+    with pytest.raises(gymnasium.error.Error):
+        agentrl.register("no good id!", Mine)
+
+
+def test_an_unknown_id_names_its_neighbour():
+    with pytest.raises(UnknownIdError, match="agentrl/Calculator-v0"):
+        agentrl.make("agentrl/Calculater-v0")
+
+
+def test_a_reference_makes_an_env_too():
+    env = agentrl.make("agentrl_environments.calculator:Calculator", terms=2)
+    assert env.spec is None and env.reset(seed=1)[0]
+    env.close()
+
+
+SUBMIT = '<tool_call>\n{"name": "submit", "arguments": {"answer": "1"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("kind", [SyncVectorEnv, AsyncVectorEnv])
+def test_environments_vectorise(kind):
+    options = {"shared_memory": False} if kind is AsyncVectorEnv else {}
+    make = [lambda: agentrl.make(CALCULATOR)] * 2
+    vector = kind(make, autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED, **options)
+    try:
+        observations, _ = vector.reset(seed=[3, 4])
+        with agentrl.make(CALCULATOR) as env:
+            assert list(observations) == [env.reset(seed=3)[0], env.reset(seed=4)[0]]
+        observations, _, terminated, _, _ = vector.step((SUBMIT, "é"))
+        assert list(terminated) == [True, False]
+        assert [messages[0]["role"] for messages in observations] == ["tool", "user"]
+    finally:
+        vector.close()
