@@ -4,7 +4,7 @@ Run by `.venv-trl/bin/python` (`make .venv-trl/.ready` makes it); knows nothing 
 the tokenizer's parser returns a tool call for any text without looking at it, gradient checkpointing is off, float32 is
 used (what a CPU does best), nothing is saved, and the micro-batch is the fastest of those tried (`--rows`).
 
-    .venv-trl/bin/python benchmarks/loop_trl.py MODEL_FOLDER [--steps 6] [--rows 16] [--threads 2]
+    .venv-trl/bin/python benchmarks/_loop_trl.py MODEL_FOLDER [--steps 6] [--rows 16] [--threads 2]
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from loop_env import GROUPS, MEMBERS, PROMPT_TOKENS, TURN_TOKENS, TURNS, LoopForTRL, score, task_text
+from _loop_env import GROUPS, MEMBERS, PROMPT_TOKENS, TURN_TOKENS, TURNS, LoopForTRL, score, task_text
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 WARM_UP_STEPS = 1

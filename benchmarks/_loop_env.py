@@ -2,7 +2,7 @@
 
 An episode has three turns of 32 sampled tokens after a prompt of 362; the tool does nothing but answer, so that what
 is measured is the loop. Standard library only, because TRL's side runs in an environment of its own. Texts are plain
-ASCII: with the byte tokenizer of `loop_model.py` a text has as many tokens as characters.
+ASCII: with the byte tokenizer of `_loop_model.py` a text has as many tokens as characters.
 """
 
 from __future__ import annotations
