@@ -26,6 +26,8 @@ from agentrl.records import Group, Trajectory, Turn
 StepOf = Callable[[int], int]
 """The optimizer step that made a weight version."""
 
+_ROUNDING = 1e-9  # sums of equal rewards in another order differ by less
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -44,8 +46,8 @@ class Row:
 
     @property
     def has_signal(self) -> bool:
-        """Whether any token has an advantage other than 0."""
-        return bool((self.advantage_S != 0).any())
+        """Whether any token has an advantage beyond rounding."""
+        return bool((self.advantage_S.abs() > _ROUNDING).any())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

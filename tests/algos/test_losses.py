@@ -1,0 +1,103 @@
+"""Losses against hand computations and finite differences."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl.algos.losses import clipped_surrogate, kl_penalty, policy_loss, token_weights
+
+LOW, HIGH = 0.2, 0.28
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped"),
+    [
+        (1.0, 2.0, -2.0, False),
+        (1.25, 2.0, -2.5, False),  # inside the wider upper bound
+        (1.5, 2.0, -2.56, True),  # (1 + 0.28) * 2
+        (0.5, 2.0, -1.0, False),  # pessimism: a good token that became rarer is not clipped
+        (0.5, -2.0, 1.6, True),  # (1 - 0.2) * 2
+        (1.5, -2.0, 3.0, False),
+    ],
+)
+def test_the_clip_by_hand(ratio: float, advantage: float, loss: float, clipped: bool) -> None:
+    logprob = torch.tensor([-1.0 + math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    got, cut = clipped_surrogate(
+        logprob,
+        torch.tensor([-1.0], dtype=torch.float64),
+        torch.tensor([advantage], dtype=torch.float64),
+        clip_low=LOW,
+        clip_high=HIGH,
+    )
+    assert got.item() == pytest.approx(loss)
+    assert cut.item() is clipped
+    (gradient,) = torch.autograd.grad(got.sum(), logprob)
+    assert gradient.item() == pytest.approx(0.0 if clipped else -ratio * advantage)
+
+
+def whole_loss(logits: Tensor) -> Tensor:
+    """All terms at once, on a softmax over 5 tokens at 6 places."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(5, (6,), generator=generator)
+    proximal = -torch.rand(6, generator=generator, dtype=torch.float64) * 2
+    advantages = torch.randn(6, generator=generator, dtype=torch.float64)
+    importance = torch.rand(6, generator=generator, dtype=torch.float64) + 0.5
+    reference = -torch.rand(6, generator=generator, dtype=torch.float64) * 2
+    logprobs = torch.log_softmax(logits, -1)
+    chosen = logprobs[torch.arange(6), tokens]
+    surrogate, _ = clipped_surrogate(chosen, proximal, advantages, clip_low=LOW, clip_high=HIGH)
+    return policy_loss(
+        surrogate,
+        token_weights(torch.tensor([0, 0, 0, 1, 2, 2]), "sequence").double(),
+        importance,
+        kl_T=kl_penalty(chosen, reference),
+        kl_weight=0.3,
+        entropy_T=-(logprobs.exp() * logprobs).sum(-1),
+        entropy_weight=0.1,
+    )
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(whole_loss, (logits,), eps=1e-6, atol=1e-7)
+
+
+def test_on_policy_gradient_is_that_of_reinforce() -> None:
+    logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    logprob = torch.log_softmax(logits, -1)[1:2]
+    surrogate, _ = clipped_surrogate(
+        logprob, logprob.detach(), torch.tensor([1.7], dtype=torch.float64), clip_low=LOW, clip_high=HIGH
+    )
+    (got,) = torch.autograd.grad(surrogate.sum(), logits)
+    expected = -1.7 * (torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64) - torch.softmax(logits.detach(), -1))
+    torch.testing.assert_close(got, expected)
+
+
+def test_token_and_sequence_weights_by_hand() -> None:
+    episodes = torch.tensor([7, 7, 7, 2, 9, 9])
+    torch.testing.assert_close(token_weights(episodes, "token"), torch.full((6,), 1 / 6))
+    torch.testing.assert_close(
+        token_weights(episodes, "sequence"), torch.tensor([1 / 9, 1 / 9, 1 / 9, 1 / 3, 1 / 6, 1 / 6])
+    )
+    assert token_weights(torch.zeros(0, dtype=torch.long), "sequence").shape == (0,)
+
+
+def test_policy_loss_by_hand() -> None:
+    weights, importance = torch.tensor([0.25, 0.75]), torch.tensor([2.0, 1.0])
+    surrogate, kl, entropy = torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.0]), torch.tensor([1.0, 2.0])
+    got = policy_loss(surrogate, weights, importance, kl_T=kl, kl_weight=0.2, entropy_T=entropy, entropy_weight=0.1)
+    assert got.item() == pytest.approx(0.25 * (2 * (1 + 0.1) - 0.1) + 0.75 * (-1 - 0.2))
+
+
+def test_k3_estimates_the_divergence_without_bias() -> None:
+    policy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    reference = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    mean = (policy * kl_penalty(policy.log(), reference.log())).sum()
+    exact = (policy * (policy / reference).log()).sum()
+    assert mean.item() == pytest.approx(exact.item())
+    assert (kl_penalty(policy.log(), reference.log()) >= 0).all()
