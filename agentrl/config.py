@@ -109,6 +109,7 @@ class Train(_Section):
     gradient_checkpointing: bool = False  # recompute activations in the backward pass instead of keeping them
     checkpoint_every: Count = 20
     keep_checkpoints: Count = 2
+    stall_deadline_s: Positive = 600.0  # the run fails when nothing at all moved for so long
 
 
 class HeldOut(_Section):

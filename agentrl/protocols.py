@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from agentrl.records import Generation, Json, Message, SamplingParams, Trajectory, VersionSpan
+from agentrl.records import Generation, Json, Message, SamplingParams, StopReason, Trajectory, VersionSpan
 
 # --- environments -----------------------------------------------------------------------------------------------
 
@@ -32,6 +32,19 @@ class AsyncEnv(Protocol):
     ) -> tuple[tuple[Message, ...], dict[str, Json]]: ...
 
     async def astep(self, action: str) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Json]]: ...
+
+    async def aend(self, reason: StopReason) -> dict[str, Json]:
+        """The driver ends the episode at a limit of its own; the info, with `outcome` where there is one to give."""
+        ...
+
+    def charge_tokens(self, count: int) -> None:
+        """The driver reports how many tokens the next action cost."""
+        ...
+
+    @property
+    def replayable(self) -> bool:
+        """Whether repeating recorded actions after the same reset reproduces the observations."""
+        ...
 
     async def aclose(self) -> None: ...
 

@@ -94,11 +94,18 @@ class Journal(Versions):
             self._db.execute("UPDATE episodes SET trial = ?, start = NULL WHERE id = ?", (trial + 1, episode_id))
 
     def finish(
-        self, episode_id: int, fence: int, *, stop_reason: StopReason, outcome: float | None, success: bool | None
+        self,
+        episode_id: int,
+        fence: int,
+        *,
+        stop_reason: StopReason,
+        outcome: float | None,
+        success: bool | None,
+        detail: str = "",
     ) -> None:
         """The episode ended; with its last member the group is scored or failed, in the same transaction.
 
-        Raises StoreError for an outcome that is not finite."""
+        `detail` is the one-line cause where it failed. Raises StoreError for an outcome that is not finite."""
         if outcome is not None and not math.isfinite(outcome):
             raise StoreError(f"episode {episode_id}: outcome {outcome} is not finite")
         now = self._db.clock()
@@ -106,7 +113,8 @@ class Journal(Versions):
             check_fence(self._db, episode_id, fence)
             end_episode(self._db, episode_id, "finished", stop_reason, now)
             self._db.execute(
-                "UPDATE episodes SET outcome = ?, success = ? WHERE id = ?", (outcome, success, episode_id)
+                "UPDATE episodes SET outcome = ?, success = ?, detail = ? WHERE id = ?",
+                (outcome, success, detail, episode_id),
             )
             group = self._db.row("SELECT group_id FROM episodes WHERE id = ?", (episode_id,))
             assert group is not None

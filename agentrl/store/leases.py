@@ -1,13 +1,14 @@
 """Who plays which episode: claims with a fencing token, leases that a living worker renews.
 
-A lease belongs to a worker, not to an episode: one row to renew however many episodes it plays. The name of a worker
-must be that of one process life (its pid in it, say), or a new process would keep alive what its dead forerunner left.
-A lapsed lease takes nothing away by itself: only when another worker claims the episode does the fence rise, and from
+A lease belongs to a worker's life, not to an episode: one row to renew however many episodes it plays. Each handle of
+the store is a life of its own, so that a worker started anew under an old name does not keep alive what its dead
+forerunner left. A lapsed lease takes nothing away by itself: only when another worker claims the episode does the fence rise, and from
 then on the journal refuses the old worker. So a clock that jumps costs work, never correctness.
 """
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass, replace
 
 from agentrl.errors import LeaseLost
@@ -34,20 +35,24 @@ class Claim:
     turns: tuple[Turn, ...]
 
 
-# Evaluation first, then episodes of dead workers, then the oldest group's. ?1 now, ?2 worker, ?3 limit.
+# Evaluation first, then episodes of dead workers, then the oldest group's. ?1 now, ?2 holder, ?3 limit.
 _CLAIMABLE = """
 SELECT id FROM (
     SELECT * FROM (
         SELECT id, evaluation, 1 AS fresh FROM episodes WHERE state = 'waiting' ORDER BY evaluation DESC, id LIMIT ?3)
     UNION ALL
-    SELECT e.id, e.evaluation, 0 FROM workers w JOIN episodes e ON e.worker = w.worker
-        WHERE w.lease_until_s < ?1 AND w.worker <> ?2 AND e.state = 'running'
+    SELECT e.id, e.evaluation, 0 FROM leases l JOIN episodes e ON e.holder = l.holder
+        WHERE l.until_s < ?1 AND l.holder <> ?2 AND e.state = 'running'
 ) ORDER BY evaluation DESC, fresh, id LIMIT ?3
 """
 
 
 class Leases(Part):
     """Claim episodes, keep them, give them back."""
+
+    def __init__(self, db: Database) -> None:
+        super().__init__(db)
+        self._life = uuid.uuid4().hex[:12]
 
     def claim(self, worker: str, limit: int, *, lease_s: float, now: float | None = None) -> list[Claim]:
         """Up to `limit` episodes for this worker, and its lease renewed: evaluation first, then what workers left
@@ -58,12 +63,12 @@ class Leases(Part):
             if not self._claimable(worker, 1, now):
                 return []
         with self._db.write():
-            self._db.execute("INSERT OR REPLACE INTO workers VALUES (?, ?)", (worker, now + lease_s))
+            holder = self._renew(worker, now + lease_s)
             ids = self._claimable(worker, limit, now)
             self._db.execute_many(
-                "UPDATE episodes SET state = 'running', worker = ?, fence = fence + 1,"
+                "UPDATE episodes SET state = 'running', holder = ?, fence = fence + 1,"
                 " started_s = COALESCE(started_s, ?) WHERE id = ?",
-                [(worker, now, id) for id in ids],
+                [(holder, now, id) for id in ids],
             )
             self._db.execute_many(
                 "UPDATE groups SET state = 'running', started_s = COALESCE(started_s, ?)"
@@ -82,30 +87,40 @@ class Leases(Part):
         """Keep this worker's lease; the ids of the episodes that are still its own."""
         now = self._db.clock() if now is None else now
         with self._db.write():
-            self._db.execute("INSERT OR REPLACE INTO workers VALUES (?, ?)", (worker, now + lease_s))
-            rows = self._db.rows("SELECT id FROM episodes WHERE worker = ? AND state = 'running'", (worker,))
+            holder = self._renew(worker, now + lease_s)
+            rows = self._db.rows("SELECT id FROM episodes WHERE holder = ? AND state = 'running'", (holder,))
         return frozenset(id for (id,) in rows)
 
     def release_worker(self, worker: str) -> int:
-        """This worker is dead: its episodes may be claimed at once; how many there were."""
+        """This worker is dead, in all its lives: its episodes may be claimed at once; how many there were."""
         with self._db.write():
-            self._db.execute("DELETE FROM workers WHERE worker = ?", (worker,))
             cursor = self._db.execute(
-                "UPDATE episodes SET state = 'waiting', worker = NULL WHERE worker = ? AND state = 'running'", (worker,)
+                "UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running'"
+                " AND holder IN (SELECT holder FROM leases WHERE worker = ?)",
+                (worker,),
             )
+            self._db.execute("DELETE FROM leases WHERE worker = ?", (worker,))
         return cursor.rowcount
 
     def release_all(self) -> int:
         """Every worker is dead (the whole run was restarted): all running episodes may be claimed at once, and the
         deadlines of their groups count anew from then; how many there were."""
         with self._db.write():
-            self._db.execute("DELETE FROM workers")
+            self._db.execute("DELETE FROM leases")
             self._db.execute("UPDATE groups SET started_s = NULL WHERE state = 'running'")
-            cursor = self._db.execute("UPDATE episodes SET state = 'waiting', worker = NULL WHERE state = 'running'")
+            cursor = self._db.execute("UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running'")
         return cursor.rowcount
 
     def _claimable(self, worker: str, limit: int, now: float) -> list[int]:
-        return [id for (id,) in self._db.rows(_CLAIMABLE, (now, worker, limit))]
+        return [id for (id,) in self._db.rows(_CLAIMABLE, (now, self._holder(worker), limit))]
+
+    def _holder(self, worker: str) -> str:
+        return f"{worker}/{self._life}"
+
+    def _renew(self, worker: str, until_s: float) -> str:
+        holder = self._holder(worker)
+        self._db.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?)", (holder, worker, until_s))
+        return holder
 
     def _load(self, episode_id: int) -> Claim:
         row = self._db.row(

@@ -84,6 +84,16 @@ class Lineage(Part):
             self._undo_evaluations(step, attempt)
         return attempt
 
+    def stands_beyond(self, step: int) -> bool:
+        """Whether anything of a later step stands, so that going on from `step` needs a rollback first."""
+        with self._db.read():
+            row = self._db.row(
+                "SELECT 1 FROM lineage WHERE undone_attempt IS NULL AND step > ?1"
+                " UNION ALL SELECT 1 FROM versions WHERE undone_attempt IS NULL AND step > ?1 LIMIT 1",
+                (step,),
+            )
+        return row is not None
+
     def _undo_evaluations(self, step: int, attempt: int) -> None:
         now = self._db.clock()
         of_later = "purpose <> 'train' AND purpose NOT LIKE 'undone-%' AND started_step > ?"

@@ -49,6 +49,9 @@ class LengthBias:
     by_reason: dict[str, Lengths]
 
 
+_FAILURES = (StopReason.ENGINE_FAILED, StopReason.SANDBOX_FAILED, StopReason.ENV_FAILED)
+
+
 class Metrics(Part):
     """Record values and read them back; count what was dropped and why."""
 
@@ -62,13 +65,13 @@ class Metrics(Part):
                 (kind, step, self._db.clock(), data),
             )
 
-    def metrics(self, kind: str, *, undone: bool = False) -> list[Metric]:
-        """All values of a kind by step, then by time; those of abandoned futures too if `undone`."""
+    def metrics(self, kind: str, *, undone: bool = False, after: int = -1) -> list[Metric]:
+        """Values of a kind by step, then by time, of steps above `after`; of abandoned futures too if `undone`."""
         with self._db.read():
             rows = self._db.rows(
                 "SELECT kind, step, attempt, time_s, data, undone_attempt FROM metrics"
-                " WHERE kind = ? AND (undone_attempt IS NULL OR ?) ORDER BY step, id",
-                (kind, undone),
+                " WHERE kind = ? AND step > ? AND (undone_attempt IS NULL OR ?) ORDER BY step, id",
+                (kind, after, undone),
             )
         return [
             Metric(
@@ -96,6 +99,37 @@ class Metrics(Part):
                 (purpose,),
             )
         return {StopReason(reason): n for reason, n in rows}
+
+    def failures(self) -> tuple[int, int, str]:
+        """Episodes that infrastructure ended, expired ones apart; all ended ones; the cause of the latest failure."""
+        with self._db.read():
+            row = self._db.row(
+                "SELECT COUNT(*) FILTER (WHERE stop_reason IN (?1, ?2, ?3)), COUNT(*) FROM episodes"
+                " WHERE stop_reason IS NOT NULL",
+                _FAILURES,
+            )
+            last = self._db.row(
+                "SELECT detail FROM episodes WHERE stop_reason IN (?1, ?2, ?3) ORDER BY ended_s DESC LIMIT 1", _FAILURES
+            )
+        assert row is not None
+        return row[0], row[1], "" if last is None else last[0]
+
+    def episodes_trained(self) -> int:
+        """Episodes that entered the loss in the lineage that counts."""
+        with self._db.read():
+            row = self._db.row(
+                "SELECT COUNT(*) FROM episodes e JOIN groups g ON g.id = e.group_id"
+                " WHERE g.state IN ('taken', 'trained') AND e.outcome IS NOT NULL"
+            )
+        assert row is not None
+        return row[0]
+
+    def progress(self) -> tuple[int, int]:
+        """Two numbers of which at least one grows while anything goes on: turns journaled, values recorded."""
+        with self._db.read():
+            row = self._db.row("SELECT (SELECT MAX(id) FROM turns), (SELECT MAX(id) FROM metrics)")
+        assert row is not None
+        return row[0] or 0, row[1] or 0
 
     def length_bias(self) -> LengthBias:
         """Lengths of trained and dropped training episodes. A trained group's unscored members count as dropped, under

@@ -5,8 +5,9 @@ k + 1, so a new store runs all of them. A store is made in one transaction: eith
 
     meta         keys and values: configuration, attempt, next task, whatever the run's processes agree on
     versions     every weight version ever minted, and the optimizer step that made it
-    groups       one row a group of sibling episodes: task, purpose, state, reason
-    episodes     one row a member: who plays it (worker, fence), how it ended
+    groups       one row a group of sibling episodes: task, purpose, state, reason; counted by triggers
+    leases       which process lives until when
+    episodes     one row a member: who plays it (holder, fence), how it ended
     turns        one row an action of the policy, written before the environment sees it
     tokens       that turn's token ids and log-probs, packed; apart, so that retention frees whole pages
     steps        the environment's answer to a turn
@@ -68,7 +69,9 @@ WHEN old.state <> new.state OR old.purpose <> new.purpose BEGIN
     INSERT INTO group_counts VALUES (new.purpose, new.state, 1) ON CONFLICT DO UPDATE SET n = n + 1;
 END;
 
-CREATE TABLE workers (worker TEXT PRIMARY KEY, lease_until_s REAL NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE leases (
+    holder TEXT PRIMARY KEY, worker TEXT NOT NULL, until_s REAL NOT NULL
+) STRICT, WITHOUT ROWID;
 
 CREATE TABLE episodes (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -76,13 +79,15 @@ CREATE TABLE episodes (
     member INTEGER NOT NULL,
     evaluation INTEGER NOT NULL,
     state TEXT NOT NULL DEFAULT 'waiting' CHECK (state IN ('waiting', 'running', 'finished', 'expired')),
-    worker TEXT,
+    holder TEXT,
     fence INTEGER NOT NULL DEFAULT 0,
     trial INTEGER NOT NULL DEFAULT 0,
     start TEXT,
     stop_reason TEXT,
     outcome REAL,
     success INTEGER,
+    detail TEXT,
+    detail TEXT NOT NULL DEFAULT '',
     started_s REAL,
     ended_s REAL,
     n_turns INTEGER NOT NULL DEFAULT 0,
@@ -91,7 +96,17 @@ CREATE TABLE episodes (
     UNIQUE (group_id, member)
 ) STRICT;
 CREATE INDEX episodes_waiting ON episodes (evaluation, id) WHERE state = 'waiting';
-CREATE INDEX episodes_running ON episodes (worker, evaluation, id) WHERE state = 'running';
+CREATE INDEX episodes_running ON episodes (holder, evaluation, id) WHERE state = 'running';
+
+CREATE TABLE ending_counts (
+    attempt INTEGER NOT NULL, evaluation INTEGER NOT NULL, stop_reason TEXT NOT NULL, n INTEGER NOT NULL,
+    PRIMARY KEY (attempt, evaluation, stop_reason)
+) STRICT, WITHOUT ROWID;
+CREATE TRIGGER count_ending AFTER UPDATE OF stop_reason ON episodes WHEN old.stop_reason IS NULL BEGIN
+    INSERT INTO ending_counts
+        SELECT CAST(value AS INTEGER), new.evaluation, new.stop_reason, 1 FROM meta WHERE key = 'attempt'
+        ON CONFLICT DO UPDATE SET n = n + 1;
+END;
 
 CREATE TABLE turns (
     id INTEGER PRIMARY KEY,

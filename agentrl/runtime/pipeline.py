@@ -1,0 +1,209 @@
+"""The run from its first process to its last, and the back-pressure between them:
+
+    before ──► train ───────────────────────────────────────────► after ──► stop
+    eval       workers: admit ─► play ─► journal ─► buffer        eval
+    (learner            ▲ bound: max_lag              │
+     starts up)         └── confirm ◄─ push ◄─ step ◄─ take
+
+The supervisor owns the children, the phase (the store's `phase`: `eval`, `train`, `stop`) and the deadlines; it never
+touches a token. Evaluations during training are claimed before training episodes and wait for nobody.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import trio
+
+from agentrl.config import RunConfig
+from agentrl.errors import AgentRLError, RunFailed
+from agentrl.runtime import evaluation
+from agentrl.runtime.checkpoints import StartPoint, start_point
+from agentrl.runtime.crew import Crew
+from agentrl.runtime.rundir import RunDir
+from agentrl.store import RunStore
+from agentrl.telemetry import Telemetry
+
+_TICK_S = 0.25
+_MIN_FAILURES = 8  # so many infrastructure failures are never a reason to stop
+
+
+class Interrupted(RunFailed):
+    """Ctrl-C or SIGTERM: the run stopped in order and can be resumed."""
+
+    exit_code = 130
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """One live run. `on_tick` is called four times a second with the supervisor; it draws, it never decides."""
+
+    run: RunDir
+    config: RunConfig
+    store: RunStore
+    telemetry: Telemetry
+    crew: Crew
+    start: StartPoint
+    on_tick: Callable[[Supervisor], None]
+    phase: str = "starting"
+    started_s: float = field(default_factory=time.time)
+    _scheduled: list[str] = field(default_factory=list[str])
+
+    async def train(self) -> None:
+        """Evaluate, train, evaluate again. Returns when all of it is in the store."""
+        steps = self.config.train.steps
+        await self.crew.start_engines(self.start.model)
+        self._enter("eval")
+        self.crew.start_workers()
+        learned = self.crew.start_learner()
+        self.phase = "evaluating before"
+        await self.evaluate("before")
+        self.phase = "training"
+        self._enter("train")
+        self._clock("train_started_s")
+        progress = _Progress(self.config.train.stall_deadline_s)
+        while not learned.is_set():
+            self._schedule_during()
+            progress.saw(self.store.progress())
+            await self._tick()
+        self._clock("train_ended_s")
+        self._enter("eval")
+        self.phase = f"evaluating after {steps} steps"
+        await self.evaluate("after")
+
+    async def measure(self) -> None:
+        """Evaluate only, under the label `now`: no learner is started."""
+        await self.crew.start_engines(self.start.model)
+        self._enter("eval")
+        self.crew.start_workers()
+        self.phase = "evaluating"
+        await self.evaluate("now")
+
+    async def evaluate(self, when: str) -> None:
+        """Run every held-out set under the label `when`; returns when the last episode has ended."""
+        purposes = [
+            evaluation.schedule(self.store, self.config, held_out, when, held_out.n)
+            for held_out in self.config.eval.sets
+        ]
+        progress = _Progress(self.config.train.stall_deadline_s)
+        while not all(evaluation.finished(self.store, purpose) for purpose in purposes):
+            progress.saw(self.store.progress())
+            await self._tick()
+
+    def _schedule_during(self) -> None:
+        """The first set, on fewer tasks, whenever the learner has passed another multiple of `eval.every`."""
+        every, sets = self.config.eval.every, self.config.eval.sets
+        step = self.store.current_version().step
+        if not every or not sets or step < every or step >= self.config.train.steps:
+            return
+        when = f"during@{step - step % every}"
+        if when not in self._scheduled:
+            self._scheduled.append(when)
+            evaluation.schedule(self.store, self.config, sets[0], when, min(self.config.eval.n_during, sets[0].n))
+
+    async def _tick(self) -> None:
+        self.store.expire(time.time(), self.config.rollout.group_deadline_s, max_lag=self.config.buffer.max_lag)
+        self._check_failures()
+        self.on_tick(self)
+        await trio.sleep(_TICK_S)
+
+    def _check_failures(self) -> None:
+        """Stop when infrastructure fails more episodes than the budget allows: the first cause is the message."""
+        failed, ended, detail = self.store.failures()
+        budget = self.config.rollout.failure_budget
+        if failed > max(_MIN_FAILURES, budget * ended):
+            raise RunFailed(
+                f"{failed} of {ended} episodes failed through no doing of the policy (rollout.failure_budget = "
+                f"{budget:g}); the last: {detail}"
+            )
+
+    def _enter(self, phase: str) -> None:
+        self.store.set_meta("phase", phase)
+
+    def _clock(self, name: str) -> None:
+        if self.store.meta(name) is None:
+            self.store.set_meta(name, str(time.time()))
+
+
+class _Progress:
+    """Raises RunFailed when a number that must keep moving has stood still for too long (law 4)."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._last: object = None
+        self._since = trio.current_time()
+
+    def saw(self, value: object) -> None:
+        now = trio.current_time()
+        if value != self._last:
+            self._last, self._since = value, now
+        elif now - self._since > self._deadline_s:
+            raise RunFailed(
+                f"no turn and no step for {self._deadline_s:g} s (train.stall_deadline_s); see the logs folder"
+            )
+
+
+@asynccontextmanager
+async def supervise(
+    run: RunDir, *, on_tick: Callable[[Supervisor], None] = lambda _: None
+) -> AsyncGenerator[Supervisor]:
+    """A supervisor over `run` with its scratch space made and its signals caught; on the way out nothing of it remains.
+
+    Raises Interrupted on SIGINT or SIGTERM, UsageError if another supervisor holds the run."""
+    config = run.config()
+    with run.lock():
+        run.make_scratch()
+        store = RunStore.open(run.store_path)
+        try:
+            start = start_point(run, store)
+            store.release_all()
+            store.release_all()
+            async with trio.open_nursery() as nursery:
+                crew = Crew(run, config, store, nursery)
+                telemetry = Telemetry(store, run.metrics, "supervisor")
+                nursery.start_soon(_interrupt)
+                try:
+                    yield Supervisor(run, config, store, telemetry, crew, start, on_tick)
+                finally:
+                    await crew.stop()
+                nursery.cancel_scope.cancel()
+        finally:
+            store.close()
+            run.clear_scratch()
+
+
+async def _interrupt() -> None:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for number in signals:
+            raise Interrupted(f"stopped by {signal.Signals(number).name}; go on with agentrl train --resume")
+
+
+def run_to_end(
+    run: RunDir,
+    body: Callable[[Supervisor], Awaitable[None]],
+    *,
+    on_tick: Callable[[Supervisor], None] = lambda _: None,
+) -> None:
+    """Run `body` under a supervisor and unwrap the one error that ended it."""
+
+    async def main() -> None:
+        async with supervise(run, on_tick=on_tick) as supervisor:
+            await body(supervisor)
+
+    try:
+        trio.run(main)
+    except BaseExceptionGroup as group:
+        raise _first(group) from None
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The leaf that matters: an error of ours before anything else."""
+    ours = group.subgroup(AgentRLError)
+    error: BaseException = ours or group
+    while isinstance(error, BaseExceptionGroup):
+        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
+    return error

@@ -1,0 +1,172 @@
+"""What a finished run leaves for a person: summary, plot, transcripts. Reads the store, writes files."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from agentrl.config import RunConfig
+from agentrl.records import Messages, Trajectory
+from agentrl.runtime import evaluation
+from agentrl.runtime.rundir import RunDir
+from agentrl.store import RunStore
+
+_PACKAGES = ("agentrl", "torch", "transformers", "gymnasium", "trio", "httpx")
+
+
+def summarise(run: RunDir, config: RunConfig, store: RunStore, *, restarts: dict[str, int]) -> dict[str, Any]:
+    """Write `summary.json` and return it. All times are seconds, shares are in [0, 1]."""
+    steps = [row.values for row in store.metrics("step")]
+    idle = sum(row["idle_s"] for row in steps)
+    busy = sum(row["busy_s"] for row in steps)
+    started, ended = float(store.meta("train_started_s") or 0), float(store.meta("train_ended_s") or 0)
+    sets = {
+        held_out.name: {
+            when: _asdict(evaluation.result(store, held_out.name, evaluation.label(held_out.name, when)))
+            for when in ("before", "after")
+        }
+        for held_out in config.eval.sets
+    }
+    first = sets[config.eval.sets[0].name] if config.eval.sets else {"before": None, "after": None}
+    summary: dict[str, Any] = {
+        "name": config.name,
+        "seed": config.seed,
+        "model": config.model,
+        "model_params": int(store.meta("model_params") or 0),
+        "eval": {**first, "tasks": config.eval.sets[0].n if config.eval.sets else 0, "sets": sets},
+        "steps": len(steps),
+        "episodes": store.episodes_trained(),
+        "tokens_trained": sum(row["tokens_scored"] for row in steps),
+        "wall_s": time.time() - float(store.meta("created_s") or time.time()),
+        "train_s": ended - started,
+        "trainer_idle_share": idle / (idle + busy) if idle + busy else 0.0,
+        "max_lag_seen": max((row["lag_max"] for row in steps), default=0),
+        "weight_pause_ms": 1e3 * fmean(row["pause_s"] for row in steps) if steps else 0.0,
+        "drops": store.drops(),
+        "restarts": restarts,
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES}
+        | {"python": platform.python_version()},
+    }
+    run.summary.write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def _asdict(result: evaluation.EvalResult | None) -> dict[str, Any] | None:
+    if result is None:
+        return None
+    return {
+        "success": result.success,
+        "outcome": result.outcome,
+        "turns": result.turns,
+        "tokens": result.tokens,
+        "n": result.n,
+        "failed": result.failed,
+    }
+
+
+def during(store: RunStore, config: RunConfig) -> Iterator[tuple[int, float]]:
+    """Held-out success of the first set by step: before, during, after."""
+    if not config.eval.sets:
+        return
+    name = config.eval.sets[0].name
+    found: dict[int, str] = {0: evaluation.label(name, "before"), config.train.steps: evaluation.label(name, "after")}
+    for purpose in store.purposes():
+        head, _, step = purpose.partition(f"eval:{name}:during@")
+        if not head and step.isdigit():
+            found[int(step)] = purpose
+    for step in sorted(found):
+        result = evaluation.result(store, name, found[step])
+        if result is not None and evaluation.finished(store, found[step]):
+            yield step, result.success
+
+
+def plot(run: RunDir, config: RunConfig, store: RunStore) -> Path:
+    """Draw `curves.png`: training reward and held-out success by step, staleness and waiting below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row.values for row in store.metrics("step")]
+    steps = [row.step for row in store.metrics("step")]
+    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[2, 1])
+    top.plot(
+        steps, [row["outcome_mean"] for row in rows], color="#9bb8d3", linewidth=1, label="outcome reward, training"
+    )
+    curve = list(during(store, config))
+    if curve:
+        label = f"success, {config.eval.sets[0].name}"
+        top.plot(*zip(*curve, strict=True), color="#c0392b", marker="o", linewidth=2, label=label)
+    top.set_ylim(0, 1)
+    top.set_ylabel("mean per episode")
+    top.legend(loc="lower right", frameon=False)
+    top.set_title(f"{config.name}: {config.env.id}, seed {config.seed}")
+    bottom.plot(
+        steps, [row["lag_mean"] for row in rows], color="#7d3c98", linewidth=1, label="mean lag of a token, steps"
+    )
+    share = [row["idle_s"] / (row["idle_s"] + row["busy_s"]) for row in rows]
+    bottom.plot(steps, share, color="#7f8c8d", linewidth=1, label="learner idle share")
+    bottom.set_xlabel("optimizer step")
+    bottom.legend(loc="upper right", frameon=False)
+    for axes in (top, bottom):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.2)
+    target = run.path / "curves.png"
+    figure.tight_layout()
+    figure.savefig(str(target), dpi=130)  # pyright: ignore[reportUnknownMemberType]
+    pyplot.close(figure)
+    return target
+
+
+def transcripts(run: RunDir, config: RunConfig, store: RunStore, n: int = 3) -> Path:
+    """Write `transcripts.md`: the same `n` held-out tasks before and after training."""
+    parts = [f"# {config.name}: episodes before and after training\n"]
+    for held_out in config.eval.sets[:1]:
+        for when in ("before", "after"):
+            purpose = evaluation.label(held_out.name, when)
+            for number, trajectory in enumerate(store.trajectories(purpose)):
+                if number == n:
+                    break
+                parts.append(f"\n## {held_out.name}, task {trajectory.task.seed}, {when}: {verdict(trajectory)}\n")
+                parts.append(transcript(trajectory))
+    target = run.path / "transcripts.md"
+    target.write_text("\n".join(parts))
+    return target
+
+
+def verdict(trajectory: Trajectory) -> str:
+    """One phrase on how an episode went."""
+    result = {True: "solved", False: "not solved", None: "unscored"}[trajectory.success]
+    reason = trajectory.stop_reason.value if trajectory.stop_reason else "unfinished"
+    return f"{result} in {len(trajectory.turns)} turns ({reason})"
+
+
+def transcript(trajectory: Trajectory) -> str:
+    """An episode as text: every message, indented so that nothing in it can be markup."""
+    lines = list(_quoted(trajectory.start))
+    for turn in trajectory.turns:
+        lines += _quoted(({"role": "assistant", "content": turn.text},))
+        if turn.step is not None:
+            lines += _quoted(turn.step.observation)
+            if turn.step.reward:
+                lines.append(f"    (reward of this turn {turn.step.reward:+.2f})")
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(messages: Messages) -> Iterator[str]:
+    for message in messages:
+        yield f"    [{message['role']}]"
+        for line in message["content"].splitlines():
+            yield f"    {printable(line)}"
+        yield ""
+
+
+def printable(text: str) -> str:
+    """Model text without control characters: it must not drive a terminal."""
+    return "".join(c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in text)

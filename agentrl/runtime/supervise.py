@@ -1,0 +1,108 @@
+"""Child processes that cannot outlive their owner (law 4), and what to do when one of them dies.
+
+A child is started from the main thread in a process group of its own, so that Ctrl-C reaches the supervisor alone; its
+standard input is its lifeline: the end of file tells it that the supervisor is gone, however it went. A child that
+fails leaves one line in `logs/NAME.error`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trio
+
+from agentrl.errors import RunFailed
+
+_GRACE_S = 8.0
+
+
+@dataclass(slots=True)
+class Child:
+    """One supervised process. `argv` follows the interpreter; `error` is the line it failed with."""
+
+    name: str
+    argv: Sequence[str]
+    logs: Path
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    python: str = sys.executable
+    _process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def log_path(self) -> Path:
+        return self.logs / f"{self.name}.log"
+
+    @property
+    def error_path(self) -> Path:
+        return self.logs / f"{self.name}.error"
+
+    def start(self) -> None:
+        """Start it; output goes to `logs/NAME.log`."""
+        self.error_path.unlink(missing_ok=True)
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [self.python, *self.argv],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "AGENTRL_ERROR_FILE": str(self.error_path), **self.env},
+                process_group=0,
+            )
+
+    def poll(self) -> int | None:
+        """Its exit status if it has ended."""
+        return None if self._process is None else self._process.poll()
+
+    async def wait(self) -> int:
+        """Its exit status, when it ends."""
+        assert self._process is not None
+        return await trio.to_thread.run_sync(self._process.wait, abandon_on_cancel=True)
+
+    async def stop(self) -> None:
+        """End it: lifeline and SIGTERM first, SIGKILL after a grace. Safe at any time, also under cancellation."""
+        process = self._process
+        if process is None:
+            return
+        with trio.CancelScope(shield=True):
+            if process.stdin is not None:
+                process.stdin.close()
+            if process.poll() is None:
+                process.terminate()
+                with trio.move_on_after(_GRACE_S):
+                    await self.wait()
+            if process.poll() is None:
+                process.kill()
+                await self.wait()
+
+    def failure(self, status: int) -> str:
+        """One line on why it ended with `status`."""
+        if self.error_path.exists():
+            return f"{self.name}: {self.error_path.read_text().strip()}"
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return f"{self.name} ended with {how}; see {self.log_path}"
+
+
+@dataclass(slots=True)
+class RestartBudget:
+    """How often a role may be restarted: `allowed` times in a window of `window_s` seconds."""
+
+    allowed: int = 5
+    window_s: float = 300.0
+    _times: list[float] = field(default_factory=list[float])
+
+    def spend(self, why: str) -> None:
+        """Record one restart. Raises RunFailed when the budget is spent."""
+        now = trio.current_time()
+        self._times = [at for at in self._times if now - at < self.window_s]
+        if len(self._times) >= self.allowed:
+            raise RunFailed(f"{why} (restarted {self.allowed} times within {self.window_s:g} s)")
+        self._times.append(now)

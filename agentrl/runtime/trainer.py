@@ -1,0 +1,137 @@
+"""Runs from Python: train, resume, evaluate. The command line is a thin shell over these.
+
+from agentrl import Trainer
+summary = Trainer(model="agentrl/tiny-coder", env="agentrl/CodeRepair-v0", config={"train": {"steps": 20}}).train()
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from agentrl import config as configuration
+from agentrl import registry
+from agentrl.config import RunConfig
+from agentrl.records import Trajectory
+from agentrl.runtime import evaluation, report
+from agentrl.runtime.models import model_dir
+from agentrl.runtime.pipeline import Supervisor, run_to_end
+from agentrl.runtime.rundir import RunDir
+from agentrl.store import RunStore
+
+Reward = Callable[[Trajectory], float]
+
+
+class View(AbstractContextManager["View"], Protocol):
+    """What shows a run while it goes; `LiveView` is one."""
+
+    def tick(self, supervisor: Supervisor) -> None: ...
+
+
+class Trainer:
+    """Trains one model on one environment.
+
+    `env` is a registered id, a `module:Class` or `file.py:Class` reference, or an `Env` class; `reward` a module-level
+    callable `trajectory -> float` for environments that give no outcome of their own; `config` a run file's path, its
+    sections as a mapping, or a RunConfig. Raises ConfigError for a bad setting, before anything starts."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        env: str | type | None = None,
+        *,
+        config: RunConfig | Mapping[str, Any] | Path | str | None = None,
+        reward: Reward | str | None = None,
+        out: Path | str = "runs/run",
+        overwrite: bool = False,
+    ) -> None:
+        document = _document(config)
+        if model is not None:
+            document["model"] = str(model)
+        section = cast("dict[str, Any]", document.setdefault("env", {}))
+        if env is not None:
+            section["id"] = env if isinstance(env, str) else registry.reference_of(env)
+        if reward is not None:
+            section["reward"] = reward if isinstance(reward, str) else registry.reference_of(reward)
+        self.config = configuration.parse(document)
+        self.out, self._overwrite = Path(out), overwrite
+
+    def train(self, view: View | None = None) -> dict[str, Any]:
+        """Run to the end; the contents of `summary.json`. Raises RunFailed when the run cannot go on."""
+        check_startable(self.config)
+        run = RunDir.create(self.out, self.config, overwrite=self._overwrite)
+        return finish_training(run, view)
+
+    @staticmethod
+    def resume(path: Path | str, view: View | None = None) -> dict[str, Any]:
+        """Go on with the run at `path` from its newest checkpoint, its journal and its buffer."""
+        return finish_training(RunDir.open(Path(path)), view)
+
+
+def check_startable(config: RunConfig) -> None:
+    """Fail early, in this process: model, environment and reward must be found before anything is started."""
+    from agentrl.engine.renderer import Renderer
+
+    Renderer(model_dir(config.model))
+    for id in {config.env.id, *(held_out.id for held_out in config.eval.sets if held_out.id)}:
+        registry.resolve("environments", id)
+    if config.env.reward:
+        registry.load_reference(config.env.reward)
+
+
+def finish_training(run: RunDir, view: View | None) -> dict[str, Any]:
+    """Train what is left of a run, then write its summary, plot and transcripts."""
+    restarts: dict[str, int] = {}
+
+    async def body(supervisor: Supervisor) -> None:
+        try:
+            await supervisor.train()
+        finally:
+            restarts.update(supervisor.crew.restarts)
+
+    if view is None:
+        run_to_end(run, body)
+    else:
+        with view:
+            run_to_end(run, body, on_tick=view.tick)
+    store = RunStore.open(run.store_path)
+    try:
+        config = run.config()
+        summary = report.summarise(run, config, store, restarts=restarts)
+        report.plot(run, config, store)
+        report.transcripts(run, config, store)
+        return summary
+    finally:
+        store.close()
+
+
+def evaluate(
+    config: RunConfig, *, out: Path, overwrite: bool = True, view: View | None = None
+) -> list[evaluation.EvalResult]:
+    """Measure `config.model` on `config.eval.sets` without training; a run directory of its own holds the episodes."""
+    check_startable(config)
+    run = RunDir.create(out, config, overwrite=overwrite)
+
+    async def body(supervisor: Supervisor) -> None:
+        await supervisor.measure()
+
+    run_to_end(run, body, on_tick=view.tick if view else lambda _: None)
+    store = RunStore.open(run.store_path)
+    try:
+        found = [evaluation.result(store, s.name, evaluation.label(s.name, "now")) for s in config.eval.sets]
+        return [result for result in found if result is not None]
+    finally:
+        store.close()
+
+
+def _document(config: RunConfig | Mapping[str, Any] | Path | str | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, RunConfig):
+        return config.model_dump(mode="json")
+    if isinstance(config, str | Path):
+        return configuration.load(Path(config)).model_dump(mode="json")
+    return copy.deepcopy(dict(config))

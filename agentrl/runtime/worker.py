@@ -1,0 +1,74 @@
+"""The rollout worker's process: its store handle, engine client, renderer and environments, put together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import trio
+
+from agentrl import registry
+from agentrl.config import RunConfig
+from agentrl.engine.client import EngineClient
+from agentrl.engine.fleet import Fleet
+from agentrl.engine.renderer import Renderer
+from agentrl.env import as_async
+from agentrl.protocols import AsyncEnv
+from agentrl.records import Task
+from agentrl.rollout.episode import Seat
+from agentrl.rollout.worker import Worker
+from agentrl.runtime.child import watch_lifeline
+from agentrl.runtime.models import model_dir
+from agentrl.runtime.rundir import RunDir
+from agentrl.store import RunStore
+
+
+def make_env(task: Task) -> AsyncEnv:
+    """The environment of a task, by its id or `module:attribute` reference; a plain gymnasium.Env is wrapped."""
+    return as_async(registry.resolve("environments", task.env)(**task.kwargs))
+
+
+def serve(path: Path, index: int) -> None:
+    """Run worker `index` of the run at `path` until the store says stop, SIGTERM comes or the owner is gone."""
+    watch_lifeline(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    run = RunDir.open(path)
+    tempfile.tempdir = str(run.scratch / "tmp")
+    os.environ["TMPDIR"] = tempfile.tempdir
+    config = run.config()
+    trio.run(_serve, run, config, f"worker-{index}")
+
+
+async def _serve(run: RunDir, config: RunConfig, name: str) -> None:
+    store = RunStore.open(run.store_path)
+    urls = json.loads(store.meta("engine_urls") or "[]")
+    fleet = Fleet([EngineClient(url) for url in urls])
+    rewarder: Callable[..., float] | None = registry.load_reference(config.env.reward) if config.env.reward else None
+    seat = Seat(
+        engine=fleet,
+        renderer=Renderer(model_dir(config.model)),
+        store=store,
+        settings=config.rollout,
+        make_env=make_env,
+        rewarder=rewarder,
+    )
+    worker = Worker(name, config, store, seat)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
+            await worker.run()
+            nursery.cancel_scope.cancel()
+    finally:
+        with trio.move_on_after(2, shield=True):
+            await fleet.aclose()
+        store.close()
+
+
+async def _end_on_sigterm(scope: trio.CancelScope) -> None:
+    with trio.open_signal_receiver(signal.SIGTERM) as signals:
+        async for _ in signals:
+            scope.cancel()
+            return
