@@ -27,7 +27,7 @@ from agentrl.store.groups import TRAIN, Groups
 from agentrl.store.journal import Journal
 from agentrl.store.leases import Claim, Leases
 from agentrl.store.lineage import Checkpoint, Lineage
-from agentrl.store.metrics import LengthBias, Lengths, Metric, Metrics
+from agentrl.store.metrics import Failures, LengthBias, Lengths, Metric, Metrics
 from agentrl.store.readers import EpisodeRow, Readers, Restart
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "Claim",
     "DiskFull",
     "EpisodeRow",
+    "Failures",
     "LeaseLost",
     "LengthBias",
     "Lengths",

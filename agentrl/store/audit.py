@@ -110,6 +110,10 @@ def _count(db: Database, report: AuditReport) -> None:
     counters: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for purpose, state, n in db.rows("SELECT purpose, state, n FROM group_counts WHERE n <> 0"):
         counters[purpose][state] = n
+    endings = db.rows("SELECT evaluation, stop_reason, COUNT(*) FROM episodes WHERE stop_reason NOT NULL GROUP BY 1, 2")
+    counted = db.rows("SELECT evaluation, stop_reason, SUM(n) FROM ending_counts GROUP BY 1, 2")
+    if sorted(endings) != sorted(counted):
+        report.breach("bookkeeping", f"episodes ended as {endings}, counted as {counted}")
     if groups != counters:
         report.breach("bookkeeping", f"groups by state are {dict(groups)}, counted as {dict(counters)}")
     report.groups = dict(groups)

@@ -78,6 +78,11 @@ def unpack_text(stored: str | bytes) -> str:
     return stored if isinstance(stored, str) else stored.decode("utf-8", "surrogatepass")
 
 
+def printable(text: str) -> str:
+    """Text for people, such as an error's: what UTF-8 cannot hold is escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def to_json(value: Json, what: str) -> str:
     """Compact JSON. Raises StoreError naming `what` if the value is not JSON-safe (also for NaN and infinity)."""
     try:

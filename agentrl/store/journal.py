@@ -10,7 +10,7 @@ import math
 
 from agentrl.errors import StoreError
 from agentrl.records import Messages, Step, StopReason, Turn
-from agentrl.store.codec import pack_info, pack_messages, pack_spans, pack_text, pack_tokens
+from agentrl.store.codec import pack_info, pack_messages, pack_spans, pack_text, pack_tokens, printable
 from agentrl.store.database import Database
 from agentrl.store.groups import close_if_ended
 from agentrl.store.leases import check_fence
@@ -89,7 +89,7 @@ class Journal(Versions):
             trial = check_fence(self._db, episode_id, fence)
             self._db.execute(
                 "INSERT INTO restarts SELECT id, trial, start, ?, ? FROM episodes WHERE id = ?",
-                (reason, self._db.clock(), episode_id),
+                (printable(reason), self._db.clock(), episode_id),
             )
             self._db.execute("UPDATE episodes SET trial = ?, start = NULL WHERE id = ?", (trial + 1, episode_id))
 
@@ -114,7 +114,7 @@ class Journal(Versions):
             end_episode(self._db, episode_id, "finished", stop_reason, now)
             self._db.execute(
                 "UPDATE episodes SET outcome = ?, success = ?, detail = ? WHERE id = ?",
-                (outcome, success, detail, episode_id),
+                (outcome, success, printable(detail), episode_id),
             )
             group = self._db.row("SELECT group_id FROM episodes WHERE id = ?", (episode_id,))
             assert group is not None
@@ -141,7 +141,7 @@ class Journal(Versions):
 def end_episode(db: Database, episode_id: int, state: str, stop_reason: StopReason, now: float) -> None:
     """Close an episode and write down its length and the step of its oldest token, inside a transaction."""
     db.execute(
-        "UPDATE episodes SET state = ?, stop_reason = ?, ended_s = ?, worker = NULL, (n_turns, n_tokens, oldest_step) ="
+        "UPDATE episodes SET state = ?, stop_reason = ?, ended_s = ?, holder = NULL, (n_turns, n_tokens, oldest_step) ="
         " (SELECT COUNT(*), COALESCE(SUM(t.n_tokens), 0), MIN(t.oldest_step) FROM turns t"
         "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial) WHERE id = ?",
         (state, stop_reason, now, episode_id),

@@ -2,8 +2,8 @@
 
 A lease belongs to a worker's life, not to an episode: one row to renew however many episodes it plays. Each handle of
 the store is a life of its own, so that a worker started anew under an old name does not keep alive what its dead
-forerunner left. A lapsed lease takes nothing away by itself: only when another worker claims the episode does the fence rise, and from
-then on the journal refuses the old worker. So a clock that jumps costs work, never correctness.
+forerunner left. A lapsed lease takes nothing away by itself: only when another worker claims the episode does the
+fence rise, and from then on the journal refuses the old worker. So a clock that jumps costs work, never correctness.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from agentrl.records import Json, StopReason
 from agentrl.store.codec import to_json
@@ -50,6 +51,16 @@ class LengthBias:
 
 
 _FAILURES = (StopReason.ENGINE_FAILED, StopReason.SANDBOX_FAILED, StopReason.ENV_FAILED)
+# Word for word the condition of the index `episodes_failed`.
+_FAILED = "stop_reason IN ('engine_failed', 'sandbox_failed', 'env_failed')"
+
+
+class Failures(NamedTuple):
+    """`failed` of `ended` episodes failed through no doing of the policy; `detail` is what the latest of them said."""
+
+    failed: int
+    ended: int
+    detail: str
 
 
 class Metrics(Part):
@@ -90,39 +101,33 @@ class Metrics(Part):
             )
         return dict(rows)
 
-    def endings(self, purpose: str = TRAIN) -> dict[StopReason, int]:
-        """How the ended episodes of a purpose ended."""
+    def endings(self, *, evaluation: bool = False) -> dict[StopReason, int]:
+        """How the ended training episodes ended, or those of all evaluations. Constant time."""
         with self._db.read():
             rows = self._db.rows(
-                "SELECT e.stop_reason, COUNT(*) FROM episodes e JOIN groups g ON g.id = e.group_id"
-                " WHERE g.purpose = ? AND e.stop_reason IS NOT NULL GROUP BY 1 ORDER BY 1",
-                (purpose,),
+                "SELECT stop_reason, SUM(n) FROM ending_counts WHERE evaluation = ? GROUP BY 1 ORDER BY 1",
+                (evaluation,),
             )
         return {StopReason(reason): n for reason, n in rows}
 
-    def failures(self) -> tuple[int, int, str]:
-        """Episodes that infrastructure ended, expired ones apart; all ended ones; the cause of the latest failure."""
+    def failures(self) -> Failures:
+        """Which episodes of the present attempt, evaluations included, infrastructure ended (expired ones apart).
+        Constant time."""
         with self._db.read():
-            row = self._db.row(
-                "SELECT COUNT(*) FILTER (WHERE stop_reason IN (?1, ?2, ?3)), COUNT(*) FROM episodes"
-                " WHERE stop_reason IS NOT NULL",
-                _FAILURES,
+            rows = self._db.rows(
+                "SELECT stop_reason, SUM(n) FROM ending_counts"
+                " WHERE attempt = (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'attempt') GROUP BY 1"
             )
-            last = self._db.row(
-                "SELECT detail FROM episodes WHERE stop_reason IN (?1, ?2, ?3) ORDER BY ended_s DESC LIMIT 1", _FAILURES
-            )
-        assert row is not None
-        return row[0], row[1], "" if last is None else last[0]
+            last = self._db.row(f"SELECT detail FROM episodes WHERE {_FAILED} ORDER BY id DESC LIMIT 1")
+        return Failures(
+            failed=sum(n for reason, n in rows if StopReason(reason) in _FAILURES),
+            ended=sum(n for _, n in rows),
+            detail="" if last is None else last[0],
+        )
 
     def episodes_trained(self) -> int:
-        """Episodes that entered the loss in the lineage that counts."""
-        with self._db.read():
-            row = self._db.row(
-                "SELECT COUNT(*) FROM episodes e JOIN groups g ON g.id = e.group_id"
-                " WHERE g.state IN ('taken', 'trained') AND e.outcome IS NOT NULL"
-            )
-        assert row is not None
-        return row[0]
+        """Episodes that entered the loss in the lineage that counts: the scored members of its groups. Reads all."""
+        return self.length_bias().trained.episodes
 
     def progress(self) -> tuple[int, int]:
         """Two numbers of which at least one grows while anything goes on: turns journaled, values recorded."""

@@ -35,6 +35,7 @@ class EpisodeRow:
     stop_reason: StopReason | None
     outcome: float | None
     success: bool | None
+    detail: str
     trial: int
     turns: int
     tokens: int
@@ -105,7 +106,7 @@ class Readers(Part):
         with self._db.read():
             rows = self._db.rows(
                 "SELECT e.id, g.id, e.member, g.size, g.purpose, e.state, g.state, g.reason, g.task, e.stop_reason,"
-                " e.outcome, e.success, e.trial, COUNT(t.id), TOTAL(t.n_tokens), e.started_s, e.ended_s"
+                " e.outcome, e.success, e.detail, e.trial, COUNT(t.id), TOTAL(t.n_tokens), e.started_s, e.ended_s"
                 " FROM episodes e JOIN groups g ON g.id = e.group_id"
                 " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial"
                 f" WHERE {' AND '.join(conditions)} GROUP BY e.id ORDER BY e.id LIMIT ?",
@@ -128,11 +129,12 @@ def _episode_row(row: Row) -> EpisodeRow:
         stop_reason=None if row[9] is None else StopReason(row[9]),
         outcome=row[10],
         success=None if row[11] is None else bool(row[11]),
-        trial=row[12],
-        turns=row[13],
-        tokens=int(row[14]),
-        started_s=row[15],
-        ended_s=row[16],
+        detail=row[12],
+        trial=row[13],
+        turns=row[14],
+        tokens=int(row[15]),
+        started_s=row[16],
+        ended_s=row[17],
     )
 
 

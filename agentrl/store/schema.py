@@ -86,7 +86,6 @@ CREATE TABLE episodes (
     stop_reason TEXT,
     outcome REAL,
     success INTEGER,
-    detail TEXT,
     detail TEXT NOT NULL DEFAULT '',
     started_s REAL,
     ended_s REAL,
@@ -98,6 +97,8 @@ CREATE TABLE episodes (
 CREATE INDEX episodes_waiting ON episodes (evaluation, id) WHERE state = 'waiting';
 CREATE INDEX episodes_running ON episodes (holder, evaluation, id) WHERE state = 'running';
 
+CREATE INDEX episodes_failed ON episodes (id)
+    WHERE stop_reason IN ('engine_failed', 'sandbox_failed', 'env_failed');
 CREATE TABLE ending_counts (
     attempt INTEGER NOT NULL, evaluation INTEGER NOT NULL, stop_reason TEXT NOT NULL, n INTEGER NOT NULL,
     PRIMARY KEY (attempt, evaluation, stop_reason)
