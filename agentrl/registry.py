@@ -7,11 +7,12 @@ A package offers things under the entry-point groups `agentrl.environments`, `ag
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -30,8 +31,7 @@ def register(kind: Kind, id: str, target: Target) -> None:
 
 def ids(kind: Kind) -> list[str]:
     """All ids of a kind, registered here or offered by installed packages, sorted."""
-    offered = {point.name for point in entry_points(group=f"agentrl.{kind}")}
-    return sorted(offered | {id for k, id in _registered if k == kind})
+    return sorted(_offered(kind).keys() | {id for k, id in _registered if k == kind})
 
 
 def resolve(kind: Kind, id: str) -> Callable[..., Any]:
@@ -41,13 +41,19 @@ def resolve(kind: Kind, id: str) -> Callable[..., Any]:
     if (kind, id) in _registered:
         target = _registered[kind, id]
         return load_reference(target) if isinstance(target, str) else target
-    for point in entry_points(group=f"agentrl.{kind}", name=id):
-        return cast("Callable[..., Any]", point.load())
+    if id in _offered(kind):
+        return cast("Callable[..., Any]", _offered(kind)[id].load())
     if ":" in id:
         return load_reference(id)
     known = ids(kind)
     near = difflib.get_close_matches(id, known, n=3) or known
     raise UnknownIdError(f"no {kind} id {id!r} is registered; known: {', '.join(near) or 'none'}")
+
+
+@functools.cache
+def _offered(kind: Kind) -> dict[str, EntryPoint]:
+    """What installed packages offer. Read once: it is asked for with every episode and costs over a millisecond."""
+    return {point.name: point for point in entry_points(group=f"agentrl.{kind}")}
 
 
 def load_reference(reference: str) -> Callable[..., Any]:
