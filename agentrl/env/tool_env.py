@@ -18,7 +18,7 @@ from agentrl.env import bridge
 from agentrl.env.core import CLOSE_DEADLINE_S, Env, Info, ResetResult, StepResult
 from agentrl.env.limits import EpisodeLimits, Meter
 from agentrl.env.tool_calls import Malformed, ToolCall, get_format
-from agentrl.env.tools import ArgumentCheck, clean_text, cut, envelope, function_schema, tools_of
+from agentrl.env.tools import ArgumentCheck, argument_check, clean_text, cut, envelope, function_schema, tools_of
 from agentrl.errors import (
     ContentParseError,
     ParseError,
@@ -213,7 +213,7 @@ class ToolEnv(Env):
         """Offer one more tool. Raises UsageError for a second one of the same name or an invalid schema."""
         if tool.name in self._tools:
             raise UsageError(f"{type(self).__name__} has two tools named {tool.name!r}: rename one")
-        self._checks[tool.name] = ArgumentCheck(tool.schema)
+        self._checks[tool.name] = argument_check(tool.schema)
         self._tools[tool.name] = tool
 
     # --- the contract

@@ -166,6 +166,16 @@ def function_schema(schema: Mapping[str, Json]) -> Mapping[str, Json]:
     return schema.get("function", schema)
 
 
+def argument_check(schema: Mapping[str, Json]) -> ArgumentCheck:
+    """The check of a tool schema, shared by all that have the same one. Raises UsageError for an invalid schema."""
+    return _argument_check(json.dumps(function_schema(schema), sort_keys=True))
+
+
+@functools.lru_cache(maxsize=1_024)
+def _argument_check(schema: str) -> ArgumentCheck:
+    return ArgumentCheck(json.loads(schema))
+
+
 class ArgumentCheck:
     """Validates arguments against the parameters of one tool schema."""
 
@@ -207,7 +217,7 @@ class _Signature:
     def __init__(self, schema: Mapping[str, Json], model: type[BaseModel], aliases: Mapping[str, str]) -> None:
         self.schema_json = json.dumps(schema)
         self._model, self._aliases = model, aliases
-        self._check = ArgumentCheck(schema)
+        self._check = argument_check(schema)
 
     def convert(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
         self._check(arguments)
