@@ -158,7 +158,8 @@ def _load(folder: Path) -> Any:
             folder, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # transformers raises many kinds for a broken folder; each is the user's to mend
-        raise ModelError(f"cannot load the model in {str(folder)!r}: {str(error).strip().splitlines()[0]}") from error
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ModelError(f"cannot load the model in {str(folder)!r}: {reason}") from error
     finally:
         if bars:
             transformers.utils.logging.enable_progress_bar()

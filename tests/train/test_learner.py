@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentrl.config import Algo, Rollout, RunConfig, Train
-from agentrl.records import Group
+from agentrl.config import Algo, Buffer, Rollout, RunConfig, Train
+from agentrl.errors import RunFailed
+from agentrl.records import Group, StopReason
 from agentrl.train.learner import Learner
 
-from .making import random_group, run_config
+from .making import episode, group_of, random_group, run_config, turn
 
 STEP_OF = {1: 0, 2: 0}.__getitem__
 
@@ -60,10 +61,6 @@ def row_by_row(folder: Path, groups: list[Group], config: RunConfig) -> tuple[fl
     return float(loss.detach()), {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
-class Stopped(Exception):
-    pass
-
-
 def tree_gradients(
     folder: Path, groups: list[Group], config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[float, dict[str, torch.Tensor]]:
@@ -106,3 +103,173 @@ def test_trees_train_as_rows(qwen3_dir: Path, algo: Algo, budget: int, monkeypat
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-5)
     assert max(float(gradient.abs().max()) for gradient in expected.values()) > 1e-2  # the comparison can fail
+
+
+# --- what it learns -----------------------------------------------------------------------------------------------
+
+
+def sequence_logprob(learner: Learner, prompt: list[int], answer: list[int]) -> float:
+    with torch.no_grad():
+        learner.model.module.set_attn_implementation("eager")
+        logprobs = torch.log_softmax(learner.model.module(torch.tensor([prompt + answer])).logits[0], -1)
+    learner.model.module.set_attn_implementation("agentrl_tree")
+    return sum(float(logprobs[len(prompt) + k - 1, token]) for k, token in enumerate(answer))
+
+
+PROMPT, GOOD, BAD = [1, 2, 3], [4, 5, 6], [4, 7, 8]
+
+
+def bandit(learner: Learner, *, rewards: tuple[float, float] = (1.0, 0.0)) -> Group:
+    """Two arms that share their first token, with the log-probs an engine would return."""
+
+    def logprobs(answer: list[int]) -> list[float]:
+        return [sequence_logprob(learner, PROMPT + answer[:k], [token]) for k, token in enumerate(answer)]
+
+    return group_of(
+        [
+            episode(0, [turn(0, PROMPT, GOOD, logprobs=logprobs(GOOD))], rewards[0]),
+            episode(1, [turn(0, PROMPT, BAD, logprobs=logprobs(BAD))], rewards[1]),
+        ]
+    )
+
+
+def test_the_rewarded_sequence_becomes_likely(qwen3_dir: Path) -> None:
+    learner = Learner(run_config(train=Train(lr=1e-2, warmup_steps=0)), qwen3_dir)
+    before = sequence_logprob(learner, PROMPT, GOOD)
+    losing = sequence_logprob(learner, PROMPT, BAD)
+    for _ in range(20):
+        now = learner.step_index
+        report = learner.step([bandit(learner)], step_of=lambda version, now=now: now)
+        assert report.updated
+    assert sequence_logprob(learner, PROMPT, GOOD) > before + 2
+    assert sequence_logprob(learner, PROMPT, BAD) < losing - 2
+
+
+def test_the_report_of_an_on_policy_step(qwen3_dir: Path) -> None:
+    learner = Learner(run_config(train=Train(lr=1e-3, warmup_steps=3)), qwen3_dir)
+    report = learner.step([bandit(learner, rewards=(2.0, 1.0))], step_of=STEP_OF)
+    assert (report.step, learner.step_index, learner.trained) == (1, 1, [1])
+    assert report.lr == pytest.approx(1e-3 / 4)
+    assert report.ess == pytest.approx(1, abs=1e-5)
+    assert report.mismatch_max == pytest.approx(0, abs=1e-5)
+    assert report.kl_k1 == pytest.approx(0, abs=1e-5)
+    assert (report.truncated, report.clip_fraction) == (0, 0)
+    assert report.loss == pytest.approx(0, abs=1e-5)  # advantages 1 and -1, ratios 1
+    assert (report.advantage_mean, report.advantage_std) == (0, 1)
+    assert (report.outcome_mean, report.reward_mean, report.success_mean) == (1.5, 1.5, 1.0)
+    assert (report.group_count, report.episodes, report.groups_without_signal) == (1, 2, 0)
+    assert (report.tokens_scored, report.tokens_trained) == (6, 6)
+    assert (report.tokens_row, report.tokens_distinct) == (12, 8)  # 3 + 1 shared, 2 + 2 apart
+    assert (report.lag_mean, report.lag_max, report.tokens_stale) == (0, 0, 0)
+    assert report.entropy is not None and 0 < report.entropy < math.log(23)
+
+
+def state_of(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.model.module.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_a_step_without_signal_leaves_the_weights_alone(qwen3_dir: Path) -> None:
+    learner = Learner(run_config(train=Train(weight_decay=0.1)), qwen3_dir)
+    learner.step([bandit(learner)], step_of=STEP_OF)  # AdamW now has momentum that could move the weights
+    before = state_of(learner)
+    report = learner.step([bandit(learner, rewards=(1.0, 1.0))], step_of=STEP_OF)
+    assert same(before, state_of(learner))
+    assert (report.updated, report.loss, report.tokens_trained, report.tokens_scored) == (False, None, 0, 6)
+    assert (report.groups_without_signal, learner.step_index) == (1, 2)
+    learner.step([], step_of=STEP_OF)
+    assert same(before, state_of(learner))
+
+
+def test_groups_without_signal_count_in_the_normalisation(qwen3_dir: Path) -> None:
+    """Leaving them out of the passes saves time; it must not change the loss."""
+    config = run_config(train=Train(grad_clip=1e9))
+    alone, beside = Learner(config, qwen3_dir), Learner(config, qwen3_dir)
+    one = alone.step([bandit(alone)], step_of=STEP_OF)
+    two = beside.step([bandit(beside), bandit(beside, rewards=(1.0, 1.0))], step_of=STEP_OF)
+    assert one.grad_norm is not None and two.grad_norm is not None
+    assert two.grad_norm == pytest.approx(one.grad_norm / 2, rel=1e-5)
+    assert two.tokens_distinct == one.tokens_distinct
+
+
+def test_law_3_a_failed_member_changes_nothing(qwen3_dir: Path) -> None:
+    with_it, without = Learner(run_config(), qwen3_dir), Learner(run_config(), qwen3_dir)
+    group = bandit(with_it)
+    failed = episode(2, [turn(0, PROMPT, [9, 9])], 50.0, stop=StopReason.ENGINE_FAILED)
+    report = with_it.step([group_of([*group.trajectories, failed])], step_of=STEP_OF)
+    without.step([group], step_of=STEP_OF)
+    assert same(state_of(with_it), state_of(without))
+    assert (report.episodes, report.episodes_left_out) == (2, 1)
+
+
+def test_law_5_stale_tokens_are_counted_and_not_trained(qwen3_dir: Path) -> None:
+    learner = Learner(run_config(buffer=Buffer(max_lag=1)), qwen3_dir)
+    for _ in range(2):
+        learner.step([], step_of=STEP_OF)
+    before = state_of(learner)
+    report = learner.step([bandit(learner)], step_of=STEP_OF)  # sampled at step 0, two steps ago
+    assert (report.tokens_stale, report.tokens_scored, report.updated) == (6, 0, False)
+    assert same(before, state_of(learner))
+
+
+def test_off_policy_tokens_are_seen(qwen3_dir: Path) -> None:
+    learner = Learner(run_config(), qwen3_dir)
+    report = learner.step([random_group(1, seed=4)], step_of=STEP_OF)
+    assert report.ess is not None and report.ess < 0.9
+    assert report.kl_k3 is not None and report.kl_k3 > 0.01
+    assert report.truncated is not None and report.truncated > 0
+
+
+def test_several_updates_stay_near_the_policy_of_the_steps_start(qwen3_dir: Path) -> None:
+    train = Train(lr=3e-2, warmup_steps=0, epochs=6)
+    wide, narrow = (
+        Learner(run_config(train=train, algo=Algo(clip_low=clip, clip_high=clip)), qwen3_dir) for clip in (1e6, 0.05)
+    )
+    moved: list[float] = []
+    for learner in (wide, narrow):
+        group = bandit(learner)
+        before = sequence_logprob(learner, PROMPT, GOOD)
+        report = learner.step([group], step_of=STEP_OF)
+        moved.append(sequence_logprob(learner, PROMPT, GOOD) - before)
+        assert (report.clip_fraction or 0) > 0 or learner is wide
+    assert moved[0] > moved[1] > 0
+
+
+def test_minibatches_update_once_each(qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = Learner(run_config(train=Train(minibatches=2)), qwen3_dir)
+    updates: list[int] = []
+    step = learner.optimizer.step
+    monkeypatch.setattr(learner.optimizer, "step", lambda: updates.append(1) or step())
+    report = learner.step([random_group(id, seed=id) for id in range(1, 5)], step_of=STEP_OF)
+    assert len(updates) == 2
+    assert report.tokens_trained == report.tokens_scored
+
+
+def test_training_is_deterministic_under_a_seed(qwen3_dir: Path) -> None:
+    ends: list[dict[str, torch.Tensor]] = []
+    for _ in range(2):
+        learner = Learner(
+            run_config(
+                train=Train(minibatches=2, tokens_per_batch=64),
+                seed=5,
+                rollout=Rollout(max_context=64, max_tokens_per_turn=8),
+            ),
+            qwen3_dir,
+        )
+        for step in range(3):
+            learner.step([random_group(id, seed=10 * step + id) for id in range(4)], step_of=STEP_OF)
+        ends.append(state_of(learner))
+    assert same(*ends)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(qwen3_dir: Path) -> None:
+    learner = Learner(run_config(), qwen3_dir)
+    group = bandit(learner)
+    before = state_of(learner)
+    poisoned = group_of([*group.trajectories[:1], episode(1, group.trajectories[1].turns, math.inf)])
+    with pytest.raises(RunFailed, match="gradient is not finite"):
+        learner.step([poisoned], step_of=STEP_OF)
+    assert same(before, state_of(learner))

@@ -1,0 +1,104 @@
+"""Prefix trees and packs against the definition: a node's ancestors are the tokens before it in its rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from agentrl.train.packing import forest, packs, plant
+from agentrl.train.samples import Row
+
+
+def row(
+    token_ids: Sequence[int], place: Sequence[int] | None = None, *, episode: int = 0, advantage: float = 1.0
+) -> Row:
+    at = list(place) if place is not None else [len(token_ids) - 1]
+    return Row(
+        group_id=0,
+        episode_id=episode,
+        token_ids=tuple(token_ids),
+        place_S=torch.tensor(at),
+        behaviour_S=-torch.arange(1.0, len(at) + 1),
+        lag_S=torch.zeros(len(at), dtype=torch.long),
+        advantage_S=torch.full((len(at),), advantage),
+        weight_S=torch.ones(len(at)),
+    )
+
+
+def test_the_worked_example_of_the_module() -> None:
+    p, q, a, b, c, d, e = range(7)
+    tree = plant([row([p, q, a, b]), row([p, q, a, c, d]), row([p, q, e])])
+    assert tree.token_ids_N == (p, q, a, b, c, d, e)
+    assert tree.depth_N == (0, 1, 2, 3, 3, 4, 2)
+    assert [(x.start, x.stop, x.path.tolist()) for x in tree.branches] == [
+        (0, 4, [0, 1, 2, 3]),
+        (4, 6, [0, 1, 2, 4, 5]),
+        (6, 7, [0, 1, 6]),
+    ]
+
+
+def test_a_row_that_brings_nothing_new_has_no_branch_but_keeps_its_path() -> None:
+    tree = plant([row([1, 2, 3]), row([1, 2]), row([1, 2, 3])])
+    assert len(tree.branches) == 1
+    assert [path.tolist() for path in tree.paths] == [[0, 1, 2], [0, 1], [0, 1, 2]]
+
+
+def random_rows(seed: int) -> list[Row]:
+    rng = random.Random(seed)
+    rows: list[Row] = []
+    for index in range(rng.randint(1, 8)):
+        length = rng.randint(2, 9)
+        tokens = [rng.randrange(2) for _ in range(length)]  # two tokens only: many shared prefixes
+        places = sorted(rng.sample(range(1, length), rng.randint(1, length - 1)))
+        rows.append(row(tokens, places, episode=index, advantage=rng.random()))
+    return rows
+
+
+def test_trees_hold_each_distinct_prefix_once() -> None:
+    for seed in range(200):
+        rows = random_rows(seed)
+        prefixes = {r.token_ids[: n + 1] for r in rows for n in range(len(r.token_ids))}
+        tree = plant(rows)
+        assert len(tree.token_ids_N) == len(prefixes)
+        for r, path in zip(rows, tree.paths, strict=True):
+            assert tuple(tree.token_ids_N[node] for node in path.tolist()) == r.token_ids
+            assert [tree.depth_N[node] for node in path.tolist()] == list(range(len(r.token_ids)))
+        covered = [node for branch in tree.branches for node in range(branch.start, branch.stop)]
+        assert covered == list(range(len(prefixes)))  # every node is some branch's query exactly once
+        for branch in tree.branches:
+            assert branch.path[-(branch.stop - branch.start) :].tolist() == list(range(branch.start, branch.stop))
+
+
+def test_packs_keep_every_scored_token_with_its_own_data() -> None:
+    for seed in range(100):
+        groups = [random_rows(3 * seed + k) for k in range(3)]
+        budget = 12
+        made = packs(groups, budget)
+        rows = [r for rows in groups for r in rows]
+        assert all(len(pack.token_ids_N) <= budget for pack in made)
+        assert sum(pack.row_tokens for pack in made) == sum(len(r.token_ids) for r in rows)
+        entries = [
+            (int(target), int(pack.token_ids_N[pack.predictors_P[predictor]]), float(behaviour), float(advantage))
+            for pack in made
+            for target, predictor, behaviour, advantage in zip(
+                pack.target_K, pack.predictor_K, pack.behaviour_K, pack.advantage_K, strict=True
+            )
+        ]
+        assert entries == [
+            (r.token_ids[place], r.token_ids[place - 1], float(r.behaviour_S[k]), float(r.advantage_S[k]))
+            for r in rows
+            for k, place in enumerate(r.place_S.tolist())
+        ]
+
+
+def test_a_tree_beyond_the_budget_is_divided_and_a_long_row_stands_alone() -> None:
+    rows = [row([0, 1, 2, 3]), row([0, 1, 4, 5]), row([0, 9, 9, 9, 9, 9])]
+    assert [len(tree.token_ids_N) for tree in forest(rows, 100)] == [11]
+    assert [len(tree.token_ids_N) for tree in forest(rows, 10)] == [4, 9]
+    assert [len(tree.token_ids_N) for tree in forest(rows, 5)] == [4, 4, 6]
+
+
+def test_groups_without_rows_make_no_pack() -> None:
+    assert packs([[], []], 100) == []

@@ -1,0 +1,135 @@
+"""Rows made from groups: what is scored, once, by whom, worth what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from agentrl.config import Algo
+from agentrl.records import Group, Step, StopReason, Turn, VersionSpan
+from agentrl.train.samples import GroupRows, group_rows, weigh
+
+from .making import episode, group_of, turn
+
+
+def rows_of(group: Group, *, max_lag: int = 100, step_now: int = 0, **algo: object) -> GroupRows:
+    return group_rows(
+        group, Algo.model_validate(algo), step_of=lambda version: version, step_now=step_now, max_lag=max_lag
+    )
+
+
+def sibling(outcome: float = 0.0) -> object:
+    return episode(9, [turn(0, [1], [2])], outcome)
+
+
+def test_the_worked_example_of_records() -> None:
+    first = turn(0, [10, 11], [12, 13], logprobs=[-0.1, -0.2], reward=1.0)
+    second = turn(1, [14], [15], parent=0, logprobs=[-0.3], reward=0.5)
+    got = rows_of(group_of([episode(0, [first, second], 1.0), sibling()]))
+    row = got.rows[0]
+    assert row.token_ids == (10, 11, 12, 13, 14, 15)
+    assert row.place_S.tolist() == [2, 3, 5]
+    torch.testing.assert_close(row.behaviour_S, torch.tensor([-0.1, -0.2, -0.3]))
+    # the sibling has outcome 0 and no process reward: 1 + 1.5 for the first turn, 1 + 0.5 for the second
+    torch.testing.assert_close(row.advantage_S, torch.tensor([2.5, 2.5, 1.5]))
+    assert (got.outcomes, got.process, got.successes) == ((1.0, 0.0), (1.5, 0.0), (True, False))
+
+
+def test_a_fork_is_a_second_row() -> None:
+    turns = [turn(0, [1, 2], [3]), turn(1, [9, 3, 8], [4])]  # history was rewritten; the old token 3 is context now
+    first, second, _ = rows_of(group_of([episode(0, turns, 1.0), sibling()])).rows
+    assert (first.token_ids, first.place_S.tolist()) == ((1, 2, 3), [2])
+    assert (second.token_ids, second.place_S.tolist()) == ((9, 3, 8, 4), [3])
+
+
+def test_turns_that_share_a_parent_score_its_tokens_once() -> None:
+    turns = [turn(0, [1], [2, 3]), turn(1, [4], [5], parent=0), turn(2, [6], [7], parent=0)]
+    first, second, _ = rows_of(group_of([episode(0, turns, 1.0), sibling()])).rows
+    assert (first.token_ids, first.place_S.tolist()) == ((1, 2, 3, 4, 5), [1, 2, 4])
+    assert (second.token_ids, second.place_S.tolist()) == ((1, 2, 3, 6, 7), [4])
+
+
+def test_tokens_of_another_role_are_context() -> None:
+    turns = [turn(0, [1], [2]), turn(1, [3], [4], parent=0, role="user"), turn(2, [5], [6], parent=1)]
+    row = rows_of(group_of([episode(0, turns, 1.0), sibling()])).rows[0]
+    assert (row.token_ids, row.place_S.tolist()) == ((1, 2, 3, 4, 5, 6), [1, 5])
+
+
+def test_a_turn_cut_before_its_first_token_and_one_without_an_answer() -> None:
+    cut = turn(1, [4, 4], [], parent=0)
+    row = rows_of(group_of([episode(0, [turn(0, [1], [2]), cut], 0.5, stop=StopReason.TIME_LIMIT), sibling()])).rows[0]
+    assert row.token_ids == (1, 2)  # nothing sampled follows, so its prompt is not computed
+    unanswered = Turn(
+        index=0,
+        parent=None,
+        prompt_ids=(1,),
+        token_ids=(2,),
+        logprobs=(-1.0,),
+        spans=(VersionSpan(0, 0, 1),),
+        finish="abort",
+        text="",
+        step=None,
+    )
+    got = rows_of(group_of([episode(0, [unanswered], 0.5, stop=StopReason.TIME_LIMIT), sibling()]))
+    assert got.rows[0].advantage_S.tolist() == [0.5]
+
+
+def test_a_first_token_without_context_is_refused() -> None:
+    with pytest.raises(ValueError, match="without any context"):
+        rows_of(group_of([episode(0, [turn(0, [], [2])], 1.0), sibling()]))
+
+
+def test_law_3_only_the_policys_own_doing_is_scored() -> None:
+    """A sandbox failure leaves loss and baseline; a tool timeout, which the policy can cause, stays in both."""
+    good = episode(0, [turn(0, [1], [2])], 1.0)
+    slow = episode(1, [turn(0, [1], [3])], 0.0, stop=StopReason.TOOL_TIME_LIMIT)
+    broken = episode(2, [turn(0, [1], [4], reward=50.0)], 100.0, stop=StopReason.SANDBOX_FAILED)
+    unscored = episode(3, [turn(0, [1], [5])], None)
+    got = rows_of(group_of([good, slow, broken, unscored]))
+    assert [row.episode_id for row in got.rows] == [good.episode_id, slow.episode_id]
+    assert [row.advantage_S.tolist() for row in got.rows] == [[1.0], [-1.0]]
+    assert got.left_out == 2
+
+
+@pytest.mark.parametrize("reason", list(StopReason))
+def test_law_3_every_stop_reason(reason: StopReason) -> None:
+    got = rows_of(group_of([episode(0, [turn(0, [1], [2])], 1.0, stop=reason), sibling()]))
+    assert len(got.rows) == (2 if reason.by_policy else 1)
+
+
+def test_law_5_no_token_beyond_the_lag_bound_enters_the_loss() -> None:
+    mixed = Turn(
+        index=0,
+        parent=None,
+        prompt_ids=(1,),
+        token_ids=(2, 3, 4, 5),
+        logprobs=(-1.0, -2.0, -3.0, -4.0),
+        spans=(VersionSpan(3, 0, 1), VersionSpan(5, 1, 3), VersionSpan(9, 3, 4)),
+        finish="stop",
+        text="",
+        step=Step(observation=()),
+    )
+    group = group_of([episode(0, [mixed], 1.0), episode(1, [turn(0, [1], [2], version=1)], 0.0)])
+    got = rows_of(group, step_now=8, max_lag=3)
+    assert got.stale == 2  # version 3 is 5 steps old, the sibling's version 1 is 7
+    (row,) = got.rows
+    assert row.lag_S.tolist() == [3, 3, 0]  # a version newer than the learner's step has lag 0
+    assert row.place_S.tolist() == [2, 3, 4]
+    assert row.behaviour_S.tolist() == [-2.0, -3.0, -4.0]
+    assert row.advantage_S.tolist() == [1.0] * 3  # the stale sibling still judges
+
+
+def test_process_rewards_can_be_switched_off() -> None:
+    members = [episode(0, [turn(0, [1], [2], reward=5.0)], 1.0), sibling()]
+    assert rows_of(group_of(members), process_weight=0.0).rows[0].advantage_S.tolist() == [1.0]
+
+
+def test_weights_are_shares_of_the_whole_update() -> None:
+    two = [turn(0, [1], [2, 3]), turn(1, [9], [4], parent=None)]  # one episode, two rows
+    groups = [rows_of(group_of([episode(0, two, 1.0), episode(1, [turn(0, [1], [2])], 0.0)]))]
+    (rows,) = weigh(groups, "sequence")
+    assert [len(row.weight_S) for row in rows] == [2, 1, 1]
+    assert torch.cat([row.weight_S for row in rows]).tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
+    (rows,) = weigh(groups, "token")
+    assert torch.cat([row.weight_S for row in rows]).tolist() == pytest.approx([0.25] * 4)
+    assert weigh([rows_of(group_of([]))], "token") == [[]]
