@@ -1,0 +1,198 @@
+"""One engine over HTTP: tokens in, tokens out, with log-probs and weight versions. Speaks vLLM's API.
+
+Owns the deadline of each call and the naming of failures: what httpx raises becomes `EngineUnavailable` or
+`EngineTimeout` here and nowhere else. Never knows messages, episodes or other engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping
+from contextlib import aclosing, contextmanager, suppress
+from typing import cast
+from uuid import uuid4
+
+import httpx
+import trio
+
+from agentrl.engine.stitching import Stitcher
+from agentrl.engine.transport import TrioTransport
+from agentrl.engine.wire import ChunkParser, check_sampling, parse_json, parse_version, refusal, request_json
+from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable
+from agentrl.protocols import Chunk, GenerateRequest
+from agentrl.records import Finish, Generation, Json, SamplingParams
+
+_DRAIN_S = 1.0
+
+
+class EngineClient:
+    """`protocols.Engine` against one server. `version` is the weight version last known to be served: tokens that a
+    server does not stamp chunk by chunk carry it until the server's own word comes.
+
+    `connect_s` bounds the making of a connection; every call has a deadline of its own beside it."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        connect_s: float = 5.0,
+        version: int = 0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.url, self.version = url.rstrip("/"), version
+        self._connect_s = connect_s
+        self._http = httpx.AsyncClient(base_url=self.url, transport=transport or TrioTransport(), trust_env=False)
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """Sampled tokens as they come; the last chunk has `finish`. Leaving the iteration frees the request.
+
+        Raises ConfigError for impossible sampling, EngineTimeout at the deadline, EngineUnavailable if the engine is
+        gone or breaks off, EngineError if it refuses."""
+        check_sampling(request.sampling)
+        deadline = trio.current_time() + request.deadline_s
+        parser = ChunkParser(self.version)
+        async with aclosing(self._events(request, deadline)) as events:
+            async for document in events:
+                parser.version = max(parser.version, self.version)
+                chunk = parser.parse(document)
+                if chunk is None:
+                    continue
+                if chunk.finish is not None:
+                    await self._drain(events)
+                    yield chunk
+                    return
+                yield chunk
+        raise EngineUnavailable(f"{self.url} closed the stream of {request.request_id!r} before its end")
+
+    async def _drain(self, events: AsyncGenerator[Mapping[str, Json], None]) -> None:
+        """Read a finished stream to its end, so that its connection can be kept; nothing is lost if that fails."""
+        with trio.move_on_after(_DRAIN_S), suppress(EngineError):
+            async for _ in events:
+                pass
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """The whole turn. Raises as `stream` does; an aborted request comes back with `finish="abort"`."""
+        return await collect(self.stream(request))
+
+    async def _events(self, request: GenerateRequest, deadline: float) -> AsyncGenerator[Mapping[str, Json], None]:
+        """The events of one stream, as JSON objects."""
+        with self._named(request.deadline_s):
+            sent = self._http.build_request(
+                "POST",
+                "/inference/v1/generate",
+                json=request_json(request, stream=True),
+                timeout=httpx.Timeout(None, connect=self._connect_s),
+            )
+            with trio.fail_at(deadline):
+                response = await self._http.send(sent, stream=True)
+        try:
+            if response.status_code != 200:
+                with self._named(request.deadline_s), trio.fail_at(deadline):
+                    raise self._refused(response.status_code, await response.aread())
+            async with aclosing(self._lines(response, deadline, request.deadline_s)) as lines:
+                async for line in lines:
+                    yield parse_json(line)
+        finally:
+            with trio.CancelScope(shield=True):  # closes a socket, waits for nothing
+                await response.aclose()
+
+    async def _lines(self, response: httpx.Response, deadline: float, deadline_s: float) -> AsyncGenerator[bytes, None]:
+        """The `data:` payloads of a server-sent event stream, without the closing `[DONE]`."""
+        parts = response.aiter_raw()
+        rest = b""
+        while True:
+            # No cancel scope may span a yield: each wait has one of its own.
+            with self._named(deadline_s), trio.fail_at(deadline):
+                try:
+                    part = await anext(parts)
+                except StopAsyncIteration:
+                    return
+            *whole, rest = (rest + part).split(b"\n")
+            for line in whole:
+                if line.startswith(b"data:"):
+                    payload = line[5:].strip()
+                    if payload != b"[DONE]":
+                        yield payload
+
+    # --- everything that is not a stream ------------------------------------------------------------------------
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        deadline_s: float,
+        json: Mapping[str, Json] | None = None,
+        params: Mapping[str, str] | None = None,
+    ) -> bytes:
+        """One request, its whole answer. Raises EngineError (refused), EngineTimeout or EngineUnavailable."""
+        with self._named(deadline_s, path), trio.fail_after(deadline_s):
+            timeout = httpx.Timeout(None, connect=self._connect_s)
+            response = await self._http.request(method, path, json=json, params=params, timeout=timeout)
+        if response.status_code >= 400:
+            raise self._refused(response.status_code, response.content)
+        return response.content
+
+    async def healthy(self, *, deadline_s: float = 5.0) -> bool:
+        """Whether the engine answers."""
+        try:
+            await self.call("GET", "/health", deadline_s=deadline_s)
+        except EngineError:
+            return False
+        return True
+
+    async def served_version(self, *, deadline_s: float = 5.0) -> int:
+        """The weight version that the engine serves now. A server that does not say is asked for one token."""
+        answer = parse_json(await self.call("GET", "/version", deadline_s=deadline_s))
+        if "weight_version" in answer:
+            return parse_version(answer["weight_version"])
+        probe = GenerateRequest(
+            request_id=f"version-probe-{uuid4().hex}",
+            session="version-probe",
+            token_ids=(0,),
+            sampling=SamplingParams(max_tokens=1),
+            deadline_s=deadline_s,
+        )
+        return (await self.generate(probe)).spans[-1].version
+
+    async def metrics(self, *, deadline_s: float = 5.0) -> dict[str, float]:
+        """The engine's gauges and counters by name without labels, summed over labels; histogram buckets left out."""
+        text = (await self.call("GET", "/metrics", deadline_s=deadline_s)).decode()
+        values: dict[str, float] = {}
+        for line in text.splitlines():
+            name, _, value = line.rpartition(" ")
+            name = name.partition("{")[0]
+            if name and not name.startswith("#") and not name.endswith("_bucket"):
+                values[name] = values.get(name, 0.0) + float(value)
+        return values
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    def _refused(self, status: int, body: bytes) -> EngineError:
+        kind = EngineUnavailable if status >= 500 else EngineError
+        return kind(f"{self.url} answered {status}: {refusal(body)}")
+
+    @contextmanager
+    def _named(self, deadline_s: float, what: str = "a generation") -> Generator[None]:
+        try:
+            yield
+        except httpx.ConnectTimeout as error:
+            raise EngineUnavailable(f"{self.url} did not accept a connection in {self._connect_s:g} s") from error
+        except (trio.TooSlowError, httpx.TimeoutException) as error:
+            raise EngineTimeout(f"{self.url} did not finish {what} within {deadline_s:g} s") from error
+        except httpx.TransportError as error:
+            reason = str(error) or type(error).__name__
+            raise EngineUnavailable(f"{self.url} is not there or broke off: {reason}") from error
+
+
+async def collect(chunks: AsyncIterator[Chunk]) -> Generation:
+    """A stream's chunks as one generation."""
+    stitcher = Stitcher()
+    finish: str | None = None
+    async for chunk in chunks:
+        stitcher.add(chunk)
+        finish = chunk.finish
+    if finish is not None:
+        return stitcher.generation(cast("Finish", finish))
+    raise EngineUnavailable("the stream ended before its last chunk")

@@ -1,0 +1,137 @@
+"""`python -m agentrl.engine.embedded`: serve a small model from this machine's CPU.
+
+Exit codes: 0 asked to stop, 1 the engine failed, 2 it could not be started as asked (one line says why).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import torch
+import uvicorn
+
+from agentrl.engine.embedded.architecture import read_architecture, read_weights
+from agentrl.engine.embedded.batching import Batcher
+from agentrl.engine.embedded.model import KVStore, Model
+from agentrl.engine.embedded.server import EngineServer
+from agentrl.errors import ConfigError, UsageError
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m agentrl.engine.embedded", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="folder with config.json and safetensors")
+    parser.add_argument("--weights", type=Path, default=None, help="a safetensors file to serve instead of the model's")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the arithmetic")
+    parser.add_argument("--max-batch", type=int, default=128, help="requests that run at once")
+    parser.add_argument("--max-model-len", type=int, default=None, help="tokens of prompt and generation together")
+    parser.add_argument("--kv-cache-mb", type=int, default=512)
+    parser.add_argument("--stream-tokens", type=int, default=16, help="tokens of one streamed chunk")
+    parser.add_argument("--served-version", type=int, default=0, help="version of the weights served first")
+    parser.add_argument("--served-model-name", default=None)
+    parser.add_argument("--seed", type=int, default=None, help="of the sampler; the order of requests matters too")
+    parser.add_argument("--ready-file", type=Path, default=None, help="written as JSON {url, pid} once serving")
+    parser.add_argument("--lifeline", action="store_true", help="exit when standard input reaches its end")
+    return parser.parse_args(arguments)
+
+
+def build(arguments: argparse.Namespace) -> EngineServer:
+    """Read the model and lay out the cache. Raises UsageError where the settings do not fit the model."""
+    torch.set_num_threads(arguments.threads)
+    architecture = read_architecture(arguments.model)
+    length = arguments.max_model_len or min(architecture.max_positions, 2048)
+    if not 2 <= length <= architecture.max_positions:
+        raise ConfigError("--max-model-len", length, f"the model has {architecture.max_positions} positions")
+    per_slot = KVStore.bytes_per_token(architecture) * length
+    slots = (arguments.kv_cache_mb << 20) // per_slot
+    if slots < 1:
+        raise ConfigError("--kv-cache-mb", arguments.kv_cache_mb, f"one context needs {-(-per_slot >> 20)} MB")
+    # More slots than twice the running requests would only hold prefixes that nobody comes back for.
+    slots = min(slots, 2 * arguments.max_batch)
+    model = Model(architecture, read_weights(arguments.weights or arguments.model), length=length)
+    batcher = Batcher(
+        model,
+        KVStore(architecture, slots, length),
+        max_batch=arguments.max_batch,
+        version=arguments.served_version,
+        stream_tokens=arguments.stream_tokens,
+        seed=arguments.seed,
+    )
+    return EngineServer(batcher, name=arguments.served_model_name or str(arguments.model))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises UsageError if the address cannot be had."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
+    return listener
+
+
+async def serve(server: EngineServer, listener: socket.socket, ready_file: Path | None) -> int:
+    """Serve until SIGTERM or SIGINT, or until a pass fails. Returns the exit code."""
+    config = uvicorn.Config(
+        server.app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=600,
+        timeout_graceful_shutdown=1,
+        ws="none",
+    )
+    uv = uvicorn.Server(config)
+    driving = asyncio.create_task(server.drive())
+    driving.add_done_callback(lambda _: setattr(uv, "should_exit", True))
+    serving = asyncio.create_task(uv.serve(sockets=[listener]))
+    while not uv.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(0.005)
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if ready_file is not None:
+        draft = ready_file.with_suffix(ready_file.suffix + ".draft")
+        draft.write_text(json.dumps({"url": url, "pid": os.getpid()}))
+        draft.rename(ready_file)
+    print(f"embedded engine ready at {url}", flush=True)
+    await serving
+    if driving.done():
+        driving.result()
+    driving.cancel()
+    return 0
+
+
+def _exit_with_stdin() -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    os._exit(0)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Start, serve, return the exit code."""
+    parsed = parse_arguments(arguments)
+    if parsed.lifeline:
+        threading.Thread(target=_exit_with_stdin, daemon=True).start()
+    try:
+        listener = listen(parsed.host, parsed.port)
+        server = build(parsed)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return asyncio.run(serve(server, listener, parsed.ready_file))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

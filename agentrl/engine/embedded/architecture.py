@@ -1,0 +1,181 @@
+"""What a model folder holds: its architecture and its weights, checked and packed for the embedded engine.
+
+Owns the reading of `config.json` and safetensors and the names of weights. Never runs a forward pass.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
+
+from agentrl.errors import ModelError
+
+_FAMILIES = {"qwen3": (True, False), "qwen2": (False, True), "llama": (False, False)}  # (q/k norm, q/k/v bias)
+_ROPES = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A dense decoder of the Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_positions: int
+    eps: float
+    qk_norm: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    tied: bool
+    inverse_frequencies: tuple[float, ...]  # of the rotary embedding, [head_dim / 2]
+    eos_token_ids: tuple[int, ...]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The name and shape of every weight, under the names that transformers gives them."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab, self.hidden),
+            "model.norm.weight": (self.hidden,),
+        }
+        if not self.tied:
+            shapes["lm_head.weight"] = (self.vocab, self.hidden)
+        for layer in range(self.layers):
+            at = f"model.layers.{layer}."
+            shapes[at + "input_layernorm.weight"] = shapes[at + "post_attention_layernorm.weight"] = (self.hidden,)
+            linears = {
+                "self_attn.q_proj": (q, self.hidden, self.qkv_bias),
+                "self_attn.k_proj": (kv, self.hidden, self.qkv_bias),
+                "self_attn.v_proj": (kv, self.hidden, self.qkv_bias),
+                "self_attn.o_proj": (self.hidden, q, self.o_bias),
+                "mlp.gate_proj": (self.intermediate, self.hidden, self.mlp_bias),
+                "mlp.up_proj": (self.intermediate, self.hidden, self.mlp_bias),
+                "mlp.down_proj": (self.hidden, self.intermediate, self.mlp_bias),
+            }
+            for name, (rows, columns, bias) in linears.items():
+                shapes[f"{at}{name}.weight"] = (rows, columns)
+                if bias:
+                    shapes[f"{at}{name}.bias"] = (rows,)
+            if self.qk_norm:
+                shapes[at + "self_attn.q_norm.weight"] = shapes[at + "self_attn.k_norm.weight"] = (self.head_dim,)
+        return shapes
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """Read `config.json`. Raises ModelError for a missing file or an architecture the embedded engine lacks."""
+    path = folder / "config.json"
+    try:
+        config = cast("dict[str, Any]", json.loads(path.read_text()))
+    except OSError as error:
+        raise ModelError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    family = config.get("model_type")
+    if family not in _FAMILIES:
+        raise ModelError(
+            f"{path}: the embedded engine serves {', '.join(_FAMILIES)} models, not {family!r}; "
+            'set engine.kind = "vllm" for this one'
+        )
+    if config.get("use_sliding_window"):
+        raise ModelError(
+            f'{path}: use_sliding_window = true is not served by the embedded engine; set engine.kind = "vllm"'
+        )
+    if config.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"{path}: hidden_act = {config['hidden_act']!r}; the embedded engine serves 'silu' only")
+    qk_norm, qkv_bias = _FAMILIES[family]
+    attention_bias = bool(config.get("attention_bias", False))
+    try:
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        eos: Any = config.get("eos_token_id")
+        return Architecture(
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            heads=config["num_attention_heads"],
+            kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+            head_dim=head_dim,
+            intermediate=config["intermediate_size"],
+            vocab=config["vocab_size"],
+            max_positions=config.get("max_position_embeddings", 2048),
+            eps=config.get("rms_norm_eps", 1e-6),
+            qk_norm=qk_norm,
+            qkv_bias=qkv_bias or attention_bias,
+            o_bias=attention_bias and family != "qwen2",
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            inverse_frequencies=_inverse_frequencies(path, config, head_dim),
+            eos_token_ids=tuple(cast("list[int]", eos)) if isinstance(eos, list) else () if eos is None else (eos,),
+        )
+    except KeyError as error:
+        raise ModelError(f"{path} lacks {error.args[0]!r}") from None
+
+
+def _inverse_frequencies(path: Path, config: Mapping[str, Any], head_dim: int) -> tuple[float, ...]:
+    """Rotary frequencies, [head_dim / 2]. Llama 3's stretching of low ones: arXiv 2407.21783, section 3.2."""
+    rope: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _ROPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError(
+            f"{path}: rotary embedding {kind!r} is not served by the embedded engine (it has {', '.join(_ROPES)}); "
+            'set engine.kind = "vllm"'
+        )
+    theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
+    frequencies = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    if kind == "linear":
+        return tuple(f / rope["factor"] for f in frequencies)
+    if kind == "default":
+        return tuple(frequencies)
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    original = rope["original_max_position_embeddings"]
+    stretched: list[float] = []
+    for frequency in frequencies:
+        turns = original * frequency / (2 * math.pi)
+        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+        stretched.append((1 - smooth) * frequency / factor + smooth * frequency)
+    return tuple(stretched)
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a model folder, or of one safetensors file, in float32.
+
+    Raises ModelError where nothing readable is there."""
+    if path.is_dir():
+        index = path / "model.safetensors.index.json"
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
+        parts = [path / file for file in files] or [path / "model.safetensors"]
+    else:
+        parts = [path]
+    weights: dict[str, torch.Tensor] = {}
+    for part in parts:
+        try:
+            weights |= load_file(part)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"cannot read weights from {str(part)!r}: {error}") from error
+    return {name: tensor.float() for name, tensor in weights.items()}
+
+
+def check_weights(architecture: Architecture, weights: Mapping[str, torch.Tensor]) -> None:
+    """Raise ModelError unless `weights` are exactly this architecture's, of the right shapes and finite."""
+    shapes = architecture.shapes()
+    spare = set(weights) - set(shapes) - {"lm_head.weight"}
+    spare = {name for name in spare if not name.endswith("rotary_emb.inv_freq")}
+    if spare:
+        raise ModelError(f"unknown weight {min(spare)!r} ({len(spare)} such) for this architecture")
+    for name, shape in shapes.items():
+        if name not in weights:
+            raise ModelError(f"weight {name!r} is missing")
+        if tuple(weights[name].shape) != shape:
+            raise ModelError(f"weight {name!r} has shape {tuple(weights[name].shape)}, expected {shape}")
+        if not bool(torch.isfinite(weights[name]).all()):
+            raise ModelError(f"weight {name!r} holds values that are not finite")

@@ -1,0 +1,286 @@
+"""Continuous batching: requests come and go between two forward passes, weights change between two forward passes.
+
+Owns the running requests, the order in which prompts are computed, and the version stamped on each token. Knows
+neither HTTP nor files: a request's tokens leave through its `sink`.
+
+One `step` is one forward pass: every running request that is up to date gives one row, and new prompts (or the new
+part of a longer context) are computed beside them, up to `pass_tokens` tokens. A prompt that another request is just
+computing waits for it and copies the shared part.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from agentrl.engine.embedded.model import KVStore, Model, Rows, Run
+from agentrl.engine.embedded.sampler import Settings, sample
+from agentrl.engine.embedded.slots import Slots
+from agentrl.records import Finish, SamplingParams, VersionSpan
+
+_WORTH_WAITING = 16  # tokens of a shared prompt for which a request waits a pass rather than compute them again
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """New tokens of a request. Spans count from the request's first sampled token."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    spans: list[VersionSpan]
+    finish: Finish | None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One generation. `tokens` holds the prompt and, behind it, what was sampled."""
+
+    id: str
+    tokens: list[int]
+    sampling: SamplingParams
+    sink: Callable[[Emission], None]
+    prompt_length: int = 0
+    logprobs: list[float] = field(default_factory=list[float])
+    emitted: int = 0
+    slot: int = -1
+    cached: int = 0  # prompt tokens whose keys and values were found, not computed
+    version_starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # (first token, version)
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.tokens)
+
+    @property
+    def sampled(self) -> int:
+        """How many tokens were sampled so far."""
+        return len(self.logprobs)
+
+    def spans(self, start: int, end: int) -> list[VersionSpan]:
+        """Version spans of sampled tokens [start, end)."""
+        ends = [first for first, _ in self.version_starts[1:]] + [end]
+        pairs = zip(self.version_starts, ends, strict=True)
+        return [VersionSpan(v, max(a, start), min(b, end)) for (a, v), b in pairs if max(a, start) < min(b, end)]
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the start, in tokens unless the name says otherwise."""
+
+    generated: int = 0
+    prompt: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    passes: int = 0
+
+
+class Batcher:
+    """Runs requests on a model. Not thread-safe: one owner calls `submit`, `abort`, `step` and `load`."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv: KVStore,
+        *,
+        max_batch: int,
+        version: int = 0,
+        stream_tokens: int = 16,
+        pass_tokens: int = 1024,
+        seed: int | None = None,
+    ) -> None:
+        self.model, self.version, self.counters = model, version, Counters()
+        self.slots = Slots(kv)
+        self._max_batch = min(max_batch, len(self.slots.busy))
+        self._stream_tokens, self._pass_tokens = stream_tokens, pass_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: dict[str, Request] = {}
+        self._generator = torch.Generator()
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.waiting or self.running)
+
+    def knows(self, id: str) -> bool:
+        """Whether a request of this id waits or runs."""
+        return id in self.running or any(request.id == id for request in self.waiting)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Its prompt must leave room for one token; the server has checked that."""
+        self.waiting.append(request)
+
+    def abort(self, id: str) -> bool:
+        """End a request with what it has; False if there is none of this id."""
+        request = self.running.pop(id, None)
+        if request is not None:
+            self.slots.release(request.slot)
+        else:
+            request = next((one for one in self.waiting if one.id == id), None)
+            if request is None:
+                return False
+            self.waiting.remove(request)
+        self._emit(request, "abort")
+        return True
+
+    def abort_all(self) -> None:
+        """End every request with what it has."""
+        for id in [*self.running, *(request.id for request in self.waiting)]:
+            self.abort(id)
+
+    def forget(self) -> None:
+        """Drop every kept key and value, those of running requests too: they are computed anew in the next steps."""
+        self.slots.forget(busy=True)
+
+    def load(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Swap all weights. Running requests go on with the keys and values they have (see `forget`); cached
+        prefixes of older versions are never used again. Raises ModelError and changes nothing if they do not fit."""
+        self.model.load(weights)
+        self.version = version
+        self.slots.forget(busy=False)
+        for request in self.running.values():
+            if self.slots.computed[request.slot] == 0:
+                self.slots.version[request.slot] = version
+            if request.sampled:
+                request.version_starts.append((request.sampled, version))
+
+    def step(self) -> None:
+        """One forward pass and one sampled token for every request that is up to date."""
+        self._admit()
+        singles, runs = self._plan()
+        if not singles and not runs:
+            return
+        with torch.inference_mode():
+            rows, sampling = self._rows(singles, runs)
+            logits_BV = self.model.forward(rows, self.slots.kv)
+            for request in singles:
+                self.slots.computed[request.slot] += 1
+            for request, count in runs:
+                self.slots.computed[request.slot] += count
+            self.counters.passes += 1
+            if sampling:
+                self._sample(logits_BV, sampling)
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self._max_batch:
+            slot = self.slots.acquire(self.waiting[0].tokens, self.version)
+            if slot is None:
+                return
+            request = self.waiting.popleft()
+            request.slot = slot
+            request.cached = -1
+            self.running[request.id] = request
+
+    def _plan(self) -> tuple[list[Request], list[tuple[Request, int]]]:
+        """Who gets one row, and who how many. Prompts are taken in order of arrival."""
+        slots, budget = self.slots, self._pass_tokens
+        singles: list[Request] = []
+        runs: list[tuple[Request, int]] = []
+        for request in self.running.values():
+            computed = int(slots.computed[request.slot])
+            if computed < len(request.tokens) - 1 or request.cached < 0:
+                if budget <= 0:
+                    continue
+                computed = slots.adopt(request.slot, self.version)
+                leaders = [leader.slot for leader, _ in runs]
+                if leaders and slots.shared_with(request.slot, leaders) >= computed + _WORTH_WAITING:
+                    continue
+                if request.cached < 0:
+                    self._count_prefix(request, computed)
+            pending = len(request.tokens) - computed
+            if pending == 1:
+                singles.append(request)
+            else:
+                runs.append((request, min(pending, budget)))
+                budget -= min(pending, budget)
+        self._compact(singles)
+        return singles, runs
+
+    def _count_prefix(self, request: Request, computed: int) -> None:
+        request.cached = computed
+        self.counters.prefix_queries += request.prompt_length
+        self.counters.prefix_hits += computed
+        self.counters.prompt += request.prompt_length
+
+    def _compact(self, singles: list[Request]) -> None:
+        """Keep single rows' slots together at the low end: attention runs over all slots up to the highest one."""
+        bound = len(singles) + len(singles) // 4 + 8
+        at = {request.slot: request for request in self.running.values()}
+        wanted = {request.slot for request in singles}
+        holes = (slot for slot in range(bound) if slot not in wanted)
+        for slot in sorted((slot for slot in wanted if slot >= bound), reverse=True):
+            hole = next(holes)
+            self.slots.exchange(slot, hole)
+            other = at.pop(hole, None)
+            at[slot].slot = hole
+            if other is not None:
+                other.slot = slot
+
+    def _rows(self, singles: list[Request], runs: list[tuple[Request, int]]) -> tuple[Rows, list[Request]]:
+        slots = self.slots
+        tokens = [request.tokens[-1] for request in singles]
+        positions = [len(request.tokens) - 1 for request in singles]
+        single_slots = [request.slot for request in singles]
+        wanted, sampling = list(range(len(singles))), list(singles)
+        lengths = [1] * (max(single_slots) + 1 if single_slots else 0)
+        for slot, position in zip(single_slots, positions, strict=True):
+            lengths[slot] = position + 1
+        planned: list[Run] = []
+        for request, count in runs:
+            start, row = int(slots.computed[request.slot]), len(tokens)
+            tokens += request.tokens[start : start + count]
+            positions += range(start, start + count)
+            planned.append(Run(request.slot, start, slice(row, row + count)))
+            if start + count == len(request.tokens):
+                wanted.append(len(tokens) - 1)
+                sampling.append(request)
+        rows = Rows(
+            tokens_N=torch.tensor(tokens),
+            positions_N=torch.tensor(positions),
+            single_slots_N=torch.tensor(single_slots, dtype=torch.long),
+            lengths_S=torch.tensor(lengths, dtype=torch.long),
+            longest=max(lengths, default=0),
+            runs=tuple(planned),
+            wanted_N=torch.tensor(wanted, dtype=torch.long),
+        )
+        return rows, sampling
+
+    def _sample(self, logits_BV: torch.Tensor, requests: list[Request]) -> None:
+        settings = Settings(
+            temperature_B=[request.sampling.temperature for request in requests],
+            top_p_B=[request.sampling.top_p for request in requests],
+            top_k_B=[request.sampling.top_k for request in requests],
+        )
+        tokens_B, logprobs_B = sample(logits_BV, settings, self._generator)
+        self.counters.generated += len(requests)
+        slots = self.slots
+        tokens: list[int] = tokens_B.tolist()  # pyright: ignore[reportUnknownMemberType]
+        logprobs: list[float] = logprobs_B.tolist()  # pyright: ignore[reportUnknownMemberType]
+        for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
+            if not request.logprobs:
+                request.version_starts.append((0, self.version))
+            request.tokens.append(token)
+            request.logprobs.append(logprob)
+            at = len(request.tokens)
+            slots.tokens[request.slot, at - 1] = token
+            slots.known[request.slot] = at
+            finish: Finish | None = None
+            if token in request.sampling.stop_token_ids:
+                finish = "stop"
+            elif request.sampled >= request.sampling.max_tokens or at >= slots.length:
+                finish = "length"
+            if finish:
+                del self.running[request.id]
+                slots.release(request.slot)
+            if finish or request.sampled - request.emitted >= self._stream_tokens:
+                self._emit(request, finish)
+
+    def _emit(self, request: Request, finish: Finish | None) -> None:
+        start, end = request.emitted, request.sampled
+        request.emitted = end
+        tokens = request.tokens[request.prompt_length + start :]
+        request.sink(Emission(tokens, request.logprobs[start:], request.spans(start, end), finish))

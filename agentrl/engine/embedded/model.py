@@ -1,0 +1,248 @@
+"""The forward pass of the embedded engine: many requests' tokens through one dense decoder on CPU.
+
+Owns packed weights and the arithmetic. Never knows requests, versions or HTTP: it sees rows of tokens and the cache
+slots they belong to. Float32 throughout.
+
+Rows of one pass are flat, [N] tokens: first the *single* rows (one new token of a slot each), whose attention is
+computed together, then *runs* (several new tokens of one slot), each attending on its own.
+Shape suffixes: N rows, S cache slots, K key/value heads, G query heads for each of them, D head size, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from agentrl.engine.embedded.architecture import Architecture, check_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Several new tokens of one slot: rows `rows` of the pass, at positions start, start + 1, …"""
+
+    slot: int
+    start: int
+    rows: slice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """One pass. `single_slots_N` are the slots of the first rows; `lengths_S` says, for every slot below the highest
+    single one, how many positions its row sees (at least 1, so that a row of an unused slot is harmless)."""
+
+    tokens_N: torch.Tensor
+    positions_N: torch.Tensor
+    single_slots_N: torch.Tensor
+    lengths_S: torch.Tensor
+    longest: int
+    runs: tuple[Run, ...]
+    wanted_N: torch.Tensor  # rows whose logits are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None  # [heads + kv_heads, D], the attention scale folded in
+    o: torch.Tensor  # transposed, as are gate_up and down
+    o_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+class KVStore:
+    """Keys [layers, S, K, D, T] (transposed: attention reads along T) and values [layers, S, K, T, D], zeroed.
+
+    Zeros matter: positions beyond a row's length are masked, but 0 x NaN would still be NaN. Pages that are never
+    written cost no memory."""
+
+    def __init__(self, architecture: Architecture, slots: int, length: int) -> None:
+        a = architecture
+        self.keys = torch.zeros(a.layers, slots, a.kv_heads, a.head_dim, length)
+        self.values = torch.zeros(a.layers, slots, a.kv_heads, length, a.head_dim)
+
+    @staticmethod
+    def bytes_per_token(architecture: Architecture) -> int:
+        """Memory of one position of one slot."""
+        return 2 * 4 * architecture.layers * architecture.kv_heads * architecture.head_dim
+
+    def copy(self, source: int, target: int, start: int, end: int) -> None:
+        """Copy positions [start, end) of one slot to another."""
+        self.keys[:, target, :, :, start:end] = self.keys[:, source, :, :, start:end]
+        self.values[:, target, :, start:end] = self.values[:, source, :, start:end]
+
+    def swap(self, a: int, b: int, length: int) -> None:
+        """Exchange the first `length` positions of two slots."""
+        keys, values = self.keys[:, :, :, :, :length], self.values[:, :, :, :length]
+        kept_keys, kept_values = keys[:, a].clone(), values[:, a].clone()
+        keys[:, a], values[:, a] = keys[:, b], values[:, b]
+        keys[:, b], values[:, b] = kept_keys, kept_values
+
+
+class Model:
+    """A decoder with replaceable weights. `load` swaps all of them at once; call it only between two passes."""
+
+    def __init__(self, architecture: Architecture, weights: Mapping[str, torch.Tensor], *, length: int) -> None:
+        self.architecture = architecture
+        angles = torch.outer(
+            torch.arange(length, dtype=torch.float64),
+            torch.tensor(architecture.inverse_frequencies, dtype=torch.float64),
+        )
+        self._rotations = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)  # [length, D / 2]
+        self.load(weights)
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Check and pack weights named as transformers names them. Raises ModelError and changes nothing if wrong."""
+        check_weights(self.architecture, weights)
+        layers = [_pack(self.architecture, weights, layer) for layer in range(self.architecture.layers)]
+        embedding = weights["model.embed_tokens.weight"].contiguous()
+        head = embedding if self.architecture.tied else weights["lm_head.weight"].contiguous()
+        self._embedding, self._head, self._layers = embedding, head, layers
+        self._norm = weights["model.norm.weight"]
+
+    def forward(self, rows: Rows, kv: KVStore) -> torch.Tensor:
+        """Write the rows' keys and values into `kv` and return the wanted rows' logits, [wanted, vocab]."""
+        a = self.architecture
+        x = F.embedding(rows.tokens_N, self._embedding)
+        rotations = self._rotations[rows.positions_N].unsqueeze(1)
+        masks = _Masks(rows, a)
+        for at, layer in enumerate(self._layers):
+            h = F.rms_norm(x, (a.hidden,), layer.norm, a.eps)
+            attended = self._attend(F.linear(h, layer.qkv, layer.qkv_bias), layer, rotations, rows, masks, kv, at)
+            x = torch.addmm(x, attended, layer.o)
+            if layer.o_bias is not None:
+                x += layer.o_bias
+            if at == a.layers - 1:
+                x = x[rows.wanted_N]
+            h = F.rms_norm(x, (a.hidden,), layer.mlp_norm, a.eps)
+            gate, up = F.linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            x = torch.addmm(x, F.silu(gate) * up, layer.down)
+            if layer.down_bias is not None:
+                x += layer.down_bias
+        return F.linear(F.rms_norm(x, (a.hidden,), self._norm, a.eps), self._head)
+
+    def _attend(
+        self,
+        qkv: torch.Tensor,
+        layer: _Layer,
+        rotations: torch.Tensor,
+        rows: Rows,
+        masks: _Masks,
+        kv: KVStore,
+        at: int,
+    ) -> torch.Tensor:
+        a = self.architecture
+        both = a.heads + a.kv_heads
+        heads = qkv.view(-1, both + a.kv_heads, a.head_dim)
+        qk, v = heads[:, :both], heads[:, both:]
+        if layer.qk_norm is not None:
+            qk = F.rms_norm(qk, (a.head_dim,), None, a.eps) * layer.qk_norm
+        pairs = torch.view_as_complex(qk.reshape(-1, both, a.head_dim // 2, 2))
+        qk = torch.view_as_real(pairs * rotations).view(-1, both, a.head_dim)
+        q, k = qk[:, : a.heads], qk[:, a.heads :]
+        keys, values = kv.keys[at], kv.values[at]
+        n = rows.single_slots_N.shape[0]
+        outputs: list[torch.Tensor] = []
+        if n:
+            positions = rows.positions_N[:n]
+            keys[rows.single_slots_N, :, :, positions] = k[:n]
+            values[rows.single_slots_N, :, positions] = v[:n]
+            outputs.append(_attend_singles(q[:n], rows, masks.singles, keys, values))
+        for run, mask in zip(rows.runs, masks.runs, strict=True):
+            end = run.start + (run.rows.stop - run.rows.start)
+            keys[run.slot, :, :, run.start : end] = k[run.rows].permute(1, 2, 0)
+            values[run.slot, :, run.start : end] = v[run.rows].transpose(0, 1)
+            outputs.append(_attend_run(q[run.rows], mask, keys[run.slot, :, :, :end], values[run.slot, :, :end]))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+class _Masks:
+    """Additive attention masks, made once a pass and used by every layer."""
+
+    def __init__(self, rows: Rows, architecture: Architecture) -> None:
+        kv_heads = architecture.kv_heads
+        hull = rows.lengths_S.shape[0]
+        self.singles = torch.zeros(0)
+        if hull:
+            unseen = torch.arange(rows.longest) >= rows.lengths_S.unsqueeze(1)
+            mask = torch.zeros(hull, rows.longest).masked_fill_(unseen, float("-inf"))
+            self.singles = mask.unsqueeze(1).expand(hull, kv_heads, rows.longest).reshape(hull * kv_heads, 1, -1)
+        self.runs = [_causal(run.start, run.rows.stop - run.rows.start) for run in rows.runs]
+
+
+def _causal(start: int, n: int) -> torch.Tensor:
+    return torch.full((n, start + n), float("-inf")).triu_(start + 1)
+
+
+def _attend_singles(
+    q: torch.Tensor, rows: Rows, mask: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """Attention of one new token a slot, over all slots up to the highest one in use: no gather of the cache."""
+    n, heads, size = q.shape
+    kv_heads, hull, longest = keys.shape[1], rows.lengths_S.shape[0], rows.longest
+    queries = torch.zeros(hull, heads, size)
+    queries[rows.single_slots_N] = q
+    flat_keys = keys[:hull].view(hull * kv_heads, size, -1)[:, :, :longest]
+    flat_values = values[:hull].view(hull * kv_heads, -1, size)[:, :longest]
+    scores = torch.baddbmm(mask, queries.view(hull * kv_heads, heads // kv_heads, size), flat_keys)
+    attended = torch.bmm(torch.softmax(scores, -1), flat_values)
+    return attended.view(hull, heads * size)[rows.single_slots_N].view(n, heads * size)
+
+
+def _attend_run(q: torch.Tensor, mask: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Causal attention of n new tokens of one slot; keys [K, D, T], values [K, T, D]."""
+    n, heads, size = q.shape
+    kv_heads = keys.shape[0]
+    group = heads // kv_heads
+    queries = q.view(n, kv_heads, group, size).permute(1, 2, 0, 3).reshape(kv_heads, group * n, size)
+    scores = torch.bmm(queries, keys).view(kv_heads, group, n, -1)
+    scores += mask
+    attended = torch.bmm(torch.softmax(scores, -1).view(kv_heads, group * n, -1), values)
+    return attended.view(kv_heads, group, n, size).permute(2, 0, 1, 3).reshape(n, heads * size)
+
+
+def _pack(architecture: Architecture, weights: Mapping[str, torch.Tensor], layer: int) -> _Layer:
+    """Join q/k/v and gate/up, fold the attention scale into q, and order rotary pairs side by side.
+
+    transformers rotates dimension i with i + D/2; with the pairs adjacent one complex product does it. Queries and
+    keys are permuted alike, so their products do not change."""
+    a, at = architecture, f"model.layers.{layer}."
+    pairs = torch.arange(a.head_dim).view(2, -1).t().reshape(-1)
+    scale = a.head_dim**-0.5
+
+    def rotary(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+        return tensor.view(heads, a.head_dim, *tensor.shape[1:])[:, pairs].reshape(tensor.shape)
+
+    def joined(kind: str) -> torch.Tensor:
+        q = rotary(weights[f"{at}self_attn.q_proj.{kind}"], a.heads)
+        k = rotary(weights[f"{at}self_attn.k_proj.{kind}"], a.kv_heads)
+        return torch.cat([q if a.qk_norm else q * scale, k, weights[f"{at}self_attn.v_proj.{kind}"]])
+
+    def transposed(name: str) -> torch.Tensor:
+        return weights[at + name].t().contiguous()
+
+    qk_norm = None
+    if a.qk_norm:
+        q_norm, k_norm = weights[at + "self_attn.q_norm.weight"], weights[at + "self_attn.k_norm.weight"]
+        qk_norm = torch.cat([(q_norm[pairs] * scale).expand(a.heads, -1), k_norm[pairs].expand(a.kv_heads, -1)])
+    gate_up = [f"{at}mlp.gate_proj", f"{at}mlp.up_proj"]
+    return _Layer(
+        norm=weights[at + "input_layernorm.weight"],
+        qkv=joined("weight"),
+        qkv_bias=joined("bias") if a.qkv_bias else None,
+        qk_norm=qk_norm,
+        o=transposed("self_attn.o_proj.weight"),
+        o_bias=weights[at + "self_attn.o_proj.bias"] if a.o_bias else None,
+        mlp_norm=weights[at + "post_attention_layernorm.weight"],
+        gate_up=torch.cat([weights[f"{name}.weight"] for name in gate_up]),
+        gate_up_bias=torch.cat([weights[f"{name}.bias"] for name in gate_up]) if a.mlp_bias else None,
+        down=transposed("mlp.down_proj.weight"),
+        down_bias=weights[at + "mlp.down_proj.bias"] if a.mlp_bias else None,
+    )

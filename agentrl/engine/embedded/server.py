@@ -1,0 +1,283 @@
+"""The embedded engine's HTTP side: the subset of vLLM's API that the client uses, on one asyncio loop.
+
+Owns connections, the order of admin calls and the metrics text. The forward passes run in the same loop between two
+looks at the sockets: one thread, so nothing contends for the interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_bytes
+from starlette.applications import Starlette
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from agentrl.engine.embedded.batching import Batcher, Emission, Request
+from agentrl.engine.embedded.metrics import Histograms, render
+from agentrl.engine.embedded.wire import BadRequest, answer_json, parse_generate, parse_object
+from agentrl.errors import ModelError
+
+_POLLS = 8  # looks at the sockets between two passes; a request needs several to be read, parsed and queued
+_BODY_LIMIT = 32 << 20
+_PREFIX = "generate-tokens-"  # vLLM puts it before a request's id, and `/abort_requests` wants it there
+
+
+class EngineServer:
+    """One model served over HTTP. `drive` runs passes until cancelled; `app` is the ASGI application."""
+
+    def __init__(self, batcher: Batcher, *, name: str) -> None:
+        self._batcher, self._name = batcher, name
+        self._wake, self._idle = asyncio.Event(), asyncio.Event()
+        self._paused = False
+        self._updating = False
+        self._staged: dict[str, torch.Tensor] = {}
+        self._serial = 0
+        self._histograms = Histograms()
+        self.app = Starlette(
+            routes=[
+                Route("/inference/v1/generate", _Asgi(self._generate), methods=["POST"]),
+                Route("/health", self._health),
+                Route("/v1/models", self._models),
+                Route("/version", self._version),
+                Route("/metrics", self._metrics),
+                Route("/abort_requests", self._guard(self._abort), methods=["POST"]),
+                Route("/pause", self._guard(self._pause), methods=["POST"]),
+                Route("/resume", self._guard(self._resume), methods=["POST"]),
+                Route("/is_paused", self._is_paused),
+                Route("/init_weight_transfer_engine", self._guard(self._init), methods=["POST"]),
+                Route("/start_weight_update", self._guard(self._start), methods=["POST"]),
+                Route("/update_weights", self._guard(self._update), methods=["POST"]),
+                Route("/finish_weight_update", self._guard(self._finish), methods=["POST"]),
+            ]
+        )
+
+    async def drive(self) -> None:
+        """Run forward passes while there is work."""
+        while True:
+            if self._paused or not self._batcher.busy:
+                self._idle.set()
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            self._idle.clear()
+            self._batcher.step()
+            for _ in range(_POLLS):
+                await asyncio.sleep(0)
+
+    # --- generation ---------------------------------------------------------------------------------------------
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        batcher = self._batcher
+        try:
+            body = await _read(receive)
+            self._serial += 1
+            asked = parse_generate(
+                body,
+                vocab=batcher.model.architecture.vocab,
+                length=batcher.slots.length,
+                default_id=f"unnamed-{self._serial}",
+            )
+            if batcher.knows(_PREFIX + asked.request_id):
+                raise BadRequest(f"request_id: {asked.request_id!r} is already running")
+        except BadRequest as error:
+            await _error(str(error))(scope, receive, send)
+            return
+        emissions: asyncio.Queue[Emission] = asyncio.Queue()
+        id = _PREFIX + asked.request_id
+        request = Request(id=id, tokens=asked.token_ids, sampling=asked.sampling, sink=emissions.put_nowait)
+        batcher.submit(request)
+        self._wake.set()
+        gone = asyncio.ensure_future(receive())  # resolves when the client has left
+        gone.add_done_callback(lambda _: batcher.abort(id))
+        try:
+            if asked.stream:
+                await self._stream(request, asked.request_id, emissions, send)
+            else:
+                await self._whole(request, asked.request_id, emissions, send)
+        finally:
+            gone.cancel()
+
+    async def _stream(self, request: Request, id: str, emissions: asyncio.Queue[Emission], send: Send) -> None:
+        started = last = time.perf_counter()
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
+        while True:
+            emission = await emissions.get()
+            now = time.perf_counter()
+            self._histograms.observe(emission, now - started, now - last, first=last is started)
+            last = now
+            text = f"data: {answer_json(id, emission, request.prompt_length, max(request.cached, 0))}\n\n"
+            if emission.finish:
+                text += "data: [DONE]\n\n"
+            more = emission.finish is None
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+            if not more:
+                return
+
+    async def _whole(self, request: Request, id: str, emissions: asyncio.Queue[Emission], send: Send) -> None:
+        started = time.perf_counter()
+        parts = [await emissions.get()]
+        while parts[-1].finish is None:
+            parts.append(await emissions.get())
+        whole = Emission(
+            [token for part in parts for token in part.token_ids],
+            [logprob for part in parts for logprob in part.logprobs],
+            request.spans(0, request.sampled),
+            parts[-1].finish,
+        )
+        elapsed = time.perf_counter() - started
+        self._histograms.observe(whole, elapsed, elapsed, first=True)
+        body = answer_json(id, whole, request.prompt_length, max(request.cached, 0)).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _abort(self, request: HTTPRequest) -> Response:
+        document = await _object(request)
+        ids = cast("list[Any]", document.get("request_ids", []))
+        if not isinstance(ids, list) or not all(isinstance(id, str) for id in ids):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadRequest("request_ids: must be a list of strings")
+        for id in ids:
+            self._batcher.abort(id)
+        return JSONResponse({"status": "ok"})
+
+    # --- what it is, how it does --------------------------------------------------------------------------------
+
+    async def _health(self, _: HTTPRequest) -> Response:
+        return Response()
+
+    async def _models(self, _: HTTPRequest) -> Response:
+        model = {"id": self._name, "object": "model", "max_model_len": self._batcher.slots.length}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _version(self, _: HTTPRequest) -> Response:
+        return JSONResponse({"version": "agentrl-embedded", "weight_version": str(self._batcher.version)})
+
+    async def _metrics(self, _: HTTPRequest) -> Response:
+        return PlainTextResponse(render(self._batcher, self._histograms, self._name))
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    async def _pause(self, request: HTTPRequest) -> Response:
+        mode = request.query_params.get("mode", "abort")
+        clear = request.query_params.get("clear_cache", "true").lower() in ("true", "1")
+        if mode not in ("abort", "wait", "keep"):
+            raise BadRequest(f"mode = {mode!r}: must be abort, wait or keep")
+        if mode == "abort":
+            self._batcher.abort_all()
+        if mode == "wait" and not self._paused:
+            await self._idle.wait()
+        self._paused = True
+        if clear:
+            self._batcher.forget()
+        return JSONResponse({"status": "paused"})
+
+    async def _resume(self, _: HTTPRequest) -> Response:
+        self._paused = False
+        self._wake.set()
+        return JSONResponse({"status": "resumed"})
+
+    async def _is_paused(self, _: HTTPRequest) -> Response:
+        return JSONResponse({"is_paused": self._paused})
+
+    async def _init(self, _: HTTPRequest) -> Response:
+        return JSONResponse({"message": "Weight transfer initialized"})
+
+    async def _start(self, _: HTTPRequest) -> Response:
+        self._updating, self._staged = True, {}
+        return JSONResponse({"message": "Weight update started"})
+
+    async def _update(self, request: HTTPRequest) -> Response:
+        document = await _object(request)
+        info: Any = document.get("update_info")
+        if not self._updating:
+            raise BadRequest("no update has been started: call /start_weight_update first")
+        given = cast("dict[str, Any]", info if isinstance(info, dict) else {})
+        path, digest = given.get("path"), given.get("sha256")
+        if not isinstance(path, str):
+            raise BadRequest("update_info.path: the path of a safetensors file is required")
+        started = time.perf_counter()
+        self._staged |= _read_tensors(Path(path), digest)
+        self._histograms.weight_update.add(time.perf_counter() - started)
+        return JSONResponse({"message": "Weights updated"})
+
+    async def _finish(self, request: HTTPRequest) -> Response:
+        document = await _object(request)
+        if not self._updating:
+            raise BadRequest("no update has been started: call /start_weight_update first")
+        text = document.get("weight_version")
+        if not isinstance(text, str) or not text.isdecimal():
+            raise BadRequest(f"weight_version = {text!r}: must be a string of decimal digits")
+        if not self._paused:
+            raise BadRequest("the engine is running: call /pause before new weights are taken")
+        self._batcher.load(self._staged, int(text))
+        self._updating, self._staged = False, {}
+        return JSONResponse({"message": "Weight update finished"})
+
+    def _guard(self, handler: Callable[[HTTPRequest], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
+        async def guarded(request: HTTPRequest) -> Response:
+            try:
+                return await handler(request)
+            except (BadRequest, ModelError) as error:
+                return _error(str(error))
+
+        return guarded
+
+
+class _Asgi:
+    """Lets a bound method be a route's ASGI application, past starlette's request objects."""
+
+    def __init__(self, call: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._call(scope, receive, send)
+
+
+_EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+async def _read(receive: Receive) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise BadRequest("the connection was closed before the body ended")
+        part = message.get("body", b"")
+        size += len(part)
+        if size > _BODY_LIMIT:
+            raise BadRequest(f"the body is larger than {_BODY_LIMIT} bytes")
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def _object(request: HTTPRequest) -> dict[str, Any]:
+    return parse_object(await _read(request.receive))
+
+
+def _read_tensors(path: Path, digest: str | None) -> dict[str, torch.Tensor]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BadRequest(f"update_info.path: cannot read {str(path)!r}: {error.strerror}") from None
+    if digest is not None and hashlib.sha256(data).hexdigest() != digest:
+        raise BadRequest(f"update_info.sha256: {str(path)!r} has another checksum")
+    try:
+        return {name: tensor.float() for name, tensor in load_bytes(data).items()}
+    except SafetensorError as error:
+        raise BadRequest(f"update_info.path: {str(path)!r} is not a safetensors file: {error}") from None
+
+
+def _error(text: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": text, "type": "BadRequestError", "code": 400}}, status_code=400)

@@ -1,0 +1,120 @@
+"""Which cache slot holds which tokens, computed under which weights; and whose prefix can be shared.
+
+Owns the bookkeeping beside `KVStore`. A slot is *busy* while a request runs in it. An idle slot keeps its keys and
+values until the slot is needed: the next turn of the same episode goes on in it, and siblings copy a shared prefix
+from it. A prefix is only ever shared between requests of one weight version: a slot whose keys and values were
+computed under an older version, wholly or in part, matches nothing. Never knows requests or weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.engine.embedded.model import KVStore
+
+Ints = NDArray[np.int64]
+
+
+class Slots:
+    """Invariants: `computed[s]` ≤ `known[s]`; `tokens[s, :known[s]]` are the slot's tokens, and the first
+    `computed[s]` of them have keys and values in `kv`, none older than `version[s]`."""
+
+    def __init__(self, kv: KVStore) -> None:
+        self.kv = kv
+        count, length = kv.keys.shape[1], kv.keys.shape[4]
+        self.tokens = np.zeros((count, length), dtype=np.int32)
+        self.known: Ints = np.zeros(count, dtype=np.int64)
+        self.computed: Ints = np.zeros(count, dtype=np.int64)
+        self.version: Ints = np.zeros(count, dtype=np.int64)
+        self.used: Ints = np.zeros(count, dtype=np.int64)  # time of last use, in `_clock` ticks
+        self.busy = np.zeros(count, dtype=np.bool_)
+        self._clock = 0
+
+    @property
+    def length(self) -> int:
+        """Positions of one slot."""
+        return self.tokens.shape[1]
+
+    def acquire(self, tokens: Sequence[int], version: int) -> int | None:
+        """Make a slot busy for a request with these tokens; None if every slot is. What `tokens` share with an idle
+        slot that they extend is kept; `adopt` finds the rest."""
+        shared = self._shared(tokens)
+        valid = np.where(self.version == version, np.minimum(shared, self.computed), 0)
+        own = np.flatnonzero(~self.busy & (valid == self.computed) & (valid > 0) & (valid == valid.max()))
+        if own.size:
+            slot = int(own[0])
+        else:
+            idle = np.flatnonzero(~self.busy)
+            if not idle.size:
+                return None
+            free = idle[(self.computed[idle] == 0) | (self.version[idle] != version)]
+            # The best donor is given up last: the prefix is copied from it.
+            age = self.used[idle] + (valid[idle] == valid.max()) * (self._clock + 1)
+            slot = int(free[0] if free.size else idle[np.argmin(age)])
+        self.computed[slot] = min(valid[slot], len(tokens) - 1)
+        self.version[slot] = version
+        self.tokens[slot, : len(tokens)] = tokens
+        self.known[slot] = len(tokens)
+        self.busy[slot] = True
+        return slot
+
+    def adopt(self, slot: int, version: int) -> int:
+        """Copy into a busy slot the longest prefix that any slot shares with it; return how many positions it now
+        has. At least one token is left to compute, for its logits."""
+        known = int(self.known[slot])
+        shared = np.minimum(self._shared(self.tokens[slot, :known]), known - 1)
+        valid = np.where(self.version == version, np.minimum(shared, self.computed), 0)
+        donor = int(valid.argmax())
+        start, end = int(self.computed[slot]), int(valid[donor])
+        if donor != slot and end > start:
+            self.kv.copy(donor, slot, start, end)
+            self.computed[slot] = end
+            self._touch(donor)
+        return int(self.computed[slot])
+
+    def shared_with(self, slot: int, others: Sequence[int]) -> int:
+        """The longest prefix that a slot's known tokens share with those of `others`, computed or not."""
+        known = int(self.known[slot])
+        rows = list(others)
+        return int(_common(self.tokens[rows, :known], self.known[rows], self.tokens[slot, :known]).max(initial=0))
+
+    def release(self, slot: int) -> None:
+        """The request is gone; its keys and values stay for whoever extends or shares them."""
+        self.busy[slot] = False
+        self.known[slot] = self.computed[slot]
+        self._touch(slot)
+
+    def forget(self, *, busy: bool) -> None:
+        """Drop all kept keys and values; those of busy slots too, if asked."""
+        dropped = np.ones_like(self.busy) if busy else ~self.busy
+        self.computed[dropped] = 0
+
+    def exchange(self, a: int, b: int) -> None:
+        """Move the contents of two slots into each other's place."""
+        length = int(max(self.computed[a], self.computed[b]))
+        if self.computed[b] == 0:
+            self.kv.copy(a, b, 0, length)
+        elif self.computed[a] == 0:
+            self.kv.copy(b, a, 0, length)
+        else:
+            self.kv.swap(a, b, length)
+        for array in (self.tokens, self.known, self.computed, self.version, self.used, self.busy):
+            array[[a, b]] = array[[b, a]]
+
+    def _touch(self, slot: int) -> None:
+        self._clock += 1
+        self.used[slot] = self._clock
+
+    def _shared(self, tokens: Sequence[int] | NDArray[np.int32]) -> Ints:
+        wanted = np.asarray(tokens, dtype=np.int32)
+        return _common(self.tokens[:, : len(wanted)], self.known, wanted)
+
+
+def _common(rows: NDArray[np.int32], known: Ints, wanted: NDArray[np.int32]) -> Ints:
+    """Length of the common prefix of each row's first `known` tokens with `wanted`."""
+    differs = rows != wanted
+    first = np.where(differs.any(axis=1), differs.argmax(axis=1), len(wanted))
+    return np.minimum(first, known)

@@ -1,0 +1,129 @@
+"""The shape of a generate request and its answer, as vLLM's `/inference/v1/generate` has them.
+
+Owns the checking of what a client sent. Never knows how tokens are made.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+from agentrl.engine.embedded.batching import Emission
+from agentrl.records import SamplingParams
+
+_STOPS = 64  # stop token ids a request may name
+
+
+class BadRequest(Exception):
+    """What the client sent cannot be served; the text goes back with status 400."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A checked generate request."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    stream: bool
+
+
+def parse_generate(body: bytes, *, vocab: int, length: int, default_id: str) -> Asked:
+    """Check a request's body. `length` is the most tokens that prompt and generation may have together.
+
+    Raises BadRequest naming the field."""
+    document = parse_object(body)
+    token_ids = document.get("token_ids")
+    if not isinstance(token_ids, list) or not token_ids:
+        raise BadRequest("token_ids: a non-empty list of token ids is required")
+    ids = cast("list[Any]", token_ids)
+    if len(ids) >= length:
+        raise BadRequest(f"token_ids: {len(ids)} tokens leave no room to generate; the context holds {length}")
+    if not all(type(id) is int for id in ids) or min(ids) < 0 or max(ids) >= vocab:
+        raise BadRequest(f"token_ids: every id must be an integer from 0 to {vocab - 1}")
+    given = document.get("sampling_params", {})
+    if not isinstance(given, dict):
+        raise BadRequest("sampling_params: must be an object")
+    request_id = document.get("request_id", default_id)
+    if not isinstance(request_id, str) or not 0 < len(request_id) <= 256:
+        raise BadRequest("request_id: must be a string of 1 to 256 characters")
+    sampling = _sampling(cast("dict[str, Any]", given), vocab)
+    return Asked(request_id=request_id, token_ids=ids, sampling=sampling, stream=document.get("stream", False) is True)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """A JSON object, `{}` for an empty body. Raises BadRequest for anything else."""
+    try:
+        document = json.loads(body or b"{}")
+    except (ValueError, RecursionError):
+        raise BadRequest("the body is not valid JSON") from None
+    if not isinstance(document, dict):
+        raise BadRequest("the body must be a JSON object")
+    return cast("dict[str, Any]", document)
+
+
+def _sampling(given: dict[str, Any], vocab: int) -> SamplingParams:
+    max_tokens = _number(given, "max_tokens", 16, 1, 1 << 30)
+    top_k = _number(given, "top_k", 0, -1, 1 << 30)
+    if max_tokens != int(max_tokens) or top_k != int(top_k):
+        raise BadRequest("sampling_params.max_tokens and top_k: must be whole numbers")
+    temperature = _number(given, "temperature", 1.0, 0.0, 100.0)
+    if 0 < temperature < 1e-3:
+        raise BadRequest("sampling_params.temperature: must be 0 (greedy) or at least 0.001")
+    top_p = _number(given, "top_p", 1.0, 0.0, 1.0)
+    if top_p == 0:
+        raise BadRequest("sampling_params.top_p: must be above 0")
+    stops = cast("list[Any]", given.get("stop_token_ids") or [])
+    if not isinstance(stops, list) or len(stops) > _STOPS:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BadRequest(f"sampling_params.stop_token_ids: must be a list of at most {_STOPS} token ids")
+    if not all(type(id) is int and 0 <= id < vocab for id in stops):
+        raise BadRequest(f"sampling_params.stop_token_ids: every id must be an integer from 0 to {vocab - 1}")
+    for name in ("stop", "min_tokens", "presence_penalty", "frequency_penalty", "min_p", "logit_bias", "seed"):
+        if given.get(name):
+            raise BadRequest(f"sampling_params.{name}: the embedded engine does not have it")
+    if given.get("n", 1) != 1:
+        raise BadRequest("sampling_params.n: must be 1")
+    return SamplingParams(
+        max_tokens=int(max_tokens),
+        temperature=float(temperature),
+        top_p=float(top_p),
+        top_k=int(top_k),
+        stop_token_ids=tuple(stops),
+    )
+
+
+def _number(given: dict[str, Any], name: str, default: float, low: float, high: float) -> float:
+    value = given.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadRequest(f"sampling_params.{name}: must be a number")
+    if not low <= value <= high:
+        raise BadRequest(f"sampling_params.{name} = {value}: must be from {low:g} to {high:g}")
+    return value
+
+
+def choice_json(emission: Emission) -> str:
+    """One choice of a generate answer. Version spans count from the first sampled token."""
+    content = ",".join(
+        f'{{"token":"token_id:{token}","logprob":{logprob!r},"top_logprobs":[]}}'
+        for token, logprob in zip(emission.token_ids, emission.logprobs, strict=True)
+    )
+    spans = ",".join(f'{{"version":"{span.version}","start":{span.start},"end":{span.end}}}' for span in emission.spans)
+    finish = f'"{emission.finish}"' if emission.finish else "null"
+    return (
+        f'{{"index":0,"token_ids":{json.dumps(emission.token_ids, separators=(",", ":"))},'
+        f'"logprobs":{{"content":[{content}]}},"finish_reason":{finish},"weight_versions":[{spans}]}}'
+    )
+
+
+def answer_json(request_id: str, emission: Emission, prompt_tokens: int, cached_tokens: int) -> str:
+    """A whole generate answer, or one event of a stream."""
+    usage = (
+        f'{{"prompt_tokens":{prompt_tokens},"prompt_tokens_details":{{"cached_tokens":{cached_tokens}}}}}'
+        if emission.finish
+        else "null"
+    )
+    return f'{{"request_id":{json.dumps(request_id)},"choices":[{choice_json(emission)}],"usage":{usage}}}'

@@ -1,0 +1,258 @@
+"""Several engines as one: where a request goes, what happens when an engine dies under it.
+
+Owns routing, breakers and the continuation of broken turns; a client owns the connection, and whoever starts engines
+owns their lives. A replica is
+
+    READY ──failure──► BROKEN ──answers, serves the newest version──► READY
+      │                   └──answers, older weights──► STALE ──refit──► READY
+      └──drain──► DRAINING ──undrain──► READY
+
+The turns of a session go to the replica that has its prefix, unless that one is much busier than another. When a
+replica breaks off, the request goes on at another from the prompt and the tokens received: none is sampled again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+import trio
+
+from agentrl.engine.client import EngineClient, collect
+from agentrl.engine.stitching import Stitcher
+from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable
+from agentrl.protocols import Chunk, GenerateRequest
+from agentrl.records import Generation
+
+_SESSIONS = 65_536  # sessions whose replica is remembered
+
+
+class State(StrEnum):
+    """Where a replica stands; see the module's picture."""
+
+    READY = "ready"
+    BROKEN = "broken"
+    STALE = "stale"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One engine as the fleet sees it. `running` counts requests; `retry_at` is when a broken one is asked again."""
+
+    client: EngineClient
+    state: State = State.READY
+    running: int = 0
+    failures: int = 0
+    retry_at: float = 0.0
+    scopes: set[trio.CancelScope] = field(default_factory=set[trio.CancelScope])
+
+
+class Fleet:
+    """`protocols.Engine` over several clients. `stall_s` without a token makes a replica count as hung; a broken one
+    is asked again after `retry_s`, doubled with every failure up to `retry_max_s`; `slack` is how many times busier
+    than the least busy replica a session's own may be before its turn goes elsewhere."""
+
+    def __init__(
+        self,
+        clients: Sequence[EngineClient],
+        *,
+        stall_s: float = 30.0,
+        retry_s: float = 0.25,
+        retry_max_s: float = 10.0,
+        slack: float = 1.5,
+    ) -> None:
+        if not clients:
+            raise ValueError("a fleet needs at least one engine")
+        self.replicas = [Replica(client) for client in clients]
+        self._stall_s, self._retry_s, self._retry_max_s, self._slack = stall_s, retry_s, retry_max_s, slack
+        self._homes: OrderedDict[str, Replica] = OrderedDict()
+        self._newest = max(client.version for client in clients)
+        self._changed = trio.Event()
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """The whole turn. Raises as `stream` does."""
+        return await collect(self.stream(request))
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """Chunks of one turn, from as many replicas as it takes.
+
+        Raises EngineTimeout at the request's deadline, EngineError where an engine refuses the request itself."""
+        deadline = trio.current_time() + request.deadline_s
+        received = Stitcher()
+        attempt = 0
+        while True:
+            replica = await self._choose(request, deadline)
+            left = self._rest(request, received, attempt, deadline - trio.current_time())
+            attempt += 1
+            finished = False
+            async with aclosing(self._attempt(replica, left)) as chunks:
+                async for chunk in chunks:
+                    received.add(chunk)
+                    self._newest = max(self._newest, *(span.version for span in chunk.spans), 0)
+                    if chunk.finish == "abort":  # the engine was paused or drained with abort: not the caller's wish
+                        chunk = replace(chunk, finish=None)
+                    finished = chunk.finish is not None
+                    if chunk.token_ids or finished:
+                        yield chunk
+            if finished:
+                return
+            last = _ending(request, received)
+            if last is not None:
+                yield last
+                return
+
+    async def aclose(self) -> None:
+        """Close every client."""
+        for replica in self.replicas:
+            await replica.client.aclose()
+
+    # --- what operators do --------------------------------------------------------------------------------------
+
+    def drain(self, url: str, *, move: bool = False) -> None:
+        """Send nothing more to a replica; with `move`, its running requests go on elsewhere at once."""
+        replica = self._of(url)
+        replica.state = State.DRAINING
+        if move:
+            for scope in list(replica.scopes):
+                scope.cancel()
+
+    def undrain(self, url: str) -> None:
+        """Send requests to a drained replica again, once it is seen to be well."""
+        self._of(url).state = State.BROKEN
+        self._announce()
+
+    def mark_refit(self, url: str, version: int) -> None:
+        """Say that a replica now serves `version`: a stale one is ready again."""
+        replica = self._of(url)
+        replica.client.version = version
+        self._newest = max(self._newest, version)
+        if replica.state is State.STALE:
+            replica.state = State.READY
+            self._announce()
+
+    # --- routing ------------------------------------------------------------------------------------------------
+
+    async def _choose(self, request: GenerateRequest, deadline: float) -> Replica:
+        """The replica for the next attempt; waits for one if none is ready."""
+        while True:
+            ready = [replica for replica in self.replicas if replica.state is State.READY]
+            if ready:
+                return self._home(request.session, ready)
+            changed = self._changed
+            with trio.move_on_at(deadline) as scope:
+                await self._mend(changed)
+            if scope.cancelled_caught:
+                states = ", ".join(f"{replica.client.url} is {replica.state}" for replica in self.replicas)
+                raise EngineTimeout(f"no engine took {request.request_id!r} within {request.deadline_s:g} s: {states}")
+
+    def _home(self, session: str, ready: list[Replica]) -> Replica:
+        least = min(ready, key=lambda replica: replica.running)
+        home = self._homes.pop(session, least)
+        if home not in ready or home.running > self._slack * (least.running + 4):
+            home = least
+        self._homes[session] = home
+        if len(self._homes) > _SESSIONS:
+            self._homes.popitem(last=False)
+        return home
+
+    async def _mend(self, changed: trio.Event) -> None:
+        """Ask the broken replica that is due first, or wait until somebody else changed something."""
+        broken = [replica for replica in self.replicas if replica.state in (State.BROKEN, State.STALE)]
+        if not broken:
+            await changed.wait()
+            return
+        first = min(broken, key=lambda replica: replica.retry_at)
+        with trio.move_on_at(first.retry_at):
+            await changed.wait()
+            return
+        if first.state in (State.BROKEN, State.STALE):
+            first.retry_at = trio.current_time() + self._retry_s  # others wait while this one asks
+            await self._ask(first)
+
+    async def _ask(self, replica: Replica) -> None:
+        """Is a broken replica back, and with which weights?"""
+        try:
+            version = await replica.client.served_version()
+        except EngineError:
+            self._broke(replica)
+            return
+        replica.client.version = version
+        if version >= self._newest:
+            replica.state, replica.failures = State.READY, 0
+            self._announce()
+        else:
+            replica.state = State.STALE
+
+    def _broke(self, replica: Replica) -> None:
+        if replica.state is State.DRAINING:
+            return
+        replica.state = State.BROKEN
+        wait_s = min(self._retry_s * 2**replica.failures, self._retry_max_s)
+        replica.failures = min(replica.failures + 1, 16)
+        replica.retry_at = trio.current_time() + wait_s
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def _of(self, url: str) -> Replica:
+        for replica in self.replicas:
+            if replica.client.url == url.rstrip("/"):
+                return replica
+        raise ValueError(f"no replica at {url!r}")
+
+    # --- one attempt --------------------------------------------------------------------------------------------
+
+    async def _attempt(self, replica: Replica, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """Chunks from one replica; ends early, without an error, where the request should go on elsewhere."""
+        replica.running += 1
+        started = trio.current_time()
+        try:
+            async with aclosing(replica.client.stream(request)) as chunks:
+                while True:
+                    scope = trio.CancelScope(deadline=trio.current_time() + self._stall_s)
+                    replica.scopes.add(scope)
+                    chunk: Chunk | None = None
+                    try:
+                        with scope:
+                            chunk = await anext(chunks, None)
+                    finally:
+                        replica.scopes.discard(scope)
+                    if scope.cancelled_caught:
+                        self._broke(replica)
+                    if chunk is None:
+                        return
+                    replica.failures = 0
+                    yield chunk
+        except EngineTimeout:
+            if trio.current_time() - started >= request.deadline_s:
+                raise
+            self._broke(replica)
+        except EngineUnavailable:
+            self._broke(replica)
+        finally:
+            replica.running -= 1
+
+    def _rest(self, request: GenerateRequest, received: Stitcher, attempt: int, left_s: float) -> GenerateRequest:
+        """What is still to be sampled, as a request of its own."""
+        done = len(received.token_ids)
+        return replace(
+            request,
+            request_id=f"{request.request_id}~{attempt}" if attempt else request.request_id,
+            token_ids=request.token_ids + tuple(received.token_ids),
+            sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - done),
+            deadline_s=max(left_s, 0.0),
+        )
+
+
+def _ending(request: GenerateRequest, received: Stitcher) -> Chunk | None:
+    """The last chunk, if a replica broke off between a turn's last token and the word that it was the last."""
+    if received.token_ids and received.token_ids[-1] in request.sampling.stop_token_ids:
+        return Chunk(token_ids=(), logprobs=(), spans=(), finish="stop")
+    if len(received.token_ids) >= request.sampling.max_tokens:
+        return Chunk(token_ids=(), logprobs=(), spans=(), finish="length")
+    return None

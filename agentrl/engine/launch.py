@@ -1,0 +1,113 @@
+"""Starts an embedded engine as a child process and ends it with its owner. No torch here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from agentrl.config import EngineSettings
+from agentrl.errors import EngineUnavailable, UsageError
+
+_POLL_S = 0.05
+_END_S = 5.0  # between asking a process to end and killing it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedEngine:
+    """A running engine process and where it listens."""
+
+    url: str
+    process: trio.Process
+
+
+def embedded_argv(
+    model_dir: Path,
+    settings: EngineSettings,
+    *,
+    ready_file: Path,
+    port: int = 0,
+    version: int = 0,
+    weights: Path | None = None,
+    max_context: int | None = None,
+) -> list[str]:
+    """The command that serves `model_dir` until its standard input ends; it writes `ready_file` once it answers."""
+    argv = [sys.executable, "-m", "agentrl.engine.embedded", "--model", str(model_dir), "--port", str(port)]
+    argv += ["--threads", str(settings.threads), "--max-batch", str(settings.max_batch)]
+    argv += ["--kv-cache-mb", str(settings.kv_cache_mb), "--stream-tokens", str(settings.stream_tokens)]
+    argv += ["--served-version", str(version), "--ready-file", str(ready_file), "--lifeline"]
+    if max_context is not None:
+        argv += ["--max-model-len", str(max_context)]
+    if weights is not None:
+        argv += ["--weights", str(weights)]
+    return argv
+
+
+@asynccontextmanager
+async def launch_embedded(
+    model_dir: Path,
+    settings: EngineSettings | None = None,
+    *,
+    port: int = 0,
+    version: int = 0,
+    weights: Path | None = None,
+    max_context: int | None = None,
+    log: int | None = None,
+) -> AsyncGenerator[EmbeddedEngine]:
+    """Serve a model for as long as the block runs. `log` is a file descriptor for the engine's output; without it
+    the output is kept only for the message of a failed start.
+
+    Raises UsageError if it cannot be started as asked, EngineUnavailable if it dies or is not up in time."""
+    settings = settings or EngineSettings()
+    with tempfile.TemporaryDirectory(prefix="agentrl-engine-") as folder:
+        ready_file, errors = Path(folder) / "ready.json", Path(folder) / "errors.txt"
+        argv = embedded_argv(
+            model_dir,
+            settings,
+            ready_file=ready_file,
+            port=port,
+            version=version,
+            weights=weights,
+            max_context=max_context,
+        )
+        with errors.open("wb") as kept:
+            output = kept.fileno() if log is None else log
+            process = await trio.lowlevel.open_process(argv, stdin=subprocess.PIPE, stdout=output, stderr=output)
+        try:
+            url = await _wait_ready(process, ready_file, errors, settings.start_deadline_s)
+            yield EmbeddedEngine(url=url, process=process)
+        finally:
+            with trio.CancelScope(shield=True):
+                await _end(process)
+
+
+async def _wait_ready(process: trio.Process, ready_file: Path, errors: Path, deadline_s: float) -> str:
+    with trio.move_on_after(deadline_s):
+        while not await trio.Path(ready_file).exists():
+            status = process.poll()
+            if status is not None:
+                lines = (await trio.Path(errors).read_text()).strip().splitlines() or ["it said nothing"]
+                kind = UsageError if status == 2 else EngineUnavailable
+                raise kind(f"the engine did not start: {lines[-1].removeprefix('error: ')}")
+            await trio.sleep(_POLL_S)
+        return json.loads(await trio.Path(ready_file).read_text())["url"]
+    raise EngineUnavailable(f"the engine was not up within {deadline_s:g} s")
+
+
+async def _end(process: trio.Process) -> None:
+    if process.poll() is None:
+        process.terminate()
+        with trio.move_on_after(_END_S):
+            await process.wait()
+        if process.poll() is None:
+            process.kill()
+            await process.wait()
+    if process.stdin is not None:
+        await process.stdin.aclose()

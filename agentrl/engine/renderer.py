@@ -1,0 +1,204 @@
+"""Messages to tokens and back, so that sampled tokens are never tokenized again.
+
+Owns the model's tokenizer and chat template. A conversation starts with `start`; each further turn is `extend`: only
+what comes *after* the sampled tokens is rendered, and the ids before it stay as they are, whatever the template would
+make of the same history today (stripped reasoning, re-ordered tool arguments, other merges). A rewritten history has
+no such prefix: render it with `start`, as a fork. Never knows engines or environments.
+
+How `extend` finds the new part: it renders a small conversation whose assistant turn is a sentinel, followed by the
+new messages; what stands behind the sentinel closes the assistant's turn and opens the next one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+
+from agentrl.engine.template import compile_template
+from agentrl.errors import ModelError
+from agentrl.records import Json, Message
+
+_SENTINEL = "\N{OBJECT REPLACEMENT CHARACTER}turn\N{OBJECT REPLACEMENT CHARACTER}"
+_PRIVATE_USE = 0xF0000  # first of the code points that stand for special tokens written out in messages
+
+
+class Renderer:
+    """Tokenizer and chat template of a model folder. `template_kwargs` are passed on to the template
+    (`enable_thinking=False`, …).
+
+    `stop_token_ids` end a turn. Raises ModelError in one line for a folder without tokenizer or chat template."""
+
+    def __init__(self, model_dir: str | Path, *, template_kwargs: Mapping[str, Json] | None = None) -> None:
+        self._folder = Path(model_dir)
+        self._tokenizer = _read_tokenizer(self._folder)
+        settings = _read_json(self._folder / "tokenizer_config.json")
+        tokens = {name: _token_text(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
+        self._kwargs: dict[str, Any] = {name: text for name, text in tokens.items() if text} | dict(
+            template_kwargs or {}
+        )
+        self._template = compile_template(_read_template(self._folder, settings), str(self._folder))
+        self._special = sorted(
+            (token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special),
+            key=len,
+            reverse=True,
+        )
+        self._closing = self._find_closing()
+        self.stop_token_ids = self._find_stops(tokens["eos_token"])
+
+    def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] = ()) -> tuple[int, ...]:
+        """The prompt of a fresh conversation (or a fork), up to where the assistant speaks."""
+        return self._encode(self._render(self._guard(messages), tools))
+
+    def extend(self, sampled: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
+        """The tokens to append after a turn's `sampled` ones: the turn's end, where the model did not write it
+        itself, the new messages, and the opening of the next turn."""
+        asked: Message = {"role": "user", "content": "."}
+        sentinel: Message = {"role": "assistant", "content": _SENTINEL}
+        text = self._render([asked, sentinel, *self._guard(messages)], ())
+        ids = self._encode(self._behind_sentinel(text))
+        if sampled and sampled[-1] in self.stop_token_ids and ids[0] == self._closing:
+            return ids[1:]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of sampled tokens, special ones written out, without the one that ends the turn."""
+        kept = list(ids)
+        if kept and kept[-1] in self.stop_token_ids:
+            kept.pop()
+        return self._tokenizer.decode(kept, skip_special_tokens=False)
+
+    # --- how ----------------------------------------------------------------------------------------------------
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]]) -> str:
+        schemas = [_as_function(tool) for tool in tools] or None
+        try:
+            return self._template.render(messages=messages, tools=schemas, add_generation_prompt=True, **self._kwargs)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise ModelError(f"the chat template of {str(self._folder)!r} refuses these messages: {error}") from error
+
+    def _behind_sentinel(self, text: str) -> str:
+        before, found, behind = text.rpartition(_SENTINEL)
+        if not found or _SENTINEL in before:
+            raise ModelError(
+                f"the chat template of {str(self._folder)!r} does not write an assistant's text as it is, once"
+            )
+        return behind
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        """Ids of a rendered text; the stand-ins of `_guard` become the ordinary tokens of what they stand for."""
+        ids: list[int] = []
+        plain = ""
+        for char in text:
+            at = ord(char) - _PRIVATE_USE
+            if 0 <= at < len(self._special):
+                ids += self._encode_piece(plain)
+                ids += self._encode_literal(self._special[at])
+                plain = ""
+            else:
+                plain += char
+        return tuple(ids + self._encode_piece(plain))
+
+    def _encode_piece(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids if text else []
+
+    def _encode_literal(self, text: str) -> list[int]:
+        self._tokenizer.encode_special_tokens = True
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        finally:
+            self._tokenizer.encode_special_tokens = False
+
+    def _guard(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages in which no text can pass for a control token: an environment's output is not the template's."""
+        return [cast("Message", self._guard_value(dict(message))) for message in messages]
+
+    def _guard_value(self, value: Json) -> Json:
+        if isinstance(value, str):
+            for at, token in enumerate(self._special):
+                if token in value:
+                    value = value.replace(token, chr(_PRIVATE_USE + at))
+            return value
+        if isinstance(value, dict):
+            return {key: self._guard_value(inner) for key, inner in cast("dict[str, Json]", value).items()}
+        if isinstance(value, list):
+            return [self._guard_value(inner) for inner in cast("list[Json]", value)]
+        return value
+
+    def _find_closing(self) -> int:
+        """The token with which the template ends an assistant's turn."""
+        probe: list[Message] = [
+            {"role": "user", "content": "."},
+            {"role": "assistant", "content": _SENTINEL},
+            {"role": "user", "content": "."},
+        ]
+        ids = self._encode(self._behind_sentinel(self._render(probe, ())))
+        if not ids or ids[0] not in self._tokenizer.get_added_tokens_decoder():
+            raise ModelError(
+                f"the chat template of {str(self._folder)!r} does not end an assistant's turn with a special token"
+            )
+        return ids[0]
+
+    def _find_stops(self, eos_token: str | None) -> tuple[int, ...]:
+        """What ends a turn: the generation settings' end tokens, the tokenizer's, and, where the folder has no
+        generation settings, the template's closing token. (A format may close messages inside a turn with it.)"""
+        stops: set[int] = set()
+        eos = self._tokenizer.token_to_id(eos_token) if eos_token else None
+        if eos is not None:
+            stops.add(eos)
+        given = _read_json(self._folder / "generation_config.json").get("eos_token_id")
+        if given is None:
+            stops.add(self._closing)
+        else:
+            stops |= set(cast("list[int]", given) if isinstance(given, list) else [given])
+        return tuple(sorted(stops))
+
+
+def _read_tokenizer(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"model folder {str(folder)!r} has no tokenizer.json; save it with a fast tokenizer")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ModelError(f"cannot read {str(path)!r}: {error}") from error
+
+
+def _read_template(folder: Path, settings: Mapping[str, Any]) -> str:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text()
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {str(entry["name"]): str(entry["template"]) for entry in cast("list[dict[str, Any]]", template)}
+        template = named.get("default")
+    if not isinstance(template, str):
+        raise ModelError(
+            f"model folder {str(folder)!r} has no chat template; put one into chat_template.jinja beside its tokenizer"
+        )
+    return template
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return cast("dict[str, Any]", json.loads(path.read_text()))
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+
+
+def _token_text(token: object) -> str | None:
+    """A special token is written as text, or as an object with its text in `content`."""
+    if isinstance(token, dict):
+        token = cast("dict[str, Any]", token).get("content")
+    return token if isinstance(token, str) else None
+
+
+def _as_function(tool: Mapping[str, Json]) -> Mapping[str, Json]:
+    """Templates expect OpenAI's envelope around a function schema."""
+    return tool if "function" in tool else {"type": "function", "function": dict(tool)}

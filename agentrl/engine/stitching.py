@@ -1,0 +1,55 @@
+"""Chunks of a stream put together into one generation, across replicas if need be. Pure; waits for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentrl.errors import EngineError
+from agentrl.protocols import Chunk
+from agentrl.records import Finish, Generation, VersionSpan
+
+
+class Stitcher:
+    """What was received so far. Chunk spans count from the chunk's first token; an engine that stamps versions only
+    at the end restates earlier tokens with negative starts, and the later word holds."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self._versions: list[int] = []
+
+    def add(self, chunk: Chunk) -> None:
+        """Append one chunk. Raises EngineError if it contradicts itself."""
+        base = len(self.token_ids)
+        if len(chunk.logprobs) != len(chunk.token_ids):
+            raise EngineError(f"a chunk has {len(chunk.token_ids)} tokens but {len(chunk.logprobs)} log-probs")
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self._versions += [-1] * len(chunk.token_ids)
+        for span in chunk.spans:
+            start, end = base + span.start, base + span.end
+            if not 0 <= start <= end <= len(self.token_ids):
+                raise EngineError(f"a chunk's version span {span} lies outside the {len(self.token_ids)} tokens")
+            self._versions[start:end] = [span.version] * (end - start)
+        if -1 in self._versions[base:]:
+            raise EngineError("a chunk has tokens without a weight version")
+
+    def generation(self, finish: Finish) -> Generation:
+        """All of it."""
+        return Generation(
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            spans=spans_of(self._versions),
+            finish=finish,
+        )
+
+
+def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """Equal neighbours joined: `[3, 3, 4]` gives spans 3: [0, 2) and 4: [2, 3)."""
+    spans: list[VersionSpan] = []
+    for at, version in enumerate(versions):
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(version, spans[-1].start, at + 1)
+        else:
+            spans.append(VersionSpan(version, at, at + 1))
+    return tuple(spans)

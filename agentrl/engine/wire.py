@@ -1,0 +1,129 @@
+"""vLLM's `/inference/v1/generate` as the client sees it: requests to JSON, events to chunks. The one place where
+their shape is known; tolerant of what other versions leave out or add. Never opens a connection.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from agentrl.errors import ConfigError, EngineError
+from agentrl.protocols import Chunk, GenerateRequest
+from agentrl.records import Finish, Json, SamplingParams, VersionSpan
+
+_FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Raise ConfigError for settings that no engine can sample with."""
+    if sampling.max_tokens < 1:
+        raise ConfigError("sampling.max_tokens", sampling.max_tokens, "must be at least 1")
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise ConfigError("sampling.temperature", sampling.temperature, "must be 0 (greedy) or above")
+    if not 0 < sampling.top_p <= 1:
+        raise ConfigError("sampling.top_p", sampling.top_p, "must be above 0 and at most 1")
+    if sampling.top_k < -1:
+        raise ConfigError("sampling.top_k", sampling.top_k, "must be positive, or -1 for all tokens")
+    if any(id < 0 for id in sampling.stop_token_ids):
+        raise ConfigError("sampling.stop_token_ids", sampling.stop_token_ids, "token ids are not negative")
+
+
+def request_json(request: GenerateRequest, *, stream: bool) -> dict[str, Json]:
+    """The body of a generate request. Every setting is sent, so that no server's default can slip in."""
+    sampling = request.sampling
+    params: dict[str, Json] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": max(sampling.top_k, 0),
+        "logprobs": 0,
+    }
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = list(sampling.stop_token_ids)
+    return {
+        "request_id": request.request_id,
+        "token_ids": list(request.token_ids),
+        "sampling_params": params,
+        "stream": stream,
+    }
+
+
+def parse_version(text: object) -> int:
+    """A weight version as engines write it: "default" is 0, else a decimal number. Raises EngineError."""
+    if text == "default":
+        return 0
+    if isinstance(text, int) or (isinstance(text, str) and text.isdecimal()):
+        return int(text)
+    raise EngineError(f"the engine names a weight version {text!r}, which is not a number")
+
+
+class ChunkParser:
+    """Turns the events of one stream into chunks. `version` is what the engine is known to serve: it labels tokens
+    for which the engine itself has not said a version yet; what it says later replaces that."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self._received = 0
+
+    def parse(self, document: Mapping[str, Json]) -> Chunk | None:
+        """One event, or one whole answer; None if it carries nothing. Raises EngineError if it makes no sense."""
+        if "error" in document:
+            raise EngineError(f"the engine refused: {_message(document)}")
+        choices = document.get("choices")
+        if not choices:
+            return None
+        try:
+            return self._choice(choices[0])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(f"the engine's answer has an unknown shape: {error!r}") from error
+
+    def _choice(self, choice: Mapping[str, Json]) -> Chunk | None:
+        base = self._received
+        token_ids = tuple(cast("list[int]", choice.get("token_ids") or []))
+        content: list[Json] = cast("dict[str, Json]", choice.get("logprobs") or {}).get("content") or []
+        logprobs = tuple(float(entry["logprob"]) for entry in content)
+        if len(logprobs) != len(token_ids):
+            raise EngineError(f"the engine sent {len(token_ids)} tokens with {len(logprobs)} log-probs")
+        finish = choice.get("finish_reason")
+        if not token_ids and finish is None:
+            return None
+        if finish is not None and finish not in _FINISHES:
+            raise EngineError(f"the engine finished with {finish!r}")
+        stamps: list[Json] = choice.get("weight_versions") or []
+        spans = [
+            VersionSpan(parse_version(stamp["version"]), stamp["start"] - base, stamp["end"] - base) for stamp in stamps
+        ]
+        stated = any(span.end > 0 for span in spans)
+        if token_ids and not stated:
+            spans.append(VersionSpan(self.version, 0, len(token_ids)))
+        self._received += len(token_ids)
+        return Chunk(token_ids=token_ids, logprobs=logprobs, spans=tuple(spans), finish=finish)
+
+
+def parse_json(text: str | bytes) -> dict[str, Json]:
+    """A JSON object of the engine. Raises EngineError for anything else."""
+    try:
+        document: Any = json.loads(text)
+    except ValueError as error:
+        raise EngineError(f"the engine's answer is not JSON: {text[:80]!r}") from error
+    if not isinstance(document, dict):
+        raise EngineError(f"the engine's answer is not an object: {text[:80]!r}")
+    return cast("dict[str, Json]", document)
+
+
+def refusal(body: bytes) -> str:
+    """The readable part of an error answer."""
+    try:
+        document = parse_json(body)
+    except EngineError:
+        return body[:200].decode(errors="replace").strip() or "no reason given"
+    return _message(document)
+
+
+def _message(document: Mapping[str, Json]) -> str:
+    error = document.get("error", document.get("detail", document))
+    if isinstance(error, dict):
+        error = cast("dict[str, Json]", error).get("message", cast(object, error))
+    return str(cast(object, error))[:500]

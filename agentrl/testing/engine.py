@@ -1,0 +1,94 @@
+"""An engine without a model: deterministic tokens, any speed, failures on demand. For tests of what drives engines."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+
+import trio
+
+from agentrl.engine.client import collect
+from agentrl.errors import EngineError
+from agentrl.protocols import Chunk, GenerateRequest
+from agentrl.records import Generation, VersionSpan
+
+Script = Callable[[GenerateRequest], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Raise `error` in the request that comes as number `request` (from 0), once it has had `after` tokens."""
+
+    request: int
+    error: EngineError
+    after: int = 0
+
+
+def counting_script(vocab: int = 256, length: int = 8) -> Script:
+    """`length` tokens that follow from the prompt alone, then the request's first stop token, if it has one."""
+
+    def script(request: GenerateRequest) -> list[int]:
+        state = zlib.crc32(repr(request.token_ids).encode())
+        tokens = [(state + 7919 * i) % vocab for i in range(length)]
+        return [t for t in tokens if t not in request.sampling.stop_token_ids] + list(
+            request.sampling.stop_token_ids[:1]
+        )
+
+    return script
+
+
+class FakeEngine:
+    """`protocols.Engine` in memory. `script` says which tokens answer a request; token i has log-prob -0.5 - i / 100
+    and the `version` set at that moment. Each chunk of `chunk_tokens` takes `chunk_s` seconds.
+
+    `requests` records what was asked; `failures` break requests; `closed` says whether `aclose` was called."""
+
+    def __init__(
+        self,
+        script: Script | None = None,
+        *,
+        version: int = 0,
+        chunk_tokens: int = 4,
+        chunk_s: float = 0.0,
+        failures: Sequence[Failure] = (),
+    ) -> None:
+        self.version, self.requests, self.closed = version, list[GenerateRequest](), False
+        self._script = script or counting_script()
+        self._chunk_tokens, self._chunk_s, self._failures = chunk_tokens, chunk_s, failures
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """The scripted tokens in chunks, cut at `max_tokens`; finish is "stop" if a stop token ends them."""
+        failure = next((one for one in self._failures if one.request == len(self.requests)), None)
+        self.requests.append(request)
+        tokens = list(self._script(request))[: request.sampling.max_tokens]
+        ends = [at for at, token in enumerate(tokens) if token in request.sampling.stop_token_ids]
+        tokens = tokens[: ends[0] + 1] if ends else tokens
+        for start in range(0, max(len(tokens), 1), self._chunk_tokens):
+            await trio.sleep(self._chunk_s)
+            part = tokens[start : start + self._chunk_tokens]
+            if failure is not None and failure.after < start + len(part):
+                part = part[: max(failure.after - start, 0)]
+            chunk = self._chunk(start, part)
+            if failure is not None and failure.after <= start + len(part):
+                if part:
+                    yield chunk
+                raise failure.error
+            if start + self._chunk_tokens < len(tokens):
+                yield chunk
+            else:
+                finish = "stop" if ends else "length"
+                yield Chunk(token_ids=chunk.token_ids, logprobs=chunk.logprobs, spans=chunk.spans, finish=finish)
+
+    def _chunk(self, start: int, tokens: Sequence[int]) -> Chunk:
+        logprobs = tuple(-0.5 - (start + i) / 100 for i in range(len(tokens)))
+        spans = (VersionSpan(self.version, 0, len(tokens)),) if tokens else ()
+        return Chunk(token_ids=tuple(tokens), logprobs=logprobs, spans=spans)
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """The whole scripted turn."""
+        return await collect(self.stream(request))
+
+    async def aclose(self) -> None:
+        """Note that the owner closed it."""
+        self.closed = True
