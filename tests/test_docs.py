@@ -13,7 +13,9 @@ How a block is checked follows from its language:
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import json
 import os
 import re
@@ -24,6 +26,7 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -34,6 +37,7 @@ from agentrl.errors import ConfigError
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 OUR_FOLDERS = ("agentrl/", "environments/", "tools/", "examples/", "benchmarks/", "tests/", "docs/", "requirements/")
+ENDINGS = ("/", ".py", ".md", ".toml", ".txt", ".sh", ".svg")
 ENTRY_POINT_GROUPS = {"agentrl.environments", "agentrl.tools", "agentrl.sandboxes", "agentrl.models"}
 PYTHON_DEADLINE_S = 120
 
@@ -90,12 +94,15 @@ def wrong_command(line: str) -> str:
         words = words[1:]
     if not words:
         return ""
+    ours = [word for word in words if word.startswith(OUR_FOLDERS) and word.endswith(ENDINGS)]
+    if gone := [word for word in ours if not (ROOT / word).exists()]:
+        return f"no file {gone[0]}"
     program = words[0].removeprefix(".venv/bin/")
     known: dict[str, Callable[[list[str]], str]] = {
         "agentrl": wrong_agentrl,
         "make": wrong_make,
-        "python": wrong_python,
-        "bash": lambda arguments: "" if (ROOT / arguments[0]).is_file() else f"no file {arguments[0]}",
+        "python": wrong_script,
+        "bash": wrong_script,
         "pip": lambda arguments: "" if arguments[:1] == ["install"] else f"unknown pip command {line!r}",
         "git": lambda arguments: "" if arguments[:1] == ["clone"] else f"unknown git command {line!r}",
         "cd": lambda _: "",
@@ -105,25 +112,23 @@ def wrong_command(line: str) -> str:
 
 
 def wrong_agentrl(arguments: list[str]) -> str:
-    import click
+    """Have the real command line parse the arguments, with commands that do nothing in the place of ours."""
     import typer.main
 
     from agentrl import cli
 
-    command: click.Command = typer.main.get_command(cli.app)
-    context = click.Context(command, info_name="agentrl")
-    try:
-        while isinstance(command, click.Group):
-            context = command.make_context(context.info_name, list(arguments), parent=context.parent)
-            rest = [*context.protected_args, *context.args]
-            name, found, arguments = command.resolve_command(context, rest)
-            assert found is not None
-            command, context = found, click.Context(found, info_name=name, parent=context)
-        command.make_context(context.info_name, list(arguments), parent=context.parent)
-    except click.exceptions.Exit:
-        return ""  # --help
-    except click.UsageError as error:
-        return f"agentrl {shlex.join(arguments)}: {error.format_message()}"
+    program = typer.main.get_command(cli.app)
+    groups: list[Any] = [program]
+    for command in groups:
+        groups += getattr(command, "commands", {}).values()
+        command.callback = lambda **_: None
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            program.main(arguments, prog_name="agentrl", standalone_mode=False)
+        except Exception as error:
+            if not hasattr(error, "format_message"):
+                raise
+            return f"agentrl {shlex.join(arguments)}: {error.format_message()}"
     return ""
 
 
@@ -133,9 +138,7 @@ def wrong_make(arguments: list[str]) -> str:
     return "" if set(asked) <= targets else f"no such target: make {shlex.join(asked)}"
 
 
-def wrong_python(arguments: list[str]) -> str:
-    if arguments[:1] == ["-m"]:
-        return "" if importlib.util.find_spec(arguments[1]) else f"no module {arguments[1]}"
+def wrong_script(arguments: list[str]) -> str:
     return "" if (ROOT / arguments[0]).is_file() else f"no file {arguments[0]}"
 
 
@@ -216,7 +219,7 @@ def unknown_names(document: Path) -> list[str]:
     unknown: list[str] = []
     for match in INLINE.finditer(prose(document)):
         code = match["code"]
-        if code.startswith(OUR_FOLDERS) and re.search(r"(/|\.(py|md|toml|txt|sh|svg))$", code):
+        if code.startswith(OUR_FOLDERS) and code.endswith(ENDINGS):
             unknown += [] if any(ROOT.glob(code.rstrip("/"))) else [code]
         elif re.fullmatch(r"agentrl(_\w+)?(\.\w+)+(\(\))?", code):
             name = code.removesuffix("()")
@@ -286,6 +289,9 @@ def block(language: str, body: str, note: str = "", file: str = "") -> Block:
         (block("sh", "make demmo\n"), "no such target: make demmo"),
         (block("sh", "curl somewhere | sh\n"), "cannot check"),
         (block("sh", "python examples/no_such.py\n"), "no file examples/no_such.py"),
+        (block("sh", "agentrl train examples/no_such.toml\n"), "no file examples/no_such.toml"),
+        (block("sh", "agentrl train --outt there\n"), "No such option: --outt"),
+        (block("sh", "agentrl trian x.toml\n"), "No such command 'trian'"),
         (block("toml", "[train]\nsteps = 'ten'\n"), "train.steps"),
         (block("toml", "[trian]\nsteps = 10\n"), "did you mean 'train'"),
         (block("json", "{'a': 1}\n"), "Expecting property name"),
