@@ -1,0 +1,115 @@
+"""Control groups of boxes, version 1 or 2, where this process may make them. Knows nothing of what runs inside.
+
+They bound a box as a whole (all its processes together), which rlimits cannot: memory, processes, CPU share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from agentrl.protocols import Limits
+
+_ROOT = Path("/sys/fs/cgroup")
+_PERIOD_US = 100_000
+_V1 = ("memory", "pids", "cpu")
+
+
+class ControlGroups:
+    """Makes one group a box below groups of this owner. `roots` are those to remove with the owner."""
+
+    def __init__(self, name: str) -> None:
+        """Raises OSError where groups cannot be made."""
+        self.version = 2 if (_ROOT / "cgroup.controllers").exists() else 1
+        places = [_ROOT] if self.version == 2 else [_ROOT / controller for controller in _V1]
+        self.roots = [place / name for place in places]
+        made: list[Path] = []
+        try:
+            for root in self.roots:
+                root.mkdir()
+                made.append(root)
+            if self.version == 2:
+                (self.roots[0] / "cgroup.subtree_control").write_text("+memory +pids +cpu")
+            self.group("probe", Limits()).close()
+        except OSError:
+            for root in made:
+                with contextlib.suppress(OSError):
+                    root.rmdir()
+            raise
+
+    def group(self, name: str, limits: Limits, *, extra_memory: int = 0) -> ControlGroup:
+        """A group bounded by `limits`; `extra_memory` (bytes) is what the box's memory-backed files may take."""
+        folders = [root / name for root in self.roots]
+        for folder in folders:
+            folder.mkdir()
+        memory = limits.memory_bytes + extra_memory
+        quota = max(1000, int(limits.cpus * _PERIOD_US))
+        if self.version == 2:
+            settings = {
+                folders[0] / "memory.max": memory,
+                folders[0] / "memory.swap.max": 0,
+                folders[0] / "pids.max": limits.pids,
+                folders[0] / "cpu.max": f"{quota} {_PERIOD_US}",
+            }
+        else:
+            settings = {
+                folders[0] / "memory.limit_in_bytes": memory,
+                folders[0] / "memory.memsw.limit_in_bytes": memory,
+                folders[1] / "pids.max": limits.pids,
+                folders[2] / "cpu.cfs_period_us": _PERIOD_US,
+                folders[2] / "cpu.cfs_quota_us": quota,
+            }
+        for file, value in settings.items():
+            if file.exists() or "sw" not in file.name:  # kernels without swap accounting lack the swap bounds
+                file.write_text(str(value))
+        return ControlGroup(folders)
+
+    def close(self) -> None:
+        for root in self.roots:
+            _remove(root)
+
+
+class ControlGroup:
+    """The group of one box."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        self._folders = folders
+        memory = folders[0]
+        self._events = memory / ("memory.events" if (memory / "memory.events").exists() else "memory.oom_control")
+
+    def enter(self, pid: int) -> None:
+        """Move a process into the group; what it starts later is inside too. Raises OSError."""
+        for folder in self._folders:
+            fd = os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.write(fd, str(pid).encode())
+            finally:
+                os.close(fd)
+
+    def out_of_memory_kills(self) -> int:
+        """How many processes the kernel killed here for want of memory."""
+        try:
+            for line in self._events.read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+        except OSError:
+            pass
+        return 0
+
+    def close(self) -> None:
+        for folder in self._folders:
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove an empty group; the kernel may need a moment after its last process."""
+    for _ in range(50):
+        try:
+            folder.rmdir()
+            return
+        except FileNotFoundError:
+            return
+        except OSError:
+            time.sleep(0.002)

@@ -1,0 +1,54 @@
+"""What a command of a box may say before any process exists: arguments, environment, folder. Shared by the backends.
+
+A command that no host could run (NUL bytes, no program, too long) is the policy's own doing: a result, not an error."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from agentrl.protocols import ExecResult
+
+NOT_FOUND, REFUSED = 127, 126
+_MAX_BYTES = 1 << 20  # of all arguments and environment; Linux takes two of them with the pointers
+_MAX_ONE = (128 << 10) - 1  # of one argument, Linux's MAX_ARG_STRLEN
+
+
+class Refused(Exception):
+    """The command cannot be run as asked; `result` says so as a shell would."""
+
+    def __init__(self, why: str, code: int = REFUSED) -> None:
+        super().__init__(why)
+        self.result = ExecResult(exit_code=code, stdout=b"", stderr=f"sandbox: {why}\n".encode(errors="replace"))
+
+
+def checked_argv(argv: Sequence[str]) -> list[bytes]:
+    """The arguments as bytes. Raises Refused."""
+    if not argv or not argv[0]:
+        raise Refused("no command given")
+    encoded = [_encode(argument, "argument") for argument in argv]
+    if sum(map(len, encoded)) > _MAX_BYTES:
+        raise Refused("argument list too long")
+    return encoded
+
+
+def checked_env(env: Mapping[str, str]) -> dict[bytes, bytes]:
+    """The environment as bytes. Raises Refused."""
+    encoded = {_encode(key, "variable name"): _encode(value, "variable") for key, value in env.items()}
+    if any(not key or b"=" in key for key in encoded):
+        raise Refused("a variable's name is empty or holds '='")
+    if sum(len(key) + len(value) for key, value in encoded.items()) > _MAX_BYTES:
+        raise Refused("environment too large")
+    return encoded
+
+
+def _encode(text: str, what: str) -> bytes:
+    try:
+        data = os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise Refused(f"{what} is not encodable: {error.reason}") from None
+    if b"\0" in data:
+        raise Refused(f"{what} holds a NUL byte")
+    if len(data) > _MAX_ONE:
+        raise Refused(f"{what} too long")
+    return data

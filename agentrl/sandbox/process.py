@@ -1,0 +1,157 @@
+"""A host process under trio: spawned, fed, drained within a bound, and reaped. Knows nothing of boxes or namespaces.
+
+`trio.open_process` spawns from a worker thread, and Linux ties `PR_SET_PDEATHSIG` (bubblewrap's `--die-with-parent`)
+to the thread that forked: when trio retires the idle thread the process would die. So `Child` spawns from the
+calling thread; that costs the event loop the time of a vfork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import trio
+
+from agentrl.errors import SandboxError
+
+_CHUNK = 1 << 16
+_PAUSE_S = 0.001  # between chunks that are thrown away: an endless writer costs us at most 64 MB/s
+_REAP_S = 10.0  # a killed tree that is not gone by then is a failure of the host
+
+
+class Output:
+    """A bounded store of bytes: what comes after `limit` unread bytes is dropped and `truncated` is set."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.truncated = False
+        self._data = bytearray()
+
+    def add(self, chunk: bytes | bytearray) -> None:
+        room = self.limit - len(self._data)
+        self._data += chunk[:room] if room < len(chunk) else chunk
+        self.truncated = self.truncated or room < len(chunk)
+
+    def take(self) -> bytes:
+        """All bytes not yet taken."""
+        data = bytes(self._data)
+        self._data.clear()
+        return data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+
+class Child:
+    """One host process with three pipes. Invariant: after `reap` returns no process, descriptor or thread is left."""
+
+    def __init__(
+        self,
+        argv: Sequence[bytes],
+        *,
+        env: Mapping[bytes, bytes],
+        cwd: Path | None = None,
+        pass_fds: Sequence[int] = (),
+        output_bytes: int,
+    ) -> None:
+        """Spawn `argv`, a session of its own. Raises SandboxError if the host cannot."""
+        pipe = subprocess.PIPE
+        self.started = time.monotonic()
+        try:
+            self._popen = subprocess.Popen(
+                list(argv),
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                env=dict(env),
+                cwd=cwd,
+                pass_fds=pass_fds,
+                start_new_session=True,
+                bufsize=0,
+            )
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            raise SandboxError(f"cannot start {os.fsdecode(argv[0])!r} on this host: {error}") from error
+        self.pid = self._popen.pid
+        assert self._popen.stdin and self._popen.stdout and self._popen.stderr
+        self.stdin = trio.lowlevel.FdStream(os.dup(self._popen.stdin.fileno()))
+        self._streams = [trio.lowlevel.FdStream(os.dup(f.fileno())) for f in (self._popen.stdout, self._popen.stderr)]
+        for file in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
+            file.close()
+        self.stdout, self.stderr = Output(output_bytes), Output(output_bytes)
+        self.changed = trio.Event()  # replaced whenever stdout grew or ended
+        self.drained = False
+        self._pidfd = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
+
+    async def feed(self, data: bytes) -> None:
+        """Write all of `data` to stdin and close it. A child that does not read is no error."""
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            if data:
+                await self.stdin.send_all(data)
+        await self.stdin.aclose()
+
+    async def drain(self) -> None:
+        """Read stdout and stderr until both end; bytes beyond the bound are thrown away, slowly."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._drain, self._streams[0], self.stdout)
+            nursery.start_soon(self._drain, self._streams[1], self.stderr)
+        self.drained = True
+        self._signal_change()
+
+    async def _drain(self, stream: trio.lowlevel.FdStream, output: Output) -> None:
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            while chunk := await stream.receive_some(_CHUNK):
+                output.add(chunk)
+                self._signal_change()
+                if output.truncated:
+                    await trio.sleep(_PAUSE_S)
+
+    def _signal_change(self) -> None:
+        self.changed.set()
+        self.changed = trio.Event()
+
+    async def ended(self) -> int:
+        """Wait for the process itself and reap it: its exit status, negative for a signal."""
+        if self._pidfd is not None:
+            await trio.lowlevel.wait_readable(self._pidfd)
+            return self._popen.wait()
+        return await trio.to_thread.run_sync(self._popen.wait, abandon_on_cancel=True)
+
+    @property
+    def running(self) -> bool:
+        return self._popen.poll() is None
+
+    def kill_group(self) -> None:
+        """SIGKILL to the process's group, if it was not reaped yet."""
+        if self._popen.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._popen.kill()
+
+    async def reap(self, kill: Callable[[], None]) -> None:
+        """End and reap whatever still runs, also under cancellation, and close every descriptor.
+
+        Raises SandboxError if a killed process is not gone after ten seconds."""
+        with trio.CancelScope(shield=True):
+            try:
+                if self._popen.returncode is None:
+                    kill()
+                    with trio.move_on_after(_REAP_S):
+                        await self.ended()
+                    if self._popen.returncode is None:
+                        raise SandboxError(f"process {self.pid} survives SIGKILL; the host is in trouble")
+            finally:
+                for stream in (self.stdin, *self._streams):
+                    await stream.aclose()
+                if self._pidfd is not None:
+                    os.close(self._pidfd)
+                    self._pidfd = None
+
+
+def exit_code(status: int) -> int:
+    """A shell's view of a wait status: 128 + n for signal n."""
+    return 128 - status if status < 0 else status
