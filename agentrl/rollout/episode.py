@@ -21,7 +21,7 @@ from agentrl.engine.renderer import Renderer
 from agentrl.errors import EngineError, EnvError, InfrastructureError, SandboxError, StoreError
 from agentrl.protocols import AsyncEnv, Engine, GenerateRequest
 from agentrl.records import Json, Messages, SamplingParams, Step, StopReason, Task, Trajectory, Turn, context_ids
-from agentrl.rollout.replay import replay
+from agentrl.rollout.replay import Replayed, replay
 from agentrl.store import Claim, RunStore
 
 
@@ -51,10 +51,11 @@ async def play(claim: Claim, seat: Seat) -> Ending:
     Failures of engine, sandbox and environment end the episode with a reason that keeps it out of the loss (law 3).
     Raises LeaseLost when another worker has the episode by now, StoreError when the journal cannot be written."""
     episode = _Episode(claim, seat)
+    ending: Ending | None = None
     try:
-        with trio.move_on_after(seat.settings.episode_deadline_s) as scope:
+        with trio.move_on_after(seat.settings.episode_deadline_s):
             ending = await episode.run()
-        if scope.cancelled_caught:
+        if ending is None:
             ending = await episode.end_at(StopReason.TIME_LIMIT)
     except StoreError:
         raise
@@ -113,34 +114,34 @@ class _Episode:
 
     async def _begin(self) -> Ending | None:
         """Make the environment; start afresh, or bring it back to where the journal stands."""
-        claim, seat = self._claim, self._seat
-        env = self._env = await self._guard("make", lambda: _call(seat.make_env, claim.task))
+        claim, store = self._claim, self._seat.store
+        env: AsyncEnv = await self._guard("make", lambda: _call(self._seat.make_env, claim.task))
+        self._env = env
         self._tools = list(env.tool_schemas())
-        start, info = await self._guard(
-            "reset", lambda: env.areset(seed=claim.task.seed, options=dict(claim.task.options))
-        )
-        self._info = info
-        if claim.start is None:
-            self._start = start
-            seat.store.begin(claim.episode_id, claim.fence, start)
-            return None
-        restored = await self._guard("replay", lambda: replay(env, start, claim))
-        if restored.reason:
-            seat.store.restart_episode(claim.episode_id, claim.fence, restored.reason)
-            self._turns, self._start = [], start
-            env = self._env
-            start, self._info = await self._guard(
-                "reset", lambda: env.areset(seed=claim.task.seed, options=dict(claim.task.options))
-            )
-            self._start = start
-            seat.store.begin(claim.episode_id, claim.fence, start)
-            return None
+        self._start = await self._reset(env)
+        if claim.start is not None:
+            restored: Replayed = await self._guard("replay", lambda: replay(env, self._start, claim))
+            if not restored.reason:
+                return self._resume(restored)
+            store.restart_episode(claim.episode_id, claim.fence, restored.reason)
+            self._turns = []
+            self._start = await self._reset(env)
+        store.begin(claim.episode_id, claim.fence, self._start)
+        return None
+
+    async def _reset(self, env: AsyncEnv) -> Messages:
+        task = self._claim.task
+        start, self._info = await self._guard("reset", lambda: env.areset(seed=task.seed, options=dict(task.options)))
+        return start
+
+    def _resume(self, restored: Replayed) -> Ending | None:
+        """Go on from a replayed environment; an answer that the crash had swallowed is journaled now."""
         self._turns = list(restored.turns)
         if not self._turns:
             return None
         last = self._turns[-1]
         if restored.answered_last and last.step is not None:
-            seat.store.journal_step(claim.episode_id, claim.fence, last.index, last.step)
+            self._seat.store.journal_step(self._claim.episode_id, self._claim.fence, last.index, last.step)
         return self._ended()
 
     async def _turn(self) -> Ending | None:

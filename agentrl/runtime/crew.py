@@ -102,6 +102,7 @@ class Crew:
         argv = ["-m", "agentrl.engine.embedded", "--model", str(model), "--host", "127.0.0.1", "--port", str(port)]
         argv += ["--threads", str(settings.threads), "--max-batch", str(settings.max_batch)]
         argv += ["--kv-cache-mb", str(settings.kv_cache_mb), "--stream-tokens", str(settings.stream_tokens)]
+        argv += ["--max-model-len", str(self.config.rollout.max_context)]
         argv += ["--served-version", str(current.version), "--ready-file", str(self._ready_file(child)), "--lifeline"]
         weights = self.store.weights_path(current.version)
         return argv + (["--weights", str(weights)] if weights is not None and weights.exists() else [])

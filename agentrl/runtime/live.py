@@ -62,8 +62,8 @@ class LiveView:
             self._printed = row.step
             v = row.values
             self.console.print(
-                f"step {row.step:4d}  reward {v['outcome_mean']:.3f}  success {v['success_mean']:.3f}  "
-                f"lag {v['lag_mean']:.2f} (max {v['lag_max']})  {v['tokens_scored']:6d} tokens  "
+                f"step {row.step:4d}  reward {_mean([v], 'outcome_mean')}  success {_mean([v], 'success_mean')}  "
+                f"lag {_mean([v], 'lag_mean')} (max {v['lag_max']})  {v['tokens_scored']:6d} tokens  "
                 f"busy {v['busy_s']:.2f} s  idle {v['idle_s']:.2f} s",
                 markup=False,
                 highlight=False,
@@ -96,9 +96,9 @@ class LiveView:
 
     def _numbers(self, table: Table, recent: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
         busy, idle = sum(r["busy_s"] for r in recent), sum(r["idle_s"] for r in recent)
-        table.add_row("reward", f"{fmean(r['outcome_mean'] for r in recent):.3f}  {_spark(rows, 'outcome_mean')}")
-        table.add_row("success", f"{fmean(r['success_mean'] for r in recent):.3f}  {_spark(rows, 'success_mean')}")
-        table.add_row("staleness", f"{fmean(r['lag_mean'] for r in recent):.2f} steps, max {recent[-1]['lag_max']}")
+        table.add_row("reward", f"{_mean(recent, 'outcome_mean')}  {_spark(rows, 'outcome_mean')}")
+        table.add_row("success", f"{_mean(recent, 'success_mean')}  {_spark(rows, 'success_mean')}")
+        table.add_row("staleness", f"{_mean(recent, 'lag_mean')} steps, max {recent[-1]['lag_max']}")
         table.add_row("trained", f"{sum(r['tokens_scored'] for r in recent) / max(busy + idle, 1e-9):,.0f} tokens/s")
         waits = "learner waits for episodes" if idle > busy else "learner is busy"
         table.add_row("who waits", f"{waits}: idle {idle / max(busy + idle, 1e-9):.0%}")
@@ -115,8 +115,20 @@ def _bar(step: int, steps: int) -> RenderableType:
     return grid
 
 
+def _values(rows: list[dict[str, Any]], key: str) -> list[float]:
+    """The measured values; a step that had nothing to take a mean of has None."""
+    return [float(row[key]) for row in rows if row[key] is not None]
+
+
+def _mean(rows: list[dict[str, Any]], key: str) -> str:
+    values = _values(rows, key)
+    return f"{fmean(values):.3f}" if values else "-"
+
+
 def _spark(rows: list[dict[str, Any]], key: str, width: int = 40) -> str:
-    values = [float(row[key]) for row in rows]
+    values = _values(rows, key)
+    if not values:
+        return ""
     stride = max(1, len(values) // width)
     means = [fmean(values[at : at + stride]) for at in range(0, len(values), stride)]
     low, high = min(means), max(means)

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import trio
 
@@ -202,8 +203,13 @@ def run_to_end(
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The leaf that matters: an error of ours before anything else."""
-    ours = group.subgroup(AgentRLError)
-    error: BaseException = ours or group
-    while isinstance(error, BaseExceptionGroup):
-        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
-    return error
+    leaves = list(_leaves(group))
+    return next((leaf for leaf in leaves if isinstance(leaf, AgentRLError)), leaves[0])
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(cast("BaseExceptionGroup[BaseException]", error))
+        else:
+            yield error
