@@ -30,15 +30,12 @@ class Buffer(Part):
         `versions` for how lag counts). Raises StoreError if groups were taken for this step or a later one already:
         after a crash, `rollback` puts them back."""
         with self._db.read():  # a waiting learner asks often, and must not take the write lock to hear no
-            fresh, stale = self._scored(step, max_lag)
+            fresh, stale = self._takable(step, max_lag)
         if len(fresh) < n and not stale:
             return None
         now = self._db.clock()
         with self._db.write():
-            later = self._db.row("SELECT MAX(step) FROM lineage WHERE undone_attempt IS NULL AND step >= ?", (step,))
-            if later is not None and later[0] is not None:
-                raise StoreError(f"step {step}: groups were taken for step {later[0]} already: roll back first")
-            fresh, stale = self._scored(step, max_lag)
+            fresh, stale = self._takable(step, max_lag)
             self._expire(stale, STALE, now)
             if len(fresh) >= n:
                 del fresh[n:]
@@ -71,8 +68,11 @@ class Buffer(Part):
             self._expire(doomed, STALE, now)
         return {reason: ids for reason, ids in ((DEADLINE, late), (STALE, doomed)) if ids}
 
-    def _scored(self, step: int, max_lag: int) -> tuple[list[int], list[int]]:
+    def _takable(self, step: int, max_lag: int) -> tuple[list[int], list[int]]:
         """Scored training groups, oldest admitted first: those that step `step` may train, and the stale ones."""
+        later = self._db.row("SELECT MAX(step) FROM lineage WHERE undone_attempt IS NULL AND step >= ?", (step,))
+        if later is not None and later[0] is not None:
+            raise StoreError(f"step {step}: groups were taken for step {later[0]} already: roll back first")
         rows = self._db.rows(
             "SELECT id, oldest_step FROM groups WHERE purpose = ? AND state = 'scored' ORDER BY id", (TRAIN,)
         )

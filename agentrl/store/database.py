@@ -97,6 +97,8 @@ class Database:
                 self._connection.execute("COMMIT")
             except sqlite3.Error as error:
                 raise named(error, self.path) from error
+            except UnicodeEncodeError as error:
+                raise StoreError(f"{self.path}: a name or text cannot be written as UTF-8: {error}") from error
             finally:
                 self._roll_back()
                 if durable:

@@ -104,8 +104,13 @@ class Leases(Part):
 
     def release_all(self) -> int:
         """Every worker is dead (the whole run was restarted): all running episodes may be claimed at once, and the
-        deadlines of their groups count anew from then; how many there were."""
+        deadlines of their groups count anew from then; how many there were. A new attempt begins, so that failures of
+        the last one do not count against this one's budget."""
         with self._db.write():
+            self._db.execute(
+                "UPDATE meta SET value = CAST(value AS INTEGER) + 1 WHERE key = 'attempt'"
+                " AND EXISTS (SELECT 1 FROM ending_counts WHERE attempt = CAST(value AS INTEGER))"
+            )
             self._db.execute("DELETE FROM leases")
             self._db.execute("UPDATE groups SET started_s = NULL WHERE state = 'running'")
             cursor = self._db.execute("UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running'")

@@ -34,7 +34,7 @@ class Lineage(Part):
 
     @property
     def attempt(self) -> int:
-        """How many times the run was started: 1 at first, one more after each rollback."""
+        """Counts the run's lives: 1 at first, one more after each rollback and each restart of the whole run."""
         with self._db.read():
             return _attempt(self._db)
 

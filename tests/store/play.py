@@ -1,0 +1,93 @@
+"""Shared by the store's tests: small records, and an episode played to its end through the journal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentrl.records import Messages, Step, StopReason, Task, Turn, VersionSpan
+from agentrl.store import Claim, RunStore
+
+START: Messages = ({"role": "user", "content": "mend it"},)
+
+
+class Clock:
+    """Time that moves when it is told to."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def task(index: int) -> Task:
+    return Task(index=index, env="test/Env-v0", seed=100 + index)
+
+
+def admit(store: RunStore, **changes: Any) -> int:
+    settings: dict[str, Any] = {
+        "group_size": 2,
+        "groups_per_step": 2,
+        "max_lag": 1,
+        "max_running": 1000,
+        "limit": 1000,
+        "steps_total": 1000,
+    }
+    return store.admit(task, **(settings | changes))
+
+
+def serve(store: RunStore, step: int) -> int:
+    """Weights of `step` are minted and served; their version."""
+    version = store.mint_version(step)
+    store.confirm_version(version)
+    return version.version
+
+
+def turn(index: int, version: int, n: int = 3, *, step: Step | None = None) -> Turn:
+    return Turn(
+        index=index,
+        parent=index - 1 if index else None,
+        prompt_ids=(7, 8, index),
+        token_ids=tuple(range(index, index + n)),
+        logprobs=tuple(-0.5 * (k + 1) for k in range(n)),
+        spans=(VersionSpan(version, 0, n),) if n else (),
+        finish="stop",
+        text=f"action {index}",
+        step=step,
+        started_s=10.0 + index,
+        ended_s=10.5 + index,
+    )
+
+
+def answer(index: int, *, last: bool = False) -> Step:
+    return Step(observation=({"role": "tool", "content": f"seen {index}"},), reward=0.25 * index, terminated=last)
+
+
+def play(
+    store: RunStore,
+    claim: Claim,
+    *,
+    turns: int = 2,
+    version: int | None = None,
+    stop: StopReason = StopReason.DONE,
+    outcome: float | None = 1.0,
+) -> None:
+    """Play a claimed episode on from where its journal stands, to `turns` turns and its end."""
+    version = store.current_version().version if version is None else version
+    if claim.start is None:
+        store.begin(claim.episode_id, claim.fence, START)
+    if claim.turns and claim.turns[-1].step is None:
+        store.journal_step(claim.episode_id, claim.fence, len(claim.turns) - 1, answer(len(claim.turns) - 1))
+    for index in range(len(claim.turns), turns):
+        store.journal_turn(claim.episode_id, claim.fence, turn(index, version))
+        store.journal_step(claim.episode_id, claim.fence, index, answer(index, last=index == turns - 1))
+    success = None if outcome is None else outcome > 0
+    store.finish(claim.episode_id, claim.fence, stop_reason=stop, outcome=outcome, success=success)
+
+
+def play_all(store: RunStore, **how: Any) -> list[Claim]:
+    """Claim whatever there is to claim and play it to its end."""
+    claims = store.claim("worker", 1000, lease_s=30.0)
+    for claim in claims:
+        play(store, claim, **how)
+    return claims

@@ -1,0 +1,191 @@
+"""How many groups may start: worked examples, bounds that always hold, and a run in miniature (law 5)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from agentrl.store import Load, RunStore, admissible_groups
+
+from .play import admit, play_all, serve, task
+
+IDLE = Load(running_episodes=0, running_groups=0, accepted_groups=0)
+
+
+def admissible(load: Load = IDLE, **changes: int) -> int:
+    arguments = {
+        "step": 0,
+        "max_lag": 1,
+        "groups_per_step": 2,
+        "group_size": 4,
+        "max_running": 1000,
+        "steps_total": 1000,
+    }
+    return admissible_groups(load, **(arguments | changes))
+
+
+@pytest.mark.parametrize(
+    ("load", "changes", "expected"),
+    [
+        (IDLE, {}, 4),  # (1 + 0 + 1) * 2
+        (IDLE, {"max_lag": 0}, 2),  # synchronous: one step's batch
+        (IDLE, {"max_lag": 3, "step": 5}, 18),  # (3 + 5 + 1) * 2
+        (Load(running_episodes=4, running_groups=1, accepted_groups=2), {}, 1),  # 4 - (1 + 2)
+        (Load(running_episodes=0, running_groups=0, accepted_groups=2), {"max_lag": 0}, 0),  # waits for the learner
+        (Load(running_episodes=0, running_groups=0, accepted_groups=2), {"max_lag": 0, "step": 1}, 2),
+        (IDLE, {"max_running": 11}, 2),  # eleven episodes hold two groups of four
+        (Load(running_episodes=5, running_groups=2, accepted_groups=0), {"max_running": 8}, 0),
+        (IDLE, {"steps_total": 1}, 2),  # the last step needs two groups, whatever the lag bound allows
+        (Load(running_episodes=0, running_groups=0, accepted_groups=9), {"step": 4, "steps_total": 5}, 1),
+        (Load(running_episodes=0, running_groups=0, accepted_groups=10), {"step": 5, "steps_total": 5}, 0),
+        (Load(running_episodes=9, running_groups=9, accepted_groups=9), {}, 0),  # never negative
+    ],
+)
+def test_worked_examples(load: Load, changes: dict[str, int], expected: int) -> None:
+    assert admissible(load, **changes) == expected
+
+
+counts = st.integers(0, 200)
+
+
+@given(
+    st.builds(Load, running_episodes=counts, running_groups=counts, accepted_groups=counts),
+    st.integers(0, 50),
+    st.integers(0, 8),
+    st.integers(1, 16),
+    st.integers(1, 16),
+    st.integers(1, 400),
+    st.integers(0, 60),
+)
+def test_every_bound_holds_after_admission_and_one_more_would_break_one(
+    load: Load, step: int, max_lag: int, groups_per_step: int, group_size: int, max_running: int, steps_total: int
+) -> None:
+    n = admissible_groups(
+        load,
+        step=step,
+        max_lag=max_lag,
+        groups_per_step=groups_per_step,
+        group_size=group_size,
+        max_running=max_running,
+        steps_total=steps_total,
+    )
+
+    def within(more: int) -> bool:
+        admitted = load.accepted_groups + load.running_groups + more
+        return (
+            load.running_episodes + more * group_size <= max_running
+            and admitted <= (max_lag + step + 1) * groups_per_step
+            and admitted <= steps_total * groups_per_step
+        )
+
+    assert n >= 0
+    assert n == 0 or within(n)
+    assert not within(n + 1)
+
+
+@settings(max_examples=300)
+@given(st.data(), st.integers(0, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 24))
+def test_law_5_an_admitted_group_that_finishes_promptly_is_never_older_than_the_bound(
+    data: st.DataObject, max_lag: int, groups_per_step: int, group_size: int, max_running: int
+) -> None:
+    """A run in miniature: groups are admitted, finish out of order or are dropped, the learner takes the oldest first.
+
+    Prompt means: finished before any group admitted later was trained. Its tokens are at worst of the weights that were
+    served at its admission; with weights w, step w + 1 is trained."""
+    step = 0  # of the weights that are served
+    admitted_at: list[int] = []
+    running: set[int] = set()
+    finished: set[int] = set()
+    trained_in: dict[int, int] = {}
+    for _ in range(data.draw(st.integers(5, 60))):
+        action = data.draw(st.sampled_from(["admit", "finish", "drop", "train"]))
+        if action == "admit":
+            load = Load(
+                running_episodes=len(running) * group_size,
+                running_groups=len(running),
+                accepted_groups=len(finished) + len(trained_in),
+            )
+            n = admissible_groups(
+                load,
+                step=step,
+                max_lag=max_lag,
+                groups_per_step=groups_per_step,
+                group_size=group_size,
+                max_running=max_running,
+                steps_total=10_000,
+            )
+            running |= set(range(len(admitted_at), len(admitted_at) + n))
+            admitted_at += [step] * n
+            assert len(running) * group_size <= max(max_running, 0)
+        elif action in ("finish", "drop") and running:
+            group = data.draw(st.sampled_from(sorted(running)))
+            running.remove(group)
+            if action == "finish":
+                finished.add(group)
+        elif action == "train" and len(finished) >= groups_per_step:
+            for group in sorted(finished)[:groups_per_step]:
+                finished.remove(group)
+                overtaken = any(other > group and at <= step for other, at in trained_in.items())
+                if not overtaken:
+                    assert step - admitted_at[group] <= max_lag
+                trained_in[group] = step + 1
+            step += 1
+
+
+def test_nothing_starts_before_an_engine_serves_weights(path: Path) -> None:
+    with RunStore.create(path, "{}") as store:
+        version = store.mint_version(0)
+        assert admit(store) == 0
+        store.confirm_version(version)
+        assert admit(store) == 4
+
+
+def test_synchronous_training_alternates(store: RunStore) -> None:
+    """max_lag = 0: a batch is admitted, played, taken; nothing more starts until the next weights are served."""
+    for step in range(3):
+        assert admit(store, max_lag=0) == 2
+        assert admit(store, max_lag=0) == 0
+        play_all(store)
+        assert admit(store, max_lag=0) == 0
+        assert len(store.take(step + 1, 2, max_lag=0) or []) == 2
+        assert admit(store, max_lag=0) == 0
+        serve(store, step + 1)
+
+
+def test_dropped_groups_are_replaced(store: RunStore) -> None:
+    assert admit(store, max_lag=0) == 2
+    play_all(store, outcome=None)  # nothing scored them: both fail
+    assert store.drops() == {"no_outcome": 2}
+    assert admit(store, max_lag=0) == 2
+
+
+def test_admission_ends_with_what_the_last_step_needs(store: RunStore) -> None:
+    assert admit(store, max_lag=8, steps_total=3) == 6
+    assert admit(store, max_lag=8, steps_total=3) == 0
+
+
+def test_tasks_count_on_after_a_restart(store: RunStore) -> None:
+    admit(store, limit=3)
+    store.close()
+    with RunStore.open(store.path) as again:
+        admit(again, limit=1)
+        indices = [row.task.index for row in again.episodes("train")]
+    assert indices == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_task_that_cannot_be_made_admits_nothing(store: RunStore) -> None:
+    with pytest.raises(ZeroDivisionError):
+        store.admit(
+            lambda index: task(index // (1 - index)),
+            group_size=2,
+            groups_per_step=2,
+            max_lag=1,
+            max_running=100,
+            limit=100,
+            steps_total=10,
+        )
+    assert store.counts() == {}
+    assert admit(store) == 4

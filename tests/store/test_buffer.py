@@ -1,0 +1,200 @@
+"""The buffer: once, oldest first, not too old, and everything that leaves is counted (laws 2 and 5)."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentrl.records import Group, GroupState, StopReason
+from agentrl.store import LeaseLost, Lengths, RunStore, StoreError
+from agentrl.store.versions import lag
+
+from .play import START, Clock, admit, answer, play, play_all, serve, task, turn
+
+
+def ids(groups: list[Group] | None) -> list[int] | None:
+    return None if groups is None else [group.id for group in groups]
+
+
+def test_groups_are_taken_oldest_first_and_whole(store: RunStore) -> None:
+    admit(store)
+    claims = store.claim("a", 100, lease_s=30.0)
+    for claim in reversed(claims):  # the youngest group ends first
+        play(store, claim)
+    taken = store.take(1, 2, max_lag=1)
+    assert ids(taken) == [1, 2]
+    assert taken is not None
+    assert taken[0] == store.group(1)
+    assert taken[0].state == GroupState.TAKEN
+    assert (taken[0].taken_step, taken[0].started_step, taken[0].size) == (1, 0, 2)
+    first = taken[0].trajectories[0]
+    assert first.start == START
+    assert first.turns == (turn(0, 1, step=answer(0)), turn(1, 1, step=answer(1, last=True)))
+    assert (first.task, first.stop_reason, first.outcome, first.success) == (task(0), StopReason.DONE, 1.0, True)
+
+
+def test_too_few_groups_are_not_taken(store: RunStore) -> None:
+    admit(store, limit=1)
+    play_all(store)
+    assert store.take(1, 2, max_lag=1) is None
+    assert store.counts() == {GroupState.SCORED: 1}
+    assert store.lineage(1) == []
+
+
+def test_evaluation_is_never_trained(store: RunStore) -> None:
+    store.add_groups([task(0)], size=2, purpose="eval:held_out@0")
+    play_all(store)
+    assert store.take(1, 1, max_lag=9) is None
+
+
+def test_law_2_no_group_is_taken_twice(store: RunStore, clock: Clock) -> None:
+    admit(store)
+    play_all(store)
+    with RunStore.open(store.path, clock=clock) as second_learner:
+        assert ids(store.take(1, 2, max_lag=1)) == [1, 2]
+        with pytest.raises(StoreError, match="step 1: groups were taken for step 1 already: roll back first"):
+            second_learner.take(1, 2, max_lag=1)
+        assert ids(second_learner.take(2, 2, max_lag=1)) == [3, 4]
+        with pytest.raises(StoreError, match="step 1: groups were taken for step 2 already"):
+            store.take(1, 2, max_lag=1)
+
+
+@pytest.mark.parametrize(("step", "made_at", "expected"), [(1, 0, 0), (2, 0, 1), (5, 1, 3), (3, 9, 0), (3, None, 0)])
+def test_lag_counts_from_the_weights_before_the_update(step: int, made_at: int | None, expected: int) -> None:
+    assert lag(step, made_at) == expected
+
+
+def test_law_5_no_token_beyond_the_bound_is_taken_and_the_drop_is_counted(store: RunStore) -> None:
+    """Groups 1 and 2 hold tokens of step 0, group 3 of step 1, group 4 of both in one turn's spans."""
+    admit(store, limit=4)
+    one = serve(store, 1)
+    claims = store.claim("a", 8, lease_s=30.0)
+    for claim in claims[:4]:
+        play(store, claim, version=1)
+    for claim in claims[4:7]:
+        play(store, claim, version=one)
+    store.begin(claims[7].episode_id, claims[7].fence, START)
+    store.journal_turn(claims[7].episode_id, claims[7].fence, turn(0, one, step=answer(0)))
+    store.journal_turn(claims[7].episode_id, claims[7].fence, turn(1, 1, step=answer(1, last=True)))
+    store.finish(claims[7].episode_id, claims[7].fence, stop_reason=StopReason.DONE, outcome=0.0, success=False)
+    assert ids(store.take(2, 2, max_lag=0)) is None  # only group 3 is fresh; the stale ones leave all the same
+    assert store.drops() == {"stale": 3}
+    assert store.counts() == {GroupState.SCORED: 1, GroupState.EXPIRED: 3}
+    assert ids(store.take(2, 1, max_lag=0)) == [3]
+
+
+def test_law_5_the_bound_itself_is_allowed(store: RunStore) -> None:
+    admit(store)
+    play_all(store)
+    assert ids(store.take(3, 2, max_lag=2)) == [1, 2]  # weights of step 2 train tokens of step 0
+    assert store.take(4, 2, max_lag=2) is None
+    assert store.drops() == {"stale": 2}
+
+
+def test_law_3_an_old_token_of_a_member_outside_the_loss_does_not_age_its_group(store: RunStore) -> None:
+    admit(store, limit=1, group_size=3)
+    two = serve(store, 2)
+    failed, *others = store.claim("a", 3, lease_s=30.0)
+    play(store, failed, version=1, stop=StopReason.SANDBOX_FAILED, outcome=None)
+    for claim in others:
+        play(store, claim, version=two)
+    assert ids(store.take(3, 1, max_lag=0)) == [1]
+
+
+def test_a_group_without_sampled_tokens_is_never_stale(store: RunStore) -> None:
+    admit(store, limit=1)
+    play_all(store, turns=0)
+    assert ids(store.take(50, 1, max_lag=0)) == [1]
+
+
+# --- deadlines ----------------------------------------------------------------------------------------------------
+
+
+def test_law_4_a_group_past_its_deadline_expires_and_its_worker_hears_of_it(store: RunStore, clock: Clock) -> None:
+    admit(store, limit=2)
+    claims = store.claim("a", 3, lease_s=1e6)
+    play(store, claims[0])
+    store.begin(claims[1].episode_id, claims[1].fence, START)
+    store.journal_turn(claims[1].episode_id, claims[1].fence, turn(0, 1))
+    clock.now += 5.0
+    store.claim("a", 1, lease_s=1e6)
+    assert store.expire(clock() + 595.0, 600.0) == {}
+    assert store.expire(clock() + 595.1, 600.0) == {"deadline": [1, 2]}
+    assert store.drops() == {"deadline": 2}
+    assert store.endings() == {StopReason.DONE: 1, StopReason.EXPIRED: 3}
+    assert store.renew("a", lease_s=1e6) == frozenset()
+    with pytest.raises(LeaseLost, match="episode 2 is expired"):
+        store.journal_step(claims[1].episode_id, claims[1].fence, 0, answer(0))
+    assert store.trajectory(2).turns == (turn(0, 1),)  # what was journaled stays
+
+
+def test_law_4_an_evaluation_past_its_deadline_keeps_what_ended(store: RunStore, clock: Clock) -> None:
+    store.add_groups([task(0)], size=2, purpose="eval")
+    done, hung = store.claim("a", 2, lease_s=1e6)
+    play(store, done)
+    assert store.expire(clock() + 601.0, 600.0) == {"deadline": [1]}
+    assert store.counts("eval") == {GroupState.SCORED: 1}
+    assert [one.scored for one in store.trajectories("eval")] == [True, False]
+    assert store.trajectory(hung.episode_id).stop_reason is StopReason.EXPIRED
+
+
+def test_an_evaluation_of_which_nothing_ended_ends(store: RunStore, clock: Clock) -> None:
+    store.add_groups([task(0)], size=1, purpose="eval")
+    store.claim("a", 1, lease_s=1e6)
+    store.expire(clock() + 601.0, 600.0)
+    assert store.counts("eval") == {GroupState.SCORED: 1}
+
+
+def test_law_5_a_running_group_that_can_only_be_stale_gives_its_places_back(store: RunStore, clock: Clock) -> None:
+    admit(store, limit=3)
+    claims = store.claim("a", 6, lease_s=1e6)
+    play(store, claims[0], version=1)  # group 1: an ended member of step 0
+    store.begin(claims[2].episode_id, claims[2].fence, START)
+    store.journal_turn(claims[2].episode_id, claims[2].fence, turn(0, 1))  # group 2: a running one
+    play(store, claims[4], version=1, stop=StopReason.ENGINE_FAILED, outcome=None)  # group 3: outside the loss
+    serve(store, 1)
+    assert store.expire(clock(), 600.0, max_lag=1) == {}
+    serve(store, 2)
+    assert store.expire(clock(), 600.0) == {}
+    assert store.expire(clock(), 600.0, max_lag=1) == {"stale": [1, 2]}
+    assert store.counts() == {GroupState.EXPIRED: 2, GroupState.RUNNING: 1}
+
+
+# --- what dropping does to lengths --------------------------------------------------------------------------------
+
+
+def test_law_5_the_bias_of_dropping_is_measured(store: RunStore, clock: Clock) -> None:
+    """Trained: two episodes of 1 turn, two of 2 turns, 3 tokens each. Dropped: two members of 5 turns in a stale group;
+    members of 4 turns and of none in a group past its deadline."""
+    admit(store, limit=4)
+    claims = store.claim("a", 8, lease_s=1e6)
+    play(store, claims[0], turns=1)
+    play(store, claims[1], turns=1)
+    for claim in claims[2:4]:
+        play(store, claim, turns=5)
+    store.begin(claims[4].episode_id, claims[4].fence, START)
+    for index in range(4):
+        store.journal_turn(claims[4].episode_id, claims[4].fence, turn(index, 1, step=answer(index)))
+    assert ids(store.take(1, 1, max_lag=0)) == [1]
+    for claim in claims[6:]:
+        play(store, claim, turns=2, version=serve(store, 1))
+    assert ids(store.take(2, 1, max_lag=0)) == [4]
+    store.expire(clock() + 1e4, 600.0)
+    bias = store.length_bias()
+    assert bias.trained == Lengths(episodes=4, turns=1.5, tokens=4.5)
+    assert bias.dropped == Lengths(episodes=4, turns=3.5, tokens=10.5)
+    assert bias.by_reason == {
+        "deadline": Lengths(episodes=2, turns=2.0, tokens=6.0),
+        "stale": Lengths(episodes=2, turns=5.0, tokens=15.0),
+    }
+    assert store.episodes_trained() == 4
+
+
+def test_an_unscored_member_of_a_trained_group_counts_as_dropped(store: RunStore) -> None:
+    admit(store, limit=1, group_size=3)
+    first, *others = store.claim("a", 3, lease_s=1e6)
+    play(store, first, turns=7, stop=StopReason.ENGINE_FAILED, outcome=None)
+    for claim in others:
+        play(store, claim, turns=1)
+    store.take(1, 1, max_lag=0)
+    assert store.length_bias().by_reason == {"engine_failed": Lengths(episodes=1, turns=7.0, tokens=21.0)}
+    assert store.episodes_trained() == 2

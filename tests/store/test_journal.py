@@ -1,0 +1,357 @@
+"""The journal: what is written is read back exactly, only by whom it belongs to, only in order (laws 1 and 2)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sqlite3
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from agentrl.records import GroupState, Step, StopReason, Turn, VersionSpan
+from agentrl.store import Claim, LeaseLost, RunStore, StoreError
+from agentrl.store.codec import pack_text, pack_tokens, unpack_text, unpack_tokens
+
+from .play import START, admit, answer, play, play_all, serve, task, turn
+
+TASK = task(0)
+
+
+@pytest.fixture
+def claim(store: RunStore) -> Claim:
+    admit(store, limit=1)
+    (claim, _) = store.claim("worker", 2, lease_s=30.0)
+    return claim
+
+
+@pytest.fixture
+def begun(store: RunStore, claim: Claim) -> Claim:
+    store.begin(claim.episode_id, claim.fence, START)
+    return claim
+
+
+# --- what goes in comes out ---------------------------------------------------------------------------------------
+
+texts = st.text(st.characters(), max_size=30)  # lone surrogates and NUL among them
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+messages = st.lists(st.fixed_dictionaries({"role": texts, "content": texts}), max_size=3).map(tuple)
+steps = st.builds(
+    Step,
+    observation=messages,
+    reward=st.floats(allow_nan=False, allow_infinity=False),
+    terminated=st.booleans(),
+    truncated=st.booleans(),
+    info=st.dictionaries(texts, json_values, max_size=3),
+)
+
+
+@st.composite
+def turns_of(draw: st.DrawFn, versions: tuple[int, ...], index: int) -> Turn:
+    n = draw(st.integers(0, 8))
+    cuts = sorted(draw(st.sets(st.integers(1, max(1, n - 1)), max_size=2))) if n > 1 else []
+    edges = [0, *cuts, n] if n else []
+    ids = st.integers(0, 2**32 - 1)
+    log_probs = st.floats(max_value=0, allow_nan=False, allow_infinity=False)
+    return Turn(
+        index=index,
+        parent=draw(st.none() | st.integers(0, index - 1)) if index else None,
+        prompt_ids=tuple(draw(st.lists(ids, max_size=6))),
+        token_ids=tuple(draw(st.lists(ids, min_size=n, max_size=n))),
+        logprobs=tuple(draw(st.lists(log_probs, min_size=n, max_size=n))),
+        spans=tuple(
+            VersionSpan(draw(st.sampled_from(versions)), start, end) for start, end in itertools.pairwise(edges)
+        ),
+        finish=draw(st.sampled_from(["stop", "length", "abort"])),
+        text=draw(texts),
+        step=draw(st.none() | steps),
+        role=draw(st.text()),
+        started_s=draw(st.floats(0, 1e9)),
+        ended_s=draw(st.floats(0, 1e9)),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_law_1_every_token_and_all_about_it_is_read_back_exactly(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with RunStore.create(tmp_path_factory.mktemp("journal") / "store.sqlite", "{}") as store:
+        versions = (serve(store, 0), serve(store, 1), serve(store, 2))
+        store.add_groups([replace(TASK, kwargs=data.draw(st.dictionaries(texts, json_values)))], size=1, purpose="x")
+        (claim,) = store.claim("worker", 1, lease_s=30.0)
+        start = data.draw(messages)
+        store.begin(claim.episode_id, claim.fence, start)
+        played = [data.draw(turns_of(versions, index)) for index in range(data.draw(st.integers(0, 4)))]
+        for one in played:
+            if data.draw(st.booleans()):
+                store.journal_turn(claim.episode_id, claim.fence, one)
+            else:
+                store.journal_turn(claim.episode_id, claim.fence, replace(one, step=None))
+                if one.step is not None:
+                    store.journal_step(claim.episode_id, claim.fence, one.index, one.step)
+        store.close()
+        with RunStore.open(store.path) as again:
+            trajectory = again.trajectory(claim.episode_id)
+            reloaded = again.reload(claim)
+    assert trajectory.turns == tuple(played)
+    assert trajectory.start == start
+    assert trajectory.task == claim.task
+    assert reloaded.turns == trajectory.turns
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False)))
+def test_float32_log_probs_take_four_bytes_and_are_exact(logprobs: list[float]) -> None:
+    n = len(logprobs)
+    one = replace(turn(0, 1, n), logprobs=tuple(logprobs), token_ids=(0,) * n)
+    assert unpack_tokens(pack_tokens(one)) == (one.prompt_ids, one.token_ids, one.logprobs)
+
+
+@given(texts)
+def test_any_text_is_kept(text: str) -> None:
+    assert unpack_text(pack_text(text)) == text
+
+
+@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])
+def test_law_1_a_token_without_a_log_prob_is_refused(store: RunStore, begun: Claim, logprob: float) -> None:
+    bad = replace(turn(0, 1, 2), logprobs=(-0.5, logprob))
+    with pytest.raises(StoreError, match="turn 0: a sampled token's log-prob is not finite"):
+        store.journal_turn(begun.episode_id, begun.fence, bad)
+
+
+@pytest.mark.parametrize("token", [-1, 2**32, 1.5])
+def test_law_1_what_is_no_token_id_is_refused(store: RunStore, begun: Claim, token: Any) -> None:
+    with pytest.raises(StoreError, match="not an unsigned 32-bit integer"):
+        store.journal_turn(begun.episode_id, begun.fence, replace(turn(0, 1, 1), token_ids=(token,)))
+
+
+def test_law_1_a_version_that_was_never_minted_is_refused(store: RunStore, begun: Claim) -> None:
+    with pytest.raises(StoreError, match="weight version 9 was never minted"):
+        store.journal_turn(begun.episode_id, begun.fence, turn(0, 9))
+    assert store.trajectory(begun.episode_id).turns == ()
+
+
+def test_a_name_that_is_no_text_is_refused(store: RunStore, begun: Claim) -> None:
+    with pytest.raises(StoreError, match="cannot be written as UTF-8"):
+        store.journal_turn(begun.episode_id, begun.fence, replace(turn(0, 1), role="\ud800"))
+    store.journal_turn(begun.episode_id, begun.fence, turn(0, 1))
+
+
+# --- order --------------------------------------------------------------------------------------------------------
+
+
+def test_the_action_is_there_before_the_environment_has_answered(store: RunStore, begun: Claim) -> None:
+    store.journal_turn(begun.episode_id, begun.fence, turn(0, 1))
+    assert store.trajectory(begun.episode_id).turns[0].step is None
+    store.journal_step(begun.episode_id, begun.fence, 0, answer(0))
+    assert store.trajectory(begun.episode_id).turns == (turn(0, 1, step=answer(0)),)
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_turn_that_is_not_the_next_is_refused(store: RunStore, begun: Claim, index: int) -> None:
+    store.journal_turn(begun.episode_id, begun.fence, turn(0, 1))
+    with pytest.raises(StoreError, match=f"turn {index} cannot follow turn 0"):
+        store.journal_turn(begun.episode_id, begun.fence, turn(index, 1))
+
+
+def test_a_turn_cannot_extend_a_later_one(store: RunStore, begun: Claim) -> None:
+    with pytest.raises(StoreError, match="turn 0 cannot extend turn 0"):
+        store.journal_turn(begun.episode_id, begun.fence, replace(turn(0, 1), parent=0))
+
+
+def test_a_turn_is_answered_once_and_after_it_was_taken(store: RunStore, begun: Claim) -> None:
+    with pytest.raises(StoreError, match="turn 0 was never journaled"):
+        store.journal_step(begun.episode_id, begun.fence, 0, answer(0))
+    store.journal_turn(begun.episode_id, begun.fence, turn(0, 1, step=answer(0)))
+    with pytest.raises(StoreError, match="turn 0 is answered already"):
+        store.journal_step(begun.episode_id, begun.fence, 0, answer(1))
+
+
+def test_an_episode_with_turns_cannot_begin_again(store: RunStore, begun: Claim) -> None:
+    store.journal_turn(begun.episode_id, begun.fence, turn(0, 1))
+    with pytest.raises(StoreError, match="has turns already"):
+        store.begin(begun.episode_id, begun.fence, START)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (Step(observation=(), reward=math.nan), "turn 0: reward nan is not finite"),
+        (Step(observation=(), info={"box": object()}), "turn 0: info is not JSON-safe"),
+        (Step(observation=(), info={"score": math.inf}), "turn 0: info is not JSON-safe"),
+        (Step(observation=({"role": "tool", "content": b"raw"},)), "turn 0: observation is not JSON-safe"),  # pyright: ignore
+    ],
+)
+def test_an_answer_that_cannot_be_kept_is_refused_by_name(
+    store: RunStore, begun: Claim, step: Step, message: str
+) -> None:
+    store.journal_turn(begun.episode_id, begun.fence, turn(0, 1))
+    with pytest.raises(StoreError, match=message):
+        store.journal_step(begun.episode_id, begun.fence, 0, step)
+    assert store.trajectory(begun.episode_id).turns[0].step is None
+
+
+def test_an_outcome_that_is_no_number_is_refused(store: RunStore, begun: Claim) -> None:
+    with pytest.raises(StoreError, match="outcome nan is not finite"):
+        play(store, begun, outcome=math.nan)
+
+
+# --- the fence ----------------------------------------------------------------------------------------------------
+
+
+def calls(store: RunStore, claim: Claim) -> dict[str, Any]:
+    id, fence = claim.episode_id, claim.fence
+    return {
+        "begin": lambda: store.begin(id, fence, START),
+        "journal_turn": lambda: store.journal_turn(id, fence, turn(1, 1)),
+        "journal_step": lambda: store.journal_step(id, fence, 0, answer(0)),
+        "restart_episode": lambda: store.restart_episode(id, fence, "cannot replay"),
+        "finish": lambda: store.finish(id, fence, stop_reason=StopReason.DONE, outcome=1.0, success=True),
+        "reload": lambda: store.reload(claim),
+    }
+
+
+@pytest.mark.parametrize("call", ["begin", "journal_turn", "journal_step", "restart_episode", "finish", "reload"])
+@pytest.mark.parametrize("how", ["released", "claimed anew", "expired", "finished", "unknown"])
+def test_law_2_a_worker_that_lost_its_lease_writes_nothing(store: RunStore, begun: Claim, call: str, how: str) -> None:
+    store.journal_turn(begun.episode_id, begun.fence, turn(0, 1))
+    if how in ("released", "claimed anew"):
+        store.release_worker("worker")
+    if how == "claimed anew":
+        assert store.claim("other", 1, lease_s=30.0)[0].episode_id == begun.episode_id
+    if how == "expired":
+        store.expire(1e9, 1.0)
+    if how == "finished":
+        store.finish(begun.episode_id, begun.fence, stop_reason=StopReason.TURN_LIMIT, outcome=0.0, success=False)
+    lost = replace(begun, episode_id=999) if how == "unknown" else begun
+    before = store.trajectory(begun.episode_id)
+    with pytest.raises(LeaseLost):
+        calls(store, lost)[call]()
+    assert store.trajectory(begun.episode_id) == before
+
+
+# --- resuming -----------------------------------------------------------------------------------------------------
+
+
+def test_law_2_an_unfinished_episode_goes_on_from_its_last_journaled_turn(store: RunStore, begun: Claim) -> None:
+    store.journal_turn(begun.episode_id, begun.fence, turn(0, 1, step=answer(0)))
+    store.journal_turn(begun.episode_id, begun.fence, turn(1, 1))
+    store.close()
+    with RunStore.open(store.path) as again:
+        again.release_all()
+        claim = again.claim("new worker", 1, lease_s=30.0)[0]
+        assert claim.episode_id == begun.episode_id
+        assert claim.fence == begun.fence + 1
+        assert claim.start == START
+        assert claim.turns == (turn(0, 1, step=answer(0)), turn(1, 1))
+        play(again, claim, turns=3)
+        assert [one.index for one in again.trajectory(claim.episode_id).turns] == [0, 1, 2]
+
+
+def test_an_episode_that_starts_anew_keeps_its_old_turns_apart(store: RunStore, begun: Claim) -> None:
+    store.journal_turn(begun.episode_id, begun.fence, turn(0, 1, n=5, step=answer(0)))
+    store.restart_episode(begun.episode_id, begun.fence, "replay differs at turn 0")
+    reloaded = store.reload(begun)
+    assert (reloaded.start, reloaded.turns, reloaded.trial) == (None, (), 1)
+    play(store, reloaded, turns=1)
+    (restart,) = store.restarts(begun.episode_id)
+    assert restart.reason == "replay differs at turn 0"
+    assert restart.start == START
+    assert restart.turns == (turn(0, 1, n=5, step=answer(0)),)
+    row = store.episodes(group_id=begun.group_id)[0]
+    assert (row.trial, row.turns, row.tokens) == (1, 1, 3)
+
+
+# --- the end of a group -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ends", "state", "drops"),
+    [
+        (["done", "done", "done"], GroupState.SCORED, {}),
+        (["done", "time_limit", "engine_failed"], GroupState.SCORED, {}),  # two are left to compare
+        (["done", "engine_failed", "engine_failed"], GroupState.FAILED, {"engine_failed": 1}),
+        (["sandbox_failed", "engine_failed", "sandbox_failed"], GroupState.FAILED, {"sandbox_failed": 1}),
+    ],
+)
+def test_law_3_what_the_policy_did_not_do_leaves_its_group(
+    store: RunStore, ends: list[str], state: GroupState, drops: dict[str, int]
+) -> None:
+    admit(store, limit=1, group_size=3)
+    for claim, end in zip(store.claim("worker", 3, lease_s=30.0), ends, strict=True):
+        assert store.counts() == {GroupState.RUNNING: 1}
+        play(store, claim, stop=StopReason(end), outcome=None if end.endswith("failed") else 0.5)
+    assert store.counts() == {state: 1}
+    assert store.drops() == drops
+
+
+def test_evaluation_groups_are_scored_however_they_end(store: RunStore) -> None:
+    store.add_groups([TASK] * 2, size=1, purpose="eval:held_out@0")
+    play_all(store, stop=StopReason.ENV_FAILED, outcome=None)
+    assert store.counts("eval:held_out@0") == {GroupState.SCORED: 2}
+    assert store.ready_count() == 0
+    assert [one.scored for one in store.trajectories("eval:held_out@0")] == [False, False]
+
+
+def test_a_failure_says_why(store: RunStore, begun: Claim) -> None:
+    store.finish(
+        begun.episode_id,
+        begun.fence,
+        stop_reason=StopReason.ENGINE_FAILED,
+        outcome=None,
+        success=None,
+        detail="no answer \ud800",
+    )
+    assert store.failures() == (1, 1, "no answer \\ud800")
+    assert store.episodes(group_id=begun.group_id)[0].detail == "no answer \\ud800"
+
+
+def test_failures_count_within_one_life_of_the_run(store: RunStore) -> None:
+    admit(store, limit=2)
+    play_all(store, stop=StopReason.ENGINE_FAILED, outcome=None)
+    assert store.failures()[:2] == (4, 4)
+    store.release_all()
+    assert store.failures()[:2] == (0, 0)
+    assert store.endings() == {StopReason.ENGINE_FAILED: 4}
+    attempt = store.attempt
+    store.release_all()  # nothing happened since: still the same life
+    assert store.attempt == attempt
+
+
+# --- cost ---------------------------------------------------------------------------------------------------------
+
+
+def test_journaling_a_turn_costs_little_cpu(store: RunStore) -> None:
+    """At most 0.3 ms of CPU a turn of 192 tokens with its answer; the best of ten batches, as the machine is shared."""
+    store.add_groups([TASK] * 10, size=20, purpose="train")
+    one = replace(turn(0, 1, 64), prompt_ids=tuple(range(128)), text="x" * 300)
+    costs: list[float] = []
+    for _ in range(10):
+        claims = store.claim("worker", 20, lease_s=30.0)
+        before = time.process_time()
+        for claim in claims:
+            store.journal_turn(claim.episode_id, claim.fence, one)
+            store.journal_step(claim.episode_id, claim.fence, 0, answer(0))
+        costs.append((time.process_time() - before) / len(claims))
+    assert min(costs) < 0.3e-3
+
+
+def test_writes_of_two_handles_take_turns(store: RunStore, path: Path) -> None:
+    """A second process's open write makes the first wait, and fail with one line only after the deadline."""
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    store._db._connection.execute("PRAGMA busy_timeout = 20")  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(StoreError, match="another process held the write lock"):
+        store.set_meta("phase", "train")
+    other.execute("ROLLBACK")
+    store.set_meta("phase", "train")
+    assert store.meta("phase") == "train"
