@@ -19,8 +19,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import secrets
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -123,7 +121,7 @@ class BubblewrapBox:
         self._bwrap = host.bwrap(spec, self._place)
         self._limited = host.limited(spec.limits, as_group=self._place.group is not None)
         self._running: set[Run] = set()
-        self._snapshots: set[str] = set()
+        self._taken: set[str] = set()
         self._closed = False
         siblings.add(self)
 
@@ -220,7 +218,7 @@ class BubblewrapBox:
             timed_out=timed_out,
             oom=oom,
             truncated=child.stdout.truncated or child.stderr.truncated,
-            duration_s=time.monotonic() - child.started,
+            duration_s=child.duration_s,
         )
 
     # --- files --------------------------------------------------------------------------------------------------
@@ -254,21 +252,15 @@ class BubblewrapBox:
     async def snapshot(self) -> str:
         """Keep a copy of the work folder until this box closes; its id, good for every box of this backend."""
         self._must_be_open()
-        name = secrets.token_hex(8)
-        path = self._host.snapshot_path(name)
-        await trio.to_thread.run_sync(self._work.save, path)
-        self._host.snapshots[name] = path
-        self._snapshots.add(name)
+        name = await self._host.snapshots.take(self._work)
+        self._taken.add(name)
         return name
 
     async def restore(self, snapshot: str) -> None:
         """Put the work folder back as it was; processes of the box are ended and /tmp is emptied."""
         self._must_be_open()
-        path = self._host.snapshots.get(snapshot)
-        if path is None:
-            raise SandboxError(f"no snapshot {snapshot!r}: its box was closed, or it is another backend's")
         await self._end_processes()
-        await trio.to_thread.run_sync(self._work.load, path)
+        await self._host.snapshots.put_back(snapshot, self._work)
         await trio.to_thread.run_sync(self._place.clear_tmp)
 
     async def fork(self) -> BubblewrapBox:
@@ -306,8 +298,7 @@ class BubblewrapBox:
             raise SandboxError("processes of the box survive SIGKILL; the host is in trouble")
 
     def _remove(self) -> None:
-        for name in self._snapshots:
-            self._host.drop_snapshot(name)
+        self._host.snapshots.drop(self._taken)
         self._place.close()
 
     def _must_be_open(self) -> None:

@@ -20,6 +20,7 @@ from agentrl.sandbox.cgroup import ControlGroup, ControlGroups
 from agentrl.sandbox.folder import WORKSPACE, remove_tree, usage
 from agentrl.sandbox.namespace import Subreaper
 from agentrl.sandbox.owner import OwnedFolder, label
+from agentrl.sandbox.snapshots import Snapshots
 
 _LIMITER = "usr/bin/prlimit"
 _BOX_UID = 1000  # inside the box
@@ -77,7 +78,6 @@ class Host:
         self.drops_user = os.geteuid() == 0 and _all_ids_mapped() and self._setpriv is not None
         self._count = itertools.count()
         self._first_uid = secrets.randbelow(_UIDS)
-        self.snapshots: dict[str, Path] = {}
         name = label()
         self._groups = _control_groups(f"agentrl-boxes.{name}", want_groups)
         try:
@@ -87,6 +87,7 @@ class Host:
                 self._groups.close()
             raise
         try:
+            self.snapshots = Snapshots(self.folder.path / "snapshots")
             self._etc = self.folder.path / "etc"
             _make_etc(self._etc)
             self._filter = self.folder.path / "filter.bpf"
@@ -162,14 +163,6 @@ class Host:
     @property
     def filter_file(self) -> Path:
         return self._filter
-
-    def snapshot_path(self, name: str) -> Path:
-        return self.folder.path / "snapshots" / name
-
-    def drop_snapshot(self, name: str) -> None:
-        path = self.snapshots.pop(name, None)
-        if path is not None:
-            remove_tree(path)
 
     def close(self) -> None:
         Subreaper.release()

@@ -183,7 +183,7 @@ class Run:
 
     async def _close(self) -> None:
         try:
-            await self.child.reap(self.kill)
+            await self.child.close(self.kill)
         finally:
             with trio.CancelScope(shield=True):
                 await self._status.aclose()

@@ -48,7 +48,7 @@ class Output:
 
 
 class Child:
-    """One host process with three pipes. Invariant: after `reap` returns no process, descriptor or thread is left."""
+    """One host process with three pipes. Invariant: after `close` returns no process and no descriptor is left."""
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class Child:
         """Spawn `argv`, a session of its own. Raises SandboxError if the host cannot."""
         pipe = subprocess.PIPE
         self.started = time.monotonic()
+        self.duration_s = 0.0  # set at the end
         try:
             self._popen = subprocess.Popen(
                 list(argv),
@@ -114,42 +115,53 @@ class Child:
         self.changed.set()
         self.changed = trio.Event()
 
-    async def ended(self) -> int:
-        """Wait for the process itself and reap it: its exit status, negative for a signal."""
+    async def ended(self) -> None:
+        """Wait for the process itself, end what it left in its group, and reap it."""
         if self._pidfd is not None:
             await trio.lowlevel.wait_readable(self._pidfd)
-            return self._popen.wait()
-        return await trio.to_thread.run_sync(self._popen.wait, abandon_on_cancel=True)
+            self.kill_group()  # before the reaping: afterwards its id may be another's
+            self._popen.wait()
+        else:
+            await trio.to_thread.run_sync(self._popen.wait, abandon_on_cancel=True)
+        self.duration_s = time.monotonic() - self.started
 
     @property
     def running(self) -> bool:
         return self._popen.poll() is None
 
+    @property
+    def status(self) -> int | None:
+        """Exit status once reaped, negative for a signal."""
+        return self._popen.returncode
+
     def kill_group(self) -> None:
-        """SIGKILL to the process's group, if it was not reaped yet."""
+        """SIGKILL to all of the process's group, unless the process was reaped."""
         if self._popen.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
-            self._popen.kill()
 
-    async def reap(self, kill: Callable[[], None]) -> None:
-        """End and reap whatever still runs, also under cancellation, and close every descriptor.
+    async def end(self, kill: Callable[[], None]) -> None:
+        """Kill it if it still runs and reap it, also under cancellation.
 
         Raises SandboxError if a killed process is not gone after ten seconds."""
-        with trio.CancelScope(shield=True):
-            try:
-                if self._popen.returncode is None:
-                    kill()
-                    with trio.move_on_after(_REAP_S):
-                        await self.ended()
-                    if self._popen.returncode is None:
-                        raise SandboxError(f"process {self.pid} survives SIGKILL; the host is in trouble")
-            finally:
+        if self._popen.returncode is None:
+            kill()
+            with trio.CancelScope(shield=True), trio.move_on_after(_REAP_S):
+                await self.ended()
+            if self._popen.returncode is None:
+                raise SandboxError(f"process {self.pid} survives SIGKILL; the host is in trouble")
+
+    async def close(self, kill: Callable[[], None]) -> None:
+        """`end` it and close every descriptor."""
+        try:
+            await self.end(kill)
+        finally:
+            with trio.CancelScope(shield=True):
                 for stream in (self.stdin, *self._streams):
                     await stream.aclose()
-                if self._pidfd is not None:
-                    os.close(self._pidfd)
-                    self._pidfd = None
+            if self._pidfd is not None:
+                os.close(self._pidfd)
+                self._pidfd = None
 
 
 def exit_code(status: int) -> int:
