@@ -1,0 +1,97 @@
+"""Values on their way through the store and telemetry."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import DiskFull
+from agentrl.store import RunStore, StoreError
+from agentrl.telemetry import Tally, Telemetry
+
+from .play import Clock, serve
+
+
+def test_values_come_back_by_kind_and_step(store: RunStore, clock: Clock) -> None:
+    store.record("step", 2, {"loss": 0.5, "name": "b", "tags": [1, None]})
+    clock.now += 1.0
+    store.record("step", 1, {"loss": 0.25})
+    store.record("sync", 1, {"bytes": 7})
+    first, second = store.metrics("step")
+    assert (first.step, first.time_s, first.values, first.undone) == (1, 1001.0, {"loss": 0.25}, False)
+    assert (second.kind, second.step, second.values) == ("step", 2, {"loss": 0.5, "name": "b", "tags": [1, None]})
+    assert store.metrics("nothing") == []
+
+
+def test_numbers_that_json_does_not_know_become_null(store: RunStore) -> None:
+    store.record("step", 1, {"kl": math.nan, "grad": math.inf, "loss": 1.0})
+    assert store.metrics("step")[0].values == {"kl": None, "grad": None, "loss": 1.0}
+
+
+def test_values_that_are_not_json_are_refused_by_kind(store: RunStore) -> None:
+    with pytest.raises(StoreError, match="metrics 'step' is not JSON-safe"):
+        store.record("step", 1, {"loss": object()})
+
+
+def test_telemetry_writes_to_the_store_and_a_line_of_json(store: RunStore, clock: Clock, tmp_path: Path) -> None:
+    target = tmp_path / "metrics.jsonl"
+    with (
+        Telemetry(store, target, "learner", clock=clock) as learner,
+        Telemetry(store, target, "worker-0", clock=clock) as worker,
+    ):
+        learner.record("step", 1, {"loss": 0.5, "kl": math.nan})
+        clock.now += 2.0
+        worker.record("turns", 1, {"turn_s_mean": 0.1, "kind": "overwrites nothing"})
+    assert [json.loads(line) for line in target.read_text().splitlines()] == [
+        {"kind": "step", "step": 1, "time": 1000.0, "process": "learner", "attempt": 1, "loss": 0.5, "kl": None},
+        {"kind": "turns", "step": 1, "time": 1002.0, "process": "worker-0", "attempt": 1, "turn_s_mean": 0.1},
+    ]
+    assert store.metrics("step")[0].values == {"loss": 0.5, "kl": None}
+
+
+def test_telemetry_goes_on_in_the_same_file_after_a_restart(store: RunStore, tmp_path: Path) -> None:
+    target = tmp_path / "metrics.jsonl"
+    with Telemetry(store, target, "learner") as telemetry:
+        telemetry.record("step", 1, {})
+    serve(store, 1)
+    store.rollback(0)
+    with Telemetry(store, target, "learner") as telemetry:
+        telemetry.record("step", 1, {})
+    assert [json.loads(line)["attempt"] for line in target.read_text().splitlines()] == [1, 2]
+
+
+def test_telemetry_names_a_file_it_cannot_write(store: RunStore, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"no_folder/metrics\.jsonl: cannot be written"):
+        Telemetry(store, tmp_path / "no_folder" / "metrics.jsonl", "learner")
+
+
+@pytest.mark.skipif(not os.access("/dev/full", os.W_OK), reason="needs /dev/full")
+def test_a_full_disk_is_named(store: RunStore) -> None:
+    with Telemetry(store, "/dev/full", "learner") as telemetry, pytest.raises(DiskFull, match="No space left"):
+        telemetry.record("step", 1, {"loss": 1.0})
+    assert store.metrics("step")[0].values == {"loss": 1.0}  # the store has it
+
+
+def test_a_tally_sums_up_and_empties() -> None:
+    """1 to 100 shuffled: mean 50.5, nearest ranks 50 and 95."""
+    tally = Tally()
+    for value in range(100):
+        tally.add("turn_s", float((value * 37) % 100 + 1))
+    tally.add("once", -2.0)
+    assert tally.flush() == {
+        "turn_s_n": 100,
+        "turn_s_mean": 50.5,
+        "turn_s_p50": 50.0,
+        "turn_s_p95": 95.0,
+        "turn_s_max": 100.0,
+        "once_n": 1,
+        "once_mean": -2.0,
+        "once_p50": -2.0,
+        "once_p95": -2.0,
+        "once_max": -2.0,
+    }
+    assert tally.flush() == {}

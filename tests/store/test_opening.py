@@ -1,0 +1,177 @@
+"""Making and opening a store: schema versions, wrong files, a full disk. One clear line each, and nothing lost."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import DiskFull, StoreError, StoreVersionError, UsageError
+from agentrl.store import RunStore, schema
+from agentrl.store.audit import audit
+
+from .play import START, admit, answer, play_all, serve, turn
+
+
+def columns(path: Path) -> dict[str, set[str]]:
+    connection = sqlite3.connect(path)
+    tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    return {table: {row[1] for row in connection.execute(f"PRAGMA table_info({table})")} for table in tables}
+
+
+def test_a_store_keeps_its_configuration_and_what_was_agreed(path: Path) -> None:
+    with RunStore.create(path, '{"seed": 3}') as store:
+        store.set_meta("phase", "train")
+        store.set_meta("phase", "stop")
+    with RunStore.open(path) as store:
+        assert store.meta("config") == '{"seed": 3}'
+        assert store.meta("phase") == "stop"
+        assert store.meta("nothing") is None
+        assert store.attempt == 1
+        assert store.path == path
+
+
+def test_a_store_is_not_made_over_another(store: RunStore) -> None:
+    with pytest.raises(UsageError, match=r"store\.sqlite holds a run already: resume it, or choose another folder"):
+        RunStore.create(store.path, "{}")
+    assert store.meta("config") == '{"name": "test"}'
+
+
+def test_there_must_be_a_store_to_open(path: Path) -> None:
+    with pytest.raises(UsageError, match=r"store\.sqlite holds no run: there is no such file"):
+        RunStore.open(path)
+    assert not path.exists()
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot be opened: see that the folder exists and may be written"):
+        RunStore.create(tmp_path / "missing" / "store.sqlite", "{}")
+
+
+def test_a_store_that_was_never_begun_is_no_run_and_can_be_begun(path: Path) -> None:
+    """What a kill between making the file and the first commit leaves: a database without a table."""
+    sqlite3.connect(path).execute("PRAGMA journal_mode = WAL").close()
+    with pytest.raises(UsageError, match="holds no run: it was never begun"):
+        RunStore.open(path)
+    RunStore.create(path, "{}").close()
+    RunStore.open(path).close()
+
+
+def test_a_store_of_a_newer_schema_is_refused_and_untouched(path: Path) -> None:
+    RunStore.create(path, "{}").close()
+    connection = sqlite3.connect(path)
+    connection.execute(f"PRAGMA user_version = {schema.SCHEMA_VERSION + 1}")
+    connection.close()
+    with pytest.raises(StoreVersionError, match=r"has store schema \d+, this agentrl reads up to \d+: upgrade") as info:
+        RunStore.open(path)
+    assert info.value.exit_code == 2
+    assert "\n" not in str(info.value)
+    assert sqlite3.connect(path).execute("PRAGMA user_version").fetchone() == (schema.SCHEMA_VERSION + 1,)
+
+
+@pytest.mark.parametrize("open_it", [RunStore.open, lambda path: RunStore.create(path, "{}")])
+def test_another_programs_database_is_left_alone(path: Path, open_it) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE bookmarks (url TEXT)")
+    connection.close()
+    with pytest.raises(StoreError, match="is an SQLite database, but not a run store"):
+        open_it(path)
+    assert columns(path) == {"bookmarks": {"url"}}
+
+
+def test_a_file_that_is_no_database_is_named(path: Path) -> None:
+    path.write_bytes(b"these are not the bytes of a database" * 100)
+    with pytest.raises(StoreError, match=r"store\.sqlite: is not a run store"):
+        RunStore.open(path)
+
+
+def test_an_older_store_is_brought_up_to_date_with_its_rows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunStore.create(path, '{"seed": 3}') as store:
+        serve(store, 0)
+        admit(store)
+        play_all(store)
+    later = (*schema.MIGRATIONS, "ALTER TABLE groups ADD COLUMN note TEXT;\nCREATE TABLE notes (id INTEGER) STRICT;")
+    monkeypatch.setattr(schema, "MIGRATIONS", later)
+    monkeypatch.setattr(schema, "SCHEMA_VERSION", len(later))
+    with RunStore.open(path) as store:
+        assert store.ready_count() == 4
+        assert store.meta("config") == '{"seed": 3}'
+        assert audit(store).violations == []
+    assert "note" in columns(path)["groups"]
+    with RunStore.create(path.with_name("new.sqlite"), "{}"):
+        assert columns(path.with_name("new.sqlite")) == columns(path)  # a new store is a migrated one
+
+
+def test_a_migration_that_fails_leaves_the_older_store_whole(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    RunStore.create(path, "{}").close()
+    before = columns(path)
+    later = (*schema.MIGRATIONS, "CREATE TABLE notes (id INTEGER) STRICT;\nCREATE TABLE groups (id INTEGER);")
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "MIGRATIONS", later)
+        patch.setattr(schema, "SCHEMA_VERSION", len(later))
+        with pytest.raises(StoreError, match="table groups already exists"):
+            RunStore.open(path)
+    assert columns(path) == before
+    RunStore.open(path).close()
+
+
+def test_a_full_disk_loses_nothing_and_the_run_goes_on_when_there_is_space(store: RunStore) -> None:
+    admit(store)
+    claim = store.claim("a", 1, lease_s=30.0)[0]
+    store.begin(claim.episode_id, claim.fence, START)
+    database = store._db  # pyright: ignore[reportPrivateUsage]
+    (pages,) = database.row("PRAGMA page_count") or (0,)
+    database.execute(f"PRAGMA max_page_count = {pages + 4}")
+    journaled = 0
+    with pytest.raises(DiskFull, match="no space left for the run store: free some; what was journaled is kept"):
+        while True:
+            store.journal_turn(claim.episode_id, claim.fence, turn(journaled, 1, n=500, step=answer(journaled)))
+            journaled += 1
+    assert journaled > 1
+    expected = tuple(turn(index, 1, n=500, step=answer(index)) for index in range(journaled))
+    assert store.trajectory(claim.episode_id).turns == expected
+    database.execute("PRAGMA max_page_count = 1000000")
+    store.journal_turn(claim.episode_id, claim.fence, turn(journaled, 1, n=500))
+    assert len(store.trajectory(claim.episode_id).turns) == journaled + 1
+    assert audit(store).violations == []
+
+
+FILL = """
+import resource, sys
+from agentrl.errors import StoreError
+from agentrl.records import Task
+from agentrl.store import RunStore
+store = RunStore.open(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+try:
+    for n in range(100_000):
+        store.set_meta(f"key {n}", "x" * 500)
+        print(n, flush=True)
+except StoreError as error:
+    print(type(error).__name__, error, file=sys.stderr)
+"""
+
+
+def test_a_write_that_the_system_refuses_is_one_line_and_keeps_what_was_written(store: RunStore) -> None:
+    """A limit on the file's size makes write() itself fail, as a broken disk does."""
+    child = subprocess.run(
+        [sys.executable, "-c", FILL, str(store.path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    written = [int(line) for line in child.stdout.split()]
+    assert len(written) > 10
+    assert child.stderr.count("\n") == 1
+    assert child.stderr.startswith("StoreError") or child.stderr.startswith("DiskFull")
+    assert [store.meta(f"key {n}") is not None for n in written] == [True] * len(written)
+    assert audit(store).violations == []
+
+
+def test_threads_may_share_a_handle(store: RunStore) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(8) as pool:
+        versions = list(pool.map(lambda step: store.mint_version(step).version, range(200)))
+    assert len(set(versions)) == 200
+    assert [store.step_of(version) for version in versions] == list(range(200))
