@@ -132,7 +132,7 @@ class Crew:
 
     def _worker_again(self, child: Child) -> Callable[[], Awaitable[None]]:
         async def again() -> None:
-            self.store.release_worker(child.name)
+            self.store.release_worker(f"{child.name}.{child.pid}")
             child.start()
 
         return again

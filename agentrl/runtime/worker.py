@@ -39,7 +39,7 @@ def serve(path: Path, index: int) -> None:
     tempfile.tempdir = str(run.scratch / "tmp")
     os.environ["TMPDIR"] = tempfile.tempdir
     config = run.config()
-    trio.run(_serve, run, config, f"worker-{index}")
+    trio.run(_serve, run, config, f"worker-{index}.{os.getpid()}")  # a lease belongs to one life of a worker
 
 
 async def _serve(run: RunDir, config: RunConfig, name: str) -> None:

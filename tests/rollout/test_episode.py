@@ -1,0 +1,204 @@
+"""One episode against the real store, a fake engine and scripted environments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from agentrl.engine.renderer import Renderer
+from agentrl.errors import EngineUnavailable, LeaseLost, SandboxError
+from agentrl.records import StopReason, context_ids
+from agentrl.rollout.episode import play
+from agentrl.store import Claim, RunStore
+from agentrl.testing.engine import Failure, FakeEngine
+
+from .conftest import ScriptedEnv, done, going, said
+
+
+async def test_an_episode_is_journaled_turn_by_turn(store: RunStore, claim_one: Any, seat: Any) -> None:
+    env = ScriptedEnv([going("more", 0.25), done(0.75)])
+    claim = claim_one()
+    ending = await play(claim, seat(env))
+    assert ending.stop_reason is StopReason.DONE
+    trajectory = store.trajectory(claim.episode_id)
+    assert [turn.text for turn in trajectory.turns] == env.actions
+    assert trajectory.rewards == (0.25, 0.0)
+    assert (trajectory.outcome, trajectory.success, trajectory.stop_reason) == (0.75, True, StopReason.DONE)
+    assert env.charged == [len(turn.token_ids) for turn in trajectory.turns]
+    assert env.closed == 1
+
+
+async def test_law_1_prompts_extend_the_sampled_tokens_verbatim(store: RunStore, claim_one: Any, seat: Any) -> None:
+    engine = FakeEngine(version=1)
+    claim = claim_one()
+    await play(claim, seat(ScriptedEnv([going(), going("again"), done()]), engine))
+    turns = store.trajectory(claim.episode_id).turns
+    for index, request in enumerate(engine.requests):
+        assert request.token_ids == context_ids(turns, index)
+    for before, after, turn in zip(engine.requests, engine.requests[1:], turns, strict=False):
+        assert after.token_ids[: len(before.token_ids) + len(turn.token_ids)] == before.token_ids + turn.token_ids
+
+
+async def test_law_1_a_rewritten_history_is_a_fork(
+    store: RunStore, claim_one: Any, seat: Any, renderer: Renderer
+) -> None:
+    history = [{"role": "user", "content": "summary"}]
+    claim = claim_one()
+    await play(claim, seat(ScriptedEnv([going(history=history), done()])))
+    turns = store.trajectory(claim.episode_id).turns
+    assert turns[1].parent is None
+    assert turns[1].prompt_ids == renderer.start(said("summary"))
+
+
+@pytest.mark.parametrize(
+    ("failing", "reason", "detail"),
+    [
+        (SandboxError("no space for boxes"), StopReason.SANDBOX_FAILED, "no space for boxes"),
+        (ZeroDivisionError("by zero"), StopReason.ENV_FAILED, "test/Env: step raised ZeroDivisionError: by zero"),
+    ],
+)
+async def test_law_3_what_the_policy_could_not_cause_is_not_scored(
+    store: RunStore, claim_one: Any, seat: Any, failing: Exception, reason: StopReason, detail: str
+) -> None:
+    claim = claim_one()
+    ending = await play(claim, seat(ScriptedEnv([failing])))
+    assert (ending.stop_reason, ending.detail) == (reason, detail)
+    trajectory = store.trajectory(claim.episode_id)
+    assert trajectory.outcome is None
+    assert not trajectory.scored
+    assert store.failures().detail == detail
+
+
+async def test_law_3_a_dead_engine_is_not_the_policys_doing(store: RunStore, claim_one: Any, seat: Any) -> None:
+    engine = FakeEngine(version=1, failures=[Failure(request=0, error=EngineUnavailable("gone"))])
+    claim = claim_one()
+    assert (await play(claim, seat(ScriptedEnv([done()]), engine))).stop_reason is StopReason.ENGINE_FAILED
+    assert not store.trajectory(claim.episode_id).scored
+
+
+async def test_law_4_a_hanging_step_meets_its_deadline(claim_one: Any, seat: Any, autojump_clock: MockClock) -> None:
+    env = ScriptedEnv([trio.sleep_forever])
+    ending = await play(claim_one(), seat(env, step_deadline_s=7, episode_deadline_s=100))
+    assert (ending.stop_reason, ending.detail) == (StopReason.ENV_FAILED, "test/Env: step took over 7 s")
+    assert trio.current_time() >= 7
+    assert env.closed == 1
+
+
+async def test_law_4_an_episode_has_a_deadline_and_the_environment_may_judge(
+    store: RunStore, claim_one: Any, seat: Any, autojump_clock: MockClock
+) -> None:
+    async def slowly() -> Any:
+        await trio.sleep(30)
+        return going()
+
+    env = ScriptedEnv([slowly] * 10, end={"outcome": 0.5, "success": False})
+    claim = claim_one()
+    ending = await play(claim, seat(env, step_deadline_s=40, episode_deadline_s=100))
+    assert ending.stop_reason is StopReason.TIME_LIMIT
+    assert env.ended is StopReason.TIME_LIMIT
+    assert store.trajectory(claim.episode_id).outcome == 0.5
+
+
+async def test_limits_of_the_run_end_an_episode(store: RunStore, claim_one: Any, seat: Any) -> None:
+    env = ScriptedEnv([going()] * 9, end={"outcome": 1.0})
+    claim = claim_one()
+    assert (await play(claim, seat(env, max_turns=2))).stop_reason is StopReason.TURN_LIMIT
+    assert len(store.trajectory(claim.episode_id).turns) == 2
+    env = ScriptedEnv([going("x" * 50)] * 9)
+    claim = claim_one()
+    ending = await play(claim, seat(env, max_turns=9, max_context=100, max_tokens_per_turn=16))
+    assert ending.stop_reason is StopReason.CONTEXT_LIMIT
+    turns = store.trajectory(claim.episode_id).turns
+    assert all(len(context_ids(turns, turn.index)) + len(turn.token_ids) <= 100 for turn in turns)
+
+
+async def test_an_environment_names_its_own_stop_reason(claim_one: Any, seat: Any) -> None:
+    answer = ((), 0.0, False, True, {"stop_reason": "parse_failure", "outcome": 0.0})
+    assert (await play(claim_one(), seat(ScriptedEnv([answer])))).stop_reason is StopReason.PARSE_FAILURE
+
+
+async def test_a_rewarder_scores_where_there_is_one(store: RunStore, claim_one: Any, seat: Any) -> None:
+    claim = claim_one()
+    await play(claim, seat(ScriptedEnv([going(), done(0.1)]), rewarder=lambda trajectory: len(trajectory.turns) * 2.0))
+    assert store.trajectory(claim.episode_id).outcome == 4.0
+
+
+async def test_step_rewards_alone_are_a_signal(store: RunStore, claim_one: Any, seat: Any) -> None:
+    claim = claim_one()
+    await play(claim, seat(ScriptedEnv([((), 0.5, True, False, {})])))
+    trajectory = store.trajectory(claim.episode_id)
+    assert (trajectory.outcome, trajectory.success, trajectory.rewards) == (0.0, None, (0.5,))
+
+
+async def crash_after(claim: Claim, seat: Any, answers: list[Any], stage: str, store: RunStore) -> None:
+    """Play until the third turn's `stage` call, and die there as a killed process would."""
+
+    class Killed(BaseException):
+        pass
+
+    calls = 0
+    journal = getattr(store, stage)
+
+    def dying(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise Killed
+        journal(*args)
+
+    setattr(store, stage, dying)
+    try:
+        with pytest.raises(Killed):
+            await play(claim, seat(ScriptedEnv(answers)))
+    finally:
+        delattr(store, stage)
+
+
+@pytest.mark.parametrize("stage", ["journal_turn", "journal_step"])
+async def test_law_2_another_worker_goes_on_from_the_last_journaled_token(
+    store: RunStore, claim_one: Callable[..., Claim], seat: Any, stage: str
+) -> None:
+    answers = [going("a", 0.1), going("b", 0.2), going("c", 0.3), done(1.0)]
+    first = claim_one("first", now=0.0)
+    await crash_after(first, seat, answers, stage, store)
+    journaled = store.trajectory(first.episode_id).turns
+    second = next(c for c in store.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
+    engine, env = FakeEngine(version=1), ScriptedEnv(answers)
+    assert (await play(second, seat(env, engine))).stop_reason is StopReason.DONE
+    turns = store.trajectory(first.episode_id).turns
+    assert [t.token_ids for t in turns[: len(journaled)]] == [t.token_ids for t in journaled]
+    assert len(engine.requests) == 4 - len(journaled), "only what was never journaled is sampled"
+    assert store.trajectory(first.episode_id).rewards == (0.1, 0.2, 0.3, 0.0)
+    assert env.actions == [turn.text for turn in turns]
+    with pytest.raises(LeaseLost):
+        store.finish(first.episode_id, first.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+
+
+async def test_law_2_an_episode_that_cannot_be_restored_starts_anew_and_says_so(
+    store: RunStore, claim_one: Callable[..., Claim], seat: Any
+) -> None:
+    first = claim_one("first", now=0.0)
+    await crash_after(first, seat, [going("a"), going("b"), going("c")], "journal_turn", store)
+    second = next(c for c in store.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
+    env = ScriptedEnv([going("other"), done()])
+    assert (await play(second, seat(env))).stop_reason is StopReason.DONE
+    assert len(store.trajectory(first.episode_id).turns) == 2
+    (restart,) = store.restarts(first.episode_id)
+    assert restart.reason == "turn 0 was answered differently"
+    assert len(restart.turns) == 2
+
+
+async def test_law_2_an_environment_without_the_promise_is_not_replayed(
+    store: RunStore, claim_one: Callable[..., Claim], seat: Any
+) -> None:
+    first = claim_one("first", now=0.0)
+    await crash_after(first, seat, [going("a"), going("b"), going("c")], "journal_turn", store)
+    second = next(c for c in store.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
+    env = ScriptedEnv([done()])
+    env.replayable = False
+    await play(second, seat(env))
+    assert "does not promise" in store.restarts(first.episode_id)[0].reason

@@ -1,0 +1,132 @@
+"""A worker over the real store: claims, leases, phases, full disks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from agentrl.config import RunConfig, parse
+from agentrl.errors import DiskFull
+from agentrl.records import GroupState, Task
+from agentrl.rollout.worker import Worker, task_of
+from agentrl.store import RunStore
+
+from .conftest import ScriptedEnv, done, going
+
+
+def config(**sections: Any) -> RunConfig:
+    return parse({"model": "m", "env": {"id": "test/Env"}, **sections})
+
+
+@pytest.fixture
+def worker(store: RunStore, seat: Any) -> Callable[..., Worker]:
+    def make(env: Callable[[Task], ScriptedEnv], **sections: Any) -> Worker:
+        chosen = config(**sections)
+        place = seat(ScriptedEnv([]), **chosen.rollout.model_dump())
+        object.__setattr__(place, "make_env", env)
+        return Worker("w.1", chosen, store, place, now=trio.current_time)
+
+    return make
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with trio.fail_after(1e4):
+        while not condition():  # noqa: ASYNC110  (the store has no event to wait for; the clock is virtual)
+            await trio.sleep(1)
+
+
+async def run(worker: Worker, condition: Callable[[], bool]) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(worker.run)
+        await until(condition)
+        worker.store.set_meta("phase", "stop")
+
+
+def test_tasks_follow_from_seed_and_index_alone() -> None:
+    first, again, other = task_of(config(seed=1)), task_of(config(seed=1)), task_of(config(seed=2))
+    assert [first(i) for i in range(50)] == [again(i) for i in range(50)]
+    assert not {first(i).seed for i in range(50)} & {other(i).seed for i in range(50)}
+
+
+async def test_a_worker_admits_plays_and_stops_with_its_phase(
+    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock
+) -> None:
+    one = worker(
+        lambda task: ScriptedEnv([going(), done()]),
+        rollout={"group_size": 2, "max_running": 4},
+        buffer={"groups_per_step": 3, "max_lag": 0},
+        train={"steps": 1},
+    )
+    store.set_meta("phase", "train")
+    await run(one, lambda: store.counts().get(GroupState.SCORED, 0) == 3)
+    assert store.counts() == {GroupState.SCORED: 3}, "one step needs three groups: no fourth is admitted"
+
+
+async def test_no_training_episode_starts_while_the_phase_is_evaluation(
+    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock
+) -> None:
+    store.set_meta("phase", "eval")
+    store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
+    await run(
+        worker(lambda task: ScriptedEnv([done()])),
+        lambda: store.counts("eval:a:now").get(GroupState.SCORED, 0) == 1,
+    )
+    assert not store.counts()
+
+
+async def test_law_4_an_expired_group_cancels_its_episodes(
+    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock
+) -> None:
+    async def hang() -> Any:
+        await trio.sleep(5000)
+
+    env = ScriptedEnv([hang])
+    one = worker(lambda task: env, rollout={"lease_s": 9, "step_deadline_s": 9000, "episode_deadline_s": 9000})
+    store.set_meta("phase", "eval")
+    store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="train")
+
+    async def expire() -> None:
+        await until(lambda: bool(env.actions))
+        store.expire(1e12, 1.0)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(expire)
+        await run(one, lambda: env.closed == 1)
+    assert trio.current_time() < 5000
+
+
+async def test_a_full_disk_pauses_an_episode_and_loses_nothing(
+    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, journal = [DiskFull("no space left")] * 5, store.journal_turn
+
+    def journal_turn(*args: Any) -> None:
+        if full:
+            raise full.pop()
+        journal(*args)
+
+    monkeypatch.setattr(store, "journal_turn", journal_turn)
+    store.set_meta("phase", "eval")
+    store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
+    await run(
+        worker(lambda task: ScriptedEnv([going(), done()])),
+        lambda: store.counts("eval:a:now").get(GroupState.SCORED, 0) == 1,
+    )
+    assert not full
+
+
+async def test_a_disk_that_stays_full_ends_the_worker_with_one_line(
+    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def journal_turn(*args: Any) -> None:
+        raise DiskFull("no space left")
+
+    monkeypatch.setattr(store, "journal_turn", journal_turn)
+    store.set_meta("phase", "eval")
+    store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
+    with pytest.RaisesGroup(pytest.RaisesExc(DiskFull, match="no space left"), allow_unwrapped=False):
+        await worker(lambda task: ScriptedEnv([going()])).run()
