@@ -148,7 +148,7 @@ def _check_owners(db: Database, report: AuditReport) -> None:
     for group_id, size, n, members in db.rows(
         "SELECT g.id, g.size, COUNT(e.id), COUNT(DISTINCT e.member) FROM groups g"
         " LEFT JOIN episodes e ON e.group_id = g.id GROUP BY g.id HAVING COUNT(e.id) <> g.size"
-        " OR COUNT(DISTINCT e.member) <> g.size OR MIN(e.member) <> 0"
+        " OR COUNT(DISTINCT e.member) <> g.size OR MIN(e.member) <> 0 OR MAX(e.member) <> g.size - 1"
     ):
         report.breach("orphan_row", f"group {group_id} of {size} has {n} episodes, {members} members")
 

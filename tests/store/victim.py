@@ -1,0 +1,88 @@
+"""A worker or a learner in miniature, to be killed at any instant: `python -m store.victim ROLE STORE ACKS`.
+
+After every call to the store has returned, and only then, a line saying so goes to the file ACKS. What a line says must
+be true of the store for ever after."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from agentrl.records import StopReason
+from agentrl.store import LeaseLost, RunStore
+from store.play import START, admit, answer, turn
+
+STEPS, GROUPS_PER_STEP, GROUP_SIZE, MAX_LAG = 12, 2, 3, 2
+
+
+def turns_of(episode_id: int) -> int:
+    return 1 + episode_id % 4
+
+
+class Acks:
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def __call__(self, *words: object) -> None:
+        os.write(self._fd, (" ".join(map(str, words)) + "\n").encode())
+
+
+def work(store: RunStore, ack: Acks) -> None:
+    name = f"worker-{os.getpid()}"
+    while store.meta("phase") != "stop":
+        admit(
+            store,
+            group_size=GROUP_SIZE,
+            groups_per_step=GROUPS_PER_STEP,
+            max_lag=MAX_LAG,
+            max_running=9,
+            steps_total=STEPS,
+        )
+        claims = store.claim(name, 4, lease_s=0.2)
+        if not claims:
+            time.sleep(0.002)
+        for claim in claims:
+            id, fence = claim.episode_id, claim.fence
+            try:
+                if claim.start is None:
+                    store.begin(id, fence, START)
+                    ack("begun", id)
+                if claim.turns and claim.turns[-1].step is None:
+                    store.journal_step(id, fence, len(claim.turns) - 1, answer(len(claim.turns) - 1))
+                for index in range(len(claim.turns), turns_of(id)):
+                    store.journal_turn(id, fence, turn(index, store.current_version().version))
+                    ack("turn", id, index)
+                    store.journal_step(id, fence, index, answer(index))
+                    ack("step", id, index)
+                store.finish(id, fence, stop_reason=StopReason.TURN_LIMIT, outcome=float(id % 2), success=None)
+                ack("finish", id)
+            except LeaseLost:
+                ack("lost", id)
+
+
+def learn(store: RunStore, ack: Acks) -> None:
+    checkpoint = store.latest_checkpoint()
+    step = 0 if checkpoint is None else checkpoint.step
+    attempt = store.rollback(step)
+    ack("rollback", attempt, step)
+    store.confirm_version(store.mint_version(step))
+    while step < STEPS:
+        groups = store.take(step + 1, GROUPS_PER_STEP, max_lag=MAX_LAG)
+        if groups is None:
+            time.sleep(0.002)
+            continue
+        step += 1
+        ack("take", attempt, step, *(group.id for group in groups))
+        version = store.mint_version(step)
+        store.confirm_version(version)
+        if step % 3 == 0 or step == STEPS:
+            store.checkpoint(step, version, f"/checkpoints/{step}")
+            ack("checkpoint", step)
+    store.set_meta("phase", "stop")
+
+
+if __name__ == "__main__":
+    role, path, acks = sys.argv[1:]
+    with RunStore.open(path) as store:
+        {"work": work, "learn": learn}[role](store, Acks(acks))
