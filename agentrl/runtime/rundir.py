@@ -99,10 +99,14 @@ class RunDir:
         return _Lock(self.path / "run.lock")
 
     def make_scratch(self) -> None:
-        """An empty scratch space; what an earlier start left in it is removed."""
+        """An empty scratch space that is ours alone; what an earlier start left in it is removed."""
         self.clear_scratch()
-        (self.scratch / "weights").mkdir(parents=True, mode=0o700)
-        (self.scratch / "tmp").mkdir(mode=0o700)
+        try:
+            self.scratch.mkdir(mode=0o700)
+        except FileExistsError:
+            raise UsageError(f"{self.scratch} belongs to somebody else: remove it, or choose another --out") from None
+        (self.scratch / "weights").mkdir()
+        (self.scratch / "tmp").mkdir()
 
     def clear_scratch(self) -> None:
         shutil.rmtree(self.scratch, ignore_errors=True)

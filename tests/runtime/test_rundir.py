@@ -1,0 +1,120 @@
+"""A run's directory, its lock, its scratch space, and where a run goes on after a kill."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentrl.config import RunConfig, parse
+from agentrl.errors import ConfigError, UsageError
+from agentrl.records import GroupState, StopReason, Task
+from agentrl.runtime.checkpoints import start_point
+from agentrl.runtime.rundir import RunDir
+from agentrl.store import RunStore
+
+CONFIG: RunConfig = parse({"model": "m", "env": {"id": "e"}})
+
+
+def test_a_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    RunDir.create(tmp_path / "run", CONFIG)
+    with pytest.raises(UsageError, match="holds a run"):
+        RunDir.create(tmp_path / "run", CONFIG)
+    assert RunDir.create(tmp_path / "run", CONFIG, overwrite=True).config() == CONFIG
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(UsageError, match="not empty"):
+        RunDir.create(tmp_path, CONFIG, overwrite=True)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_what_is_no_run_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no run"):
+        RunDir.open(tmp_path)
+
+
+def test_one_supervisor_at_a_time(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", CONFIG)
+    with run.lock(), pytest.raises(UsageError, match="another process is running"):
+        run.lock().__enter__()
+    with run.lock():
+        pass
+
+
+def test_scratch_is_emptied_of_what_a_killed_start_left(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", CONFIG)
+    try:
+        run.make_scratch()
+        (run.scratch / "weights" / "old.safetensors").write_bytes(b"x")
+        run.make_scratch()
+        assert not list((run.scratch / "weights").iterdir())
+        assert run.scratch.stat().st_mode & 0o077 == 0, "other users must not read or plant weights"
+    finally:
+        run.clear_scratch()
+    assert not run.scratch.exists()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def trained_group(store: RunStore, step: int) -> int:
+    (group,) = store.add_groups([Task(index=0, env="e", seed=0)], size=1, purpose="train")
+    (claim,) = store.claim("w", 1, lease_s=10, now=0)
+    store.begin(claim.episode_id, claim.fence, ())
+    store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+    assert store.take(step, 1, max_lag=10) is not None
+    return group
+
+
+def checkpoint(run: RunDir, step: int) -> Path:
+    folder = run.checkpoints / f"step-{step:08d}"
+    folder.mkdir()
+    (folder / "state.json").write_text(json.dumps({"step": step}))
+    return folder
+
+
+def test_law_2_a_kill_between_a_checkpoints_rename_and_its_record_trains_nothing_twice(
+    tmp_path: Path, model: Path
+) -> None:
+    run = RunDir.create(tmp_path / "run", CONFIG.model_copy(update={"model": str(model)}))
+    with RunStore.open(run.store_path) as store:
+        assert start_point(run, store).checkpoint is None
+        before, after = trained_group(store, 1), trained_group(store, 2)
+        for step in (1, 2):
+            store.confirm_version(store.mint_version(step))
+        folder = checkpoint(run, 1)
+        (run.checkpoints / ".draft-00000002").mkdir()
+        start = start_point(run, store)
+        assert (start.checkpoint, start.model, start.version.step) == (folder, folder, 1)
+        assert store.group(before).state is GroupState.TRAINED
+        assert store.group(after).state is GroupState.SCORED, "its step is not in the checkpoint: it is trained again"
+        assert store.current_version() == start.version
+
+
+def test_a_start_that_undoes_nothing_leaves_the_lineage_alone(tmp_path: Path, model: Path) -> None:
+    run = RunDir.create(tmp_path / "run", CONFIG.model_copy(update={"model": str(model)}))
+    with RunStore.open(run.store_path) as store:
+        first = start_point(run, store)
+        assert start_point(run, store) == first
+        assert store.attempt == 1
+
+
+def test_a_model_that_is_nowhere_is_named(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", CONFIG)
+    with RunStore.open(run.store_path) as store, pytest.raises(UsageError, match="model 'm'"):
+        start_point(run, store)
+
+
+def test_configuration_survives_the_round_trip(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        parse({"model": "m"})
+    run = RunDir.create(tmp_path / "run", CONFIG)
+    assert RunDir.open(run.path).config() == CONFIG

@@ -1,0 +1,119 @@
+"""Child processes end with their owner and say in one line why they failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from agentrl.errors import RunFailed
+from agentrl.runtime.supervise import Child, RestartBudget
+
+DEADLINE_S = 60
+
+
+def child(tmp_path: Path, code: str) -> Child:
+    return Child("part", ["-c", code], tmp_path)
+
+
+async def up(one: Child) -> None:
+    """Wait until the child has said so in its log: its handlers are in place."""
+    while "up" not in one.log_path.read_text():
+        assert one.poll() is None
+        await trio.sleep(0.01)
+
+
+async def test_a_child_is_asked_to_end_before_it_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('in order'), sys.exit(0)))\n"
+        "print('up')\nsignal.pause()"
+    )
+    one = child(tmp_path, code)
+    one.start()
+    with trio.fail_after(DEADLINE_S):
+        await up(one)
+        await one.stop()
+    assert one.poll() == 0
+    assert "in order" in one.log_path.read_text()
+
+
+async def test_a_child_that_will_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.runtime.supervise._GRACE_S", 0.2)
+    code = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up')\nwhile True: signal.pause()"
+    one = child(tmp_path, code)
+    one.start()
+    with trio.fail_after(DEADLINE_S):
+        await up(one)
+        await one.stop()
+    assert one.poll() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "line"),
+    [
+        ("UsageError('bad thing: mend it')", 2, "part: bad thing: mend it"),
+        ("RunFailed('went wrong')", 1, "part: went wrong"),
+        ("ZeroDivisionError('two\\nlines')", 1, "part: ZeroDivisionError: two lines"),
+    ],
+)
+async def test_a_failing_child_leaves_one_line(tmp_path: Path, raised: str, status: int, line: str) -> None:
+    code = (
+        "import sys\nfrom agentrl.errors import UsageError, RunFailed\nfrom agentrl.runtime.child import run_role\n"
+        f"def main(): raise {raised}\nsys.exit(run_role('part', main))"
+    )
+    one = child(tmp_path, code)
+    one.start()
+    with trio.fail_after(DEADLINE_S):
+        assert await one.wait() == status
+    assert one.failure(status) == line
+
+
+async def test_a_signal_is_named_where_no_line_was_left(tmp_path: Path) -> None:
+    one = child(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    one.start()
+    with trio.fail_after(DEADLINE_S):
+        status = await one.wait()
+    assert one.failure(status).startswith("part ended with signal SIGKILL")
+
+
+def test_law_4_children_of_a_killed_owner_end(tmp_path: Path) -> None:
+    """The owner is killed by SIGKILL and can tell nobody: the lifeline does."""
+    owner = (
+        "import signal\nfrom pathlib import Path\nfrom agentrl.runtime.supervise import Child\n"
+        "code = 'import os, signal; from agentrl.runtime.child import watch_lifeline;'\n"
+        "code += 'watch_lifeline(lambda: os._exit(0)); print(1, flush=True); signal.pause()'\n"
+        f"one = Child('part', ['-c', code], Path({str(tmp_path)!r}))\none.start()\nprint(one.pid, flush=True)\n"
+        "signal.pause()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", owner], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    watched = os.pidfd_open(pid)
+    process.kill()
+    process.wait(DEADLINE_S)
+
+    async def gone() -> None:
+        with trio.fail_after(DEADLINE_S):
+            await trio.lowlevel.wait_readable(watched)
+
+    try:
+        trio.run(gone)
+    finally:
+        os.close(watched)
+
+
+async def test_a_restart_budget_is_per_window(autojump_clock: MockClock) -> None:
+    budget = RestartBudget(allowed=2, window_s=10)
+    budget.spend("died")
+    budget.spend("died")
+    with pytest.raises(RunFailed, match=r"died \(restarted 2 times within 10 s\)"):
+        budget.spend("died")
+    await trio.sleep(11)
+    budget.spend("died")
