@@ -5,7 +5,8 @@ AgentRLError
 │   ├── ConfigError            a run file or argument: names field, value and mend
 │   ├── UnknownIdError         an id that no package registered
 │   ├── ModelError             a model folder that cannot be used as asked
-│   └── StoreVersionError      a run store written by another schema
+│   ├── StoreVersionError      a run store written by another schema
+│   └── EnvCheckFailed         an environment breaks its contract
 ├── RunFailed                  the run cannot go on (exit code 1); what was journaled stays
 ├── InfrastructureError        the policy could not have caused it: leaves loss and baseline
 │   ├── EngineError            ├── EngineUnavailable   ├── EngineTimeout   ├── WeightSyncError
@@ -51,6 +52,10 @@ class ModelError(UsageError):
 
 class StoreVersionError(UsageError):
     """The run store was written by a schema this version cannot read."""
+
+
+class EnvCheckFailed(UsageError):
+    """An environment breaks promises of its contract; the text is the checker's report, several lines."""
 
 
 class RunFailed(AgentRLError):

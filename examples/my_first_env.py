@@ -32,4 +32,4 @@ class Guess(agentrl.ToolEnv):
 
 
 if __name__ == "__main__":
-    agentrl.check_env(Guess())
+    agentrl.check_env(Guess)

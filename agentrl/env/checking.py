@@ -1,0 +1,228 @@
+"""How `check_env` plays an environment, and where a flaw lives. What is checked stands in `agentrl.env.checks`.
+
+Everything async runs in a thread that can be left behind: an environment that hangs is a finding, not a hang.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import queue
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+import gymnasium
+import numpy as np
+import trio
+
+from agentrl.env.core import as_async
+from agentrl.env.sampling import sample_action
+from agentrl.env.tool_calls import get_format
+from agentrl.protocols import AsyncEnv
+from agentrl.records import Json, Messages
+
+T = TypeVar("T")
+
+_FRAMEWORK: Final = ("agentrl.env.", "gymnasium.", "builtins.", "typing.")
+
+
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """A broken promise, how to mend it, and where to look: a method, and the exception if there was one."""
+
+    problem: str
+    mend: str
+    method: str = "step"
+    error: BaseException | None = None
+
+
+class Skipped(Exception):
+    """A check has nothing to look at; the text says why."""
+
+
+class Broke(Exception):
+    """The environment's own code raised, or took too long; `method` names where."""
+
+    def __init__(self, method: str, cause: BaseException) -> None:
+        self.method, self.cause = method, cause
+        super().__init__(f"{method} raised {type(cause).__name__}: {' '.join(str(cause).split())}"[:400])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is checked, and how long it may take."""
+
+    make: Callable[[], gymnasium.Env[Any, Any]]
+    actions: tuple[str, ...]
+    seed: int
+    steps: int
+    deadline_s: float
+    tmp: Path
+
+    @property
+    def replayable(self) -> bool:
+        """Whether the environment promises it."""
+        env = self.make()
+        try:
+            return bool(getattr(env.unwrapped, "replayable", False))
+        finally:
+            env.close()
+
+
+@dataclass(slots=True)
+class Played:
+    """One episode as its driver saw it."""
+
+    start: Messages = ()
+    info: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    steps: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
+    actions: list[str] = field(default_factory=list[str])
+
+
+class Player:
+    """Plays one episode and records it."""
+
+    def __init__(self, subject: Subject, env: AsyncEnv, seed: int) -> None:
+        self._subject, self._env, self._seed = subject, env, seed
+        self._rng = np.random.default_rng(seed)
+        self._form = get_format(str(getattr(env, "tool_format", "hermes")))
+        self.played = Played()
+
+    async def start(self) -> None:
+        start, info = await named("reset", self._env.areset(seed=self._seed))
+        self.played.start, self.played.info = start, _copied(info)
+
+    async def step(self, action: str | None = None) -> bool:
+        """One turn; whether the episode is over."""
+        if action is None:
+            given, index = self._subject.actions, len(self.played.steps)
+            schemas = self._env.tool_schemas()
+            action = given[index % len(given)] if given else sample_action(schemas, self._form, self._rng)
+        observation, reward, terminated, truncated, info = await named("step", self._env.astep(action))
+        self.played.actions.append(action)
+        self.played.steps.append((observation, reward, terminated, truncated, _copied(info)))
+        return bool(terminated or truncated)
+
+    async def play(self, actions: Sequence[str] = (), *, steps: int = 0, yields: bool = False) -> Played:
+        """A whole episode: these actions, or up to `steps` of its own; `yields` lets others run in between."""
+        await self.start()
+        for index in range(len(actions) or steps or self._subject.steps):
+            if yields:
+                await trio.lowlevel.checkpoint()
+            if await self.step(actions[index] if actions else None):
+                break
+        return self.played
+
+
+async def life(
+    subject: Subject, seed: int, *, actions: Sequence[str] = (), steps: int = 0, yields: bool = False
+) -> Played:
+    """A fresh instance plays an episode and is closed."""
+    env = as_async(subject.make())
+    try:
+        return await Player(subject, env, seed).play(actions, steps=steps, yields=yields)
+    finally:
+        with trio.CancelScope(shield=True):
+            await named("aclose", env.aclose())
+
+
+async def second_life(subject: Subject, actions: Sequence[str]) -> Played:
+    """What the first seed gives on an instance that has played another seed before."""
+    env = as_async(subject.make())
+    try:
+        await Player(subject, env, subject.seed + 17).play()
+        return await Player(subject, env, subject.seed).play(actions)
+    finally:
+        await named("aclose", env.aclose())
+
+
+async def named(method: str, awaitable: Awaitable[T]) -> T:
+    """Await a call into the environment; what it raises becomes `Broke` with the method's name."""
+    try:
+        return await awaitable
+    except Exception as error:
+        raise Broke(method, error) from error
+
+
+def in_trio(subject: Subject, function: Callable[[], Awaitable[T]]) -> T:
+    """Run it in a trio loop of its own, in a thread that is left behind if it does not come back in time."""
+    answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    async def main() -> T:
+        return await function()
+
+    def body() -> None:
+        try:
+            answers.put((trio.run(main), None))
+        except BaseException as error:
+            answers.put((None, _single(error)))
+
+    thread = threading.Thread(target=body, name="check_env", daemon=True)
+    thread.start()
+    try:
+        result, error = answers.get(timeout=subject.deadline_s)
+    except queue.Empty:
+        raise Broke("step", TimeoutError(f"no answer within {subject.deadline_s:g} s")) from None
+    thread.join()
+    if error is not None:
+        raise error
+    return cast(T, result)
+
+
+def place_of(make: Callable[[], gymnasium.Env[Any, Any]], flaw: Flaw) -> str:
+    """`file:line` of the frame that raised within the environment's own code, else of the method, else of the class."""
+    try:
+        env = make()
+    except Exception as error:
+        return _last_frame(error, None)
+    cls = type(env.unwrapped)
+    env.close()
+    own = [base for base in cls.__mro__ if not f"{base.__module__}.".startswith(_FRAMEWORK)] or [cls]
+    for base in own:
+        if flaw.error is not None and (place := _last_frame(flaw.error, _file_of(base))):
+            return place
+    name = flaw.method.removeprefix("a")
+    for base in own:
+        function = vars(base).get(f"a{name}", vars(base).get(name))
+        if inspect.isfunction(function):
+            return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+    return f"{_file_of(own[0])}:{_line_of(own[0])}"
+
+
+def _file_of(cls: type) -> str:
+    try:
+        return inspect.getfile(cls)
+    except (OSError, TypeError):  # defined in an interactive session
+        return cls.__module__
+
+
+def _line_of(cls: type) -> int:
+    try:
+        return inspect.getsourcelines(cls)[1]
+    except (OSError, TypeError):
+        return 1
+
+
+def _last_frame(error: BaseException, source: str | None) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if source is None or frame.filename == source]
+    return f"{inside[-1].filename}:{inside[-1].lineno}" if inside else ""
+
+
+def _single(error: BaseException) -> BaseException:
+    """The one exception in a group of one, which a nursery wraps around it."""
+    inner = cast("tuple[BaseException, ...]", getattr(error, "exceptions", ()))
+    return _single(inner[0]) if len(inner) == 1 else error
+
+
+def _copied(info: Mapping[str, Json]) -> Mapping[str, Json]:
+    """A copy that later changes by the environment do not reach; what JSON cannot carry stays, to be found."""
+    try:
+        copied = json.loads(json.dumps(info))
+    except (TypeError, ValueError):
+        return info
+    return copied if copied == info else info

@@ -1,0 +1,308 @@
+"""`check_env` passes what keeps the contract, and finds each promise that an environment breaks, with its line."""
+
+import inspect
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import gymnasium
+import pytest
+import trio
+
+import agentrl
+from agentrl.env import Env
+from agentrl.env.checker import Report
+from agentrl.errors import EnvCheckFailed, UsageError
+from agentrl.registration import register
+
+GO = {"role": "user", "content": "go"}
+
+
+class Good(Env):
+    """Keeps every promise, snapshots included. What follows breaks one each."""
+
+    blocking = False
+    replayable = True
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = int(self.np_random.integers(100))
+        return (dict(GO, content=str(self.count)),), {}
+
+    def step(self, action):
+        self.count += len(action) + 1
+        return (dict(GO, content=str(self.count)),), 0.0, self.count % 7 == 0, False, {"count": self.count}
+
+    async def snapshot(self):
+        return str(self.count).encode()
+
+    async def restore(self, snapshot):
+        self.count = int(snapshot)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Fewer examples: what is found here is found at once."""
+    monkeypatch.setattr("agentrl.env.checks.FUZZ_EXAMPLES", 20)
+
+
+def report(cls, **kwargs) -> Report:
+    return agentrl.check_env(cls, raises=False, **{"deadline_s": 20, **kwargs})
+
+
+def test_what_keeps_the_contract_passes_and_says_what_was_checked():
+    result = agentrl.check_env(Good)
+    assert result and not result.findings and not result.skipped
+    assert len(result.checks) == 11 and str(result) == "Good: 11 checks, 0 findings"
+
+
+@pytest.mark.parametrize("what", ["agentrl/Calculator-v0", "instance", "made", "wrapped"])
+def test_ids_instances_and_wrapped_environments_are_taken(what):
+    if what == "instance":
+        what = Good()
+    elif what in ("made", "wrapped"):
+        register("test_checker/Good-v0", Good)
+        what = agentrl.make("test_checker/Good-v0")
+    assert report(what)
+
+
+def test_what_is_no_environment_is_refused():
+    class Needs(Good):
+        def __init__(self, size):
+            self.size = size
+
+    with pytest.raises(UsageError, match="a function that makes a Needs"):
+        agentrl.check_env(Needs(3))
+    assert report(lambda: Needs(3))
+    with pytest.raises(UsageError, match="not 3"):
+        agentrl.check_env(3)
+
+
+# --- one broken promise each
+
+
+class CannotReset(Good):
+    def reset(self, *, seed=None, options=None):
+        raise FileNotFoundError("no map")
+
+
+class NoSeed(Good):
+    def reset(self, *, seed=None, options=None):
+        self.count = 1
+        return (dict(GO),), {}
+
+
+class SharesItsObservation(Good):
+    def step(self, action):
+        return (GO,), 0.0, False, False, {}
+
+
+class BadTool(Good):
+    def tool_schemas(self):
+        return [{"name": "not good", "parameters": {"type": "odd"}}, {"name": "not good", "description": "x"}]
+
+
+class ForgetsToClear(Good):
+    def reset(self, *, seed=None, options=None):
+        Env.reset(self, seed=seed)
+        self.count = getattr(self, "count", 3)
+        return (dict(GO, content=str(self.count)),), {}
+
+
+_clock = itertools.count()
+
+
+class ReadsAClock(Good):
+    def step(self, action):
+        return (dict(GO, content=str(next(_clock))),), 0.0, False, False, {}
+
+
+class NotPlain(Good):
+    def step(self, action):
+        info = {"outcome": "high", "success": 1, "stop_reason": "tired", "history": "none", "pair": (1, 2)}
+        return [dict(GO)], float("nan"), 1, False, info
+
+
+class InfoHoldsAnObject(Good):
+    def step(self, action):
+        return (dict(GO),), 0.0, False, False, {"env": {1, 2}}
+
+
+class ClosesOnce(Good):
+    def close(self):
+        if getattr(self, "closed", False):
+            raise OSError("already closed")
+        self.closed = True
+
+
+class HangsWhenCancelled(Env):
+    async def areset(self, *, seed=None, options=None):
+        await super().areset(seed=seed)
+        return (dict(GO),), {}
+
+    async def astep(self, action):
+        try:
+            await trio.lowlevel.checkpoint()
+            await trio.lowlevel.checkpoint()
+        except trio.Cancelled:
+            with trio.CancelScope(shield=True):
+                await trio.sleep_forever()
+        return (dict(GO),), 0.0, False, False, {}
+
+
+class SharesState(Good):
+    count_of_all = 0
+
+    def reset(self, *, seed=None, options=None):
+        SharesState.count_of_all = 0
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        SharesState.count_of_all += 1
+        return (dict(GO, content=str(SharesState.count_of_all)),), 0.0, False, False, {}
+
+
+class TrustsItsReader(Good):
+    def step(self, action):
+        int(action.count("[") and "x")
+        return super().step(action)
+
+
+class LeavesAFile(Good):
+    def reset(self, *, seed=None, options=None):
+        self.file = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115
+        return super().reset(seed=seed)
+
+
+class LeavesAProcess(Good):
+    started = []  # noqa: RUF012
+
+    def reset(self, *, seed=None, options=None):
+        self.started.append(subprocess.Popen(["sleep", "20"]))
+        return super().reset(seed=seed)
+
+
+class LeavesAThread(Good):
+    def reset(self, *, seed=None, options=None):
+        threading.Thread(target=time.sleep, args=(8,), daemon=True, name="mine").start()
+        return super().reset(seed=seed)
+
+
+class LeavesADescriptor(Good):
+    kept = []  # noqa: RUF012
+
+    def reset(self, *, seed=None, options=None):
+        self.kept.extend(os.pipe())
+        return super().reset(seed=seed)
+
+
+class HalfASnapshot(Good):
+    async def restore(self, snapshot):
+        self.count = 5
+
+
+BROKEN = [
+    (CannotReset, "can_start", "reset raised FileNotFoundError: no map", "raise FileNotFoundError"),
+    (NoSeed, "follows_gymnasium", "super().reset(seed=seed)", "def reset"),
+    (SharesItsObservation, "follows_gymnasium", "share an object", "def step"),
+    (BadTool, "offers_valid_tools", "tool name 'not good'", "class BadTool"),
+    (BadTool, "offers_valid_tools", "has no description", "class BadTool"),
+    (BadTool, "offers_valid_tools", "'odd' is not valid", "class BadTool"),
+    (BadTool, "offers_valid_tools", "tools share a name", "def tool_schemas"),
+    (ForgetsToClear, "replays_equally", "an instance that has played before", "def reset"),
+    (ReadsAClock, "replays_equally", "turn 0 on a fresh instance was answered differently", "def step"),
+    (NotPlain, "gives_plain_records", "observation: a list, not a tuple", "def step"),
+    (NotPlain, "gives_plain_records", "reward = nan", "def step"),
+    (NotPlain, "gives_plain_records", "terminated = 1", "def step"),
+    (NotPlain, "gives_plain_records", "info['outcome'] = 'high'", "def step"),
+    (NotPlain, "gives_plain_records", "info['success'] = 1", "def step"),
+    (NotPlain, "gives_plain_records", "info['stop_reason'] = 'tired'", "def step"),
+    (NotPlain, "gives_plain_records", "info['history'] = 'none'", "def step"),
+    (NotPlain, "gives_plain_records", "info changes on its way through JSON", "def step"),
+    (InfoHoldsAnObject, "gives_plain_records", "info is not JSON-safe", "def step"),
+    (ClosesOnce, "closes_again", "close raised OSError: already closed", "raise OSError"),
+    (HangsWhenCancelled, "survives_cancellation", "no answer within 1 s", "def astep"),
+    (SharesState, "runs_eight_at_once", "beside seven others", "def step"),
+    (TrustsItsReader, "answers_any_text", "the action '[' raised ValueError", "int(action"),
+    (LeavesAFile, "leaves_nothing", "file /", "class LeavesAFile"),
+    (LeavesAProcess, "leaves_nothing", "process ", "class LeavesAProcess"),
+    (LeavesAThread, "leaves_nothing", "thread mine", "class LeavesAThread"),
+    (LeavesADescriptor, "leaves_nothing", "descriptor pipe", "class LeavesADescriptor"),
+    (HalfASnapshot, "restores_snapshots", "after the restore was answered differently", "async def snapshot"),
+]
+_reports: dict[type, Report] = {}
+
+
+@pytest.mark.parametrize(("cls", "check", "problem", "line"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_broken_promise_is_found_and_placed(cls, check, problem, line, monkeypatch):
+    if check != "answers_any_text":
+        monkeypatch.setattr("agentrl.env.checks.FUZZ_EXAMPLES", 1)
+    else:
+        monkeypatch.setattr("agentrl.env.checks.FUZZ_EXAMPLES", 200)
+    monkeypatch.setattr("agentrl.env.checks.LEAK_PATIENCE_S", 0.3)
+    if cls not in _reports:
+        _reports[cls] = report(cls, deadline_s=1 if cls is HangsWhenCancelled else 20)
+    while LeavesAProcess.started:
+        with LeavesAProcess.started.pop() as process:
+            process.kill()
+    result = _reports[cls]
+    found = [finding for finding in result.findings if finding.check == check and problem in finding.problem]
+    assert found, str(result)
+    path, _, number = found[0].where.rpartition(":")
+    assert path == inspect.getsourcefile(cls)
+    assert line in inspect.getsource(sys.modules[__name__]).splitlines()[int(number) - 1]
+    assert found[0].mend in str(result)
+
+
+def test_findings_raise_with_the_whole_report():
+    with pytest.raises(EnvCheckFailed, match=r"CannotReset: 1 checks, 1 findings\n  can_start: .*no map") as caught:
+        agentrl.check_env(CannotReset)
+    assert caught.value.exit_code == 2
+
+
+def test_an_unpromised_replay_is_said_not_found():
+    class Unpromised(ReadsAClock):
+        replayable = False
+
+    result = report(Unpromised)
+    assert not any(finding.check == "replays_equally" for finding in result.findings)
+    assert any("replayable is False" in reason for reason in result.skipped)
+
+
+def test_actions_of_the_author_are_played():
+    played = []
+
+    class Listens(Good):
+        def step(self, action):
+            played.append(action)
+            return super().step(action)
+
+    assert report(Listens, actions=["one", "two"])
+    assert "one" in played and "two" in played
+
+
+def test_the_private_temporary_folder_is_given_back():
+    before = (tempfile.gettempdir(), os.environ.get("TMPDIR"))
+    report(CannotReset)
+    assert (tempfile.gettempdir(), os.environ.get("TMPDIR")) == before
+
+
+class OtherPeoples(gymnasium.Env):
+    action_space = gymnasium.spaces.Text(100)
+    observation_space = gymnasium.spaces.Text(100)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return str(self.np_random.integers(100)), {}
+
+    def step(self, action):
+        return "x", 0.0, False, False, {}
+
+
+def test_a_plain_gymnasium_env_is_checked_as_it_is_driven():
+    result = report(OtherPeoples)
+    assert result, str(result)
