@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Final
@@ -35,11 +36,12 @@ def evaluate(text: str) -> Fraction:
     Raises ArithmeticRefused for anything else, for division by zero and for numbers beyond `MAX_DIGITS` digits."""
     if len(text) > MAX_CHARS:
         raise ArithmeticRefused(f"the expression has {len(text)} characters, at most {MAX_CHARS} are allowed")
+    text = text.strip()
     try:
-        tree = ast.parse(text.strip(), mode="eval")
+        tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise ArithmeticRefused("this is not an arithmetic expression") from None
-    return _value(tree.body)
+    return _value(tree.body, text)
 
 
 def written(value: Fraction) -> str:
@@ -61,27 +63,37 @@ def written(value: Fraction) -> str:
     return f"{sign}{text[:-digits]}.{text[-digits:]}"
 
 
-def _value(node: ast.expr) -> Fraction:
+def _value(node: ast.expr, text: str) -> Fraction:
     match node:
         case ast.Constant(value=bool() | complex()):
             raise ArithmeticRefused("only numbers are allowed")
-        case ast.Constant(value=int() | float() as number):
-            return _bounded(Fraction(str(number))) if number == number and abs(number) != float("inf") else _too_large()
+        case ast.Constant(value=int() | float()):
+            return _literal(ast.get_source_segment(text, node) or "")
         case ast.UnaryOp(op=ast.USub(), operand=inner):
-            return -_value(inner)
+            return -_value(inner, text)
         case ast.UnaryOp(op=ast.UAdd(), operand=inner):
-            return _value(inner)
+            return _value(inner, text)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            return _power(_value(left), _value(right))
+            return _power(_value(left, text), _value(right, text))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             try:
-                return _bounded(_BINARY[type(op)](_value(left), _value(right)))
+                return _bounded(_BINARY[type(op)](_value(left, text), _value(right, text)))
             except ZeroDivisionError:
                 raise ArithmeticRefused("division by zero") from None
         case _:
             raise ArithmeticRefused(
                 f"{type(node).__name__} is not arithmetic: use numbers, + - * / // % ** and brackets"
             )
+
+
+def _literal(text: str) -> Fraction:
+    """A decimal literal as it is written: through a float its last digits would be lost."""
+    match = re.fullmatch(r"[\d_]*\.?[\d_]*(?:[eE]([+-]?\d{1,9}))?", text)
+    if match is None:
+        raise ArithmeticRefused(f"{text[:20]} is not a decimal number")
+    if abs(int(match[1] or 0)) > MAX_DIGITS:
+        _too_large()
+    return _bounded(Fraction(text.replace("_", "")))
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
