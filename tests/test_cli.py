@@ -1,0 +1,144 @@
+"""The command line: bad input gets one clear line and its exit code, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.config import parse
+from agentrl.records import StopReason, Task
+from agentrl.runtime.play import action_of, play
+from agentrl.runtime.rundir import RunDir
+from agentrl.store import RunStore
+
+ENVS = Path(__file__).parent / "runtime" / "envs.py"
+DEADLINE_S = 120
+
+
+def agentrl(*arguments: object, stdin: str = "") -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", "from agentrl.cli import main; main()", *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def run_file(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    return file
+
+
+def one_line(stderr: str) -> str:
+    (line,) = stderr.strip().splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        ('model = "agentrl/tiny-coder"\n[env]\nid = "agentrl/CodeRepiar-v0"\n', "agentrl/CodeRepair-v0"),
+        ('model = "agentrl/tiny-coder"\n[env]\nid = "agentrl/CodeRepair-v0"\n[train]\nstep = 3\n', "train.step = 3"),
+        ('model = "nowhere/at-all"\n[env]\nid = "agentrl/CodeRepair-v0"\n', "model 'nowhere/at-all'"),
+        ("model = \n", "not valid TOML"),
+    ],
+)
+def test_a_wrong_run_file_is_one_line_and_exit_code_2(tmp_path: Path, document: str, says: str) -> None:
+    code, _, stderr = agentrl("train", run_file(tmp_path, document), "--out", tmp_path / "run")
+    assert code == 2
+    assert says in one_line(stderr)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_without_chat_template_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}})
+    )
+    document = f'model = "{folder}"\n[env]\nid = "{ENVS}:Vowels"\n'
+    code, _, stderr = agentrl("train", run_file(tmp_path, document), "--out", tmp_path / "run")
+    assert code == 2
+    assert "no chat template" in one_line(stderr)
+
+
+def test_a_store_of_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    import sqlite3
+
+    run = RunDir.create(tmp_path / "run", parse({"model": "m", "env": {"id": "e"}}))
+    with sqlite3.connect(run.store_path) as connection:
+        connection.execute("PRAGMA user_version = 999")
+    for command in (("audit", run.path), ("train", "--resume", run.path)):
+        code, _, stderr = agentrl(*command)
+        assert code == 2
+        assert "schema 999" in one_line(stderr)
+
+
+@pytest.mark.parametrize("arguments", [["train"], ["train", "a.toml", "--resume", "b"]])
+def test_train_wants_either_a_file_or_a_run(arguments: list[str]) -> None:
+    code, _, stderr = agentrl(*arguments)
+    assert (code, one_line(stderr)) == (2, "agentrl: give either a run file or --resume RUN_DIR")
+
+
+def test_audit_exits_1_where_a_law_is_broken(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", parse({"model": "m", "env": {"id": "e"}}))
+    with RunStore.open(run.store_path) as store:
+        store.confirm_version(store.mint_version(0))
+        store.add_groups([Task(index=0, env="e", seed=0)], size=1, purpose="train")
+        (claim,) = store.claim("w", 1, lease_s=10, now=0)
+        store.begin(claim.episode_id, claim.fence, ())
+        store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        store.take(1, 1, max_lag=0)
+    code, out, _ = agentrl("audit", run.path, "--json")
+    assert code == 0, out
+    import sqlite3
+
+    with sqlite3.connect(run.store_path) as connection:
+        connection.execute("DROP INDEX trained_exactly_once")
+        connection.execute(
+            "INSERT INTO lineage (group_id, step, attempt, max_lag, taken_s)"
+            " SELECT group_id, step + 1, attempt, max_lag, taken_s FROM lineage"
+        )
+    code, out, _ = agentrl("audit", run.path, "--json")
+    assert code == 1
+    assert "twice" in out
+
+
+def test_doctor_says_what_to_do_about_what_is_missing() -> None:
+    code, out, _ = agentrl("doctor")
+    assert code in (0, 1)
+    for part in ("python", "torch", "bubblewrap", "docker", "vllm", "ray"):
+        assert part in out
+
+
+def test_a_typed_tool_call_is_what_a_model_would_write() -> None:
+    assert action_of("hello\\nthere") == "hello\nthere"
+    call = action_of("/replace_line line=3 text='return a'")
+    assert json.loads(call.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")) == {
+        "name": "replace_line",
+        "arguments": {"line": 3, "text": "return a"},
+    }
+    with pytest.raises(ValueError, match="not key=value"):
+        action_of("/submit now")
+
+
+def test_a_person_plays_an_episode() -> None:
+    lines, shown = iter(["aaa", "eee", "iii"]), list[str]()
+    assert play(f"{ENVS}:Vowels", seed=5, kwargs={}, read=lambda _: next(lines), write=shown.append)
+    assert shown[-1].startswith("episode over: outcome 1.0, success True")
+    assert any("task 5" in line for line in shown)
+
+
+def test_play_of_an_environment_that_raises_is_one_line() -> None:
+    code, _, stderr = agentrl("play", f"{ENVS}:Raising", stdin="x\n")
+    assert code == 1
+    assert "KeyError" in one_line(stderr)
