@@ -18,14 +18,26 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Protocol
 
 import trio
 
-from agentrl.engine.client import EngineClient, collect
+from agentrl.engine.client import collect
 from agentrl.engine.stitching import Stitcher
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Generation
+
+class Servable(Protocol):
+    """What a fleet needs of a client: `EngineClient` is one. `version` is the weight version last known."""
+
+    url: str
+    version: int
+
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]: ...
+    async def served_version(self) -> int: ...
+    async def aclose(self) -> None: ...
+
 
 _SESSIONS = 65_536  # sessions whose replica is remembered
 
@@ -43,7 +55,7 @@ class State(StrEnum):
 class Replica:
     """One engine as the fleet sees it. `running` counts requests; `retry_at` is when a broken one is asked again."""
 
-    client: EngineClient
+    client: Servable
     state: State = State.READY
     running: int = 0
     failures: int = 0
@@ -58,7 +70,7 @@ class Fleet:
 
     def __init__(
         self,
-        clients: Sequence[EngineClient],
+        clients: Sequence[Servable],
         *,
         stall_s: float = 30.0,
         retry_s: float = 0.25,

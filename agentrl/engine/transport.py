@@ -70,7 +70,7 @@ class TrioTransport(httpx.AsyncBaseTransport):
         idle = self._idle.setdefault(origin, deque())
         connection.idle_since = now = trio.current_time()
         idle.append(connection)
-        while now - idle[0].idle_since >= self._keepalive_s:
+        while idle and now - idle[0].idle_since >= self._keepalive_s:
             idle.popleft().close()
 
     async def aclose(self) -> None:

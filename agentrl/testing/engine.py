@@ -52,14 +52,16 @@ class FakeEngine:
         chunk_tokens: int = 4,
         chunk_s: float = 0.0,
         failures: Sequence[Failure] = (),
+        url: str = "fake://engine",
     ) -> None:
+        self.url = url
         self.version, self.requests, self.closed = version, list[GenerateRequest](), False
         self._script = script or counting_script()
-        self._chunk_tokens, self._chunk_s, self._failures = chunk_tokens, chunk_s, failures
+        self._chunk_tokens, self._chunk_s, self.failures = chunk_tokens, chunk_s, failures
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """The scripted tokens in chunks, cut at `max_tokens`; finish is "stop" if a stop token ends them."""
-        failure = next((one for one in self._failures if one.request == len(self.requests)), None)
+        failure = next((one for one in self.failures if one.request == len(self.requests)), None)
         self.requests.append(request)
         tokens = list(self._script(request))[: request.sampling.max_tokens]
         ends = [at for at, token in enumerate(tokens) if token in request.sampling.stop_token_ids]
@@ -88,6 +90,10 @@ class FakeEngine:
     async def generate(self, request: GenerateRequest) -> Generation:
         """The whole scripted turn."""
         return await collect(self.stream(request))
+
+    async def served_version(self) -> int:
+        """The version that the next token will carry."""
+        return self.version
 
     async def aclose(self) -> None:
         """Note that the owner closed it."""

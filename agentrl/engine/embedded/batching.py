@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
@@ -59,9 +60,9 @@ class Request:
 
     def spans(self, start: int, end: int) -> list[VersionSpan]:
         """Version spans of sampled tokens [start, end)."""
-        ends = [first for first, _ in self.version_starts[1:]] + [end]
-        pairs = zip(self.version_starts, ends, strict=True)
-        return [VersionSpan(v, max(a, start), min(b, end)) for (a, v), b in pairs if max(a, start) < min(b, end)]
+        bounds = [*(first for first, _ in self.version_starts), end]
+        spans = [VersionSpan(v, max(a, start), min(bounds[i + 1], end)) for i, (a, v) in enumerate(self.version_starts)]
+        return [span for span in spans if span.start < span.end]
 
 
 @dataclass(slots=True)
@@ -258,8 +259,8 @@ class Batcher:
         tokens_B, logprobs_B = sample(logits_BV, settings, self._generator)
         self.counters.generated += len(requests)
         slots = self.slots
-        tokens: list[int] = tokens_B.tolist()  # pyright: ignore[reportUnknownMemberType]
-        logprobs: list[float] = logprobs_B.tolist()  # pyright: ignore[reportUnknownMemberType]
+        tokens = cast("list[int]", tokens_B.tolist())  # pyright: ignore[reportUnknownMemberType]
+        logprobs = cast("list[float]", logprobs_B.tolist())  # pyright: ignore[reportUnknownMemberType]
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
             if not request.logprobs:
                 request.version_starts.append((0, self.version))

@@ -154,7 +154,8 @@ class VLLMServer:
         if self.lora_rank:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self.build.cpu:
-            env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            # Without the first, the executor `uni` (one process less to start, 0.4 GiB less) is not to be had on a CPU.
+            env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
             if self.routed_experts:
                 env[ROUTING_VARIABLE] = "1"
         return env

@@ -1,0 +1,224 @@
+"""Routing, failover and breakers in virtual time, over engines in memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.engine.client import collect
+from agentrl.engine.fleet import Fleet, State
+from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable
+from agentrl.protocols import Chunk, GenerateRequest
+from agentrl.records import SamplingParams, VersionSpan
+from agentrl.testing.engine import Failure, FakeEngine
+
+GONE = EngineUnavailable("gone")
+
+
+def ask(id: str = "r", session: str = "s", max_tokens: int = 8, **changes: object) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(999,))
+    request = GenerateRequest(request_id=id, session=session, token_ids=(1, 2, 3), sampling=sampling)
+    return replace(request, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def continuing(request: GenerateRequest) -> list[int]:
+    """Each token is the length of the context before it: a turn reads the same wherever it was broken off."""
+    start = len(request.token_ids)
+    return list(range(start, start + request.sampling.max_tokens))
+
+
+def engine(name: str, failures: Sequence[Failure] = (), **settings: object) -> FakeEngine:
+    return FakeEngine(continuing, url=f"fake://{name}", chunk_tokens=2, failures=failures, **settings)  # pyright: ignore[reportArgumentType]
+
+
+class Down(FakeEngine):
+    """Refuses everything until `up`; then serves `version`."""
+
+    up = False
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        if not self.up:
+            raise GONE
+        async for chunk in super().stream(request):
+            yield chunk
+
+    async def served_version(self) -> int:
+        if not self.up:
+            raise GONE
+        return self.version
+
+
+async def test_a_sessions_turns_go_to_one_replica_and_sessions_spread(autojump_clock: trio.testing.MockClock) -> None:
+    engines = [engine(str(i), chunk_s=1.0) for i in range(3)]
+    fleet = Fleet(engines)
+    for turn in range(3):
+        async with trio.open_nursery() as nursery:
+            for session in range(6):
+                nursery.start_soon(fleet.generate, ask(f"{session}-{turn}", str(session)))
+    for one in engines:
+        sessions = [request.session for request in one.requests]
+        assert len(sessions) == 6 and len(set(sessions)) == 2
+
+
+async def test_a_session_moves_when_its_replica_is_much_busier(autojump_clock: trio.testing.MockClock) -> None:
+    engines = [engine(str(i), chunk_s=1.0) for i in range(2)]
+    fleet = Fleet(engines, slack=1.5)
+    async with trio.open_nursery() as nursery:
+        for number in range(12):
+            nursery.start_soon(fleet.generate, ask(str(number), "one session"))
+    assert {len(one.requests) for one in engines} == {5, 7}  # the home may run 1.5 x (the other's + 4)
+
+
+@pytest.mark.parametrize("after", range(9))
+async def test_law_1_a_broken_turn_goes_on_elsewhere_and_no_token_is_sampled_again(after: int) -> None:
+    first = engine("a", [Failure(request=0, error=GONE, after=after)], version=4)
+    second = engine("b", version=5)
+    generation = await Fleet([first, second]).generate(ask())
+    assert generation.token_ids == tuple(range(3, 11))
+    assert generation.logprobs[after:] == tuple(-0.5 - i / 100 for i in range(8 - after))
+    spans = [VersionSpan(4, 0, after), VersionSpan(5, after, 8)]
+    assert generation.spans == tuple(span for span in spans if span.start < span.end)
+    assert generation.finish == "length"
+    if after < 8:
+        (rest,) = second.requests
+        assert rest.token_ids == (1, 2, 3, *range(3, 3 + after))
+        assert rest.sampling.max_tokens == 8 - after
+        assert rest.request_id != "r"
+    else:
+        assert not second.requests  # it had everything but the word that it was the end
+
+
+async def test_a_replica_that_breaks_after_the_stop_token_has_stopped() -> None:
+    def stopping(request: GenerateRequest) -> list[int]:
+        return [7, 999]
+
+    first = FakeEngine(stopping, chunk_tokens=1, failures=[Failure(request=0, error=GONE, after=2)])
+    generation = await Fleet([first, engine("b")]).generate(ask())
+    assert generation.token_ids == (7, 999) and generation.finish == "stop"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 6), max_size=6))
+def test_law_1_any_number_of_failures_loses_nothing(failures: list[int]) -> None:
+    async def run() -> None:
+        broken = [Failure(request=i, error=GONE, after=after) for i, after in enumerate(failures)]
+        fleet = Fleet([engine("a", broken)], retry_s=0.5)
+        generation = await fleet.generate(ask(max_tokens=12))
+        assert generation.token_ids == tuple(range(3, 15))
+        assert [span.end for span in generation.spans][-1] == 12
+
+    trio.run(run, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+async def test_a_hung_replica_loses_its_requests_to_another(autojump_clock: trio.testing.MockClock) -> None:
+    hung, well = engine("hung", chunk_s=1e9), engine("well", chunk_s=0.1)
+    fleet = Fleet([hung, well], stall_s=20.0)
+    generation = await fleet.generate(ask())
+    assert generation.token_ids == tuple(range(3, 11))
+    assert 20 <= trio.current_time() < 22
+    assert fleet.replicas[0].state is State.BROKEN
+
+
+async def test_an_aborted_turn_goes_on(autojump_clock: trio.testing.MockClock) -> None:
+    class Aborting(FakeEngine):
+        async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+            self.requests.append(request)
+            yield Chunk(token_ids=(3,), logprobs=(-1.0,), spans=(VersionSpan(0, 0, 1),))
+            yield Chunk(token_ids=(4,), logprobs=(-1.0,), spans=(VersionSpan(0, 0, 1),), finish="abort")
+
+    aborting = Aborting()
+    generation = await Fleet([aborting]).generate(ask(max_tokens=6))
+    assert generation.token_ids == (3, 4) * 3 and len(aborting.requests) == 3
+    assert generation.finish == "length"
+
+
+async def test_with_every_replica_down_a_request_waits_until_its_deadline(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    fleet = Fleet([Down(url="fake://a"), Down(url="fake://b")])
+    with pytest.raises(EngineTimeout, match="fake://a is broken, fake://b is broken"):
+        await fleet.generate(ask(deadline_s=60.0))
+    assert trio.current_time() == pytest.approx(60.0)
+
+
+async def test_a_replica_that_comes_back_with_the_newest_weights_serves_again(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    down = Down(continuing, url="fake://a", version=3)
+    fleet = Fleet([down])
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fleet.generate, ask())
+        await trio.sleep(30)
+        down.up = True
+    assert len(down.requests) == 1 and fleet.replicas[0].state is State.READY
+
+
+async def test_a_restarted_replica_is_stale_until_it_is_refit(autojump_clock: trio.testing.MockClock) -> None:
+    old, new = Down(continuing, url="fake://old", version=0), engine("new", version=6, chunk_s=1.0)
+    fleet = Fleet([old, new])
+    await fleet.generate(ask("first"))  # tries the one that is down, goes on at the other, learns of version 6
+    old.up = True
+    new.failures = [Failure(request=1, error=GONE)]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fleet.generate, ask("second", deadline_s=500.0))
+        await trio.sleep(0.4)
+        assert fleet.replicas[0].state is not State.READY
+    assert not old.requests and new.requests[-1].request_id.startswith("second~")
+    old.version = 6
+    fleet.mark_refit("fake://old", 6)
+    await fleet.generate(ask("third", "another session"))
+    assert len(old.requests) == 1
+
+
+async def test_a_drained_replica_gets_nothing_new_and_can_hand_over(autojump_clock: trio.testing.MockClock) -> None:
+    first, second = engine("a", chunk_s=1.0), engine("b", chunk_s=1.0)
+    fleet = Fleet([first, second])
+    results: list[tuple[int, ...]] = []
+
+    async def turn() -> None:
+        results.append((await fleet.generate(ask())).token_ids)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(turn)
+        await trio.sleep(2.5)
+        fleet.drain("fake://a", move=True)
+    assert results == [tuple(range(3, 11))]
+    assert [request.token_ids for request in second.requests] == [(1, 2, 3, 3, 4, 5, 6)]
+    await fleet.generate(ask("again"))
+    assert len(first.requests) == 1
+    fleet.drain("fake://b")
+    fleet.undrain("fake://a")
+    await fleet.generate(ask("back"))
+    assert len(first.requests) == 2
+
+
+async def test_a_refused_request_is_not_taken_elsewhere() -> None:
+    refused = EngineError("too long")
+    first, second = engine("a", [Failure(request=0, error=refused)]), engine("b")
+    with pytest.raises(EngineError, match="too long"):
+        await Fleet([first, second]).generate(ask())
+    assert not second.requests
+
+
+async def test_leaving_a_stream_leaves_the_replica() -> None:
+    one = engine("a")
+    fleet = Fleet([one])
+    stream = fleet.stream(ask())
+    await anext(stream)
+    assert fleet.replicas[0].running == 1
+    await stream.aclose()
+    assert fleet.replicas[0].running == 0
+
+
+async def test_fakes_are_engines_too() -> None:
+    request = ask(max_tokens=100)
+    fake = FakeEngine()
+    twice = [await collect(fake.stream(request)) for _ in range(2)]
+    assert twice[0] == twice[1] and twice[0].finish == "stop" and twice[0].token_ids[-1] == 999
+    await fake.aclose()
+    assert fake.closed

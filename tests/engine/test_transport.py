@@ -1,0 +1,170 @@
+"""The transport against a scripted server on a real socket: connections kept, deadlines, httpx's errors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+import trio
+
+from agentrl.engine.transport import TrioTransport
+
+Handler = Callable[[trio.SocketStream, int], Awaitable[None]]
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+async def read_request(stream: trio.SocketStream) -> bytes | None:
+    """One request with its content-length body; None when the client closed."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        part = await stream.receive_some()
+        if not part:
+            return None
+        data += part
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = next((int(h.split(b":")[1]) for h in head.split(b"\r\n") if h.lower().startswith(b"content-length")), 0)
+    while len(body) < length:
+        body += await stream.receive_some()
+    return body
+
+
+async def echo_ok(stream: trio.SocketStream, _: int) -> None:
+    while await read_request(stream) is not None:
+        await stream.send_all(OK)
+
+
+@asynccontextmanager
+async def serving(handler: Handler, **settings: float) -> AsyncIterator[tuple[httpx.AsyncClient, list[int]]]:
+    """A client of a server that runs `handler(stream, number)` for each connection; the list counts them."""
+    connections: list[int] = []
+
+    async def accept(stream: trio.SocketStream) -> None:
+        connections.append(len(connections))
+        async with stream:
+            await handler(stream, connections[-1])
+
+    async with trio.open_nursery() as nursery:
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, accept, listeners)
+        port = listeners[0].socket.getsockname()[1]
+        transport = TrioTransport(**settings)
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://127.0.0.1:{port}") as client:
+            yield client, connections
+        nursery.cancel_scope.cancel()
+
+
+async def test_requests_in_turn_share_one_connection() -> None:
+    async with serving(echo_ok) as (client, connections):
+        for _ in range(5):
+            assert (await client.post("/", content=b"x" * 100_000)).text == "ok"
+        assert len(connections) == 1
+
+
+async def test_requests_at_once_take_a_connection_each_and_keep_them() -> None:
+    arrived, release = 0, trio.Event()
+
+    async def together(stream: trio.SocketStream, _: int) -> None:
+        nonlocal arrived
+        while await read_request(stream) is not None:
+            arrived += 1
+            if arrived == 3:
+                release.set()
+            await release.wait()
+            await stream.send_all(OK)
+
+    async with serving(together) as (client, connections):
+        for _ in range(2):
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(client.get, "/")
+        assert len(connections) == 3
+
+
+async def test_a_connection_that_the_server_closed_while_idle_is_replaced() -> None:
+    closed = trio.Event()
+
+    async def once(stream: trio.SocketStream, number: int) -> None:
+        await read_request(stream)
+        await stream.send_all(OK)
+        if number == 0:
+            await stream.aclose()
+            closed.set()
+
+    async with serving(once) as (client, connections):
+        assert (await client.get("/")).status_code == 200
+        await closed.wait()
+        assert (await client.get("/")).status_code == 200
+        assert len(connections) == 2
+
+
+async def test_an_idle_connection_is_trusted_only_so_long() -> None:
+    async with serving(echo_ok, keepalive_s=0.0) as (client, connections):
+        await client.get("/")
+        await client.get("/")
+        assert len(connections) == 2
+
+
+async def test_a_body_streams_while_it_is_sent_and_leaving_it_closes_the_connection() -> None:
+    left = trio.Event()
+
+    async def chunks(stream: trio.SocketStream, _: int) -> None:
+        await read_request(stream)
+        await stream.send_all(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n")
+        assert await stream.receive_some() == b""  # the client has left; nothing ended the body
+        left.set()
+
+    async with serving(chunks) as (client, connections):
+        async with client.stream("GET", "/") as response:
+            assert await anext(response.aiter_raw()) == b"one"
+        with trio.fail_after(5):
+            await left.wait()
+        assert len(connections) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"", httpx.RemoteProtocolError),
+        (b"NONSENSE\r\n\r\n", httpx.RemoteProtocolError),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nshort", httpx.RemoteProtocolError),
+    ],
+)
+async def test_a_broken_answer_raises_httpx_errors(answer: bytes, error: type[Exception]) -> None:
+    async def broken(stream: trio.SocketStream, _: int) -> None:
+        await read_request(stream)
+        await stream.send_all(answer)
+
+    async with serving(broken) as (client, _):
+        with pytest.raises(error):
+            await client.get("/")
+
+
+async def test_nobody_listening_is_a_connect_error() -> None:
+    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    port = listeners[0].socket.getsockname()[1]
+    await listeners[0].aclose()
+    async with httpx.AsyncClient(transport=TrioTransport()) as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get(f"http://127.0.0.1:{port}/")
+
+
+async def test_a_silent_server_is_a_read_timeout(autojump_clock: trio.testing.MockClock) -> None:
+    class Silent(trio.abc.HalfCloseableStream):
+        """A peer that takes everything and says nothing."""
+
+        async def send_all(self, data: object) -> None: ...
+        async def wait_send_all_might_not_block(self) -> None: ...
+        async def send_eof(self) -> None: ...
+        async def aclose(self) -> None: ...
+        async def receive_some(self, max_bytes: int | None = None) -> bytes:
+            await trio.sleep_forever()
+            return b""
+
+    from agentrl.engine.transport import _Connection
+
+    connection = _Connection(Silent())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(httpx.ReadTimeout):
+        await connection.read_head(timeout_s=7.0)
+    assert trio.current_time() == pytest.approx(7.0)
