@@ -41,6 +41,17 @@ def _gpu() -> str | None:
     return None if torch.cuda.is_available() else "torch sees no CUDA device"
 
 
+def _vllm() -> str | None:
+    from agentrl.engine.vllm.launch import find_build
+    from agentrl.errors import UsageError
+
+    try:
+        find_build()
+    except UsageError as error:
+        return str(error)
+    return None
+
+
 def _package(name: str) -> Callable[[], str | None]:
     return lambda: None if importlib.util.find_spec(name) else f"the Python package {name!r} is not installed"
 
@@ -59,7 +70,7 @@ def _fails(argv: list[str]) -> str | None:
 PARTS: dict[str, Callable[[], str | None]] = {
     "bubblewrap": _bubblewrap,
     "docker": _docker,
-    "vllm": _package("vllm"),
+    "vllm": _vllm,
     "ray": _package("ray"),
     "browser": _browser,
     "gpu": _gpu,
