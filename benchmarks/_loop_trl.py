@@ -103,7 +103,7 @@ def settings(folder: str, steps: int, rows: int) -> trl.GRPOConfig:
         max_tool_calling_iterations=TURNS - 1,
         generation_kwargs={"max_new_tokens": TURN_TOKENS, "min_new_tokens": TURN_TOKENS},
         temperature=1.0,
-        learning_rate=5e-4,
+        learning_rate=1e-6,
         max_steps=steps,
         logging_steps=1,
         save_strategy="no",
