@@ -204,7 +204,7 @@ class BubblewrapBox:
         child = run.child
         stdout, stderr = child.stdout.take(), child.stderr.take()
         code = run.exit_code
-        if code is None and not (timed_out or oom or run.killed_because):
+        if code is None and not (run.killed or oom):
             message = stderr.decode(errors="replace").strip() or "bwrap ended without a word"
             if not self._running and "Can't chdir" not in message:
                 raise SandboxError(f"bubblewrap could not set up the box: {message}")

@@ -135,7 +135,16 @@ class Host:
         argv += ["--unshare-cgroup-try", "--disable-userns", "--cap-drop", "ALL", "--die-with-parent", "--new-session"]
         argv += ["--clearenv", "--hostname", "box", "--uid", str(_BOX_UID), "--gid", str(_BOX_UID)]
         argv += self._root_of(spec.image)
-        argv += ["--proc", "/proc", "--dev", "/dev", "--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm"]
+        argv += [
+            "--proc",
+            "/proc",
+            "--dev",
+            "/dev",
+            "--size",
+            str(min(_SHM_BYTES, spec.limits.disk_bytes)),
+            "--tmpfs",
+            "/dev/shm",
+        ]
         argv += ["--bind", str(place.tmp), "/tmp", "--bind", str(place.work), WORKSPACE]
         for source, target in self._readonly.items():
             argv += ["--ro-bind", source, target]

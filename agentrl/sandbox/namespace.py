@@ -82,6 +82,7 @@ class Run:
         self._report = b""
         self._tree: int | None = None  # descriptor of process 1 of the box
         self.exit_code: int | None = None  # of the command; None if it never began or was killed from here
+        self.killed = False  # from here: by a deadline, a bound, or the box's end
         self.killed_because: str | None = None
         self.admitted, self.closed = trio.Event(), trio.Event()
 
@@ -119,6 +120,7 @@ class Run:
 
     def kill(self) -> None:
         """SIGKILL to the whole tree."""
+        self.killed = True
         if self._tree is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._tree, signal.SIGKILL)

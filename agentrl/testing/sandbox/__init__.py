@@ -1,0 +1,104 @@
+"""Does a sandbox backend keep its promises? A conformance suite and a red team, for our backends and for yours.
+
+    report = await check_sandbox(MyBackend())
+    report.must_pass()
+
+or one test a case, under pytest with trio::
+
+    @pytest.mark.parametrize("case", CASES, ids=str)
+    async def test_my_backend(case, backend):
+        await case.run(backend)
+
+The boxes need `sh`, coreutils and `python3`. Cases that need walls (`case.isolation`), and the red team as a whole, are
+left out for a backend that has none: `check_sandbox(backend, isolation=False)`.
+`python -m agentrl.testing.sandbox bubblewrap docker` prints the tables of `docs/sandbox.md`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from agentrl.errors import SandboxUnavailable
+from agentrl.protocols import SandboxBackend
+from agentrl.testing.sandbox import commands, escapes, files, lifetime, misuse
+from agentrl.testing.sandbox.case import Bench, Case, Suite, case
+
+__all__ = ["CASES", "Bench", "Case", "Outcome", "Report", "case", "check_sandbox", "tables"]
+
+CASES: tuple[Case, ...] = (*commands.CASES, *files.CASES, *lifetime.CASES, *escapes.CASES, *misuse.CASES)
+"""All cases, in the order of the tables."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How one case went. `problem` is empty when it held."""
+
+    case: Case
+    problem: str
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """How all cases went on one backend."""
+
+    backend: str
+    outcomes: Sequence[Outcome] = field(default_factory=list[Outcome])
+
+    @property
+    def failed(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.problem]
+
+    def must_pass(self) -> None:
+        """Raises AssertionError naming every failed case."""
+        lines = [f"{outcome.case.suite}: {outcome.case.name}: {outcome.problem}" for outcome in self.failed]
+        assert not lines, f"{self.backend} breaks {len(lines)} of {len(self.outcomes)} promises:\n" + "\n".join(lines)
+
+
+async def check_sandbox(
+    backend: SandboxBackend, *, isolation: bool = True, suites: Sequence[Suite] = ("conformance", "red team")
+) -> Report:
+    """Run the cases one after the other. The caller closes the backend. Raises SandboxUnavailable if it has no box."""
+    outcomes: list[Outcome] = []
+    for each in CASES:
+        if each.suite not in suites or (each.isolation and not isolation):
+            continue
+        began = time.monotonic()
+        problem = ""
+        try:
+            await each.run(backend)
+        except SandboxUnavailable:
+            raise
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        outcomes.append(Outcome(case=each, problem=problem, duration_s=time.monotonic() - began))
+    return Report(backend=backend.name, outcomes=outcomes)
+
+
+def tables(reports: Iterable[Report]) -> str:
+    """The reports side by side as Markdown, one table a suite."""
+    reports = list(reports)
+    results: Mapping[str, Mapping[str, Outcome]] = {
+        report.backend: {outcome.case.name: outcome for outcome in report.outcomes} for report in reports
+    }
+    lines: list[str] = []
+    for suite, title in (("conformance", "Conformance"), ("red team", "Red team")):
+        cases = [each for each in CASES if each.suite == suite]
+        lines += [f"### {title}", "", f"| case | {' | '.join(results)} |", "| --- |" + " --- |" * len(results)]
+        for each in cases:
+            cells = [_cell(results[name].get(each.name)) for name in results]
+            lines.append(f"| {each.name} | {' | '.join(cells)} |")
+        held = [
+            f"{sum(not results[name][each.name].problem for each in cases if each.name in results[name])}/{len(cases)}"
+            for name in results
+        ]
+        lines += [f"| **held** | {' | '.join(held)} |", ""]
+    return "\n".join(lines)
+
+
+def _cell(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return "not run"
+    return f"**broken**: {outcome.problem}" if outcome.problem else "holds"

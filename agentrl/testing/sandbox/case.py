@@ -1,0 +1,107 @@
+"""One promise of a sandbox backend, or one attack on it: what a case is, and what it is written with."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import trio
+
+from agentrl.errors import SandboxError, SandboxPathError
+from agentrl.protocols import ExecResult, Limits, Sandbox, SandboxBackend, SandboxSpec
+
+Suite = Literal["conformance", "red team"]
+
+QUICK = Limits(wall_s=20.0)
+"""Limits of boxes in most cases: the defaults, with room for a slow machine."""
+
+
+class Bench:
+    """What a case works with: a backend, and boxes that close at the end of the case."""
+
+    def __init__(self, backend: SandboxBackend) -> None:
+        self.backend = backend
+
+    @asynccontextmanager
+    async def box(self, *, limits: Limits = QUICK, **spec: Any) -> AsyncGenerator[Sandbox]:
+        """A box of its own, closed at the end."""
+        box = await self.backend.create(SandboxSpec(limits=limits, **spec))
+        try:
+            yield box
+        finally:
+            with trio.CancelScope(shield=True):
+                await box.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One promise or one attack. `body` raises AssertionError where the promise is broken or the attack succeeds."""
+
+    name: str
+    suite: Suite
+    body: Callable[[Bench], Awaitable[None]]
+    isolation: bool
+    deadline_s: float
+
+    def __str__(self) -> str:
+        return self.name
+
+    async def run(self, backend: SandboxBackend) -> None:
+        """Raises AssertionError, also when the deadline passes."""
+        with trio.move_on_after(self.deadline_s) as deadline:
+            await self.body(Bench(backend))
+        assert not deadline.cancelled_caught, f"not done after {self.deadline_s:.0f} s"
+
+
+Body = Callable[[Bench], Awaitable[None]]
+
+
+def case(
+    cases: list[Case], suite: Suite, *, isolation: bool | None = None, deadline_s: float = 60.0
+) -> Callable[[Body], Body]:
+    """Make an async function one case and add it to `cases`; its docstring is the case's name."""
+
+    def add(body: Body) -> Body:
+        assert body.__doc__, "a case is named by its docstring"
+        walls = suite == "red team" if isolation is None else isolation
+        cases.append(Case(body.__doc__.strip().rstrip("."), suite, body, walls, deadline_s))
+        return body
+
+    return add
+
+
+async def sh(box: Sandbox, script: str, **options: object) -> ExecResult:
+    """Run a shell script in a box."""
+    return await box.exec(["sh", "-c", script], **options)  # pyright: ignore[reportArgumentType]
+
+
+async def py(box: Sandbox, program: str, *arguments: str, **options: object) -> ExecResult:
+    """Run a Python program in a box."""
+    return await box.exec(["python3", "-c", program, *arguments], **options)  # pyright: ignore[reportArgumentType]
+
+
+async def output(box: Sandbox, script: str) -> str:
+    """Standard output of a shell script that must succeed."""
+    result = await sh(box, script)
+    assert result.exit_code == 0, f"{script!r} ended with {result.exit_code}: {result.stderr!r}"
+    return result.stdout.decode()
+
+
+async def must_refuse(operation: Awaitable[object]) -> str:
+    """The text of the SandboxPathError that an operation must raise."""
+    try:
+        await operation
+    except SandboxPathError as error:
+        return str(error)
+    raise AssertionError("a path that must be refused was served")
+
+
+async def must_fail(operation: Awaitable[object]) -> None:
+    """The operation must raise SandboxError."""
+    try:
+        await operation
+    except SandboxError:
+        return
+    raise AssertionError("no SandboxError was raised")

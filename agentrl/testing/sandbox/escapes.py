@@ -1,0 +1,489 @@
+"""Red team: attempts to see, touch or outlive what lies outside the box."""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import trio
+
+from agentrl.errors import SandboxPathError
+from agentrl.testing.sandbox.case import Bench, Case, case, must_refuse, output, py, sh
+
+CASES: list[Case] = []
+attack = functools.partial(case, CASES, "red team")
+
+_CALL = """
+import ctypes, errno, sys
+libc = ctypes.CDLL(None, use_errno=True)
+def refused(*arguments):
+    "Whether a raw system call fails with a refusal, not merely with bad arguments."
+    ctypes.set_errno(0)
+    if libc.syscall(*arguments) >= 0:
+        return False
+    return ctypes.get_errno() in (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EROFS)
+import platform
+ARM = platform.machine() == "aarch64"
+"""
+
+
+@contextmanager
+def secret_file() -> Generator[tuple[Path, str]]:
+    """A file on the host that no box may read, and what it holds."""
+    secret = secrets.token_hex(16)
+    with tempfile.TemporaryDirectory(prefix="host-secret-") as name:
+        path = Path(name) / "secret"
+        path.write_text(secret)
+        Path(name).chmod(0o755)
+        path.chmod(0o666)
+        yield path, secret
+
+
+def only(path: Path) -> bool:
+    """Whether a file is alone in its folder."""
+    return list(path.parent.iterdir()) == [path]
+
+
+def host_processes(marker: str) -> list[int]:
+    """Ids of host processes whose command line holds `marker`."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                if marker.encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def _witness(marker: str) -> subprocess.Popen[bytes]:
+    """A host process with `marker` in its command line that waits to be killed."""
+    return subprocess.Popen([sys.executable, "-c", "input()", marker], stdin=subprocess.PIPE)
+
+
+async def must_vanish(marker: str) -> None:
+    """Host processes with `marker` must be gone within a few seconds."""
+    with trio.move_on_after(5):
+        for pid in host_processes(marker):
+            with suppress(ProcessLookupError):
+                descriptor = os.pidfd_open(pid)
+                try:
+                    await trio.lowlevel.wait_readable(descriptor)
+                finally:
+                    os.close(descriptor)
+    assert not host_processes(marker), "processes of the box still run on the host"
+
+
+# --- paths and links -------------------------------------------------------------------------------------------------
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """reading through a planted link to a host file"""
+    with secret_file() as (path, secret):
+        async with bench.box() as box:
+            await output(box, f"ln -s {path} direct; ln -s {path.parent} dir; ln -s direct chain")
+            for name in ("direct", "dir/secret", "chain"):
+                with suppress(SandboxPathError):
+                    assert secret.encode() not in await box.read(name), name
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """writing through a planted link to a host file or folder"""
+    with secret_file() as (path, secret):
+        async with bench.box() as box:
+            await output(box, f"ln -s {path} direct; ln -s {path.parent} dir")
+            for name in ("direct", "dir/secret", "dir/new"):
+                with suppress(SandboxPathError):
+                    await box.write(name, b"owned")
+        assert path.read_text() == secret and only(path)
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """paths with .. and absolute paths in read, write and download"""
+    with secret_file() as (path, _secret):
+        async with bench.box() as box:
+            await output(box, "mkdir -p a/b; ln -s ../../.. up; ln -s / root")
+            ups = "../" * 12 + str(path).lstrip("/")
+            for name in (str(path), ups, "a/../../" + ups, "up/" + ups, "root" + str(path), "/workspace/../" + ups):
+                await must_refuse(box.read(name))
+                await must_refuse(box.write(name, b"owned"))
+                await must_refuse(box.download(name, path.parent / "stolen"))
+        assert only(path)
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """swapping a folder for a link while the host reads and writes below it"""
+    swap = """
+import os
+os.makedirs("real/d"); open("real/d/secret", "w").write("inside")
+os.symlink(TARGET, "real/l")
+while True:
+    os.rename("real/d", "real/x"); os.rename("real/l", "real/d")
+    os.rename("real/d", "real/l"); os.rename("real/x", "real/d")
+"""
+    with secret_file() as (path, secret):
+        async with bench.box() as box:
+            await box.start(["python3", "-c", f"TARGET = {str(path.parent)!r}\n{swap}"])
+            with trio.fail_after(30):
+                while (await sh(box, "test -e real/l || test -e real/d")).exit_code:
+                    pass
+            for number in range(300):
+                with suppress(SandboxPathError):
+                    assert secret.encode() not in await box.read("real/d/secret")
+                    await box.write(f"real/d/new{number % 7}", b"owned")
+        assert path.read_text() == secret and only(path)
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """a downloaded tree that holds links to the outside"""
+    plant = "mkdir -p t/d; ln -s / t/root; ln -s ../../etc t/up; ln -s . t/dot; ln -s dot/.. t/sly; ln -s d t/fine"
+    with tempfile.TemporaryDirectory() as name:
+        target = Path(name) / "out" / "tree"
+        async with bench.box() as box:
+            await output(box, plant + "; ln -s ../.. t/d/high; ln -s ../.. top; echo x > t/d/f")
+            await box.download("t", target)
+        links = [path for path in target.rglob("*") if path.is_symlink()]
+        outside = [path for path in links if not path.resolve().is_relative_to(target.resolve())]
+        assert not outside, f"leads out: {[str(path.relative_to(target)) for path in outside]}"
+        assert (target / "d" / "f").read_text() == "x\n"
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """a pipe, a socket or a device where the host reads a file"""
+    async with bench.box() as box:
+        await py(box, "import os, socket; os.mkfifo('fifo'); socket.socket(socket.AF_UNIX).bind('sock')")
+        await sh(box, "mknod null c 1 3; mknod disk b 8 0; mkdir out; ln -s /dev/zero zero; cp -a fifo out/")
+        with trio.fail_after(20), tempfile.TemporaryDirectory() as name:
+            for path in ("fifo", "sock", "null", "disk", "zero"):
+                await must_refuse(box.read(path))
+            await must_refuse(box.write("fifo", b"x"))
+            await box.download("out", Path(name) / "out")
+            assert not list((Path(name) / "out").iterdir())
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """a hard link to a file of the host's file system"""
+    async with bench.box() as box:
+        result = await sh(box, "ln /usr/bin/env stolen || ln -P /etc/passwd stolen")
+        assert result.exit_code != 0, result
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """reading the host's files by their paths"""
+    with secret_file() as (path, secret):
+        async with bench.box() as box:
+            places = f"{path} /root /home /var/lib /proc/1/root{path} /proc/1/cwd /proc/self/root{path}"
+            result = await sh(box, f"cat {places}; ls -R /root /home 2>/dev/null | head -50")
+            assert secret.encode() not in result.stdout and not result.stdout.strip(), result.stdout[:200]
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """writing to the system: /usr, /etc, /bin, /lib, /dev, the root folder"""
+    async with bench.box() as box:
+        for folder in ("/usr/bin", "/etc", "/bin", "/lib", "/dev", "/"):
+            result = await sh(box, f"echo x > {folder}/owned || mkdir {folder}/owned2 || touch {folder}")
+            assert result.exit_code != 0, f"{folder} can be written"
+
+
+# --- the kernel ------------------------------------------------------------------------------------------------------
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """kernel settings through /proc/sys, /sys and sysrq"""
+    files = "/proc/sys/kernel/core_pattern /proc/sys/kernel/hostname /proc/sysrq-trigger /sys/power/state"
+    async with bench.box() as box:
+        script = (
+            f"for f in {files} /proc/sys/vm/drop_caches /sys/kernel/uevent_helper; do echo 1 > $f && echo HIT $f; done"
+        )
+        assert b"HIT" not in (await sh(box, script)).stdout
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """memory, disks and the kernel log as device nodes"""
+    async with bench.box() as box:
+        devices = (
+            "/dev/mem /dev/kmsg /dev/port /dev/kcore /proc/kcore /dev/sda /dev/vda /dev/nvme0n1 /dev/loop0 /dev/kvm"
+        )
+        assert not (await sh(box, f"for d in {devices}; do head -c 1 $d && echo HIT $d; done")).stdout
+        assert (await sh(box, "mknod d b 8 0 && head -c 1 d")).exit_code != 0
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """mount, pivot_root, chroot, and the new mount calls"""
+    async with bench.box() as box:
+        result = await py(
+            box,
+            _CALL
+            + """
+numbers = (40, 41, 51, 39, 428, 430, 442) if ARM else (165, 155, 161, 166, 428, 430, 442)
+held = [refused(n, b"/tmp" if n != 430 else b"tmpfs", b"/tmp", b"tmpfs", 0, 0) for n in numbers]
+print(all(held), held)
+""",
+        )
+        assert result.stdout.startswith(b"True"), result
+        assert (await sh(box, "mount -t tmpfs none /tmp || mount --bind /workspace /tmp")).exit_code != 0
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """new user, mount, pid or network namespaces"""
+    async with bench.box() as box:
+        for flag in ("--user --map-root-user", "--mount", "--pid --fork", "--net", "--user"):
+            assert (await sh(box, f"unshare {flag} true")).exit_code != 0, flag
+        program = _CALL + "flags = 0x10000000 | 17\nprint(refused(220 if ARM else 56, flags, 0, 0, 0, 0))"
+        assert (await py(box, program)).stdout == b"True\n"
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """capabilities, new privileges, and the system call filter as /proc/self/status tells them"""
+    async with bench.box() as box:
+        lines = (await output(box, "cat /proc/self/status")).splitlines()
+        status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
+            assert int(status[name], 16) == 0, f"{name} is {status[name]}"
+        assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2"), status
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """setuid programs and setuid(0)"""
+    async with bench.box() as box:
+        script = "cp /usr/bin/id myid && chmod 6755 myid && ./myid -u; find / -xdev -perm -4000 -exec {} --version ';'"
+        result = await sh(box, script + " >/dev/null 2>&1; true")
+        assert result.stdout.split()[0] != b"0", result
+        program = "import os\ntry:\n    os.setuid(0); print('root')\nexcept OSError:\n    print('refused')"
+        assert (await py(box, program)).stdout == b"refused\n"
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """ptrace, process_vm_readv, bpf, perf, userfaultfd, keyrings, kexec, modules, io_uring"""
+    x86 = "(101, 0), (310, 1), (321, 0), (298, 0), (323, 0), (248, b'user'), (250, 0), (246, 0), (175, 0), (425, 8)"
+    arm = "(117, 0), (270, 1), (280, 0), (241, 0), (282, 0), (217, b'user'), (219, 0), (104, 0), (105, 0), (425, 8)"
+    program = f"{_CALL}\nheld = [refused(*call, 0, 0, 0, 0, 0) for call in (({arm}) if ARM else ({x86}))]"
+    async with bench.box() as box:
+        result = await py(box, f"{program}\nprint(all(held), held)")
+        assert result.stdout.startswith(b"True"), result
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """keys typed into the terminal of whoever watches (TIOCSTI), also with high bits set"""
+    program = """
+import fcntl, os, ctypes, errno
+libc = ctypes.CDLL(None, use_errno=True)
+parent, child = os.openpty()
+hits = 0
+for request in (0x5412, 0x5412 | 1 << 32, 0x541C):
+    for fd in (0, 1, 2, child):
+        hits += libc.syscall(29 if os.uname().machine == "aarch64" else 16, fd, ctypes.c_ulong(request), b"x") >= 0
+print(hits)
+"""
+    async with bench.box() as box:
+        assert (await py(box, program)).stdout == b"0\n"
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """the host's clock, name, priorities and hard limits"""
+    program = """
+import os, resource, time
+hits = []
+def attempt(name, *call):
+    try:
+        call[0](*call[1:]); hits.append(name)
+    except (OSError, ValueError):
+        pass
+attempt("clock", time.clock_settime, time.CLOCK_REALTIME, 0.0)
+attempt("hostname", __import__("socket").sethostname, "owned")
+attempt("nice", os.nice, -10)
+attempt("realtime", os.sched_setscheduler, 0, os.SCHED_FIFO, os.sched_param(50))
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+attempt("nofile", resource.setrlimit, resource.RLIMIT_NOFILE, (hard + 1, hard + 1))
+print(hits)
+"""
+    name = socket.gethostname()
+    async with bench.box() as box:
+        assert (await py(box, program)).stdout == b"[]\n"
+    assert socket.gethostname() == name
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """control groups: mounting them, leaving them, raising their bounds"""
+    script = """
+for f in $(find /sys/fs/cgroup -writable -type f 2>/dev/null | head -5); do echo HIT $f; done
+mkdir -p /tmp/cg && mount -t cgroup -o memory none /tmp/cg && echo HIT mount
+mount -t cgroup2 none /tmp/cg && echo HIT mount2
+true
+"""
+    async with bench.box() as box:
+        assert b"HIT" not in (await sh(box, script)).stdout
+
+
+# --- other processes -------------------------------------------------------------------------------------------------
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """peeking at the host's processes through /proc"""
+    async with bench.box() as box:
+        marker = f"peek{secrets.token_hex(8)}"
+        witness = _witness(marker)
+        try:
+            script = "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n'"
+            listing = await output(box, script)
+        finally:
+            witness.kill()
+            witness.wait()
+        assert marker not in listing
+        count = await output(box, "ls -d /proc/[0-9]* | wc -l")
+        assert int(count) < 10, f"{count} processes are visible"
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """secrets in the environment and descriptors that were left open"""
+    secret = secrets.token_hex(16)
+    os.environ["AGENTRL_RED_TEAM_SECRET"] = secret
+    reader, writer = os.pipe()
+    os.set_inheritable(reader, True)
+    try:
+        async with bench.box() as box:
+            listing = await output(box, "env; cat /proc/self/environ /proc/1/environ 2>/dev/null; true")
+            assert secret not in listing
+            program = "import os\nfor fd in range(300):\n  try: os.fstat(fd); print(fd)\n  except OSError: pass"
+            assert (await py(box, program)).stdout == b"0\n1\n2\n"
+    finally:
+        del os.environ["AGENTRL_RED_TEAM_SECRET"]
+        os.close(reader)
+        os.close(writer)
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """signals to the supervisor and to everything in sight"""
+    async with bench.box() as box:
+        await sh(box, "kill -KILL $PPID; kill -KILL 1; kill -TERM -1; sleep 0.1", timeout_s=10)
+        program = """
+import os
+for pid in range(2, 40000):
+    try:
+        if pid != os.getpid(): os.kill(pid, 9)
+    except OSError: pass
+"""
+        await py(box, program, timeout_s=10)
+        assert await output(box, "echo alive") == "alive\n"
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """outliving the end of a command by a double fork with a session of its own"""
+    marker = f"98765.{secrets.randbelow(10**9)}"
+    program = f"""
+import os
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for fd in range(3): os.close(fd)
+        os.execvp("sleep", ["sleep", "{marker}"])
+    os._exit(0)
+os.wait()
+"""
+    async with bench.box() as box:
+        with trio.fail_after(20):
+            await py(box, program)
+            await must_vanish(marker)
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """outliving a timeout by a double fork with a session of its own"""
+    marker = f"98765.{secrets.randbelow(10**9)}"
+    script = f"setsid sh -c 'trap \"\" HUP TERM; (sleep {marker} & sleep {marker}) & ' ; sleep {marker}"
+    async with bench.box() as box:
+        with trio.fail_after(20):
+            assert (await sh(box, script, timeout_s=1.0)).timed_out
+            await must_vanish(marker)
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """outliving the box by a background process that double-forked"""
+    marker = f"98765.{secrets.randbelow(10**9)}"
+    async with bench.box() as box:
+        script = f"setsid sh -c 'sleep {marker} & echo ready; sleep {marker}' & sleep {marker}"
+        process = await box.start(["sh", "-c", script])
+        with trio.fail_after(20):
+            assert await process.receive() == b"ready\n"
+        assert host_processes(marker), "the case looks in the wrong place"
+    await must_vanish(marker)
+
+
+# --- the network -----------------------------------------------------------------------------------------------------
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """reaching a server on the host: loopback, every address, abstract sockets"""
+    name = f"\0agentrl-{secrets.token_hex(8)}"
+    with socket.socket() as server, socket.socket(socket.AF_UNIX) as abstract:
+        server.bind(("0.0.0.0", 0))
+        server.listen()
+        abstract.bind(name)
+        abstract.listen()
+        addresses = {"127.0.0.1", *socket.gethostbyname_ex("localhost")[2], "172.17.0.1", "10.0.0.1", "192.168.0.1"}
+        program = f"""
+import socket
+hits = []
+for address in {sorted(addresses)!r}:
+    try: socket.create_connection((address, {server.getsockname()[1]}), timeout=1); hits.append(address)
+    except OSError: pass
+try: socket.socket(socket.AF_UNIX).connect({name!r}); hits.append("abstract")
+except OSError: pass
+print(hits)
+"""
+        async with bench.box() as box:
+            assert (await py(box, program)).stdout == b"[]\n"
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """names, datagrams to the outside, raw and packet sockets"""
+    program = """
+import socket
+hits = []
+try: socket.getaddrinfo("example.com", 80); hits.append("name")
+except OSError: pass
+for family, kind, protocol in ((2, 3, 1), (17, 3, 0), (40, 1, 0), (38, 5, 0)):
+    try: socket.socket(family, kind, protocol); hits.append((family, kind))
+    except OSError: pass
+try: socket.socket(2, 2).sendto(b"x", ("8.8.8.8", 53)); hits.append("datagram")
+except OSError: pass
+print(hits)
+"""
+    async with bench.box() as box:
+        result = await py(box, program)
+        assert result.stdout == b"[]\n", result

@@ -1,0 +1,219 @@
+"""Conformance: files in and out, snapshots and forks."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from pathlib import Path
+
+from agentrl.testing.sandbox.case import Bench, Case, case, must_fail, must_refuse, output
+
+_ALL_BYTES = bytes(range(256))
+
+CASES: list[Case] = []
+promise = functools.partial(case, CASES, "conformance")
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """what is written can be read by a command, and the reverse, all 256 byte values"""
+    async with bench.box() as box:
+        await box.write("in", _ALL_BYTES)
+        assert (await box.exec(["cp", "in", "out"])).exit_code == 0
+        assert await box.read("out") == _ALL_BYTES
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """five megabytes pass through write and read"""
+    data = os.urandom(5 << 20)
+    async with bench.box() as box:
+        await box.write("big", data)
+        assert await box.read("big") == data
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """write makes parent folders; a shorter text leaves nothing of the longer one; empty files are files"""
+    async with bench.box() as box:
+        await box.write("a/b/c.txt", b"longer text")
+        await box.write("a/b/c.txt", b"short")
+        await box.write("empty", b"")
+        assert (await box.read("a/b/c.txt"), await box.read("empty")) == (b"short", b"")
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """commands may change, move and delete what was written from outside"""
+    async with bench.box(files={"a/x": b"1", "y": b"2"}) as box:
+        await output(box, "echo more >> a/x && mv a/x a/z && rm y && mkdir a/new && touch a/new/file")
+        assert await box.read("a/z") == b"1more\n"
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """names may hold spaces, unicode, newlines, leading dashes, and bytes that are not UTF-8"""
+    async with bench.box() as box:
+        for name in ("with space", "ä→🙂", "new\nline", "-rf", os.fsdecode(b"\xff\xfe")):
+            await box.write(name, b"x")
+            assert await box.read(name) == b"x", name
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """an absolute path below /workspace is the same file"""
+    async with bench.box() as box:
+        await box.write("/workspace/f", b"1")
+        assert await box.read("f") == b"1"
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """files stay from one command to the next, in the work folder and in /tmp"""
+    async with bench.box() as box:
+        await output(box, 'echo 1 > kept; echo 2 > "${TMPDIR:-/tmp}/kept2"')
+        assert await output(box, 'cat kept "${TMPDIR:-/tmp}/kept2"') == "1\n2\n"
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """reading what is missing, a folder, or below a file is the box's own doing: SandboxPathError"""
+    async with bench.box(files={"folder/file": b""}) as box:
+        for path in ("missing", "folder", "folder/file/below", ".", "", "a\0b", "x" * 5000):
+            await must_refuse(box.read(path))
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """writing onto a folder or below a file is the box's own doing: SandboxPathError"""
+    async with bench.box(files={"folder/file": b""}) as box:
+        for path in ("folder", "folder/file/below", ".", ""):
+            await must_refuse(box.write(path, b"x"))
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """links that stay inside are followed, relative and absolute ones"""
+    async with bench.box(files={"real/file": b"1"}) as box:
+        await output(box, "ln -s real dir; ln -s ../real/file real/link; ln -s $PWD/real/file absolute")
+        for path in ("dir/file", "real/link", "absolute", "dir/../real/file"):
+            assert await box.read(path) == b"1", path
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """a tree comes in with its modes, links and empty folders, and its programs run"""
+    with tempfile.TemporaryDirectory() as name:
+        source = Path(name) / "tree"
+        (source / "sub" / "empty").mkdir(parents=True)
+        (source / "run.sh").write_text("#!/bin/sh\necho ran\n")
+        (source / "run.sh").chmod(0o755)
+        (source / "link").symlink_to("run.sh")
+        async with bench.box() as box:
+            await box.upload(source, "into/tree")
+            assert await output(box, "into/tree/link && ls -d into/tree/sub/empty") == "ran\ninto/tree/sub/empty\n"
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """a tree goes out as it came in"""
+    with tempfile.TemporaryDirectory() as name:
+        source, back = Path(name) / "source", Path(name) / "back"
+        (source / "a").mkdir(parents=True)
+        (source / "a" / "bytes").write_bytes(_ALL_BYTES)
+        (source / "a" / "run").write_text("#!/bin/sh\n")
+        (source / "a" / "run").chmod(0o755)
+        async with bench.box() as box:
+            await box.upload(source, "tree")
+            await box.download("tree", back)
+        assert (back / "a" / "bytes").read_bytes() == _ALL_BYTES
+        assert (back / "a" / "run").stat().st_mode & 0o777 == 0o755
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """a single file goes in and out by upload and download"""
+    with tempfile.TemporaryDirectory() as name:
+        source, back = Path(name) / "source", Path(name) / "new" / "back"
+        source.write_bytes(_ALL_BYTES)
+        async with bench.box() as box:
+            await box.upload(source, "deep/file")
+            await box.download("deep/file", back)
+        assert back.read_bytes() == _ALL_BYTES
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """downloading what is missing is the box's own doing, uploading what is missing the host's"""
+    with tempfile.TemporaryDirectory() as name:
+        async with bench.box() as box:
+            await must_refuse(box.download("missing", Path(name) / "x"))
+            await must_fail(box.upload(Path(name) / "missing", "x"))
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """restore brings back content, deletes what is new, and works more than once"""
+    async with bench.box(files={"a/old": b"1"}) as box:
+        snapshot = await box.snapshot()
+        for _ in range(2):
+            await output(box, "echo 2 > a/old; touch a/new; rm -rf b; mkdir b")
+            await box.restore(snapshot)
+            assert await output(box, "cat a/old; ls a; ls") == "1old\na\n"
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """several snapshots are kept apart"""
+    async with bench.box() as box:
+        await box.write("f", b"1")
+        first = await box.snapshot()
+        await box.write("f", b"2")
+        second = await box.snapshot()
+        await box.restore(first)
+        one = await box.read("f")
+        await box.restore(second)
+        assert (one, await box.read("f")) == (b"1", b"2")
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """restoring what was never taken is SandboxError"""
+    async with bench.box() as box:
+        await must_fail(box.restore("never"))
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """a fork starts with the same files and then goes its own way, in both directions"""
+    async with bench.box(files={"f": b"1"}) as box:
+        await output(box, "echo more >> f; chmod 700 f; ln -s f l")
+        twin = await box.fork()
+        try:
+            assert await output(twin, "cat l; stat -c %a f") == "1more\n700\n"
+            await twin.write("f", b"twin")
+            await box.write("g", b"box")
+            assert await box.read("f") == b"1more\n"
+            await must_refuse(twin.read("g"))
+        finally:
+            await twin.close()
+        assert await output(box, "cat f") == "1more\n"
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """a fork outlives its origin"""
+    async with bench.box(files={"f": b"1"}) as box:
+        twin = await box.fork()
+        await box.close()
+        try:
+            assert await output(twin, "cat f") == "1"
+        finally:
+            await twin.close()

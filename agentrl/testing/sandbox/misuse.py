@@ -1,0 +1,250 @@
+"""Red team: attempts to use up what the host has, or to spoil what comes after."""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+from contextlib import suppress
+from pathlib import Path
+
+import trio
+
+from agentrl.errors import SandboxPathError
+from agentrl.protocols import Limits
+from agentrl.testing.sandbox.case import QUICK, Bench, Case, case, output, py, sh
+
+CASES: list[Case] = []
+attack = functools.partial(case, CASES, "red team")
+_MB = 1 << 20
+
+
+def own_memory() -> int:
+    """Resident memory of this process at its highest, bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """a fork bomb"""
+    async with bench.box(limits=Limits(pids=32, wall_s=20.0)) as box:
+        with trio.fail_after(40):
+            await sh(box, "b() { b | b & }; b; sleep 1", timeout_s=2.0)
+            program = """
+import os, time
+n = 0
+try:
+    while os.fork(): n += 1
+    time.sleep(1); os._exit(0)
+except OSError: print(n)
+"""
+            result = await py(box, program)
+            assert 0 < int(result.stdout) <= 32, result
+            assert await output(box, "echo alive") == "alive\n"
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """a thread bomb"""
+    program = """
+import threading, time
+n = 0
+try:
+    while n < 500:
+        threading.Thread(target=time.sleep, args=(1,), daemon=True).start(); n += 1
+except RuntimeError: pass
+print(n, flush=True)
+"""
+    async with bench.box(limits=Limits(pids=32, wall_s=20.0)) as box:
+        result = await py(box, program)
+        assert 0 < int(result.stdout) <= 32, result
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """a memory bomb in one process"""
+    program = "b = []\nwhile True: b.append(bytearray(b'x') * (16 << 20))"
+    async with bench.box(limits=Limits(memory_bytes=128 * _MB, wall_s=20.0)) as box:
+        with trio.fail_after(40):
+            result = await py(box, program)
+        assert not result.timed_out and result.exit_code != 0, result
+        assert result.oom or b"MemoryError" in result.stderr, result
+        assert await output(box, "echo alive") == "alive\n"
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """more CPU time than the deadline: all cores, all processes"""
+    async with bench.box(limits=Limits(cpu_s=30.0, wall_s=1.0)) as box:
+        with trio.fail_after(20):
+            result = await sh(box, "for i in 1 2 3 4 5 6 7 8; do (while :; do :; done) & done; wait")
+        assert result.timed_out, result
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """filling the disk from the work folder with many files"""
+    limits = Limits(disk_bytes=16 * _MB, file_bytes=4 * _MB, wall_s=20.0)
+    async with bench.box(limits=limits) as box:
+        with trio.fail_after(60):
+            await sh(
+                box, "i=0; while [ $i -lt 40 ]; do head -c 2000000 /dev/zero > f$i || exit 1; i=$((i+1)); done; sleep 1"
+            )
+            used = int(await output(box, "du -sk . | cut -f1")) * 1024
+            assert used <= 2 * limits.disk_bytes, f"{used} bytes written past a bound of {limits.disk_bytes}"
+            await output(box, "rm -f f*")
+            await box.write("after", b"still usable")
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """filling the disk from /tmp and /dev/shm"""
+    limits = Limits(disk_bytes=16 * _MB, file_bytes=64 * _MB, memory_bytes=128 * _MB, wall_s=20.0)
+    async with bench.box(limits=limits) as box:
+        for folder in ("/tmp", "/dev/shm"):
+            fill = f"cd {folder} && for i in 1 2 3 4 5; do head -c 60000000 /dev/zero > f$i; done"
+            with trio.fail_after(60):
+                result = await sh(box, f"{fill}; du -sk . | cut -f1; sleep 1")
+            written = int(result.stdout.split()[0]) * 1024 if result.stdout.split() else 0
+            assert written <= 2 * limits.disk_bytes, f"{written} bytes in {folder}"
+            await sh(box, f"rm -f {folder}/f*")
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """one file larger than the bound, also a sparse one"""
+    async with bench.box(limits=Limits(file_bytes=1 * _MB, wall_s=20.0)) as box:
+        result = await sh(
+            box, "head -c 50000000 /dev/zero > big; truncate -s 1T sparse; stat -c %s big sparse 2>/dev/null"
+        )
+        assert all(int(size) <= _MB for size in result.stdout.split()), result
+
+
+@attack(deadline_s=120.0)
+async def _(bench: Bench) -> None:
+    """a hundred thousand empty files"""
+    program = """
+n = 0
+try:
+    while n < 100_000: open(f"f{n}", "w").close(); n += 1
+except OSError: pass
+print(n)
+"""
+    async with bench.box(limits=Limits(disk_bytes=16 * _MB, wall_s=30.0, cpu_s=30.0)) as box:
+        with trio.fail_after(60):
+            await py(box, program)
+        assert int(await output(box, "ls -f | wc -l")) < 80_000
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """endless output on stdout and stderr"""
+    async with bench.box(limits=Limits(output_bytes=10_000, wall_s=2.0, cpu_s=30.0)) as box:
+        before = own_memory()
+        with trio.fail_after(20):
+            result = await sh(box, "yes & yes >&2")
+        assert result.timed_out and result.truncated, result
+        assert (len(result.stdout), len(result.stderr)) == (10_000, 10_000)
+        assert own_memory() - before < 50 * _MB
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """reading a file that grows without end or is sparse"""
+    async with bench.box(limits=Limits(disk_bytes=8 * _MB, wall_s=20.0)) as box:
+        await sh(box, "truncate -s 60M sparse")
+        before = own_memory()
+        for name in ("sparse", "/workspace/sparse"):
+            with suppress(SandboxPathError):
+                assert len(await box.read(name)) <= 64 * _MB
+        assert own_memory() - before < 200 * _MB
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """snapshot and download of a sparse tree that is a thousand times larger than the disk"""
+    async with bench.box(limits=Limits(disk_bytes=16 * _MB, file_bytes=64 * _MB, wall_s=20.0)) as box:
+        await output(box, "mkdir s; cd s; for i in $(seq 1 200); do truncate -s 60M f$i; done")
+        with trio.fail_after(30):
+            with suppress(SandboxPathError):
+                await box.snapshot()
+        await output(box, "rm -rf s")
+        await box.restore(await box.snapshot())
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """a tree too deep to walk"""
+    program = "import os\nfor n in range(3000):\n  try: os.mkdir('d'); os.chdir('d')\n  except OSError: break"
+    async with bench.box() as box:
+        await py(box, program)
+        with trio.fail_after(30):
+            with suppress(SandboxPathError):
+                await box.snapshot()
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """names and modes that make removal hard"""
+    program = """
+import os
+os.makedirs(b"locked/\\xff\\xfe/in"); open(b"locked/\\xff\\xfe/in/\\n", "w").close()
+for path in (b"locked/\\xff\\xfe/in", b"locked/\\xff\\xfe", b"locked"): os.chmod(path, 0)
+os.chmod(".", 0)
+"""
+    async with bench.box() as box:
+        await py(box, program)
+        await sh(box, "true")
+    async with bench.box() as box:
+        assert await output(box, "echo alive") == "alive\n"
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """taking the work folder away: modes, renames, deletion"""
+    async with bench.box() as box:
+        await sh(box, "cd /; rm -rf /workspace /workspace/* ; mv /workspace /gone; chmod 0 /workspace; true")
+        result = await sh(box, "cd /; chmod 755 /workspace; cd /workspace && echo alive")
+        assert result.exit_code in (0, 126), result
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """background processes that take all a box may have, then one more command"""
+    async with bench.box(limits=Limits(pids=24, memory_bytes=128 * _MB, wall_s=10.0)) as box:
+        await box.start(["sh", "-c", "while :; do sleep 100 & done"])
+        await trio.sleep(0.5)
+        with trio.fail_after(30):
+            result = await sh(box, "echo alive", timeout_s=5.0)
+        assert result.exit_code in (0, 1, 2, 126, 127, 137), result
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """waiting for input that never comes"""
+    async with bench.box(limits=QUICK) as box:
+        with trio.fail_after(20):
+            result = await sh(box, "read line; python3 -c 'input()'; cat /dev/tty")
+        assert not result.timed_out, result
+
+
+@attack()
+async def _(bench: Bench) -> None:
+    """a hundred commands leave as many processes, zombies and folders as before"""
+
+    def processes() -> int:
+        mine = 0
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                try:
+                    mine += (entry / "stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())
+                except OSError:
+                    continue
+        return mine
+
+    async with bench.box() as box:
+        await sh(box, "true")
+        before = processes()
+        for _ in range(100):
+            await sh(box, "(sleep 100 &) ; exit 0")
+        assert processes() <= before, f"{processes() - before} children more than before"
