@@ -20,8 +20,8 @@ import numpy as np
 import trio
 
 from agentrl.env.core import as_async
+from agentrl.env.dialects import get_format
 from agentrl.env.sampling import sample_action
-from agentrl.env.tool_calls import get_format
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Messages
 
@@ -100,7 +100,7 @@ class Player:
         """One turn; whether the episode is over."""
         if action is None:
             given, index = self._subject.actions, len(self.played.steps)
-            schemas = self._env.tool_schemas()
+            schemas = getattr(self._env, "schemas", None) or self._env.tool_schemas()
             action = given[index % len(given)] if given else sample_action(schemas, self._form, self._rng)
         observation, reward, terminated, truncated, info = await named("step", self._env.astep(action))
         self.played.actions.append(action)

@@ -10,8 +10,9 @@ from typing import Any, Final, cast
 
 import numpy as np
 
+from agentrl.env.dialects import ToolFormat
 from agentrl.env.spaces import Text
-from agentrl.env.tool_calls import ToolCall, ToolFormat
+from agentrl.env.tool_calls import ToolCall
 from agentrl.env.tools import function_schema
 from agentrl.records import Json
 
@@ -25,7 +26,8 @@ def sample_action(schemas: Sequence[Mapping[str, Json]], form: ToolFormat, rng: 
         return Text(seed=rng).sample()
     count = 1 + int(rng.random() < 0.2)
     calls = [sample_call(schemas[int(rng.integers(len(schemas)))], rng) for _ in range(count)]
-    return "\n".join([_pick(_WORDS[:4], rng), *(form.write(call) for call in calls)])
+    before = "" if form.name == "llama" else _pick(_WORDS[:4], rng) + "\n"  # a llama speaks or calls
+    return before + form.write(*calls)
 
 
 def sample_call(schema: Mapping[str, Json], rng: np.random.Generator) -> ToolCall:

@@ -16,8 +16,9 @@ from gymnasium.error import ResetNeeded
 
 from agentrl.env import bridge
 from agentrl.env.core import CLOSE_DEADLINE_S, Env, Info, ResetResult, StepResult
+from agentrl.env.dialects import get_format
 from agentrl.env.limits import EpisodeLimits, Meter
-from agentrl.env.tool_calls import Malformed, ToolCall, get_format
+from agentrl.env.tool_calls import Malformed, ToolCall
 from agentrl.env.tools import ArgumentCheck, argument_check, clean_text, cut, envelope, function_schema, tools_of
 from agentrl.errors import (
     ContentParseError,
@@ -218,8 +219,14 @@ class ToolEnv(Env):
 
     # --- the contract
 
+    @property
+    def schemas(self) -> list[Mapping[str, Json]]:
+        """The function schema (name, description, parameters) of every tool."""
+        return [function_schema(tool.schema) for tool in self._tools.values()]
+
     def tool_schemas(self) -> list[Mapping[str, Json]]:
-        return envelope([function_schema(tool.schema) for tool in self._tools.values()])
+        """For the chat template; empty where the tool format teaches the tools by a system message of its own."""
+        return envelope(self.schemas) if self._format.native else []
 
     def charge_tokens(self, count: int) -> None:
         self._live().meter.tokens += count
@@ -232,8 +239,9 @@ class ToolEnv(Env):
         self._needs_teardown = True
         await self._hook(self.setup, self.task)
         opening = _messages(await self._hook(self.prompt, self.task), "user")
-        if self.system is not None:
-            opening = (Message(role="system", content=self.system), *opening)
+        told = [self.system or "", self._format.instructions(self.schemas) if self._tools else ""]
+        if any(told):
+            opening = (Message(role="system", content="\n\n".join(filter(None, told))), *opening)
         episode.busy = False
         info, episode.info = episode.info, {}
         return opening, info
@@ -248,7 +256,7 @@ class ToolEnv(Env):
         parsed = self._format.parse(action) if self._tools else None
         if parsed is not None and parsed.calls:
             results = await self._run_calls(episode, parsed.calls)
-            observation = _tool_messages(episode, results)
+            observation = self._format.answer(_tool_messages(episode, results))
             faults: set[Fault] = {result.fault for result in results if result.fault is not None}
         else:
             results = []

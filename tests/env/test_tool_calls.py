@@ -1,10 +1,13 @@
 """Parsers of tool calls: total on any text, exact on what `write` wrote, in order, nothing dropped."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.env.tool_calls import FORMATS, Malformed, ToolCall, get_format
+from agentrl.env.dialects import FORMATS, get_format
+from agentrl.env.tool_calls import Malformed, ToolCall
 from agentrl.errors import ContentParseError, StructuralParseError, UnknownIdError
 
 HERMES = get_format("hermes")
@@ -18,16 +21,26 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-tag_soup = st.lists(
-    st.sampled_from(
-        [
-            *("<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", '"', "\\", "\n", " ", ":", ",", "[", "]"),
-            *('{"name": "f", "arguments": {}}', '"name"', '"arguments"', "NaN", "1e999", "\\ud800", "é", "f", "null"),
-        ]
+TAGS = [
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```json\n"),
+    *(
+        "<|start|>assistant",
+        "<|channel|>",
+        "<|constrain|>json",
+        "<|message|>",
+        "<|call|>",
+        "<|end|>",
+        " to=functions.f",
     ),
-    max_size=40,
-).map("".join)
-calls = st.builds(ToolCall, st.text(min_size=1), st.dictionaries(st.text(), json_values, max_size=3))
+    *("\nAction: ", "\nAction Input: ", "\nObservation: "),
+]
+PIECES = [
+    *("{", "}", '"', "\\", "\n", " ", ":", ",", "[", "]", ";", '{"name": "f", "arguments": {}}', '"name": "f"'),
+    *('"arguments"', '{"name": "g", "parameters": {}}', "NaN", "1e999", "\\ud800", "é", "f", "null"),
+]
+tag_soup = st.lists(st.sampled_from(TAGS + PIECES), max_size=40).map("".join)
+names = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
+calls = st.builds(ToolCall, names, st.dictionaries(st.text(), json_values, max_size=3))
 
 
 def test_an_unknown_format_names_the_known_ones():
@@ -36,10 +49,33 @@ def test_an_unknown_format_names_the_known_ones():
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@given(call=calls)
-def test_every_format_reads_what_it_writes(name, call):
+@settings(max_examples=40)
+@given(written=st.lists(calls, min_size=1, max_size=4))
+def test_every_format_reads_what_it_writes(name, written):
     form = get_format(name)
-    assert form.parse(form.write(call)).calls == (call,)
+    assert form.parse(form.write(*written)).calls == tuple(written)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=40)
+@given(call=calls, tag=st.sampled_from(TAGS))
+def test_a_tag_within_a_string_is_content(name, call, tag):
+    call = ToolCall(call.name, {**call.arguments, "text": f"a{tag}b\n{tag}"})
+    form = get_format(name)
+    parsed = form.parse(form.write(call) + ("" if name == "llama" else "\nthen"))
+    assert parsed.calls == (call,)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "piece", [*TAGS, "{", "[", '{"name": "f", "arguments": {"a": "', ";{", "\n{", "Action: f\n", " "]
+)
+def test_a_long_text_is_read_in_time(name, piece):
+    """An action is some thousand tokens; catastrophic backtracking in it would take minutes."""
+    text = piece * (30_000 // len(piece))
+    started = time.perf_counter()
+    get_format(name).parse(text)
+    assert time.perf_counter() - started < 5
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -58,6 +94,7 @@ def wrap(body):
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
+@settings(max_examples=40)
 @given(st.lists(calls | st.none(), max_size=5), st.text())
 def test_siblings_keep_their_order_and_malformed_ones_their_place(siblings, between):
     between = between.replace("<", "").replace("{", "")
@@ -141,3 +178,109 @@ DRAFT, MEANT = wrap('{"name": "draft"}'), ToolCall("meant", {"t": "</think>"})
 def test_calls_drafted_in_thought_are_not_meant(text, expected):
     parsed = HERMES.parse(text)
     assert list(parsed.calls) == expected
+
+
+# --- the other dialects
+
+
+def parsed(name, text):
+    return [
+        (call.name, type(call.error).__name__) if isinstance(call, Malformed) else (call.name, dict(call.arguments))
+        for call in get_format(name).parse(text).calls
+    ]
+
+
+STRUCTURAL, CONTENT = "StructuralParseError", "ContentParseError"
+LONDON = {"city": "London"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        # Llama: the message is the call
+        ("llama", '{"name": "f", "parameters": {"city": "London"}}', [("f", LONDON)]),
+        ("llama", '<|python_tag|>{"name": "f", "parameters": {"city": "London"}}', [("f", LONDON)]),
+        ("llama", ' {"name": "f", "arguments": {"city": "London"}}', [("f", LONDON)]),
+        ("llama", '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', [("f", {}), ("g", {})]),
+        ("llama", '{"name": "f", "parameters": {; {"name": "g", "parameters": {}}', [("", STRUCTURAL), ("g", {})]),
+        ("llama", '{"parameters": {}}', [("", CONTENT)]),
+        ("llama", "{not json", [("", STRUCTURAL)]),
+        ("llama", 'I would write {"name": "f", "parameters": {}}', []),
+        # Mistral, both tokenizers
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"city": "London"}}]', [("f", LONDON)]),
+        (
+            "mistral",
+            'Let me see.[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": "{}"}]',
+            [("f", {}), ("g", {})],
+        ),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "argu', [("f", {}), ("", STRUCTURAL)]),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}', [("f", {}), ("", STRUCTURAL)]),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "f", "arguments": {"a" 1}}, {"name": "g", "arguments": {}}]',
+            [("", STRUCTURAL), ("g", {})],
+        ),
+        ("mistral", "[TOOL_CALLS][]", [("", STRUCTURAL)]),
+        ("mistral", '[TOOL_CALLS]["f"]', [("", CONTENT)]),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"city": "London"}[TOOL_CALLS]g{}', [("f", LONDON), ("g", {})]),
+        ("mistral", "[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{}", [("f", {})]),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{[TOOL_CALLS]g[ARGS]{}", [("f", STRUCTURAL), ("g", {})]),
+        ("mistral", "[TOOL_CALLS]f", [("", STRUCTURAL)]),
+        # Harmony
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant<|channel|>commentary "
+            'to=functions.f <|constrain|>json<|message|>{"city": "London"}',  # the closing tag ends the turn
+            [("f", LONDON)],
+        ),
+        ("harmony", "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}<|call|>", [("f", {})]),
+        ("harmony", " to=functions.f<|channel|>commentary<|message|>{}<|call|>", [("f", {})]),
+        ("harmony", "<|channel|>commentary to=browser.open<|message|>{}<|call|>", [("browser.open", {})]),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>{broken<|call|>", [("f", STRUCTURAL)]),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>{} {}<|call|>", [("f", STRUCTURAL)]),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>[1]<|call|>", [("f", CONTENT)]),
+        ("harmony", "<|channel|>commentary to=functions.<|message|>{}<|call|>", [("", CONTENT)]),
+        ("harmony", '<|channel|>final<|message|>to=functions.f {"a": 1}', []),
+        # plain JSON
+        ("json", 'Sure:\n```json\n{"name": "f", "arguments": {"city": "London"}}\n```\n', [("f", LONDON)]),
+        ("json", '[{"name": "f", "arguments": {}}, {"name": "g"}]', [("f", {}), ("g", {})]),
+        ("json", '{"name": "f", "arguments": {"a": }}\n{"name": "g"}', [("", STRUCTURAL), ("g", {})]),
+        ("json", 'The set {1, 2} and\n{3: 4}\n[see above] and {"a": 1}', []),
+        # ReAct
+        ("react", 'Thought: hm\nAction: f\nAction Input: {"city": "London"}', [("f", LONDON)]),
+        (
+            "react",
+            'Action: f\nAction Input: {"a": "\nAction: g"}\nAction: h\nAction Input: {}',
+            [("f", {"a": "\nAction: g"}), ("h", {})],
+        ),
+        ("react", "Action: f\nAction Input: London\nAction: g\nAction Input: {}", [("f", STRUCTURAL), ("g", {})]),
+        ("react", "Action: f", [("f", STRUCTURAL)]),
+        ("react", "Action:\nAction Input: {}", [("", STRUCTURAL)]),
+        ("react", "Action: f\nAction Input: [1]", [("f", CONTENT)]),
+        (
+            "react",
+            "Action: f\nAction Input: {}\nObservation: 3\nAction: g\nAction Input: {}",
+            [("f", {}), ("g", CONTENT)],
+        ),
+        ("react", "Thought: I am done. Final Answer: 3", []),
+    ],
+)
+def test_dialects(name, text, expected):
+    assert parsed(name, text) == expected
+
+
+def test_what_stands_around_calls_is_text():
+    assert get_format("mistral").parse("Let me see.[TOOL_CALLS]f{} bye").text == "Let me see. bye"
+    assert get_format("json").parse('a\n{"name": "f"}\nb').text == "a\n\nb"
+    assert get_format("llama").parse("only text").text == "only text"
+
+
+def test_dialects_without_a_template_teach_and_answer_in_plain_roles():
+    schemas = [{"name": "f", "description": "Do."}]
+    results = ({"role": "tool", "content": "3", "name": "f"}, {"role": "tool", "content": "4", "name": "g"})
+    for name, answer in [("json", "Result of f: 3\nResult of g: 4"), ("react", "Observation: 3\nObservation: 4")]:
+        form = get_format(name)
+        assert '{"name": "f", "description": "Do."}' in form.instructions(schemas)
+        assert form.answer(results) == ({"role": "user", "content": answer},)
+    for name in ("hermes", "llama", "mistral", "harmony"):
+        assert get_format(name).instructions(schemas) == "" and get_format(name).answer(results) == results

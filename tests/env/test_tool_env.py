@@ -7,7 +7,8 @@ import trio
 from gymnasium.error import ResetNeeded
 
 from agentrl.env import EpisodeLimits, Grade, ParsePolicy, ToolEnv, tool
-from agentrl.env.tool_calls import ToolCall, get_format
+from agentrl.env.dialects import get_format
+from agentrl.env.tool_calls import ToolCall
 from agentrl.errors import ConfigError, SandboxError, StructuralParseError, ToolError, UnknownIdError, UsageError
 from agentrl.protocols import ToolResult
 from agentrl.records import StopReason
@@ -435,6 +436,17 @@ def test_two_tools_of_one_name_are_refused():
 def test_an_unknown_tool_format_is_refused():
     with pytest.raises(UnknownIdError, match="hermes"):
         Bench(tool_format="klingon")
+
+
+async def test_a_dialect_without_a_template_is_taught_and_answered_in_plain_roles():
+    env = Bench(tool_format="react")
+    opening, _ = await env.areset(seed=0)
+    assert [message["role"] for message in opening] == ["system", "user"]
+    assert "Action: TOOL" in opening[0]["content"] and '"name": "say"' in opening[0]["content"]
+    assert env.tool_schemas() == [] and len(env.schemas) == 7
+    observation, *_ = await env.astep('Action: say\nAction Input: {"text": "a"}\nAction: nothing\nAction Input: {}')
+    assert [message["role"] for message in observation] == ["user"]
+    assert observation[0]["content"].startswith("Observation: a\nObservation: invalid call: no tool named 'nothing'")
 
 
 async def test_an_env_without_a_prompt_says_so():

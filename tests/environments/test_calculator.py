@@ -4,12 +4,13 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
-from agentrl_environments.calculator.arithmetic import ArithmeticRefused, evaluate, written
 from hypothesis import given
 from hypothesis import strategies as st
 
 import agentrl
-from agentrl.env.tool_calls import ToolCall, get_format
+from agentrl.env.dialects import get_format
+from agentrl.env.tool_calls import ToolCall
+from agentrl_environments.calculator.arithmetic import ArithmeticRefused, evaluate, written
 
 ID = "agentrl/Calculator-v0"
 HERMES = get_format("hermes")
