@@ -53,13 +53,14 @@ $(VENV)-vllm/.ready: requirements/vllm.txt requirements/vllm-overrides.txt | $(V
 	$(BIN)/uv pip install --quiet --python $(VENV)-vllm/bin/python --overrides requirements/vllm-overrides.txt -r requirements/vllm.txt
 	@touch $@
 
-SETS := requirements/runtime.txt requirements/dev.txt requirements/trl.txt
+SETS := $(patsubst %,requirements/%.txt,runtime dev trl vllm)
 COMPILE := $(BIN)/uv pip compile --quiet --no-header --no-emit-find-links --no-annotate
 lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is what they are resolved for
 	@touch $(SETS) && sed -i 's/^torch==\([0-9.]*\)$$/torch==\1+cpu/' $(SETS)
 	$(COMPILE) pyproject.toml requirements/runtime.in -o requirements/runtime.txt
 	$(COMPILE) --extra dev pyproject.toml requirements/runtime.in -o requirements/dev.txt
 	$(COMPILE) requirements/trl.in -o requirements/trl.txt
+	$(COMPILE) --overrides requirements/vllm-overrides.txt requirements/vllm.in -o requirements/vllm.txt
 	@sed -i 's/^torch==\([0-9.]*\)+cpu/torch==\1/' $(SETS)
 
 # TRL pins and patches much of what we use: it gets an environment of its own, made when a benchmark asks for it.

@@ -30,6 +30,17 @@ def _docker() -> str | None:
     return _fails(["docker", "version", "--format", "{{.Server.Version}}"])
 
 
+def _vllm() -> str | None:
+    from agentrl.engine.vllm.launch import find_build
+    from agentrl.errors import UsageError
+
+    try:
+        find_build()
+    except UsageError as error:
+        return str(error)
+    return None
+
+
 def _browser() -> str | None:
     found = any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
     return None if found else "neither chromium nor google-chrome is installed"
