@@ -1,0 +1,125 @@
+"""`CodeRepair`: a small module with one bug; the policy edits lines, runs the visible tests and submits.
+
+Outcome: the hidden tests pass in a fresh box, judged at `submit` or, at a limit, on whatever stands. Process reward
+of a turn: the change in the share of visible tests that pass. Knows nothing of models or tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final, Literal, get_args
+
+from trio.lowlevel import RunVar
+
+from agentrl.env import CallResult, EpisodeLimits, Grade, ToolEnv
+from agentrl.env.core import ResetResult
+from agentrl.errors import ConfigError
+from agentrl.protocols import ToolResult
+from agentrl.records import Json, Messages
+from agentrl.sandbox import backend
+from agentrl_environments.code_repair import texts
+from agentrl_environments.code_repair.running import Runner, Values
+from agentrl_environments.code_repair.tasks import SPLITS, RepairTask, Split, make_task
+from agentrl_tools.editing import Document, ReplaceLine, RunTests, Submit
+
+Level = Literal["easy", "medium"]
+FUNCTIONS: Final[Mapping[str, int]] = {"easy": 2, "medium": 4}
+"""How many functions a module of each level has; one of them has the bug."""
+
+_task = lru_cache(maxsize=1024)(make_task)
+
+
+class CodeRepair(ToolEnv):
+    """One episode repairs one module; its seed and `split` decide which.
+
+    `split`: `train`, `held_out` (no function in common with `train`) or `held_out_templates` (of kinds that `train`
+    does not know). `shuffle_tests` shows the visible tests of another task with the same function headers, so that
+    they say nothing of the bug: a policy that reads them fails. `sandbox`: id of a sandbox backend. `remember`: how
+    many test runs a process keeps the results of."""
+
+    limits = EpisodeLimits(turns=2)
+    blocking = False
+    replayable = True
+
+    def __init__(
+        self,
+        *,
+        split: Split = "train",
+        level: Level = "easy",
+        shuffle_tests: bool = False,
+        sandbox: str = "bubblewrap",
+        remember: int = 4096,
+        **settings: Any,
+    ) -> None:
+        if split not in SPLITS:
+            raise ConfigError("split", split, f"choose one of {', '.join(SPLITS)}")
+        if level not in FUNCTIONS:
+            raise ConfigError("level", level, f"choose one of {', '.join(get_args(Level))}")
+        self._split: Split = split
+        self._functions, self._shuffle = FUNCTIONS[level], shuffle_tests
+        self._sandbox, self._remember = sandbox, remember
+        self._document = Document("")
+        super().__init__(
+            tools=[ReplaceLine(self._document), RunTests(self._run_tests), Submit(self.finish)], **settings
+        )
+
+    async def areset(self, *, seed: int | None = None, options: Mapping[str, Json] | None = None) -> ResetResult:
+        self._seed = seed
+        return await super().areset(seed=seed, options=options)
+
+    def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
+        """The seed of `reset` is the task; without one, a random one is drawn."""
+        seed = int(self.np_random.integers(2**31)) if self._seed is None else self._seed
+        return {"seed": seed}
+
+    async def setup(self, task: Mapping[str, Json]) -> None:
+        self._repair: RepairTask = _task(
+            task["seed"], self._split, functions=self._functions, shuffle_tests=self._shuffle
+        )
+        self._runner = _runner(self._sandbox, self._remember)
+        self._document.load(self._repair.source)
+
+    async def prompt(self, task: Mapping[str, Json]) -> Messages:
+        values = await self._visible()
+        self._share = self._passing(values)
+        self.note(templates=list(self._repair.templates))
+        return texts.opening(self._repair.source, self._repair.visible, values)
+
+    async def _visible(self) -> Values:
+        """Run the visible tests on the module as it stands."""
+        return await self._runner.run(self._document.text, [check.call for check in self._repair.visible])
+
+    def _passing(self, values: Values) -> float:
+        return texts.passed(self._repair.visible, values) / len(self._repair.visible)
+
+    async def _run_tests(self) -> ToolResult:
+        return ToolResult(content=texts.report(self._repair.visible, await self._visible()))
+
+    async def after_turn(self, results: Sequence[CallResult]) -> float:
+        """The change in the share of visible tests that pass, whether or not the turn ran them."""
+        before = self._share
+        self._share = self._passing(await self._visible())
+        return self._share - before
+
+    async def grade(self) -> Grade:
+        """All hidden tests pass, in a box that the policy's code has not seen."""
+        hidden = self._repair.hidden
+        values = await self._runner.run(self._document.text, [check.call for check in hidden])
+        success = texts.passed(hidden, values) == len(hidden)
+        return Grade(outcome=float(success), success=success, info={"visible": self._share})
+
+
+_runners: RunVar[dict[tuple[str, int], Runner]] = RunVar("agentrl_code_repair_runners")
+
+
+def _runner(sandbox: str, remember: int) -> Runner:
+    """One runner for all episodes of a trio loop, so that siblings share what was run."""
+    try:
+        runners = _runners.get()
+    except LookupError:
+        runners = {}
+        _runners.set(runners)
+    if (sandbox, remember) not in runners:
+        runners[sandbox, remember] = Runner(backend(sandbox), remembered=remember)
+    return runners[sandbox, remember]

@@ -1,0 +1,112 @@
+"""Runs a module's tests in a box: calls go in, the `repr` of what they return comes out.
+
+The expected values never enter the box, and a box lives for one run: nothing that a module prints, patches or leaves
+behind can make a test pass that its functions do not pass. Knows nothing of tasks, prompts or rewards.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Final
+
+import trio
+
+from agentrl.protocols import Limits, SandboxBackend, SandboxSpec
+
+Values = tuple[str, ...] | str
+"""What the calls returned, as `repr` (or the name of what they raised); one text where the module did not run."""
+
+LIMITS: Final = Limits(wall_s=5.0, cpu_s=2.0, memory_bytes=256 << 20, pids=8, output_bytes=16 << 10)
+_DEADLINE_S: Final = 5.0
+
+# Runs in the box. It imports nothing that is not built in: starting Python is most of what a run costs. The module
+# writes to nowhere; answers leave on a copy of stdout, each line marked with the run's nonce.
+_RUNNER: Final = r"""
+import posix, sys
+nonce, n, *rest = sys.stdin.buffer.read().decode().split("\n")
+calls, source = rest[: int(n)], "\n".join(rest[int(n) :])
+out, nowhere = posix.dup(1), posix.open("/dev/null", posix.O_WRONLY)
+posix.dup2(nowhere, 1), posix.dup2(nowhere, 2)
+lines = []
+try:
+    namespace = {"__name__": "module"}
+    exec(compile(source, "module.py", "exec"), namespace)
+except SyntaxError as error:
+    lines.append("! SyntaxError in line %s" % error.lineno)
+except BaseException as error:
+    lines.append("! " + type(error).__name__)
+else:
+    for call in calls:
+        try:
+            value = repr(eval(call, namespace))[:1000]
+        except BaseException as error:
+            value = type(error).__name__
+        lines.append("= " + value.replace("\n", "\\n"))
+answer = "".join("%s %s\n" % (nonce, line) for line in [*lines, "."]).encode("utf-8", "backslashreplace")
+while answer:
+    answer = answer[posix.write(out, answer) :]
+posix._exit(0)
+"""
+
+
+class Runner:
+    """Runs in boxes of `backend`, with the last `remembered` results kept.
+
+    What is remembered: a run is a function of module and calls alone, so the same pair need not run twice. A run that
+    was cut off (time, memory) is never remembered. Raises `SandboxError` where the box's host fails."""
+
+    def __init__(self, backend: SandboxBackend, *, remembered: int = 4096) -> None:
+        self._backend, self._remembered = backend, remembered
+        self._results: OrderedDict[bytes, Values] = OrderedDict()
+        self._under_way: dict[bytes, trio.Event] = {}
+
+    async def run(self, source: str, calls: Sequence[str]) -> Values:
+        """Execute `source` in a fresh box and evaluate each of `calls` (one line each) after it."""
+        key = blake2b("\0".join([*calls, source]).encode("utf-8", "surrogatepass")).digest()
+        while key not in self._results:
+            if key in self._under_way:
+                await self._under_way[key].wait()
+                continue
+            done = self._under_way[key] = trio.Event()
+            try:
+                values, lasting = await self._run_in_box(source, calls)
+                if not lasting or not self._remembered:
+                    return values
+                self._results[key] = values
+            finally:
+                del self._under_way[key]
+                done.set()
+        self._results.move_to_end(key)
+        if len(self._results) > self._remembered:
+            self._results.popitem(last=False)
+        return self._results[key]
+
+    async def _run_in_box(self, source: str, calls: Sequence[str]) -> tuple[Values, bool]:
+        """The values, and whether another run would give the same."""
+        nonce = secrets.token_hex(8)
+        payload = "\n".join([nonce, str(len(calls)), *calls, source]).encode("utf-8", "backslashreplace")
+        box = await self._backend.create(SandboxSpec(limits=LIMITS))
+        try:
+            result = await box.exec(["python3", "-I", "-S", "-c", _RUNNER], stdin=payload, timeout_s=_DEADLINE_S)
+        finally:
+            with trio.CancelScope(shield=True):
+                await box.close()
+        if result.timed_out:
+            return "Timeout", False
+        if result.oom:
+            return "MemoryError", False
+        return parse(result.stdout.decode("utf-8", "replace"), nonce, len(calls)), not result.truncated
+
+
+def parse(output: str, nonce: str, n: int) -> Values:
+    """Read what the runner wrote: `n` values or a reason; anything else means that the module ended the run."""
+    lines = [line.removeprefix(f"{nonce} ") for line in output.split("\n") if line.startswith(f"{nonce} ")]
+    if len(lines) == 2 and lines[0].startswith("! ") and lines[1] == ".":
+        return lines[0].removeprefix("! ")
+    values = tuple(line.removeprefix("= ") for line in lines[:-1] if line.startswith("= "))
+    if len(lines) == n + 1 and len(values) == n and lines[-1] == ".":
+        return values
+    return "the module ended the test run"

@@ -1,0 +1,185 @@
+"""The functions that tasks are made of: what they look like, where their bugs may sit, what they are called with.
+
+Owns: the templates and their names. Knows nothing of modules, splits or prompts. A name says nothing about what a
+function does, so that only the tests do.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from agentrl_environments.code_repair.mutation import WORDS, Site
+
+FUNCTION_NAMES = (
+    *("scale", "shift", "pick", "rate", "grade", "limit", "total", "first", "count", "label", "score", "price"),
+    *("level", "place", "mark", "cost", "part", "size", "kind", "rank", "tone", "unit", "step", "group"),
+)
+ARGUMENT_NAMES: dict[Signature, tuple[str, ...]] = {
+    "number": ("x", "n", "v", "k"),
+    "pair": ("a, b", "p, q", "m, n", "u, v"),
+    "list": ("xs", "items", "vals", "row"),
+    "word": ("s", "key", "name", "tag"),
+}
+Signature = Literal["number", "pair", "list", "word"]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A correct function body and argument tuples (as source) that it may be tested with, the most telling ones in
+    any order. `bugs` names the kinds of nodes that a bug may sit in."""
+
+    body: str
+    bugs: tuple[Site, ...]
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A family of functions. `draft(rng, argument)` draws one of it."""
+
+    name: str
+    signature: Signature
+    draft: Callable[[random.Random, str], Draft]
+
+
+TRAINED: list[Template] = []
+UNSEEN: list[Template] = []
+"""Templates of the second held-out set: in no demonstration and no training task."""
+
+
+def _template(signature: Signature, into: list[Template] = TRAINED):
+    def add(draft: Callable[[random.Random, str], Draft]) -> Callable[[random.Random, str], Draft]:
+        into.append(Template(draft.__name__, signature, draft))
+        return draft
+
+    return add
+
+
+def _numbers(rng: random.Random, population: Sequence[int], n: int) -> tuple[str, ...]:
+    return tuple(str(x) for x in rng.sample(population, n))
+
+
+def _around(rng: random.Random, threshold: int) -> tuple[str, ...]:
+    """The neighbours of a threshold, and two numbers further off."""
+    near = {threshold - 1, threshold, threshold + 1}
+    far = rng.sample([x for x in range(10) if x not in near], 3)
+    return tuple(str(x) for x in sorted(near | set(far)) if x >= 0)
+
+
+def _lists(rng: random.Random, n: int, length: int) -> tuple[str, ...]:
+    return tuple(str(rng.sample(range(1, 10), length)) for _ in range(n))
+
+
+def _pairs(rng: random.Random, n: int) -> tuple[str, ...]:
+    """Pairs of different digits, the larger one first or second."""
+    return tuple(", ".join(_numbers(rng, range(1, 10), 2)) for _ in range(n))
+
+
+@_template("number")
+def add_constant(rng: random.Random, x: str) -> Draft:
+    return Draft(f"return {x} + {rng.randint(1, 9)}", ("number",), _numbers(rng, range(7), 5))
+
+
+@_template("number")
+def times_constant(rng: random.Random, x: str) -> Draft:
+    return Draft(f"return {x} * {rng.randint(2, 9)}", ("number",), _numbers(rng, range(1, 6), 4))
+
+
+@_template("pair")
+def arithmetic(rng: random.Random, pair: str) -> Draft:
+    a, b = pair.split(", ")
+    operator = rng.choice("+-*")
+    pairs = [(rng.randint(4, 9), rng.randint(1, 4)) for _ in range(6)]
+    return Draft(f"return {a} {operator} {b}", ("arithmetic",), tuple(f"{p}, {q}" for p, q in pairs if p > q))
+
+
+@_template("list")
+def reduce_list(rng: random.Random, xs: str) -> Draft:
+    return Draft(f"return {rng.choice(('max', 'min', 'sum', 'len'))}({xs})", ("call",), _lists(rng, 6, 3))
+
+
+@_template("list")
+def item(rng: random.Random, xs: str) -> Draft:
+    return Draft(f"return {xs}[{rng.randint(0, 2)}]", ("number",), _lists(rng, 5, 3))
+
+
+@_template("list")
+def head(rng: random.Random, xs: str) -> Draft:
+    return Draft(f"return {xs}[:{rng.randint(1, 3)}]", ("number",), _lists(rng, 5, 4))
+
+
+@_template("number")
+def at_most(rng: random.Random, x: str) -> Draft:
+    limit = rng.randint(1, 8)
+    return Draft(f"return min({x}, {limit})", ("number", "call"), _numbers(rng, range(10), 6))
+
+
+@_template("number")
+def choose_word(rng: random.Random, x: str) -> Draft:
+    threshold, (yes, no) = rng.randint(2, 8), rng.sample(WORDS, 2)
+    body = f"return {yes!r} if {x} {rng.choice(('<', '<=', '>', '>='))} {threshold} else {no!r}"
+    return Draft(body, ("comparison", "word"), _around(rng, threshold))
+
+
+@_template("number")
+def branch(rng: random.Random, x: str) -> Draft:
+    threshold, (yes, no) = rng.randint(2, 8), rng.sample(WORDS, 2)
+    body = f"if {x} {rng.choice(('<', '<=', '>', '>='))} {threshold}:\n    return {yes!r}\nreturn {no!r}"
+    return Draft(body, ("comparison", "word"), _around(rng, threshold))
+
+
+@_template("word")
+def look_up(rng: random.Random, key: str) -> Draft:
+    words = rng.sample(WORDS, 3)
+    table = ", ".join(f"{word!r}: {rng.randint(1, 9)}" for word in words)
+    return Draft(f"return {{{table}}}[{key}]", ("number",), tuple(repr(word) for word in words))
+
+
+@_template("list")
+def accumulate(rng: random.Random, xs: str) -> Draft:
+    total, each = rng.choice((("t", "i"), ("r", "c"), ("acc", "e")))
+    body = f"{total} = {rng.randint(0, 9)}\nfor {each} in {xs}:\n    {total} += {each}\nreturn {total}"
+    return Draft(body, ("number",), ("[]", *_lists(rng, 3, 1), *_lists(rng, 2, 2)))
+
+
+@_template("word")
+def put_before(rng: random.Random, s: str) -> Draft:
+    return Draft(f"return [{rng.choice(WORDS)!r}, {s}]", ("word",), tuple(repr(w) for w in rng.sample(WORDS, 5)))
+
+
+@_template("number")
+def equals(rng: random.Random, x: str) -> Draft:
+    value = rng.randint(1, 9)
+    return Draft(f"return {x} == {value}", ("number",), tuple(str(n) for n in range(1, 10)))
+
+
+@_template("pair")
+def larger(rng: random.Random, pair: str) -> Draft:
+    a, b = pair.split(", ")
+    return Draft(f"return {a} if {a} {rng.choice('<>')} {b} else {b}", ("comparison",), _pairs(rng, 6))
+
+
+@_template("number", UNSEEN)
+def at_least(rng: random.Random, x: str) -> Draft:
+    return Draft(f"return max({x}, {rng.randint(1, 8)})", ("number", "call"), _numbers(rng, range(10), 6))
+
+
+@_template("number", UNSEEN)
+def minus_constant(rng: random.Random, x: str) -> Draft:
+    return Draft(f"return {x} - {rng.randint(1, 5)}", ("number",), _numbers(rng, range(5, 10), 4))
+
+
+@_template("number", UNSEEN)
+def match_number(rng: random.Random, x: str) -> Draft:
+    value, (yes, no) = rng.randint(1, 9), rng.sample(WORDS, 2)
+    body = f"if {x} == {value}:\n    return {yes!r}\nreturn {no!r}"
+    return Draft(body, ("word",), _around(rng, value))
+
+
+@_template("list", UNSEEN)
+def named_item(rng: random.Random, xs: str) -> Draft:
+    name = rng.choice(("t", "r", "e"))
+    return Draft(f"{name} = {xs}[{rng.randint(0, 2)}]\nreturn {name}", ("number",), _lists(rng, 5, 3))

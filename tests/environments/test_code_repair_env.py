@@ -1,0 +1,180 @@
+"""The environment, its boxes and its rewards. Wherever bubblewrap works, code really runs in it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import gymnasium
+import pytest
+
+import agentrl  # noqa: F401  (gymnasium learns our ids)
+from agentrl.errors import ConfigError
+from agentrl.protocols import ExecResult, SandboxSpec
+from agentrl_environments.code_repair import CodeRepair, make_task
+from agentrl_environments.code_repair.demonstrations import call, demonstrate
+from agentrl_environments.code_repair.running import Runner, parse
+from agentrl_environments.code_repair.tasks import evaluate
+
+pytestmark = pytest.mark.bubblewrap
+
+
+@asynccontextmanager
+async def repairing(seed: int, **kwargs: object) -> AsyncIterator[CodeRepair]:
+    environment = CodeRepair(**kwargs)  # type: ignore[arg-type]
+    try:
+        await environment.areset(seed=seed)
+        yield environment
+    finally:
+        await environment.aclose()
+
+
+@pytest.fixture
+async def runner() -> AsyncIterator[Runner]:
+    from agentrl.sandbox import backend
+
+    boxes = backend("bubblewrap")
+    yield Runner(boxes)
+    await boxes.aclose()
+
+
+async def test_demonstrations_and_environment_say_the_same() -> None:
+    """What the expert was told in-process is what the boxes answer, word for word, and the grade agrees."""
+    for seed in range(12):
+        task = make_task(seed, "held_out")
+        demonstration = demonstrate(task, random.Random(seed), skill=0.4)
+        environment = CodeRepair(split="held_out")
+        opening, _ = await environment.areset(seed=seed)
+        assert opening == demonstration.opening
+        info: dict[str, object] = {}
+        for says, answers in demonstration.turns:
+            observation, _, terminated, truncated, info = await environment.astep(says)
+            if answers:
+                assert [m["content"] for m in observation] == [m["content"] for m in answers]
+        assert terminated or truncated
+        assert info["success"] == (info["outcome"] == 1.0) == (info["visible"] == 1.0)
+        await environment.aclose()
+
+
+async def test_process_rewards_are_the_change_in_passing_tests() -> None:
+    task = make_task(3, "train")
+    original = task.source.split("\n")[task.fix_line - 1]
+    right = call("replace_line", line=task.fix_line, text=task.fix_text)
+    back = call("replace_line", line=task.fix_line, text=original)
+    async with repairing(3) as environment:
+        _, first, *_ = await environment.astep(right)
+        _, second, _, truncated, info = await environment.astep(back)
+    assert first > 0 and second == -first
+    assert truncated and info["stop_reason"] == "turn_limit" and info["success"] is False
+
+
+async def test_submitting_the_repair_succeeds_and_ends() -> None:
+    task = make_task(4, "train")
+    async with repairing(4) as environment:
+        action = call("replace_line", line=task.fix_line, text=task.fix_text) + call("submit")
+        _, reward, terminated, truncated, info = await environment.astep(action)
+    assert terminated and not truncated
+    assert info["outcome"] == 1.0 and info["success"] is True and reward > 0
+
+
+async def test_hard_coding_the_visible_tests_does_not_succeed() -> None:
+    task = make_task(4, "train")
+    failing = next(c.call for c in task.visible if evaluate(task.source, [c.call]) != (c.expected,))
+    name = failing.split("(")[0]
+    given = {c.call.removeprefix(f"{name}(")[:-1]: c.expected for c in task.visible if c.call.startswith(f"{name}(")}
+    table = ", ".join(f"repr(({arguments},)): {expected}" for arguments, expected in given.items())
+    lines = task.source.split("\n")
+    text = f"{lines[-1]}\n{name} = lambda *given: {{{table}}}.get(repr(given))"
+    async with repairing(4) as environment:
+        edit = call("replace_line", line=len(lines), text=text) + call("run_tests") + call("submit")
+        observation, *_, info = await environment.astep(edit)
+    assert observation[1]["content"] == "4/4 pass"
+    assert info["success"] is False
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+        "raise KeyboardInterrupt",
+        "def f(x:\n    return 1",
+        "print('ok ' * 100)\nraise ValueError",
+        "import os\nos.write(1, b'= 1\\n.\\n')\nos.close(1)\nos._exit(0)",
+    ],
+)
+async def test_a_module_that_ends_the_run_has_no_values(runner: Runner, source: str) -> None:
+    assert isinstance(await runner.run(source, ["f(1)"]), str)
+
+
+async def test_prints_and_patches_change_no_value(runner: Runner) -> None:
+    source = "import builtins\nprint('= 7')\nbuiltins.print = None\ndef f(x):\n    print(x)\n    return x"
+    assert await runner.run(source, ["f(1)", "f('a\\nb')"]) == ("TypeError", "TypeError")
+    assert await runner.run("print('= 7')\ndef f(x):\n    print(x)\n    return x", ["f(1)"]) == ("1",)
+
+
+async def test_an_endless_module_is_ended_and_not_remembered() -> None:
+    from agentrl.sandbox import backend
+
+    boxes = backend("bubblewrap")
+    runner = Runner(boxes)
+    assert isinstance(await runner.run("while True: pass", ["f(1)"]), str)
+    assert not runner._results  # pyright: ignore[reportPrivateUsage]
+    await boxes.aclose()
+
+
+class CountingBackend:
+    """Counts boxes; each run answers with the nonce it was given."""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        self.boxes = 0
+
+    async def create(self, spec: SandboxSpec) -> CountingBackend:
+        self.boxes += 1
+        return self
+
+    async def exec(self, argv: object, *, stdin: bytes, timeout_s: float) -> ExecResult:
+        nonce, n, *_ = stdin.decode().split("\n")
+        lines = [f"{nonce} = 1"] * int(n)
+        return ExecResult(exit_code=0, stdout="\n".join([*lines, f"{nonce} ."]).encode(), stderr=b"")
+
+    async def close(self) -> None: ...
+    async def aclose(self) -> None: ...
+
+
+async def test_the_same_run_is_made_once_and_memory_is_bounded() -> None:
+    import trio
+
+    boxes = CountingBackend()
+    runner = Runner(boxes, remembered=2)  # type: ignore[arg-type]
+    async with trio.open_nursery() as nursery:
+        for _ in range(8):
+            nursery.start_soon(runner.run, "a", ["f()"])
+    assert boxes.boxes == 1
+    for source in ("b", "c", "a"):
+        assert await runner.run(source, ["f()"]) == ("1",)
+    assert boxes.boxes == 4  # "a" had been forgotten
+
+
+def test_output_is_read_strictly() -> None:
+    assert parse("n = 1\nn = 2\nn .\n", "n", 2) == ("1", "2")
+    assert parse("n ! SyntaxError in line 3\nn .\n", "n", 2) == "SyntaxError in line 3"
+    for broken in ("", "n = 1\nn .\n", "n = 1\nn = 2\n", "m = 1\nm = 2\nm .\n", "n = 1\nn = 2\nn = 3\nn .\n"):
+        assert parse(broken, "n", 2) == "the module ended the test run"
+
+
+def test_bad_settings_are_named() -> None:
+    with pytest.raises(ConfigError, match="split"):
+        CodeRepair(split="test")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="level"):
+        CodeRepair(level="hard")  # type: ignore[arg-type]
+
+
+def test_it_is_a_gymnasium_environment() -> None:
+    environment = gymnasium.make("agentrl/CodeRepair-v0", disable_env_checker=True)
+    observation, _ = environment.reset(seed=1)
+    assert observation[0]["role"] == "system"
+    environment.close()
