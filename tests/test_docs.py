@@ -6,7 +6,8 @@ How a block is checked follows from its language:
              also stand verbatim in that file
     sh       each command is looked up: `make` targets, `agentrl` command lines (parsed by the real command line, not
              run), scripts that exist
-    toml     validated as a run file (`model` and `env` may be left out)
+    toml     validated as a run file (`model` and `env` may be left out); after `<!-- pyproject -->` the entry-point
+             groups must be ours
     json     parsed
     text     a picture; after `<!-- tree -->` the first word of each line is a path that must exist
 """
@@ -42,7 +43,7 @@ ENTRY_POINT_GROUPS = {"agentrl.environments", "agentrl.tools", "agentrl.sandboxe
 PYTHON_DEADLINE_S = 120
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\n]*)\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.M | re.S)
-NOTE = re.compile(r"<!-- (?P<kind>file: (?P<path>\S+)|tree) -->\s*\Z")
+NOTE = re.compile(r"<!-- (?P<kind>file: (?P<path>\S+)|tree|pyproject) -->\s*\Z")
 LINK = re.compile(r"\[[^\]\n]*\]\((?P<target>[^)\s]+)\)")
 INLINE = re.compile(r"`(?P<code>[^`\n]+)`")
 HEADING = re.compile(r"^#+ +(?P<title>.+)$", re.M)
@@ -144,7 +145,11 @@ def wrong_script(arguments: list[str]) -> str:
 
 def check_toml(block: Block) -> list[str]:
     try:
-        config.parse({"model": "agentrl/tiny-coder", "env": {"id": "any"}, **tomllib.loads(block.body)})
+        document = tomllib.loads(block.body)
+        if block.note == "pyproject":
+            groups = document["project"]["entry-points"].keys()
+            return [f"{block}: no entry-point group {group}" for group in groups - ENTRY_POINT_GROUPS]
+        config.parse({"model": "agentrl/tiny-coder", "env": {"id": "any"}, **document})
     except (tomllib.TOMLDecodeError, ConfigError) as error:
         return [f"{block}: {error}"]
     return []
@@ -294,6 +299,7 @@ def block(language: str, body: str, note: str = "", file: str = "") -> Block:
         (block("sh", "agentrl trian x.toml\n"), "No such command 'trian'"),
         (block("toml", "[train]\nsteps = 'ten'\n"), "train.steps"),
         (block("toml", "[trian]\nsteps = 10\n"), "did you mean 'train'"),
+        (block("toml", '[project.entry-points."agentrl.boxes"]\nmine = "a:B"\n', "pyproject"), "group agentrl.boxes"),
         (block("json", "{'a': 1}\n"), "Expecting property name"),
         (block("text", "tests/      here\n  no.py     not\n", "tree"), "no tests/no.py"),
         (block("python", "x = 1\n", "file: Makefile", "Makefile"), "Makefile does not hold this text"),
