@@ -1,0 +1,220 @@
+"""Where tasks come from: streams of seeds, rows of data sets, mixtures of them, a curriculum over them.
+
+A source maps a running index to a task, the same in every process and after every restart; only a curriculum also
+depends on what was measured, and it is rebuilt by observing the same results in the same order. Sources never know
+who plays the tasks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+
+from agentrl.errors import ConfigError
+from agentrl.records import Json, Task
+
+
+class TaskSource(ABC):
+    """Tasks by running index. `size` is how many there are, None for an endless stream."""
+
+    size: int | None = None
+
+    @abstractmethod
+    def task(self, index: int) -> Task:
+        """The task at `index`, 0, 1, 2, …; its `index` is set to it. Raises IndexError past the end."""
+
+    def __iter__(self) -> Iterator[Task]:
+        index = 0
+        while self.size is None or index < self.size:
+            yield self.task(index)
+            index += 1
+
+    def _within(self, index: int) -> int:
+        if index < 0 or (self.size is not None and index >= self.size):
+            raise IndexError(f"task {index} of a source of {self.size}")
+        return index
+
+
+@dataclass(frozen=True)
+class Seeds(TaskSource):
+    """An environment that makes its own tasks: seed `first_seed`, `first_seed + 1`, …, endless or `size` of them."""
+
+    env: str
+    kwargs: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    options: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    first_seed: int = 0
+    size: int | None = None
+
+    def task(self, index: int) -> Task:
+        self._within(index)
+        return Task(index=index, env=self.env, seed=self.first_seed + index, kwargs=self.kwargs, options=self.options)
+
+
+class Rows(TaskSource):
+    """The rows of a data set as reset options, `epochs` times over (None: endlessly).
+
+    Every epoch has an order of its own, drawn from `seed`; `shuffle=False` keeps the file's. Row and epoch decide the
+    task's seed, so that a row is played under fresh seeds in later epochs. `options` are defaults that rows override.
+    Raises ConfigError for a data set without rows."""
+
+    def __init__(
+        self,
+        env: str,
+        rows: Sequence[Mapping[str, Json]],
+        *,
+        kwargs: Mapping[str, Json] | None = None,
+        options: Mapping[str, Json] | None = None,
+        seed: int = 0,
+        epochs: int | None = None,
+        shuffle: bool = True,
+    ) -> None:
+        if not rows:
+            raise ConfigError("rows", "[]", "give a data set with at least one row")
+        if epochs is not None and epochs < 1:
+            raise ConfigError("epochs", epochs, "give 1 or more, or leave it out for an endless stream")
+        self._env, self._rows, self._seed, self._shuffle = env, rows, seed, shuffle
+        self._kwargs, self._options = dict(kwargs or {}), dict(options or {})
+        self.size = None if epochs is None else epochs * len(rows)
+        self._order: tuple[int, np.ndarray[Any, np.dtype[np.int64]]] | None = None
+
+    def task(self, index: int) -> Task:
+        epoch, at = divmod(self._within(index), len(self._rows))
+        row = int(self._order_of(epoch)[at]) if self._shuffle else at
+        return Task(
+            index=index,
+            env=self._env,
+            seed=_mixed(self._seed, epoch, row),
+            kwargs=self._kwargs,
+            options={**self._options, **self._rows[row]},
+        )
+
+    def _order_of(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        if self._order is None or self._order[0] != epoch:
+            order = np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
+            self._order = (epoch, order)
+        return self._order[1]
+
+
+class Mixture(TaskSource):
+    """Several sources in shares of `weights`; at every index each has had its share, to within a task or two.
+
+    A source that has ended leaves the others their relative shares; the mixture ends with the last of them.
+    Raises ConfigError for weights that are no shares."""
+
+    def __init__(self, sources: Sequence[TaskSource], weights: Sequence[float]) -> None:
+        if len(sources) != len(weights) or not sources:
+            raise ConfigError("weights", list(weights), f"give one weight for each of {len(sources)} sources")
+        if any(not math.isfinite(weight) or weight <= 0 for weight in weights):
+            raise ConfigError("weights", list(weights), "give numbers above 0")
+        self._sources, self._weights = tuple(sources), tuple(weights)
+        sizes = [source.size for source in sources]
+        self.size = None if None in sizes else sum(cast("list[int]", sizes))
+        self._picks: list[tuple[int, int]] = []  # source and place in it, of every index so far
+        self._credit = [0.0] * len(sources)
+        self._taken = [0] * len(sources)
+
+    def task(self, index: int) -> Task:
+        self._within(index)
+        while len(self._picks) <= index:
+            self._pick()
+        source, place = self._picks[index]
+        return replace(self._sources[source].task(place), index=index)
+
+    def _pick(self) -> None:
+        """The next source: the one that lags most behind its share (smooth weighted round robin)."""
+        open_sources = [
+            i for i, source in enumerate(self._sources) if source.size is None or self._taken[i] < source.size
+        ]
+        for i in open_sources:
+            self._credit[i] += self._weights[i]
+        chosen = max(open_sources, key=lambda i: self._credit[i])
+        self._credit[chosen] -= sum(self._weights[i] for i in open_sources)
+        self._picks.append((chosen, self._taken[chosen]))
+        self._taken[chosen] += 1
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is known of one task: episodes played, smoothed success rate, the index from which it is due again."""
+
+    plays: int = 0
+    rate: float = 0.0
+    due: int = 0
+
+
+class Curriculum(TaskSource):
+    """A pool of tasks, of which the solved and the hopeless ones are left out and tested again from time to time.
+
+    A task whose smoothed success rate is at least `solved` or at most `hopeless` after `min_plays` episodes pauses
+    while `pause` others are played, then is due again, and stays if the result has changed. Groups in which all
+    episodes end alike carry no gradient: that is what this avoids.
+
+    `task` gives the next one by what was observed so far; feed `observe` with every finished task, in the order of
+    the journal, and a restarted curriculum makes the same choices. Endless pools are cut to their first `pool`."""
+
+    def __init__(
+        self,
+        source: TaskSource,
+        *,
+        pool: int = 10_000,
+        solved: float = 0.95,
+        hopeless: float = 0.02,
+        min_plays: int = 8,
+        pause: int = 1_000,
+        smoothing: float = 0.5,
+    ) -> None:
+        if not 0 <= hopeless < solved <= 1:
+            raise ConfigError("hopeless", hopeless, f"give 0 <= hopeless < solved = {solved} <= 1")
+        count = pool if source.size is None else min(pool, source.size)
+        self._pool = [source.task(index) for index in range(count)]
+        self._records = [_Record() for _ in self._pool]
+        self._places = {task_key(task): place for place, task in enumerate(self._pool)}
+        self._solved, self._hopeless, self._min_plays = solved, hopeless, min_plays
+        self._pause, self._smoothing = pause, smoothing
+        self._observed = 0
+
+    def task(self, index: int) -> Task:
+        """A task that does not pause, in turn; if all pause, the one that is due first."""
+        active = [place for place, record in enumerate(self._records) if record.due <= index]
+        if active:
+            place = active[index % len(active)]
+        else:
+            place = min(range(len(self._pool)), key=lambda i: self._records[i].due)
+        return replace(self._pool[place], index=index)
+
+    def observe(self, task: Task, success: float, *, plays: int = 1) -> None:
+        """`plays` episodes of `task` had the success rate `success`. A task of another source is ignored."""
+        place = self._places.get(task_key(task))
+        if place is None:
+            return
+        record = self._records[place]
+        keep = self._smoothing if record.plays else 0.0
+        record.rate = keep * record.rate + (1 - keep) * success
+        record.plays += plays
+        settled = record.rate >= self._solved or record.rate <= self._hopeless
+        record.due = task.index + self._pause if settled and record.plays >= self._min_plays else 0
+
+    @property
+    def pausing(self) -> tuple[int, int]:
+        """How many tasks of the pool are held for solved, and how many for hopeless."""
+        paused = [record for record in self._records if record.due > 0]
+        solved = sum(record.rate >= self._solved for record in paused)
+        return solved, len(paused) - solved
+
+
+def task_key(task: Task) -> str:
+    """What makes two tasks the same, wherever they stand in a source."""
+    text = json.dumps([task.env, task.seed, dict(task.kwargs), dict(task.options)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _mixed(*parts: int) -> int:
+    """A seed from several numbers, below 2**31 as some environments want it."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0]) & 0x7FFF_FFFF
