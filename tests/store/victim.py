@@ -1,7 +1,7 @@
-"""A worker or a learner in miniature, to be killed at any instant: `python -m store.victim ROLE STORE ACKS`.
+"""A worker or a learner in miniature, to be killed at any instant: `python -m store.victim ROLE STORE`.
 
-After every call to the store has returned, and only then, a line saying so goes to the file ACKS. What a line says must
-be true of the store for ever after."""
+After every call to the store has returned, and only then, a line saying so goes to standard output. What a line says
+must be true of the store for ever after."""
 
 from __future__ import annotations
 
@@ -20,15 +20,11 @@ def turns_of(episode_id: int) -> int:
     return 1 + episode_id % 4
 
 
-class Acks:
-    def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-
-    def __call__(self, *words: object) -> None:
-        os.write(self._fd, (" ".join(map(str, words)) + "\n").encode())
+def ack(*words: object) -> None:
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())  # one write: whole, or not at all
 
 
-def work(store: RunStore, ack: Acks) -> None:
+def work(store: RunStore) -> None:
     name = f"worker-{os.getpid()}"
     while store.meta("phase") != "stop":
         admit(
@@ -61,7 +57,7 @@ def work(store: RunStore, ack: Acks) -> None:
                 ack("lost", id)
 
 
-def learn(store: RunStore, ack: Acks) -> None:
+def learn(store: RunStore) -> None:
     checkpoint = store.latest_checkpoint()
     step = 0 if checkpoint is None else checkpoint.step
     attempt = store.rollback(step)
@@ -80,9 +76,10 @@ def learn(store: RunStore, ack: Acks) -> None:
             store.checkpoint(step, version, f"/checkpoints/{step}")
             ack("checkpoint", step)
     store.set_meta("phase", "stop")
+    ack("stop", STEPS)
 
 
 if __name__ == "__main__":
-    role, path, acks = sys.argv[1:]
+    role, path = sys.argv[1:]
     with RunStore.open(path) as store:
-        {"work": work, "learn": learn}[role](store, Acks(acks))
+        {"work": work, "learn": learn}[role](store)

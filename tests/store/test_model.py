@@ -1,0 +1,563 @@
+"""The whole store against a simple model in memory, with a crash before or after any statement of any call (law 2).
+
+The model is plain Python objects and the rules as the design states them. After every call both must say the same;
+after a crash the store must be as before the call or as after it, never between. Then the run resumes as a real one.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from agentrl.records import StopReason
+from agentrl.store import LeaseLost, RunStore
+from agentrl.store.audit import audit
+
+from .play import START, Clock, answer, task, turn
+
+SIZE, BATCH, MAX_LAG, MAX_RUNNING, STEPS = 2, 2, 1, 7, 8
+LEASE_S, DEADLINE_S = 10.0, 100.0
+
+
+@dataclass
+class Episode:
+    group: int
+    evaluation: bool
+    state: str = "waiting"
+    holder: str | None = None
+    fence: int = 0
+    trial: int = 0
+    begun: bool = False
+    turns: list[tuple[int, bool]] = field(default_factory=list)  # step of the weights, answered
+    aside: int = 0
+    stop: str | None = None
+    outcome: float | None = None
+
+    @property
+    def open(self) -> bool:
+        return self.state in ("waiting", "running")
+
+    @property
+    def in_loss(self) -> bool:
+        return self.stop not in (None, "engine_failed", "expired") and self.outcome is not None
+
+
+@dataclass
+class Group:
+    purpose: str
+    admitted_at: int
+    state: str = "waiting"
+    reason: str | None = None
+    started: float | None = None
+    taken: int | None = None
+
+
+@dataclass
+class Model:
+    now: float = 1000.0
+    groups: dict[int, Group] = field(default_factory=dict)
+    episodes: dict[int, Episode] = field(default_factory=dict)
+    leases: dict[str, float] = field(default_factory=dict)
+    versions: list[tuple[int, bool]] = field(default_factory=list)  # step, undone; all are confirmed
+    checkpoints: list[int] = field(default_factory=list)
+    next_task: int = 0
+    learner: int = 0
+
+    # --- questions
+
+    @property
+    def step(self) -> int:
+        return [step for step, undone in self.versions if not undone][-1]
+
+    def members(self, group: int) -> list[Episode]:
+        return [episode for episode in self.episodes.values() if episode.group == group]
+
+    def oldest(self, group: int) -> int | None:
+        made = [made for episode in self.members(group) if episode.in_loss for made, _ in episode.turns]
+        return min(made, default=None)
+
+    def held(self, id: int, fence: int) -> bool:
+        return self.episodes[id].state == "running" and self.episodes[id].fence == fence
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "groups": {id: (g.purpose, g.state, g.reason, g.taken) for id, g in self.groups.items()},
+            "episodes": {
+                id: (e.state, e.fence, e.trial, e.begun, e.stop, e.outcome, tuple(e.turns), e.aside)
+                for id, e in self.episodes.items()
+            },
+            "lineage": {id: g.taken for id, g in self.groups.items() if g.taken is not None},
+            "versions": self.versions,
+            "checkpoints": self.checkpoints,
+            "next_task": self.next_task,
+        }
+
+    # --- calls
+
+    def add(self, purpose: str, size: int) -> None:
+        group = len(self.groups) + 1
+        self.groups[group] = Group(purpose, self.step)
+        for _ in range(size):
+            self.episodes[len(self.episodes) + 1] = Episode(group, purpose != "train")
+
+    def admit(self, limit: int) -> int:
+        train = [group for group in self.groups.values() if group.purpose == "train"]
+        alive = [group for group in train if group.state not in ("expired", "failed")]
+        running = sum(episode.open and not episode.evaluation for episode in self.episodes.values())
+        n = min(
+            limit,
+            (MAX_RUNNING - running) // SIZE,
+            (MAX_LAG + self.step + 1) * BATCH - len(alive),
+            STEPS * BATCH - len(alive),
+        )
+        for _ in range(n):
+            self.add("train", SIZE)
+            self.next_task += 1
+        return max(0, n)
+
+    def claim(self, worker: str, limit: int) -> list[tuple[int, int, int]]:
+        free: list[tuple[bool, bool, int]] = []
+        for id, episode in self.episodes.items():
+            lapsed = (
+                episode.state == "running"
+                and episode.holder != worker
+                and self.leases.get(episode.holder or "", self.now) < self.now
+            )
+            if episode.state == "waiting" or lapsed:
+                free.append((not episode.evaluation, not lapsed, id))
+        ids = [id for *_, id in sorted(free)[:limit]]
+        if ids:
+            self.leases[worker] = self.now + LEASE_S
+        for id in ids:
+            episode = self.episodes[id]
+            episode.state, episode.holder, episode.fence = "running", worker, episode.fence + 1
+            group = self.groups[episode.group]
+            group.state = "running"
+            group.started = self.now if group.started is None else group.started
+        return [(id, self.episodes[id].fence, len(self.episodes[id].turns)) for id in ids]
+
+    def begin(self, id: int, fence: int) -> str:
+        if not self.held(id, fence):
+            return "lost"
+        self.episodes[id].begun = True
+        return "done"
+
+    def turn(self, id: int, fence: int, made_at: int) -> str:
+        if not self.held(id, fence):
+            return "lost"
+        self.episodes[id].turns.append((made_at, False))
+        return "done"
+
+    def answer(self, id: int, fence: int) -> str:
+        if not self.held(id, fence):
+            return "lost"
+        turns = self.episodes[id].turns
+        turns[-1] = (turns[-1][0], True)
+        return "done"
+
+    def restart(self, id: int, fence: int) -> str:
+        if not self.held(id, fence):
+            return "lost"
+        episode = self.episodes[id]
+        episode.aside += len(episode.turns)
+        episode.trial, episode.begun, episode.turns = episode.trial + 1, False, []
+        return "done"
+
+    def finish(self, id: int, fence: int, stop: str, outcome: float | None) -> str:
+        if not self.held(id, fence):
+            return "lost"
+        episode = self.episodes[id]
+        episode.state, episode.stop, episode.outcome = "finished", stop, outcome
+        self.close(episode.group)
+        return "done"
+
+    def close(self, group: int) -> None:
+        members = self.members(group)
+        if any(member.open for member in members):
+            return
+        scored = sum(member.in_loss for member in members)
+        if self.groups[group].purpose == "train" and scored < 2:
+            self.groups[group].state = "failed"
+            failed = any(member.stop == "engine_failed" for member in members)
+            self.groups[group].reason = "engine_failed" if failed else "no_outcome"
+        else:
+            self.groups[group].state = "scored"
+
+    def expire(self) -> None:
+        for id, group in self.groups.items():
+            late = group.started is not None and group.started < self.now - DEADLINE_S
+            if group.state == "running" and late:
+                for member in self.members(id):
+                    if member.open:
+                        member.state, member.stop = "expired", "expired"
+                if group.purpose == "train":
+                    group.state, group.reason = "expired", "deadline"
+                else:
+                    self.close(id)
+
+    def publish(self) -> int:
+        self.versions.append((self.learner, False))
+        return len(self.versions)
+
+    def take(self) -> list[int] | None:
+        fresh: list[int] = []
+        for id, group in self.groups.items():
+            if group.purpose == "train" and group.state == "scored":
+                oldest = self.oldest(id)
+                if oldest is not None and self.learner - oldest > MAX_LAG:
+                    group.state, group.reason = "expired", "stale"
+                else:
+                    fresh.append(id)
+        if len(fresh) < BATCH:
+            return None
+        self.learner += 1
+        for id in fresh[:BATCH]:
+            self.groups[id].state, self.groups[id].taken = "taken", self.learner
+        return fresh[:BATCH]
+
+    def checkpoint(self) -> None:
+        self.checkpoints.append(self.learner)
+        for group in self.groups.values():
+            if group.state == "taken":
+                group.state = "trained"
+
+    def release(self, worker: str) -> None:
+        for episode in self.episodes.values():
+            if episode.state == "running" and episode.holder == worker:
+                episode.state, episode.holder = "waiting", None
+        self.leases.pop(worker, None)
+
+    def resume(self, attempt: int) -> None:
+        for worker in ("a", "b"):
+            self.release(worker)
+        self.roll_back(attempt)
+        for group in self.groups.values():
+            if group.state == "running":
+                group.started = None
+
+    def roll_back(self, attempt: int) -> None:
+        self.learner = max(self.checkpoints, default=0)
+        self.versions = [(step, undone or step > self.learner) for step, undone in self.versions]
+        for id, group in self.groups.items():
+            if group.taken is not None and group.taken > self.learner:
+                group.state, group.taken = "scored", None
+            if group.purpose.startswith("eval") and group.admitted_at > self.learner:
+                group.purpose = f"undone-{attempt}:{group.purpose}"
+                if group.state in ("waiting", "running"):
+                    group.state, group.reason = "expired", "undone"
+                for member in self.members(id):
+                    if member.open:
+                        member.state, member.stop = "expired", "expired"
+
+
+def snapshot(store: RunStore) -> dict[str, Any]:
+    """What the model knows, read from the raw rows."""
+    rows = store._db.rows  # pyright: ignore[reportPrivateUsage]
+    turns: dict[int, list[tuple[int, bool]]] = {}
+    aside: dict[int, int] = {}
+    for episode, trial, last_trial, made_at, step in rows(
+        "SELECT e.id, t.trial, e.trial, t.oldest_step, s.turn_id FROM turns t JOIN episodes e ON e.id = t.episode_id"
+        " LEFT JOIN steps s ON s.turn_id = t.id ORDER BY e.id, t.trial, t.idx"
+    ):
+        if trial == last_trial:
+            turns.setdefault(episode, []).append((made_at, step is not None))
+        else:
+            aside[episode] = aside.get(episode, 0) + 1
+    episodes = rows("SELECT id, state, fence, trial, start NOT NULL, stop_reason, outcome FROM episodes ORDER BY id")
+    versions = rows("SELECT step, undone_attempt, confirmed_s FROM versions ORDER BY version")
+    assert all(confirmed is not None for *_, confirmed in versions)
+    return {
+        "groups": {id: tuple(rest) for id, *rest in rows("SELECT id, purpose, state, reason, taken_step FROM groups")},
+        "episodes": {
+            id: (state, fence, trial, bool(begun), stop, outcome, tuple(turns.get(id, [])), aside.get(id, 0))
+            for id, state, fence, trial, begun, stop, outcome in episodes
+        },
+        "lineage": dict(rows("SELECT group_id, step FROM lineage WHERE undone_attempt IS NULL ORDER BY group_id")),
+        "versions": [(step, undone is not None) for step, undone, _ in versions],
+        "checkpoints": [s for (s,) in rows("SELECT step FROM checkpoints WHERE undone_attempt IS NULL ORDER BY id")],
+        "next_task": int(store.meta("next_task") or 0),
+    }
+
+
+class Killed(BaseException):
+    """The process died here."""
+
+
+class Fuse:
+    """A connection that dies before or after its n-th statement, and does nothing at all from then on."""
+
+    def __init__(self, connection: Any, left: int, *, after: bool) -> None:
+        self._connection, self._left, self._after, self._dead = connection, left, after, False
+
+    def _burn(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        if self._dead:
+            raise Killed
+        self._left -= 1
+        self._dead = self._left < 0
+        if self._dead and not self._after:
+            raise Killed
+        result = call(*arguments)
+        if self._dead:
+            raise Killed
+        return result
+
+    def execute(self, *arguments: Any) -> Any:
+        return self._burn(self._connection.execute, *arguments)
+
+    def executemany(self, *arguments: Any) -> Any:
+        return self._burn(self._connection.executemany, *arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+
+def silent(_: object) -> None:
+    """For calls whose answer the model does not have."""
+
+
+ENDS = [("turn_limit", 1.0)] * 6 + [("engine_failed", None), ("turn_limit", None)]
+crashes = st.one_of(*[st.none()] * 9, st.tuples(st.integers(0, 14), st.booleans()))
+Crash = tuple[int, bool] | None
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Each rule does one call to the store and the same to the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shm = Path("/dev/shm")  # no disk to wait for: what survives a loss of power is not the question here
+        self._folder = tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None)
+        self.clock = Clock()
+        self.store = RunStore.create(Path(self._folder.name) / "store.sqlite", "{}", clock=self.clock)
+        self.model = Model()
+        self.claims: list[tuple[int, int]] = []  # episode, fence: every one ever handed out
+
+    @initialize()
+    def start(self) -> None:
+        self.store.confirm_version(self.store.mint_version(0))
+        self.model.publish()
+
+    def both(self, real: Callable[[], Any], imagined: Callable[[Model], Any], crash: Crash = None) -> Any:
+        """One call to both. If it crashes, the store is as before or as after it, and the run resumes."""
+        after = copy.deepcopy(self.model)
+        expected = imagined(after)
+        if crash is None:
+            assert real() == expected
+            self.model = after
+            return expected
+        database = self.store._db  # pyright: ignore[reportPrivateUsage]
+        connection = database._connection  # pyright: ignore[reportPrivateUsage]
+        database._connection = Fuse(connection, crash[0], after=crash[1])  # pyright: ignore
+        try:
+            assert real() == expected
+        except Killed:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")  # what the system does to the locks of a dead process
+            connection.close()
+            self.store = RunStore.open(self.store.path, clock=self.clock)
+            seen = snapshot(self.store)
+            assert seen in (self.model.snapshot(), after.snapshot())
+            self.model = after if seen == after.snapshot() else self.model
+            self.resume()
+            return None
+        database._connection = connection  # pyright: ignore[reportPrivateUsage]
+        self.model = after
+        return expected
+
+    def resume(self) -> None:
+        """What a restarted run does: nobody holds anything, the learner goes on from its last checkpoint."""
+        self.store.release_all()
+        latest = self.store.latest_checkpoint()
+        attempt = self.store.rollback(0 if latest is None else latest.step)
+        self.model.resume(attempt)
+
+    # --- rollout
+
+    @rule(limit=st.integers(1, 3), crash=crashes)
+    def admit(self, limit: int, crash: Crash) -> None:
+        self.both(
+            lambda: self.store.admit(
+                task,
+                group_size=SIZE,
+                groups_per_step=BATCH,
+                max_lag=MAX_LAG,
+                max_running=MAX_RUNNING,
+                limit=limit,
+                steps_total=STEPS,
+            ),
+            lambda model: model.admit(limit),
+            crash,
+        )
+
+    @precondition(lambda self: sum(g.purpose != "train" for g in self.model.groups.values()) < 4)
+    @rule(crash=crashes)
+    def evaluate(self, crash: Crash) -> None:
+        self.both(
+            lambda: silent(self.store.add_groups([task(0)], size=1, purpose="eval")),
+            lambda model: model.add("eval", 1),
+            crash,
+        )
+
+    @rule(worker=st.sampled_from("ab"), limit=st.integers(1, 5), crash=crashes)
+    def claim(self, worker: str, limit: int, crash: Crash) -> None:
+        def real() -> list[tuple[int, int, int]]:
+            claims = self.store.claim(worker, limit, lease_s=LEASE_S)
+            return [(claim.episode_id, claim.fence, len(claim.turns)) for claim in claims]
+
+        for id, fence, _ in self.both(real, lambda model: model.claim(worker, limit), crash) or []:
+            self.claims.append((id, fence))
+
+    @precondition(lambda self: self.claims)
+    @rule(data=st.data(), crash=crashes)
+    def play_on(self, data: st.DataObject, crash: Crash) -> None:
+        """The next thing in an episode's life, by whoever once held it; the latest claims are likelier."""
+        back = data.draw(st.integers(0, min(len(self.claims) - 1, 9)), label="which claim, from the last")
+        id, fence = self.claims[-1 - back]
+        episode = self.model.episodes[id]
+        ending = data.draw(st.sampled_from(["no", "no", "no", "done", "done", "engine_failed", "unscored", "restart"]))
+        unanswered = bool(episode.turns) and not episode.turns[-1][1]
+
+        def guarded(call: Callable[[], None]) -> Callable[[], str]:
+            def real() -> str:
+                try:
+                    call()
+                except LeaseLost:
+                    return "lost"
+                return "done"
+
+            return real
+
+        if not episode.begun and self.model.held(id, fence):
+            self.both(guarded(lambda: self.store.begin(id, fence, START)), lambda model: model.begin(id, fence), crash)
+        elif ending == "restart":
+            real = guarded(lambda: self.store.restart_episode(id, fence, "cannot replay"))
+            self.both(real, lambda model: model.restart(id, fence), crash)
+        elif unanswered and ending != "engine_failed":
+            index = len(episode.turns) - 1
+            real = guarded(lambda: self.store.journal_step(id, fence, index, answer(index)))
+            self.both(real, lambda model: model.answer(id, fence), crash)
+        elif ending == "no":
+            version = data.draw(st.integers(1, len(self.model.versions)), label="version")
+            made_at = self.model.versions[version - 1][0]
+            one = turn(len(episode.turns), version)
+            real = guarded(lambda: self.store.journal_turn(id, fence, one))
+            self.both(real, lambda model: model.turn(id, fence, made_at), crash)
+        else:
+            stop = "engine_failed" if ending == "engine_failed" else "turn_limit"
+            outcome = 1.0 if ending == "done" else None
+            real = guarded(
+                lambda: self.store.finish(id, fence, stop_reason=StopReason(stop), outcome=outcome, success=None)
+            )
+            self.both(real, lambda model: model.finish(id, fence, stop, outcome), crash)
+
+    @rule(worker=st.sampled_from("ab"), stops=st.lists(st.sampled_from(ENDS), min_size=12, max_size=12))
+    def a_good_hour(self, worker: str, stops: list[tuple[str, float | None]]) -> None:
+        """Admit, claim what there is and play it to its end: single calls alone seldom come to a whole group."""
+        self.admit(3, None)
+        self.claim(worker, 12, None)
+        version = len(self.model.versions)
+        made_at = self.model.versions[-1][0]
+        held = [(id, fence) for id, fence in self.claims if self.model.held(id, fence)]
+        for (id, fence), (stop, outcome) in zip(held, stops, strict=False):
+            if not self.model.episodes[id].begun:
+                self.store.begin(id, fence, START)
+                self.model.begin(id, fence)
+            if all(answered for _, answered in self.model.episodes[id].turns):
+                self.store.journal_turn(id, fence, turn(len(self.model.episodes[id].turns), version))
+                self.model.turn(id, fence, made_at)
+            self.store.finish(id, fence, stop_reason=StopReason(stop), outcome=outcome, success=None)
+            self.model.finish(id, fence, stop, outcome)
+
+    @rule(seconds=st.sampled_from([1.0, 11.0, 101.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.model.now += seconds
+
+    @rule(crash=crashes)
+    def expire(self, crash: Crash) -> None:
+        now = self.clock.now
+        self.both(lambda: silent(self.store.expire(now, DEADLINE_S)), lambda model: model.expire(), crash)
+
+    @rule(worker=st.sampled_from("ab"), crash=crashes)
+    def worker_dies(self, worker: str, crash: Crash) -> None:
+        self.both(lambda: silent(self.store.release_worker(worker)), lambda model: model.release(worker), crash)
+
+    # --- learner
+
+    @precondition(lambda self: sum(g.state == "scored" for g in self.model.groups.values()) >= BATCH)
+    @rule(crash=crashes)
+    def learn(self, crash: Crash) -> None:
+        """A whole step of the learner."""
+        self.take(crash)
+        if (self.model.learner, False) not in self.model.versions:
+            self.publish()
+        if self.model.learner % 3 == 2:
+            self.checkpoint(None)
+
+    @rule(crash=crashes)
+    def take(self, crash: Crash) -> None:
+        def real() -> list[int] | None:
+            groups = self.store.take(self.model.learner + 1, BATCH, max_lag=MAX_LAG)
+            return None if groups is None else [group.id for group in groups]
+
+        self.both(real, lambda model: model.take(), crash)
+
+    @rule()
+    def publish(self) -> None:
+        version = self.store.mint_version(self.model.learner)
+        self.store.confirm_version(version)
+        assert version.version == self.model.publish()
+
+    @precondition(lambda self: (self.model.learner, False) in self.model.versions and self.model.learner > 0)
+    @rule(crash=crashes)
+    def checkpoint(self, crash: Crash) -> None:
+        version = self.store.version_at(self.model.learner)
+        assert version is not None
+        self.both(
+            lambda: self.store.checkpoint(self.model.learner, version, "/checkpoint"),
+            lambda model: model.checkpoint(),
+            crash,
+        )
+
+    @precondition(lambda self: self.model.learner % 3 == 1)
+    @rule()
+    def learner_dies(self) -> None:
+        latest = self.store.latest_checkpoint()
+        attempt = self.store.rollback(0 if latest is None else latest.step)
+        self.model.roll_back(attempt)
+
+    @precondition(lambda self: self.model.next_task % 3 == 1)
+    @rule()
+    def everything_dies(self) -> None:
+        self.store.close()
+        self.store = RunStore.open(self.store.path, clock=self.clock)
+        self.resume()
+
+    # --- what always holds
+
+    @invariant()
+    def store_and_model_say_the_same(self) -> None:
+        assert snapshot(self.store) == self.model.snapshot()
+
+    @invariant()
+    def no_law_is_broken(self) -> None:
+        assert audit(self.store).violations == []
+
+    def teardown(self) -> None:
+        self.store.close()
+        self._folder.cleanup()
+
+
+StoreMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+
+
+class TestLaw2TheStoreIsItsModelThroughAnyCrash(StoreMachine.TestCase):
+    """Law 2, as a stateful property."""
