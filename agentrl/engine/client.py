@@ -6,7 +6,7 @@ Owns the deadline of each call and the naming of failures: what httpx raises bec
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from typing import cast
 from uuid import uuid4
@@ -16,7 +16,15 @@ import trio
 
 from agentrl.engine.stitching import Stitcher
 from agentrl.engine.transport import TrioTransport
-from agentrl.engine.wire import ChunkParser, check_sampling, parse_json, parse_version, refusal, request_json
+from agentrl.engine.wire import (
+    ChunkParser,
+    check_sampling,
+    parse_json,
+    parse_version,
+    prompt_logprobs,
+    refusal,
+    request_json,
+)
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Finish, Generation, Json, SamplingParams
@@ -140,11 +148,29 @@ class EngineClient:
             return False
         return True
 
+    async def score(self, token_ids: Sequence[int], *, deadline_s: float) -> tuple[float, ...]:
+        """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each given the tokens before it. Nothing of it
+        comes from the engine's prefix cache. Raises EngineError if the engine does not score prompts."""
+        params: dict[str, Json] = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        asked: dict[str, Json] = {
+            "request_id": f"score-{uuid4().hex}",
+            "token_ids": list(token_ids),
+            "sampling_params": params,
+        }
+        answer = parse_json(await self.call("POST", "/inference/v1/generate", json=asked, deadline_s=deadline_s))
+        return prompt_logprobs(answer, token_ids)
+
     async def served_version(self, *, deadline_s: float = 5.0) -> int:
         """The weight version that the engine serves now. A server that does not say is asked for one token."""
-        answer = parse_json(await self.call("GET", "/version", deadline_s=deadline_s))
-        if "weight_version" in answer:
-            return parse_version(answer["weight_version"])
+        for path in ("/version", "/weight_info"):  # the embedded engine's way, vLLM's in development mode
+            try:
+                answer = parse_json(await self.call("GET", path, deadline_s=deadline_s))
+            except (EngineUnavailable, EngineTimeout):
+                raise
+            except EngineError:  # it lacks the path
+                continue
+            if "weight_version" in answer:
+                return parse_version(answer["weight_version"])
         probe = GenerateRequest(
             request_id=f"version-probe-{uuid4().hex}",
             session="version-probe",

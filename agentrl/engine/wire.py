@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from agentrl.errors import ConfigError, EngineError
@@ -48,6 +48,19 @@ def request_json(request: GenerateRequest, *, stream: bool) -> dict[str, Json]:
         "sampling_params": params,
         "stream": stream,
     }
+
+
+def prompt_logprobs(document: Mapping[str, Json], token_ids: Sequence[int]) -> tuple[float, ...]:
+    """The log-probs of `token_ids[1:]` in the answer to a request that asked for those of its prompt."""
+    entries = document.get("prompt_logprobs")
+    if entries is None or len(entries) != len(token_ids):
+        raise EngineError("the engine does not score prompts (prompt_logprobs)")
+    try:
+        return tuple(
+            float(entry[str(token)]["logprob"]) for entry, token in zip(entries[1:], token_ids[1:], strict=True)
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"the engine's prompt log-probs have an unknown shape: {error!r}") from error
 
 
 def parse_version(text: object) -> int:

@@ -7,14 +7,16 @@ server ends by itself when its standard input closes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -32,6 +34,7 @@ PYTHON_VARIABLE = "AGENTRL_VLLM_PYTHON"
 OLDEST, BELOW = (0, 32), (0, 33)
 
 _POLL_S = 0.1
+_GRACE_S = 8.0  # between asking a server to end and killing it
 _MIN_HEAD_DIM = 32  # of the CPU build: a smaller one fails at the first request
 _BLOCK = 32  # tokens of one KV block; the CPU build's smallest that is fast
 _ASK = """
@@ -179,6 +182,40 @@ def carry_plugin(folder: Path) -> None:
     facts.mkdir(exist_ok=True)
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: agentrl-vllm-plugin\nVersion: 1\n")
     (facts / "entry_points.txt").write_text("[vllm.general_plugins]\nagentrl = agentrl.engine.vllm.plugin:register\n")
+
+
+@contextlib.asynccontextmanager
+async def running(
+    server: VLLMServer, *, log: Path, version: int = 0, deadline_s: float = 180.0
+) -> AsyncGenerator[trio.Process]:
+    """Serve for as long as the block runs. Raises RunFailed if it does not start; see `ready`."""
+    server.prepare()
+    with log.open("ab") as output:
+        process = await trio.lowlevel.open_process(
+            [str(server.build.python), *server.argv()],
+            env={**os.environ, **server.env()},
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            process_group=0,
+        )
+    try:
+        await ready(server, version=version, deadline_s=deadline_s, ended=lambda: process.poll() is not None, log=log)
+        yield process
+    finally:
+        with trio.CancelScope(shield=True):
+            await _end(process)
+
+
+async def _end(process: trio.Process) -> None:
+    """Close the lifeline and wait; after a grace kill its whole group."""
+    if process.stdin is not None:
+        await process.stdin.aclose()
+    with trio.move_on_after(_GRACE_S):
+        await process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
 
 
 async def ready(

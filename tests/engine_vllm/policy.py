@@ -1,0 +1,104 @@
+"""The learner's side in the tests: a tiny model, its versions, and what transformers says of their log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from agentrl.records import Generation
+from agentrl.train.export import WeightFile, export_weights
+
+VOCAB = 128
+
+
+def make_model(folder: Path, *, experts: int = 0, seed: int = 0, **overrides: object) -> Path:
+    """Write a small random Qwen3, tied, with peaked distributions, and a tokenizer of 128 words for it."""
+    torch.manual_seed(seed)
+    common: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "intermediate_size": 128,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+        "pad_token_id": None,
+        **overrides,
+    }
+    if experts:
+        mixture = {"moe_intermediate_size": 32, "num_experts": experts, "num_experts_per_tok": 2}
+        model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **mixture, norm_topk_prob=True))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**common))
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"t{id}": id for id in range(VOCAB)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t1")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class Policy:
+    """Version 1 is the folder's weights; `update` makes the next one and keeps all for `logprobs`."""
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        self.folder, self.scratch = folder, scratch
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.states: dict[int, dict[str, torch.Tensor]] = {1: self._state()}
+        self.files: dict[int, WeightFile] = {}
+
+    @property
+    def version(self) -> int:
+        return max(self.states)
+
+    def update(self, scale: float = 0.05) -> tuple[int, WeightFile]:
+        """New weights in every tensor, written where an engine can load them."""
+        version = self.version + 1
+        generator = torch.Generator().manual_seed(version)
+        self.model.load_state_dict(self.states[self.version])
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+        self.states[version] = self._state()
+        self.files[version] = export_weights(self.model, self.scratch / f"{version}.safetensors")
+        return version, self.files[version]
+
+    def logprobs(self, prompt: Sequence[int], tokens: Sequence[int], version: int) -> list[float]:
+        """Of `tokens` after `prompt`, under one version's weights, at temperature 1."""
+        self.model.load_state_dict(self.states[version])
+        with torch.no_grad():
+            logits = self.model(torch.tensor([[*prompt, *tokens]])).logits[0]
+        found = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        return found.gather(1, torch.tensor(list(tokens))[:, None])[:, 0].tolist()
+
+    def error(self, prompt: Sequence[int], generation: Generation) -> float:
+        """The largest |Δ| of a generation's log-probs against those of each token's own version."""
+        worst = 0.0
+        for version in {span.version for span in generation.spans}:
+            reference = self.logprobs(prompt, generation.token_ids, version)
+            for span in generation.spans:
+                if span.version == version:
+                    for at in range(span.start, span.end):
+                        worst = max(worst, abs(reference[at] - generation.logprobs[at]))
+        return worst
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
