@@ -1,0 +1,242 @@
+"""The store's rules as plain Python objects, for `test_model` to hold against the real store.
+
+Written from the design, not from the store: no SQL, no transaction, no code of the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+SIZE, BATCH, MAX_LAG, MAX_RUNNING, STEPS = 2, 2, 1, 7, 8
+LEASE_S, DEADLINE_S = 10.0, 100.0
+
+
+@dataclass
+class Episode:
+    group: int
+    evaluation: bool
+    state: str = "waiting"
+    holder: str | None = None
+    fence: int = 0
+    trial: int = 0
+    begun: bool = False
+    turns: list[tuple[int, bool]] = field(default_factory=list)  # step of the weights, answered
+    aside: int = 0
+    stop: str | None = None
+    outcome: float | None = None
+
+    @property
+    def open(self) -> bool:
+        return self.state in ("waiting", "running")
+
+    @property
+    def in_loss(self) -> bool:
+        return self.stop not in (None, "engine_failed", "expired") and self.outcome is not None
+
+
+@dataclass
+class Group:
+    purpose: str
+    admitted_at: int
+    state: str = "waiting"
+    reason: str | None = None
+    started: float | None = None
+    taken: int | None = None
+
+
+@dataclass
+class Model:
+    now: float = 1000.0
+    groups: dict[int, Group] = field(default_factory=dict)
+    episodes: dict[int, Episode] = field(default_factory=dict)
+    leases: dict[str, float] = field(default_factory=dict)
+    versions: list[tuple[int, bool]] = field(default_factory=list)  # step, undone; all are confirmed
+    checkpoints: list[int] = field(default_factory=list)
+    next_task: int = 0
+    learner: int = 0
+
+    # --- questions
+
+    @property
+    def step(self) -> int:
+        return [step for step, undone in self.versions if not undone][-1]
+
+    def members(self, group: int) -> list[Episode]:
+        return [episode for episode in self.episodes.values() if episode.group == group]
+
+    def oldest(self, group: int) -> int | None:
+        made = [made for episode in self.members(group) if episode.in_loss for made, _ in episode.turns]
+        return min(made, default=None)
+
+    def held(self, id: int, fence: int) -> bool:
+        return self.episodes[id].state == "running" and self.episodes[id].fence == fence
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "groups": {id: (g.purpose, g.state, g.reason, g.taken) for id, g in self.groups.items()},
+            "episodes": {
+                id: (e.state, e.fence, e.trial, e.begun, e.stop, e.outcome, tuple(e.turns), e.aside)
+                for id, e in self.episodes.items()
+            },
+            "lineage": {id: g.taken for id, g in self.groups.items() if g.taken is not None},
+            "versions": self.versions,
+            "checkpoints": self.checkpoints,
+            "next_task": self.next_task,
+        }
+
+    # --- calls
+
+    def add(self, purpose: str, size: int) -> None:
+        group = len(self.groups) + 1
+        self.groups[group] = Group(purpose, self.step)
+        for _ in range(size):
+            self.episodes[len(self.episodes) + 1] = Episode(group, purpose != "train")
+
+    def admit(self, limit: int) -> int:
+        train = [group for group in self.groups.values() if group.purpose == "train"]
+        alive = [group for group in train if group.state not in ("expired", "failed")]
+        running = sum(episode.open and not episode.evaluation for episode in self.episodes.values())
+        n = min(
+            limit,
+            (MAX_RUNNING - running) // SIZE,
+            (MAX_LAG + self.step + 1) * BATCH - len(alive),
+            STEPS * BATCH - len(alive),
+        )
+        for _ in range(n):
+            self.add("train", SIZE)
+            self.next_task += 1
+        return max(0, n)
+
+    def claim(self, worker: str, limit: int) -> list[tuple[int, int, int]]:
+        free: list[tuple[bool, bool, int]] = []
+        for id, episode in self.episodes.items():
+            lapsed = (
+                episode.state == "running"
+                and episode.holder != worker
+                and self.leases.get(episode.holder or "", self.now) < self.now
+            )
+            if episode.state == "waiting" or lapsed:
+                free.append((not episode.evaluation, not lapsed, id))
+        ids = [id for *_, id in sorted(free)[:limit]]
+        if ids:
+            self.leases[worker] = self.now + LEASE_S
+        for id in ids:
+            episode = self.episodes[id]
+            episode.state, episode.holder, episode.fence = "running", worker, episode.fence + 1
+            group = self.groups[episode.group]
+            group.state = "running"
+            group.started = self.now if group.started is None else group.started
+        return [(id, self.episodes[id].fence, len(self.episodes[id].turns)) for id in ids]
+
+    def begin(self, id: int, fence: int) -> str:
+        if not self.held(id, fence):
+            return "lost"
+        self.episodes[id].begun = True
+        return "done"
+
+    def turn(self, id: int, fence: int, made_at: int) -> str:
+        if not self.held(id, fence):
+            return "lost"
+        self.episodes[id].turns.append((made_at, False))
+        return "done"
+
+    def answer(self, id: int, fence: int) -> str:
+        if not self.held(id, fence):
+            return "lost"
+        turns = self.episodes[id].turns
+        turns[-1] = (turns[-1][0], True)
+        return "done"
+
+    def restart(self, id: int, fence: int) -> str:
+        if not self.held(id, fence):
+            return "lost"
+        episode = self.episodes[id]
+        episode.aside += len(episode.turns)
+        episode.trial, episode.begun, episode.turns = episode.trial + 1, False, []
+        return "done"
+
+    def finish(self, id: int, fence: int, stop: str, outcome: float | None) -> str:
+        if not self.held(id, fence):
+            return "lost"
+        episode = self.episodes[id]
+        episode.state, episode.stop, episode.outcome = "finished", stop, outcome
+        self.close(episode.group)
+        return "done"
+
+    def close(self, group: int) -> None:
+        members = self.members(group)
+        if any(member.open for member in members):
+            return
+        scored = sum(member.in_loss for member in members)
+        if self.groups[group].purpose == "train" and scored < 2:
+            self.groups[group].state = "failed"
+            failed = any(member.stop == "engine_failed" for member in members)
+            self.groups[group].reason = "engine_failed" if failed else "no_outcome"
+        else:
+            self.groups[group].state = "scored"
+
+    def expire(self) -> None:
+        for id, group in self.groups.items():
+            late = group.started is not None and group.started < self.now - DEADLINE_S
+            if group.state == "running" and late:
+                for member in self.members(id):
+                    if member.open:
+                        member.state, member.stop = "expired", "expired"
+                if group.purpose == "train":
+                    group.state, group.reason = "expired", "deadline"
+                else:
+                    self.close(id)
+
+    def publish(self) -> int:
+        self.versions.append((self.learner, False))
+        return len(self.versions)
+
+    def take(self) -> list[int] | None:
+        fresh: list[int] = []
+        for id, group in self.groups.items():
+            if group.purpose == "train" and group.state == "scored":
+                oldest = self.oldest(id)
+                if oldest is not None and self.learner - oldest > MAX_LAG:
+                    group.state, group.reason = "expired", "stale"
+                else:
+                    fresh.append(id)
+        if len(fresh) < BATCH:
+            return None
+        self.learner += 1
+        for id in fresh[:BATCH]:
+            self.groups[id].state, self.groups[id].taken = "taken", self.learner
+        return fresh[:BATCH]
+
+    def checkpoint(self) -> None:
+        self.checkpoints.append(self.learner)
+        for group in self.groups.values():
+            if group.state == "taken":
+                group.state = "trained"
+
+    def release(self, worker: str) -> None:
+        for episode in self.episodes.values():
+            if episode.state == "running" and episode.holder == worker:
+                episode.state, episode.holder = "waiting", None
+        self.leases.pop(worker, None)
+
+    def resume(self, attempt: int) -> None:
+        for worker in ("a", "b"):
+            self.release(worker)
+        self.roll_back(attempt)
+        for group in self.groups.values():
+            if group.state == "running":
+                group.started = None
+
+    def roll_back(self, attempt: int) -> None:
+        self.learner = max(self.checkpoints, default=0)
+        self.versions = [(step, undone or step > self.learner) for step, undone in self.versions]
+        for id, group in self.groups.items():
+            if group.taken is not None and group.taken > self.learner:
+                group.state, group.taken = "scored", None
+            if group.purpose.startswith("eval") and group.admitted_at > self.learner:
+                group.purpose = f"undone-{attempt}:{group.purpose}"
+                if group.state in ("waiting", "running"):
+                    group.state, group.reason = "expired", "undone"
+                for member in self.members(id):
+                    if member.open:
+                        member.state, member.stop = "expired", "expired"
