@@ -9,7 +9,8 @@ What bounds what (closed by default; only `SandboxSpec.network` opens):
     cpu, files     rlimits of each process (cpu, nofile, fsize, core, nproc)
     box as a whole control groups where this process may make them: memory, pids, cpu share; otherwise only the
                    address space of each process is bounded (rlimit)
-    disk           a tmpfs of bounded size as root; otherwise the folder is measured while a command runs
+    disk           a tmpfs of bounded size: mounted as root, else in a user namespace; where neither is allowed the
+                   folder is measured while a command runs, which a fast writer outruns
 
 The box dies with its owner: `--die-with-parent` for processes, a janitor for folders (`owner.py`).
 """
@@ -29,7 +30,7 @@ from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox.background import Background, NeverStarted
 from agentrl.sandbox.command import REFUSED, Refused, checked_argv, checked_env
 from agentrl.sandbox.folder import WORKSPACE, Folder
-from agentrl.sandbox.host import Host
+from agentrl.sandbox.host import Host, Place
 from agentrl.sandbox.namespace import Run
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -58,7 +59,7 @@ class Bubblewrap:
         async with self._opening:
             if self._host is None:
                 self._host = await self._open_host()
-        box = BubblewrapBox(self._host, spec or SandboxSpec(), self._boxes)
+        box = await BubblewrapBox.open(self._host, spec or SandboxSpec(), self._boxes)
         try:
             for path, data in box.spec.files.items():
                 await box.write(path, data)
@@ -85,7 +86,7 @@ class Bubblewrap:
 
     async def _probe(self, host: Host) -> str:
         """Run `true` in a box: what is wrong, or nothing."""
-        box = BubblewrapBox(host, SandboxSpec(), self._boxes)
+        box = await BubblewrapBox.open(host, SandboxSpec(), self._boxes)
         try:
             result = await box.exec(["true"])
             return "" if result.exit_code == 0 else result.stderr.decode(errors="replace").strip()
@@ -107,13 +108,21 @@ class Bubblewrap:
 class BubblewrapBox:
     """One box. Invariant: every process of a command is gone when its `exec` returns."""
 
-    def __init__(self, host: Host, spec: SandboxSpec, siblings: set[BubblewrapBox]) -> None:
+    @classmethod
+    async def open(cls, host: Host, spec: SandboxSpec, siblings: set[BubblewrapBox]) -> BubblewrapBox:
         """Make the work folder and, where possible, the control group. Raises SandboxError."""
+        place = await trio.to_thread.run_sync(host.place, spec.limits)
+        try:
+            return cls(host, spec, siblings, place)
+        except BaseException:
+            place.close()
+            raise
+
+    def __init__(self, host: Host, spec: SandboxSpec, siblings: set[BubblewrapBox], place: Place) -> None:
         self.spec = spec
-        self._host, self._siblings = host, siblings
-        self._place = host.place(spec.limits)
+        self._host, self._siblings, self._place = host, siblings, place
         self._work = Folder(
-            self._place.work,
+            place.work,
             limit=spec.limits.disk_bytes,
             owner=self._place.owner if host.drops_user else None,
             bounded=self._place.bounded,
@@ -178,7 +187,12 @@ class BubblewrapBox:
             rest += [b"--setenv", key, value]
         rest += [b"--", *self._limited, *command]
         limits = self.spec.limits
-        run = Run(self._bwrap, rest, filter_file=self._host.filter_file, output_bytes=limits.output_bytes)
+        run = Run(
+            self._bwrap,
+            rest,
+            filter_file=self._host.filter_file,
+            output_bytes=limits.output_bytes,
+        )
         self._running.add(run)
         return run
 
@@ -193,10 +207,13 @@ class BubblewrapBox:
         return timed_out
 
     async def _watch_disk(self) -> str:
-        """Why a command must be killed: the work folder, which no file system bounds, grew too large."""
+        """Why a command must be killed: the work folder, which no file system bounds, grew too large. A command that
+        finds it too large already may run, and delete, but not add."""
         limit = self.spec.limits.disk_bytes
+        found = await trio.to_thread.run_sync(self._place.usage)
+        allowed = max(limit, found) if found < math.inf else limit
         while True:
-            if await trio.to_thread.run_sync(self._place.usage) > limit:
+            if await trio.to_thread.run_sync(self._place.usage) > allowed:
                 return f"the work folder exceeds {limit} bytes"
             await trio.sleep(_POLL_S)
 
@@ -266,7 +283,7 @@ class BubblewrapBox:
     async def fork(self) -> BubblewrapBox:
         """A new box with a copy of the work folder; processes are not copied."""
         self._must_be_open()
-        twin = BubblewrapBox(self._host, dataclasses.replace(self.spec, files={}), self._siblings)
+        twin = await BubblewrapBox.open(self._host, dataclasses.replace(self.spec, files={}), self._siblings)
         try:
             await trio.to_thread.run_sync(twin._work.load, self._place.work)
         except BaseException:

@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.errors import SandboxUnavailable
+from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.protocols import Limits, SandboxSpec
 from agentrl.sandbox import seccomp
 from agentrl.sandbox.cgroup import ControlGroup, ControlGroups
-from agentrl.sandbox.folder import WORKSPACE, remove_tree, usage
+from agentrl.sandbox.enclosure import Enclosure
+from agentrl.sandbox.folder import WORKSPACE, make_readable, remove_tree, usage
 from agentrl.sandbox.namespace import Subreaper
 from agentrl.sandbox.owner import OwnedFolder, label
 from agentrl.sandbox.snapshots import Snapshots
@@ -35,32 +36,46 @@ nobody:x:65534:65534::/nonexistent:/bin/false
 _GROUPS = "root:x:0:\nagent:x:1000:\nnogroup:x:65534:\n"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Place:
     """Where one box lives on the host."""
 
-    root: Path
-    work: Path
-    tmp: Path
+    root: Path  # as this process sees it
+    mountpoint: Path  # as bwrap sees it
+    folder: OwnedFolder
     owner: tuple[int, int]
     bounded: bool  # a file system of its own size
-    group: ControlGroup | None
-    folder: OwnedFolder
+    enclosure: Enclosure | None = None
+    group: ControlGroup | None = None
+
+    @property
+    def work(self) -> Path:
+        return self.root / "work"
+
+    @property
+    def tmp(self) -> Path:
+        return self.root / "tmp"
 
     def oom_kills(self) -> int:
         return self.group.out_of_memory_kills() if self.group else 0
 
-    def usage(self) -> int:
-        """Bytes on disk."""
-        return usage(self.work, self.tmp)
+    def usage(self) -> float:
+        """Bytes on disk; endless where that cannot be measured."""
+        used = usage(self.work, self.tmp)
+        if used == math.inf:
+            make_readable(self.work, self.tmp)
+            used = usage(self.work, self.tmp)
+        return used
 
     def clear_tmp(self) -> None:
         for entry in self.tmp.iterdir():
             remove_tree(entry)
 
     def close(self) -> None:
-        self.folder.remove(self.root)
-        if self.group:
+        if self.enclosure is not None:
+            self.enclosure.close()
+        self.folder.remove(self.mountpoint)
+        if self.group is not None:
             self.group.close()
 
 
@@ -76,6 +91,7 @@ class Host:
         self._setpriv = shutil.which("setpriv")
         self._readonly = dict(readonly)
         self.drops_user = os.geteuid() == 0 and _all_ids_mapped() and self._setpriv is not None
+        self._encloses = True
         self._count = itertools.count()
         self._first_uid = secrets.randbelow(_UIDS)
         name = label()
@@ -100,34 +116,55 @@ class Host:
         Subreaper.hold()
 
     def place(self, limits: Limits) -> Place:
-        """Make the folders and the control group of a new box."""
+        """Make the folders and the control group of a new box. Raises SandboxError."""
         name = f"box{next(self._count)}"
-        uid = gid = _FIRST_UID + (self._first_uid + next(self._count)) % _UIDS
-        if not self.drops_user:
-            uid, gid = os.geteuid(), os.getegid()
-        root = self.folder.mount_tmpfs(name, size=limits.disk_bytes, uid=uid, gid=gid) if os.geteuid() == 0 else None
-        bounded = root is not None
-        if root is None:
-            root = self.folder.path / name
-            root.mkdir(mode=0o711)
         try:
-            work, tmp = root / "work", root / "tmp"
-            for folder in (work, tmp):
-                folder.mkdir(mode=0o755)
-                os.chown(folder, uid, gid)
-            extra = limits.disk_bytes if bounded else 0
-            group = self._groups.group(name, limits, extra_memory=extra) if self._groups else None
+            place = self._folders(name, limits)
         except OSError as error:
-            self.folder.remove(root)
-            raise SandboxUnavailable(f"cannot make a box on this host: {error}") from error
+            raise SandboxError(f"cannot make the folders of a box: {error}") from error
+        try:
+            if self._groups is not None:
+                files = limits.disk_bytes if place.bounded else 0
+                place.group = self._groups.group(name, limits, extra_memory=files)
+        except OSError as error:
+            place.close()
+            raise SandboxError(f"cannot make the control group of a box: {error}") from error
+        return place
+
+    def _folders(self, name: str, limits: Limits) -> Place:
+        """A file system of bounded size: mounted as root, else in a namespace; else a plain folder to be measured."""
+        options = f"size={limits.disk_bytes},nr_inodes={max(1024, limits.disk_bytes >> 12)},mode=0711"
+        target = self.folder.path / name
+        target.mkdir(mode=0o711)
+        owner = os.geteuid(), os.getegid()
+        if self.drops_user:
+            uid = _FIRST_UID + (self._first_uid + next(self._count)) % _UIDS
+            owner = uid, uid
+        place = Place(root=target, mountpoint=target, folder=self.folder, owner=owner, bounded=True)
+        try:
+            if os.geteuid() == 0 and self.folder.mount_tmpfs(target, f"{options},uid={owner[0]},gid={owner[1]}"):
+                for folder in (place.work, place.tmp):
+                    folder.mkdir(mode=0o755)
+                    os.chown(folder, *owner)
+                return place
+            if self._encloses:
+                try:
+                    place.enclosure = Enclosure(target, options=options)
+                    place.root = place.enclosure.root
+                    return place
+                except OSError:
+                    self._encloses = False  # not allowed here; do not try again
+            place.bounded = False
+            for folder in (place.work, place.tmp):
+                folder.mkdir(mode=0o755)
+            return place
         except BaseException:
-            self.folder.remove(root)
+            place.close()
             raise
-        return Place(root, work, tmp, (uid, gid), bounded, group, self.folder)
 
     def bwrap(self, spec: SandboxSpec, place: Place) -> list[bytes]:
         """The bwrap command of a box, up to what differs from one of its commands to the next."""
-        argv: list[str] = []
+        argv: list[str] = place.enclosure.entrance if place.enclosure else []
         if self.drops_user:
             uid, gid = place.owner
             argv += [str(self._setpriv), f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--"]
@@ -145,7 +182,8 @@ class Host:
             "--tmpfs",
             "/dev/shm",
         ]
-        argv += ["--bind", str(place.tmp), "/tmp", "--bind", str(place.work), WORKSPACE]
+        inside = place.mountpoint
+        argv += ["--bind", str(inside / "tmp"), "/tmp", "--bind", str(inside / "work"), WORKSPACE]
         for source, target in self._readonly.items():
             argv += ["--ro-bind", source, target]
         if spec.network:

@@ -59,7 +59,12 @@ class Run:
     """A command in a box. Invariant: after `drive` nothing of it runs and no descriptor is open."""
 
     def __init__(
-        self, bwrap: Sequence[bytes], rest: Sequence[bytes], *, filter_file: Path | None, output_bytes: int
+        self,
+        bwrap: Sequence[bytes],
+        rest: Sequence[bytes],
+        *,
+        filter_file: Path,
+        output_bytes: int,
     ) -> None:
         """Spawn `bwrap ... rest`; `filter_file` holds a compiled system call filter. Raises SandboxError."""
         status_read, status_write = os.pipe()
@@ -67,10 +72,9 @@ class Run:
         theirs = [status_write, gate_read]
         try:
             argv = [*bwrap, b"--json-status-fd", b"%d" % status_write, b"--block-fd", b"%d" % gate_read]
-            if filter_file is not None:  # opened anew for each run: bwrap reads it from the descriptor's position
-                theirs.append(os.open(filter_file, os.O_RDONLY | os.O_CLOEXEC))
-                argv += [b"--seccomp", b"%d" % theirs[-1]]
-            self.child = Child([*argv, *rest], env=_ENV, pass_fds=theirs, output_bytes=output_bytes)
+            theirs.append(os.open(filter_file, os.O_RDONLY | os.O_CLOEXEC))  # anew: bwrap reads from its position
+            argv += [b"--seccomp", b"%d" % theirs[-1], *rest]
+            self.child = Child(argv, env=_ENV, pass_fds=theirs, output_bytes=output_bytes)
         except BaseException:
             os.close(status_read)
             os.close(gate_write)

@@ -84,21 +84,17 @@ class OwnedFolder:
             start_new_session=True,
         )
 
-    def mount_tmpfs(self, name: str, *, size: int, uid: int, gid: int) -> Path | None:
-        """A folder of its own whose bytes and inodes are bounded by the kernel; None where that is not allowed."""
-        target = self.path / name
-        target.mkdir(mode=0o700)
-        options = f"size={size},nr_inodes={max(1024, size >> 12)},mode=0711,uid={uid},gid={gid}"
+    def mount_tmpfs(self, target: Path, options: str) -> bool:
+        """Mount a tmpfs over an empty folder inside; False where that is not allowed."""
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.mount(b"agentrl-box", bytes(target), b"tmpfs", _MS_NOSUID | _MS_NODEV, options.encode()) != 0:
             code = ctypes.get_errno()
-            target.rmdir()
             if code in (errno.EPERM, errno.EACCES, errno.ENODEV):
-                return None
+                return False
             raise SandboxError(f"cannot mount a work folder: {os.strerror(code)}")
         with self._lock:
             self._mounts.add(target)
-        return target
+        return True
 
     def remove(self, target: Path) -> None:
         """Remove one folder inside, mounted or not."""
