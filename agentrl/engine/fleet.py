@@ -28,6 +28,7 @@ from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Generation
 
+
 class Servable(Protocol):
     """What a fleet needs of a client: `EngineClient` is one. `version` is the weight version last known."""
 

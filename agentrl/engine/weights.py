@@ -40,7 +40,11 @@ async def push(
     Requests go on over the swap. `clear_cache` recomputes their keys and values under the new weights; otherwise they
     keep those they have. Raises WeightSyncError naming the engines that did not confirm within `deadline_s`; the
     others have the new weights, and the call may be repeated."""
-    path, size = await trio.to_thread.run_sync(lambda: (path.resolve(), path.stat().st_size))
+    try:
+        path = Path(await trio.Path(path).resolve())
+        size = (await trio.Path(path).stat()).st_size
+    except OSError as error:
+        raise WeightSyncError(f"cannot read {str(path)!r}: {error.strerror}") from error
     started = trio.current_time()
     pauses: list[float] = []
     failures: list[str] = []

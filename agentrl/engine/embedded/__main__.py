@@ -9,19 +9,19 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import socket
 import sys
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import uvicorn
-
-from agentrl.engine.embedded.architecture import read_architecture, read_weights
-from agentrl.engine.embedded.batching import Batcher
-from agentrl.engine.embedded.model import KVStore, Model
-from agentrl.engine.embedded.server import EngineServer
 from agentrl.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from agentrl.engine.embedded.server import EngineServer
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -46,8 +46,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def build(arguments: argparse.Namespace) -> EngineServer:
     """Read the model and lay out the cache. Raises UsageError where the settings do not fit the model."""
-    torch.set_num_threads(arguments.threads)
+    from agentrl.engine.embedded.architecture import read_architecture
+
     architecture = read_architecture(arguments.model)
+    # Torch comes only now: a wrong argument, a port in use, a model that it lacks need not wait for it.
+    import torch
+
+    from agentrl.engine.embedded.batching import Batcher
+    from agentrl.engine.embedded.checkpoint import read_weights
+    from agentrl.engine.embedded.model import KVStore, Model
+    from agentrl.engine.embedded.server import EngineServer
+
+    torch.set_num_threads(arguments.threads)
     length = arguments.max_model_len or min(architecture.max_positions, 2048)
     if not 2 <= length <= architecture.max_positions:
         raise ConfigError("--max-model-len", length, f"the model has {architecture.max_positions} positions")
@@ -84,6 +94,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 async def serve(server: EngineServer, listener: socket.socket, ready_file: Path | None) -> int:
     """Serve until SIGTERM or SIGINT, or until a pass fails. Returns the exit code."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Generator[None]:
+            yield  # handled here, so that a requested end is exit code 0
+
     config = uvicorn.Config(
         server.app,
         log_level="warning",
@@ -93,7 +110,9 @@ async def serve(server: EngineServer, listener: socket.socket, ready_file: Path 
         timeout_graceful_shutdown=1,
         ws="none",
     )
-    uv = uvicorn.Server(config)
+    uv = Server(config)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, setattr, uv, "should_exit", True)
     driving = asyncio.create_task(server.drive())
     driving.add_done_callback(lambda _: setattr(uv, "should_exit", True))
     serving = asyncio.create_task(uv.serve(sockets=[listener]))
@@ -114,7 +133,8 @@ async def serve(server: EngineServer, listener: socket.socket, ready_file: Path 
 
 
 def _exit_with_stdin() -> None:
-    while sys.stdin.buffer.read(4096):
+    # Not through sys.stdin: a thread inside it at the interpreter's end is a fatal error.
+    while os.read(0, 4096):
         pass
     os._exit(0)
 

@@ -1,6 +1,6 @@
-"""What a model folder holds: its architecture and its weights, checked and packed for the embedded engine.
+"""What a model folder's `config.json` says: the architecture, and the names and shapes of its weights.
 
-Owns the reading of `config.json` and safetensors and the names of weights. Never runs a forward pass.
+Owns which architectures the embedded engine serves. Needs no torch, so that a model it lacks is refused at once.
 """
 
 from __future__ import annotations
@@ -11,10 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
-
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
 from agentrl.errors import ModelError
 
@@ -144,38 +140,3 @@ def _inverse_frequencies(path: Path, config: Mapping[str, Any], head_dim: int) -
         smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
         stretched.append((1 - smooth) * frequency / factor + smooth * frequency)
     return tuple(stretched)
-
-
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a model folder, or of one safetensors file, in float32.
-
-    Raises ModelError where nothing readable is there."""
-    if path.is_dir():
-        index = path / "model.safetensors.index.json"
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
-        parts = [path / file for file in files] or [path / "model.safetensors"]
-    else:
-        parts = [path]
-    weights: dict[str, torch.Tensor] = {}
-    for part in parts:
-        try:
-            weights |= load_file(part)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"cannot read weights from {str(part)!r}: {error}") from error
-    return {name: tensor.float() for name, tensor in weights.items()}
-
-
-def check_weights(architecture: Architecture, weights: Mapping[str, torch.Tensor]) -> None:
-    """Raise ModelError unless `weights` are exactly this architecture's, of the right shapes and finite."""
-    shapes = architecture.shapes()
-    spare = set(weights) - set(shapes) - {"lm_head.weight"}
-    spare = {name for name in spare if not name.endswith("rotary_emb.inv_freq")}
-    if spare:
-        raise ModelError(f"unknown weight {min(spare)!r} ({len(spare)} such) for this architecture")
-    for name, shape in shapes.items():
-        if name not in weights:
-            raise ModelError(f"weight {name!r} is missing")
-        if tuple(weights[name].shape) != shape:
-            raise ModelError(f"weight {name!r} has shape {tuple(weights[name].shape)}, expected {shape}")
-        if not bool(torch.isfinite(weights[name]).all()):
-            raise ModelError(f"weight {name!r} holds values that are not finite")

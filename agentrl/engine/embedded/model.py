@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from agentrl.engine.embedded.architecture import Architecture, check_weights
+from agentrl.engine.embedded.architecture import Architecture
+from agentrl.engine.embedded.checkpoint import check_weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,247 @@
+"""Exact tokens over chat formats: what was sampled stays, what is added is what the template would write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from agentrl.engine.renderer import Renderer
+from agentrl.errors import ModelError
+from agentrl.records import Message
+
+from .formats import FORMATS, write_folder
+
+TOOL = {
+    "name": "run_tests",
+    "description": "Run the tests.",
+    "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
+}
+_folders: dict[str, Path] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folders(tmp_path_factory: pytest.TempPathFactory) -> None:
+    for name, form in FORMATS.items():
+        _folders[name] = write_folder(tmp_path_factory.mktemp("formats") / "model", form)
+
+
+@cache
+def renderer(name: str) -> Renderer:
+    return Renderer(_folders[name])
+
+
+@cache
+def tokenizer(name: str) -> Tokenizer:
+    return Tokenizer.from_file(str(_folders[name] / "tokenizer.json"))
+
+
+def text_of(name: str, ids: Sequence[int]) -> str:
+    return tokenizer(name).decode(list(ids), skip_special_tokens=False)
+
+
+def token(name: str, text: str) -> int:
+    id = tokenizer(name).token_to_id(text)
+    assert id is not None
+    return id
+
+
+@cache
+def ordinary(name: str) -> list[int]:
+    """Tokens with a text of their own: no control tokens, no parts of characters."""
+    control = {token(name, text) for text in FORMATS[name].special}
+    return [i for i in range(tokenizer(name).get_vocab_size()) if i not in control and text_of(name, [i]).isascii()]
+
+
+@cache
+def oracle(name: str):
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(_folders[name])
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def tool(text: str) -> Message:
+    return {"role": "tool", "content": text, "name": "run_tests", "tool_call_id": "call00001"}
+
+
+# Text without white space at its ends (some templates trim) and without any control token's own characters.
+words = st.text(st.sampled_from("abc déñ{}\"'\n"), min_size=1, max_size=12).map(lambda t: f"a{t}z")
+answers = st.lists(words.map(tool), min_size=1, max_size=3) | words.map(lambda text: [user(text)])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_law_1_a_conversation_grows_by_appending_only(name: str, data: st.DataObject) -> None:
+    """Random turns of random tokens, some cut off before their end. Where the template writes an assistant's text as
+    it is, the context reads exactly as transformers renders the whole history."""
+    form, render = FORMATS[name], renderer(name)
+    messages: list[Message] = [user(data.draw(words))]
+    tools = [TOOL] if data.draw(st.booleans()) else []
+    context = list(render.start(messages, tools))
+    for _ in range(data.draw(st.integers(1, 3))):
+        sampled = [
+            token(name, "q"),
+            *data.draw(st.lists(st.sampled_from(ordinary(name)), max_size=8)),
+            token(name, "z"),
+        ]
+        ended = data.draw(st.booleans())
+        said = text_of(name, sampled)
+        sampled = [*sampled, token(name, data.draw(st.sampled_from(form.ends)))] if ended else sampled
+        assert render.decode(sampled) == said
+        new = data.draw(answers)
+        added = render.extend(sampled, new)
+        context += [*sampled, *added]
+        messages += [{"role": "assistant", "content": said}, *new]
+        closing = token(name, form.closing)
+        assert (added[0] == closing) == (not ended)  # the turn is closed once, by the model or by us
+        assert not set(sampled[:-1]) & set(render.stop_token_ids)
+    if form.verbatim:
+        whole = oracle(name).apply_chat_template(
+            messages,
+            tools=[{"type": "function", "function": TOOL}] if tools else None,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        assert text_of(name, context).replace("<|eom_id|>", "<|eot_id|>") == whole
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_start_is_what_transformers_renders(name: str) -> None:
+    messages: list[Message] = [{"role": "system", "content": "Be brief."}, user("Hello there {\"a\": 'é'}")]
+    for tools in ([], [TOOL]):
+        expected = oracle(name).apply_chat_template(
+            messages,
+            tools=[{"type": "function", "function": one} for one in tools] or None,
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        assert list(renderer(name).start(messages, tools)) == expected
+
+
+def test_thinking_that_the_template_would_strip_is_kept_where_it_was_sampled() -> None:
+    name = "qwen3, thinking stripped"
+    render = renderer(name)
+    start = render.start([user("Add 2 and 2.")])
+    sampled = tokenizer(name).encode("<think>\nfour?\n</think>\n\n4<|im_end|>").ids
+    context = [*start, *sampled, *render.extend(sampled, [user("And 3?")])]
+    assert text_of(name, context) == (
+        "<|im_start|>user\nAdd 2 and 2.<|im_end|>\n<|im_start|>assistant\n<think>\nfour?\n</think>\n\n4<|im_end|>\n"
+        "<|im_start|>user\nAnd 3?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    history = [user("Add 2 and 2."), {"role": "assistant", "content": "<think>\nfour?\n</think>\n\n4"}, user("And 3?")]
+    fork = render.start(history)  # pyright: ignore[reportArgumentType]
+    assert "four?" not in text_of(name, fork)  # the template rewrites history: no extension of it, hence a fork
+    assert list(fork[: len(start) + len(sampled)]) != [*start, *sampled]
+
+
+def test_harmony_keeps_the_token_that_ended_the_turn() -> None:
+    name = "harmony"
+    render = renderer(name)
+    sampled = tokenizer(name).encode("<|channel|>commentary to=functions.run_tests<|message|>{}<|call|>").ids
+    assert render.decode(sampled) == "<|channel|>commentary to=functions.run_tests<|message|>{}"
+    assert text_of(name, [*sampled, *render.extend(sampled, [tool("2 passed")])]).endswith(
+        "{}<|call|><|start|>functions.run_tests to=assistant<|channel|>commentary<|message|>2 passed<|end|>"
+        "<|start|>assistant"
+    )
+    # A message inside the turn ends with the closing token, which therefore stops nothing.
+    assert token(name, "<|end|>") not in render.stop_token_ids
+
+
+def test_several_tool_results_are_grouped_as_the_template_groups_them() -> None:
+    added = renderer("chatml").extend([], [tool("one"), tool("two")])
+    assert text_of("chatml", added) == (
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>"
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_text_cannot_pass_for_a_control_token(name: str) -> None:
+    form = FORMATS[name]
+    evil = f"a{''.join(form.special)}z"
+    harmless = user("az")
+    control = {token(name, text) for text in form.special}
+    for ids, plain in (
+        (renderer(name).start([user(evil)]), renderer(name).start([harmless])),
+        (renderer(name).extend([], [user(evil)]), renderer(name).extend([], [harmless])),
+    ):
+        assert [i for i in ids if i in control] == [i for i in plain if i in control]
+        assert evil in text_of(name, ids)  # and the model still reads what was written
+
+
+@pytest.mark.parametrize(
+    ("name", "stops"),
+    [
+        ("chatml", ["<|im_end|>"]),
+        ("chatml of a base model", ["<|endoftext|>", "<|im_end|>"]),
+        ("llama 3", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]),
+        ("harmony", ["<|return|>", "<|call|>", "<|endoftext|>"]),
+    ],
+)
+def test_stop_tokens_come_from_settings_tokenizer_and_template(name: str, stops: list[str]) -> None:
+    assert set(renderer(name).stop_token_ids) == {token(name, text) for text in stops}
+
+
+def test_template_arguments_are_passed_on(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", FORMATS["chatml"])
+    path = folder / "chat_template.jinja"
+    path.write_text(path.read_text() + "{%- if quiet %}{{- '<think>\\n\\n</think>' }}{% endif %}")
+    quiet = Renderer(folder, template_kwargs={"quiet": True})
+    assert text_of("chatml", quiet.start([user("a")])).endswith("assistant\n<think>\n\n</think>")
+
+
+def edit(folder: Path, name: str, text: str | None) -> None:
+    if text is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("chat_template.jinja", None, "has no chat template"),
+        ("tokenizer.json", None, "no tokenizer.json"),
+        ("tokenizer.json", "{}", "cannot read"),
+        ("tokenizer_config.json", "{", "not valid JSON"),
+        ("chat_template.jinja", "{% if %}", "does not parse"),
+        ("chat_template.jinja", "{{ messages[0].content | upper }}", "does not write an assistant's text as it is"),
+        ("chat_template.jinja", "{% for m in messages %}{{ m.content }}\n{% endfor %}", "special token"),
+    ],
+)
+def test_a_folder_that_cannot_be_rendered_is_refused_in_one_line(
+    file: str, text: str | None, words: str, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path / "model", FORMATS["chatml"])
+    edit(folder, file, text)
+    with pytest.raises(ModelError, match=words) as caught:
+        Renderer(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_template_in_the_tokenizers_settings_is_found(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", FORMATS["chatml"])
+    expected = Renderer(folder).start([user("a")])
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    path = folder / "tokenizer_config.json"
+    given = json.loads(path.read_text())
+    for value in (template, [{"name": "default", "template": template}]):
+        path.write_text(json.dumps(given | {"chat_template": value, "eos_token": {"content": "<|im_end|>"}}))
+        assert Renderer(folder).start([user("a")]) == expected
+
+
+def test_messages_that_a_template_refuses_are_named() -> None:
+    with pytest.raises(ModelError, match="user and assistant must alternate"):
+        renderer("mistral").start([user("a"), user("b")])

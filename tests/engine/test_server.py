@@ -1,0 +1,289 @@
+"""The embedded engine as a process: the API's subset over HTTP, hostile input, weights in flight, its end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+import trio
+
+from agentrl.config import EngineSettings
+from agentrl.engine.client import EngineClient
+from agentrl.engine.launch import launch_embedded
+from agentrl.engine.weights import push
+from agentrl.errors import EngineError, EngineUnavailable, UsageError, WeightSyncError
+from agentrl.protocols import Chunk, GenerateRequest
+from agentrl.records import SamplingParams
+
+from .conftest import VOCAB, Server
+from .oracle import reference_logprobs
+
+GENERATE = "/inference/v1/generate"
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[EngineClient]:
+    client = EngineClient(server.url)
+    yield client
+    await client.aclose()
+
+
+def ask(id: str, tokens: tuple[int, ...] = (5, 6, 7), max_tokens: int = 10, **sampling: object) -> GenerateRequest:
+    params = SamplingParams(max_tokens=max_tokens, **sampling)  # pyright: ignore[reportArgumentType]
+    return GenerateRequest(request_id=id, session=id, token_ids=tokens, sampling=params, deadline_s=30)
+
+
+async def until(client: EngineClient, name: str, value: float) -> None:
+    """Ask for metrics until one has a value; each answer lets the engine do a few passes."""
+    with trio.fail_after(20):
+        while (await client.metrics())[name] != value:
+            await trio.lowlevel.checkpoint()
+
+
+async def test_streamed_and_whole_answers_have_exact_logprobs(client: EngineClient, model_dir: Path) -> None:
+    chunks = [chunk async for chunk in client.stream(ask("streamed"))]
+    assert [len(chunk.token_ids) for chunk in chunks] == [4, 4, 2]  # --stream-tokens 4
+    tokens = [token for chunk in chunks for token in chunk.token_ids]
+    logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
+    assert logprobs == pytest.approx(reference_logprobs(model_dir, [5, 6, 7, *tokens], 3), abs=1e-4)
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 10, "logprobs": 0}}
+    answer = json.loads(await client.call("POST", GENERATE, json=body, deadline_s=20))
+    (choice,) = answer["choices"]
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    assert logprobs == pytest.approx(reference_logprobs(model_dir, [5, 6, 7, *choice["token_ids"]], 3), abs=1e-4)
+    assert choice["finish_reason"] == "length"
+    assert [(span["start"], span["end"]) for span in choice["weight_versions"]] == [(0, 10)]
+
+
+async def test_more_requests_than_run_at_once_all_finish(client: EngineClient) -> None:
+    finished: list[str] = []
+
+    async def one(id: str) -> None:
+        generation = await client.generate(ask(id, max_tokens=12))
+        assert len(generation.token_ids) == 12
+        finished.append(id)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(30):
+            nursery.start_soon(one, f"many-{number}")
+    assert len(finished) == 30
+
+
+async def test_what_the_server_says_of_itself(client: EngineClient, model_dir: Path) -> None:
+    assert await client.healthy()
+    models = json.loads(await client.call("GET", "/v1/models", deadline_s=5))
+    assert models["data"][0]["id"] == str(model_dir) and models["data"][0]["max_model_len"] == 256
+    before = await client.metrics()
+    await client.generate(ask("counted", tokens=tuple(range(2, 60)), max_tokens=7))
+    await client.generate(ask("again", tokens=tuple(range(2, 60)), max_tokens=7))
+    after = await client.metrics()
+    grown = {name: after[name] - before[name] for name in after}
+    assert grown["vllm:generation_tokens_total"] == 14
+    assert grown["vllm:prefix_cache_queries_total"] == 116
+    assert grown["vllm:prefix_cache_hits_total"] == 57
+    assert grown["vllm:time_to_first_token_seconds_count"] == 2
+    assert grown["vllm:inter_token_latency_seconds_count"] == 14
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"[]", "JSON object"),
+        (b"{}", "token_ids"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [1, VOCAB]}, f"from 0 to {VOCAB - 1}"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"token_ids": [True]}, "token_ids"),
+        ({"token_ids": ["1"]}, "token_ids"),
+        ({"token_ids": [1] * 256}, "the context holds 256"),
+        ({"token_ids": [1], "sampling_params": []}, "sampling_params"),
+        ({"token_ids": [1], "sampling_params": {"max_tokens": 0}}, "max_tokens"),
+        ({"token_ids": [1], "sampling_params": {"max_tokens": 1.5}}, "max_tokens"),
+        ({"token_ids": [1], "sampling_params": {"temperature": -1}}, "temperature"),
+        ({"token_ids": [1], "sampling_params": {"temperature": "hot"}}, "temperature"),
+        (b'{"token_ids": [1], "sampling_params": {"temperature": NaN}}', "temperature"),
+        ({"token_ids": [1], "sampling_params": {"top_p": 0}}, "top_p"),
+        ({"token_ids": [1], "sampling_params": {"stop_token_ids": [VOCAB]}}, "stop_token_ids"),
+        ({"token_ids": [1], "sampling_params": {"stop_token_ids": 5}}, "stop_token_ids"),
+        ({"token_ids": [1], "sampling_params": {"n": 2}}, "sampling_params.n"),
+        ({"token_ids": [1], "sampling_params": {"min_p": 0.1}}, "min_p"),
+        ({"token_ids": [1], "request_id": ""}, "request_id"),
+        ({"token_ids": [1], "request_id": 7}, "request_id"),
+    ],
+)
+async def test_a_bad_request_gets_400_and_says_why(server: Server, body: object, words: str) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with httpx.AsyncClient(base_url=server.url) as http:
+        answer = await http.post(GENERATE, content=content)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+async def test_a_request_id_that_is_running_is_refused(client: EngineClient) -> None:
+    stream = client.stream(ask("twin", max_tokens=250))
+    await anext(stream)
+    with pytest.raises(EngineError, match="already running"):
+        await client.generate(ask("twin"))
+    await stream.aclose()
+
+
+async def test_leaving_a_stream_frees_the_request(client: EngineClient) -> None:
+    stream = client.stream(ask("leaver", max_tokens=250))
+    await anext(stream)
+    await stream.aclose()
+    await until(client, "vllm:num_requests_running", 0)
+
+
+async def test_a_pause_holds_requests_and_abort_ends_them_with_what_they_have(client: EngineClient) -> None:
+    async def call(path: str, **params: str) -> None:
+        await client.call("POST", path, params=params, deadline_s=10)
+
+    chunks: list[Chunk] = []
+
+    async def one() -> None:
+        async for chunk in client.stream(ask("held", max_tokens=250)):
+            chunks.append(chunk)
+
+    await call("/pause", mode="keep")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(one)
+        await until(client, "vllm:num_requests_waiting", 1)
+        assert json.loads(await client.call("GET", "/is_paused", deadline_s=5)) == {"is_paused": True}
+        await call("/resume")
+        while not chunks:
+            await client.metrics()
+        await call("/pause", mode="keep")
+        body = {"request_ids": ["generate-tokens-held"]}
+        await client.call("POST", "/abort_requests", json=body, deadline_s=5)
+    assert chunks[-1].finish == "abort" and 0 < sum(len(chunk.token_ids) for chunk in chunks) < 250
+    await call("/resume")
+
+
+@pytest.mark.parametrize("clear_cache", [True, False])
+async def test_new_weights_arrive_in_flight_and_every_token_has_its_version(
+    server: Server, client: EngineClient, model_dir: Path, other_weights: Path, clear_cache: bool
+) -> None:
+    before = await client.served_version()
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    async with trio.open_nursery() as nursery:
+        first = trio.Event()
+
+        async def one() -> None:
+            async for chunk in client.stream(ask("flying", max_tokens=250)):
+                tokens.extend(chunk.token_ids)
+                logprobs.extend(chunk.logprobs)
+                versions.extend(span.version for span in chunk.spans for _ in range(span.start, span.end))
+                first.set()
+
+        nursery.start_soon(one)
+        await first.wait()
+        path = other_weights / "model.safetensors"
+        report = await push([server.url], path, before + 5, deadline_s=20, clear_cache=clear_cache)
+    assert report.bytes == path.stat().st_size and 0 < report.pause_s <= report.total_s
+    assert sorted(set(versions)) == [before, before + 5] and versions == sorted(versions) and len(versions) == 250
+    old, new = (reference_logprobs(folder, [5, 6, 7, *tokens], 3) for folder in (model_dir, other_weights))
+    at = versions.index(before + 5)
+    assert logprobs[:at] == pytest.approx(old[:at], abs=1e-4)
+    assert (logprobs[at:] == pytest.approx(new[at:], abs=1e-4)) == clear_cache  # kept keys are the old weights'
+    again = await client.generate(ask("after"))
+    assert {span.version for span in again.spans} == {before + 5}
+    await push([client], path, before + 5, deadline_s=20)  # saying it twice does no harm
+    assert await client.served_version() == before + 5
+    await push([client], model_dir / "model.safetensors", before + 6, deadline_s=20)
+
+
+async def test_weights_that_do_not_arrive_whole_are_refused_and_the_old_ones_go_on(
+    server: Server, client: EngineClient, model_dir: Path, tmp_path: Path
+) -> None:
+    before = await client.served_version()
+    good, torn = model_dir / "model.safetensors", tmp_path / "torn.safetensors"
+    torn.write_bytes(good.read_bytes()[:-100])
+    for path, digest, words in (
+        (torn, None, "not a safetensors file"),
+        (good, "0" * 64, "another checksum"),
+        (tmp_path / "nothing", None, "cannot read"),
+    ):
+        with pytest.raises(WeightSyncError, match=words):
+            await push([server.url], path, before + 1, sha256=digest, deadline_s=20)
+    with pytest.raises(EngineError, match="decimal"):
+        await client.call("POST", "/finish_weight_update", json={"weight_version": "five"}, deadline_s=5)
+    await client.call("POST", "/resume", deadline_s=5)
+    assert (await client.generate(ask("on"))).spans[0].version == before
+    await push([server.url], good, before + 1, deadline_s=20)  # and the next push mends it
+    assert await client.served_version() == before + 1
+
+
+async def test_a_push_to_a_dead_engine_names_it(server: Server, other_weights: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        dead = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(WeightSyncError, match=dead):
+        await push([dead], other_weights / "model.safetensors", 1, deadline_s=5)
+
+
+def test_a_port_in_use_is_one_line_and_exit_code_2(model_dir: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        argv = [sys.executable, "-m", "agentrl.engine.embedded", "--model", str(model_dir), "--port", str(port)]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == f"error: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port\n"
+
+
+def test_it_ends_when_its_owner_is_killed(model_dir: Path, tmp_path: Path) -> None:
+    """SIGKILL gives the owner no chance to clean up; the engine sees its standard input end."""
+    ready = tmp_path / "ready.json"
+    argv = ["-m", "agentrl.engine.embedded", "--model", str(model_dir), "--ready-file", str(ready), "--lifeline"]
+    code = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, *sys.argv[1:]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "print('up', flush=True)\n"
+        "child.wait()\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code, *argv], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    owner.stdout.readline()
+    port = int(json.loads(ready.read_text())["url"].rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        with suppress(ConnectionResetError):
+            assert connection.recv(1) == b""  # the engine's end closes it
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", port), timeout=20)
+
+
+async def test_launched_it_serves_and_ends_with_its_block(model_dir: Path) -> None:
+    settings = EngineSettings(kv_cache_mb=16, max_batch=4)
+    async with launch_embedded(model_dir, settings, version=11, max_context=64) as engine:
+        client = EngineClient(engine.url)
+        assert await client.served_version() == 11
+        generation = await client.generate(ask("full", max_tokens=100))
+        assert len(generation.token_ids) == 61 and generation.finish == "length"
+        await client.aclose()
+    assert engine.process.returncode == 0
+    client = EngineClient(engine.url)
+    with pytest.raises(EngineUnavailable):
+        await client.generate(ask("late"))
+    await client.aclose()
+
+
+async def test_launching_what_cannot_be_served_says_why(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"config\.json"):
+        async with launch_embedded(tmp_path):
+            raise AssertionError("it cannot be up")
