@@ -113,6 +113,41 @@ class FunctionTool:
         return as_result(result)
 
 
+class SchemaTool:
+    """A `protocols.Tool` whose JSON schema is given, not derived: `function` takes the checked arguments as a dict."""
+
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        parameters: Mapping[str, Json],
+        function: Callable[[Mapping[str, Json]], Any],
+        *,
+        parallel: bool = False,
+        timeout_s: float | None = None,
+        errors: tuple[type[Exception], ...] = (),
+        blocking: bool = True,
+    ) -> None:
+        self.name, self.parallel, self.timeout_s = name, parallel, timeout_s
+        self._function, self._errors, self._blocking = function, errors, blocking
+        self._schema = json.dumps({"name": name, "description": description, "parameters": parameters})
+        self._check = argument_check(self.schema)
+
+    @property
+    def schema(self) -> Mapping[str, Json]:
+        return json.loads(self._schema)
+
+    async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
+        """Raises ToolArgumentError, ToolError for what `errors` names, or what the function raises."""
+        self._check(arguments)
+        try:
+            return as_result(await call(self._function, arguments, blocking=self._blocking))
+        except PolicyFault:
+            raise
+        except self._errors as error:
+            raise ToolError(f"{type(error).__name__}: {error}") from error
+
+
 def tools_of(owner: object, *, blocking: bool = True) -> list[FunctionTool]:
     """The `@tool` methods of an object, in the order in which its classes define them, base classes first."""
     found: dict[str, ToolOptions] = {}
