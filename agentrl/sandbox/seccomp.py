@@ -79,7 +79,11 @@ _PERSONALITIES = (0, 0xFFFFFFFF)  # Linux's own, and the question which one it i
 
 def program() -> bytes:
     """The compiled filter for this machine. Raises SandboxUnavailable for an instruction set we have none for."""
-    machine = {"arm64": "aarch64", "amd64": "x86_64"}.get(platform.machine().lower(), platform.machine())
+    return shipped({"arm64": "aarch64", "amd64": "x86_64"}.get(platform.machine().lower(), platform.machine()))
+
+
+def shipped(machine: str) -> bytes:
+    """The compiled filter that lies beside this file."""
     path = _path(machine)
     if not path.is_file():
         raise SandboxUnavailable(f"no system call filter for {machine!r}; there is one for {', '.join(MACHINES)}")

@@ -1,0 +1,169 @@
+"""The bubblewrap backend keeps every promise, resists every attack, and leaves nothing, however its owner ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+
+import pytest
+import trio
+
+from agentrl.errors import SandboxError, SandboxUnavailable
+from agentrl.protocols import Limits, SandboxSpec
+from agentrl.sandbox.bubblewrap import Bubblewrap
+from agentrl.testing.sandbox import CASES, Case
+from agentrl.testing.sandbox.escapes import host_processes
+
+from . import rootfs
+
+pytestmark = pytest.mark.bubblewrap
+
+
+@pytest.fixture
+async def backend() -> AsyncGenerator[Bubblewrap]:
+    backend = Bubblewrap()
+    yield backend
+    await backend.aclose()
+
+
+@pytest.fixture
+def public_path() -> Iterator[Path]:
+    """A folder that the user ids of boxes reach; pytest's own are private."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+async def test_keeps_promise(case: Case, backend: Bubblewrap) -> None:
+    await case.run(backend)
+
+
+@pytest.mark.parametrize("case", [each for each in CASES if "memory" in each.name or "fork" in each.name], ids=str)
+async def test_keeps_promise_without_control_groups(case: Case) -> None:
+    backend = Bubblewrap(control_groups=False)
+    try:
+        await case.run(backend)
+    finally:
+        await backend.aclose()
+
+
+async def test_box_as_a_whole_is_bounded_by_its_control_group(backend: Bubblewrap) -> None:
+    """Twenty processes of 40 MB each pass the bound of one process, not that of the box."""
+    if os.geteuid() != 0:
+        pytest.skip("control groups need root")
+    spec = SandboxSpec(limits=Limits(memory_bytes=200 << 20, disk_bytes=1 << 20, wall_s=30))
+    box = await backend.create(spec)
+    program = "b = bytearray(40 << 20)\nfor i in range(0, len(b), 4096): b[i] = 1\nimport time; time.sleep(5)"
+    started = [await box.start(["python3", "-c", program]) for _ in range(20)]
+    with trio.fail_after(60):
+        results = [await process.wait() for process in started]
+    assert any(result and result.exit_code == 137 for result in results)
+
+
+OWNER = """
+import sys, trio
+from agentrl.sandbox.bubblewrap import Bubblewrap
+
+async def main():
+    backend = Bubblewrap()
+    box = await backend.create()
+    await box.snapshot()
+    process = await box.start(["sh", "-c", f"setsid sleep {sys.argv[2]} & echo ready; sleep {sys.argv[2]}"])
+    await process.receive()
+    print("ready", flush=True)
+    if sys.argv[1] == "wait":
+        await box.exec(["sleep", "60"], timeout_s=60)
+    sys.exit()
+
+trio.run(main)
+"""
+
+
+def left_by(owner: int, marker: str) -> list[str]:
+    """What still is on this machine of a process and its boxes: processes, folders, control groups, mounts."""
+    places = [Path("/dev/shm"), Path("/tmp"), Path("/sys/fs/cgroup"), *Path("/sys/fs/cgroup").glob("*")]
+    found = [str(path) for place in places for path in place.glob(f"agentrl-boxes-*/{owner}.*")]
+    found += [str(path) for place in places for path in place.glob(f"agentrl-boxes.{owner}.*")]
+    found += [line for line in Path("/proc/mounts").read_text().splitlines() if f"/{owner}." in line]
+    return found + [f"process {pid}" for pid in host_processes(marker) if pid != owner]
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGKILL to the group", "leaving without closing"])
+def test_law_4_nothing_outlives_its_owner(how: str) -> None:
+    marker = f"4321.{os.getpid()}"
+    argv = [sys.executable, "-c", OWNER, "leave" if how.startswith("leaving") else "wait", marker]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0) as owner:
+        assert owner.stdout and owner.stdout.readline() == b"ready\n"
+        if how == "SIGKILL":
+            assert len(left_by(owner.pid, marker)) > 3
+            owner.kill()
+        elif how == "SIGKILL to the group":
+            os.killpg(owner.pid, signal.SIGKILL)
+        owner.wait(timeout=30)
+        deadline = time.monotonic() + 10
+        while left := left_by(owner.pid, marker):  # for the end of processes that are not ours there is no event
+            assert time.monotonic() < deadline, left
+            time.sleep(0.02)
+
+
+async def test_close_leaves_nothing(backend: Bubblewrap) -> None:
+    box = await backend.create(SandboxSpec(files={"f": b"1"}))
+    twin = await box.fork()
+    await box.snapshot()
+    await twin.start(["sleep", "4322.1"])
+    assert [found for found in left_by(os.getpid(), "4322.1") if "agentrl-boxes" in found]
+    await backend.aclose()
+    await backend.aclose()
+    assert not left_by(os.getpid(), "4322.1")
+
+
+async def test_missing_bubblewrap_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(SandboxUnavailable, match="apt-get install bubblewrap"):
+        await Bubblewrap().create()
+
+
+async def test_broken_host_is_no_result_of_the_policy(backend: Bubblewrap) -> None:
+    """Law 3: a box that cannot be set up raises; nothing that a command could have said is read as its result."""
+    box = await backend.create()
+    assert backend._host is not None  # pyright: ignore[reportPrivateUsage]
+    backend._host.filter_file.write_bytes(b"")  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(SandboxError, match="could not set up"):
+        await box.exec(["true"])
+
+
+async def test_image_is_a_folder_with_a_root_file_system(backend: Bubblewrap, public_path: Path) -> None:
+    rootfs.build(public_path, rootfs.SHELL)
+    box = await backend.create(SandboxSpec(image=str(public_path)))
+    result = await box.exec(["sh", "-c", "ls /usr/bin; cat /etc/passwd"])
+    assert b"nobody" in result.stdout and b"python" not in result.stdout, result
+    with pytest.raises(SandboxUnavailable, match="prlimit"):
+        await backend.create(SandboxSpec(image=str(public_path / "tmp")))
+
+
+async def test_open_network_is_the_host_s(backend: Bubblewrap) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        box = await backend.create(SandboxSpec(network=True))
+        program = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), timeout=5)"
+        assert (await box.exec(["python3", "-c", program])).exit_code == 0
+
+
+async def test_readonly_folders_of_the_host(public_path: Path) -> None:
+    (public_path / "data").write_text("shared")
+    backend = Bubblewrap(readonly={str(public_path): "/data"})
+    try:
+        box = await backend.create()
+        result = await box.exec(["sh", "-c", "cat /data/data; echo x > /data/data"])
+        assert (result.stdout, result.exit_code) == (b"shared", 2), result
+    finally:
+        await backend.aclose()
