@@ -238,6 +238,14 @@ def test_law_1_a_prefix_cached_under_older_weights_is_never_served(
         case.check_logprobs(id, other_weights)
 
 
+def test_scoring_in_pieces_is_scoring_whole(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(model_dir)
+    monkeypatch.setattr("agentrl.engine.embedded.batching._SCORED_AT_ONCE", 16)
+    for n in (2, 16, 17, 33):
+        tokens = prompt(n, n)
+        assert case.batcher.score(tokens) == pytest.approx(reference_logprobs(model_dir, tokens, 1), abs=1e-4)
+
+
 def test_a_seed_repeats_the_samples(model_dir: Path) -> None:
     runs: list[list[int]] = []
     for _ in range(2):

@@ -63,6 +63,13 @@ async def test_streamed_and_whole_answers_have_exact_logprobs(client: EngineClie
     assert [(span["start"], span["end"]) for span in choice["weight_versions"]] == [(0, 10)]
 
 
+async def test_prompts_are_scored_exactly(client: EngineClient, model_dir: Path) -> None:
+    tokens = [(7 * i) % VOCAB for i in range(250)]
+    await client.generate(ask("cached", tokens=tuple(tokens[:100])))
+    scores = await client.score(tokens, deadline_s=20)
+    assert list(scores) == pytest.approx(reference_logprobs(model_dir, tokens, 1), abs=1e-4)
+
+
 async def test_more_requests_than_run_at_once_all_finish(client: EngineClient) -> None:
     finished: list[str] = []
 
@@ -117,6 +124,7 @@ async def test_what_the_server_says_of_itself(client: EngineClient, model_dir: P
         ({"token_ids": [1], "sampling_params": {"stop_token_ids": 5}}, "stop_token_ids"),
         ({"token_ids": [1], "sampling_params": {"n": 2}}, "sampling_params.n"),
         ({"token_ids": [1], "sampling_params": {"min_p": 0.1}}, "min_p"),
+        ({"token_ids": [1], "sampling_params": {"prompt_logprobs": 5}}, "prompt_logprobs"),
         ({"token_ids": [1], "request_id": ""}, "request_id"),
         ({"token_ids": [1], "request_id": 7}, "request_id"),
     ],

@@ -24,6 +24,8 @@ from agentrl.records import Finish, SamplingParams, VersionSpan
 
 _WORTH_WAITING = 16  # tokens of a shared prompt for which a request waits a pass rather than compute them again
 
+_SCORED_AT_ONCE = 256  # prompt tokens whose logits are held at a time
+
 
 @dataclass(frozen=True, slots=True)
 class Emission:
@@ -132,6 +134,19 @@ class Batcher:
         """End every request with what it has."""
         for id in [*self.running, *(request.id for request in self.waiting)]:
             self.abort(id)
+
+    def score(self, tokens: list[int]) -> list[float]:
+        """Log-probs of `tokens[1:]` at temperature 1, by a pass of their own: no cached key or value enters."""
+        model = self.model
+        kv, scores = KVStore(model.architecture, 1, len(tokens)), list[float]()
+        with torch.inference_mode():
+            for start in range(0, len(tokens) - 1, _SCORED_AT_ONCE):
+                part = tokens[start : start + _SCORED_AT_ONCE]
+                logits_TV = model.forward(Rows.of_run(part, start), kv)
+                next_T = torch.tensor(tokens[start + 1 : start + 1 + len(part)])
+                logprobs_TV = logits_TV[: len(next_T)].log_softmax(-1)
+                scores += cast("list[float]", logprobs_TV.gather(-1, next_T.unsqueeze(-1)).squeeze(-1).tolist())  # pyright: ignore[reportUnknownMemberType]
+        return scores
 
     def forget(self) -> None:
         """Drop every kept key and value, those of running requests too: they are computed anew in the next steps."""

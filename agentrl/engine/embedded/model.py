@@ -42,6 +42,20 @@ class Rows:
     runs: tuple[Run, ...]
     wanted_N: torch.Tensor  # rows whose logits are asked for
 
+    @staticmethod
+    def of_run(tokens: list[int], start: int, slot: int = 0) -> Rows:
+        """New tokens of one slot alone, all their logits wanted."""
+        n, none = len(tokens), torch.zeros(0, dtype=torch.long)
+        return Rows(
+            tokens_N=torch.tensor(tokens),
+            positions_N=torch.arange(start, start + n),
+            single_slots_N=none,
+            lengths_S=none,
+            longest=0,
+            runs=(Run(slot, start, slice(0, n)),),
+            wanted_N=torch.arange(n),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _Layer:

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from agentrl.engine.embedded.batching import Batcher, Emission, Request
 from agentrl.engine.embedded.metrics import Histograms, render
-from agentrl.engine.embedded.wire import BadRequest, answer_json, parse_generate, parse_object
+from agentrl.engine.embedded.wire import Asked, BadRequest, answer_json, parse_generate, parse_object
 from agentrl.errors import ModelError
 
 _POLLS = 8  # looks at the sockets between two passes; a request needs several to be read, parsed and queued
@@ -98,12 +98,12 @@ class EngineServer:
         batcher.submit(request)
         self._wake.set()
         gone = asyncio.ensure_future(receive())  # resolves when the client has left
-        gone.add_done_callback(lambda _: batcher.abort(id))
+        gone.add_done_callback(lambda done: done.cancelled() or batcher.abort(id))
         try:
             if asked.stream:
                 await self._stream(request, asked.request_id, emissions, send)
             else:
-                await self._whole(request, asked.request_id, emissions, send)
+                await self._whole(request, asked, emissions, send)
         finally:
             gone.cancel()
 
@@ -123,8 +123,14 @@ class EngineServer:
             if not more:
                 return
 
-    async def _whole(self, request: Request, id: str, emissions: asyncio.Queue[Emission], send: Send) -> None:
+    async def _whole(self, request: Request, asked: Asked, emissions: asyncio.Queue[Emission], send: Send) -> None:
         started = time.perf_counter()
+        scored: list[dict[str, dict[str, float]] | None] | None = None
+        if asked.score:
+            ids = request.tokens[: request.prompt_length]
+            scores = self._batcher.score(ids)
+            pairs = zip(ids[1:], scores, strict=True)
+            scored = [None, *({str(id): {"logprob": logprob}} for id, logprob in pairs)]
         parts = [await emissions.get()]
         while parts[-1].finish is None:
             parts.append(await emissions.get())
@@ -136,7 +142,8 @@ class EngineServer:
         )
         elapsed = time.perf_counter() - started
         self._histograms.observe(whole, elapsed, elapsed, first=True)
-        body = answer_json(id, whole, request.prompt_length, max(request.cached, 0)).encode()
+        cached = max(request.cached, 0)
+        body = answer_json(asked.request_id, whole, request.prompt_length, cached, scored).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})

@@ -28,6 +28,7 @@ class Asked:
     token_ids: list[int]
     sampling: SamplingParams
     stream: bool
+    score: bool  # the prompt's log-probs are asked for too
 
 
 def parse_generate(body: bytes, *, vocab: int, length: int, default_id: str) -> Asked:
@@ -49,8 +50,12 @@ def parse_generate(body: bytes, *, vocab: int, length: int, default_id: str) -> 
     request_id = document.get("request_id", default_id)
     if not isinstance(request_id, str) or not 0 < len(request_id) <= 256:
         raise BadRequest("request_id: must be a string of 1 to 256 characters")
-    sampling = _sampling(cast("dict[str, Any]", given), vocab)
-    return Asked(request_id=request_id, token_ids=ids, sampling=sampling, stream=document.get("stream", False) is True)
+    params = cast("dict[str, Any]", given)
+    stream, score = document.get("stream", False) is True, params.get("prompt_logprobs") is not None
+    if score and (stream or params["prompt_logprobs"] != 0):
+        raise BadRequest("sampling_params.prompt_logprobs: must be 0, in a request that is not streamed")
+    sampling = _sampling(params, vocab)
+    return Asked(request_id=request_id, token_ids=ids, sampling=sampling, stream=stream, score=score)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -119,11 +124,18 @@ def choice_json(emission: Emission) -> str:
     )
 
 
-def answer_json(request_id: str, emission: Emission, prompt_tokens: int, cached_tokens: int) -> str:
+def answer_json(
+    request_id: str,
+    emission: Emission,
+    prompt_tokens: int,
+    cached_tokens: int,
+    prompt_logprobs: list[dict[str, dict[str, float]] | None] | None = None,
+) -> str:
     """A whole generate answer, or one event of a stream."""
     usage = (
         f'{{"prompt_tokens":{prompt_tokens},"prompt_tokens_details":{{"cached_tokens":{cached_tokens}}}}}'
         if emission.finish
         else "null"
     )
-    return f'{{"request_id":{json.dumps(request_id)},"choices":[{choice_json(emission)}],"usage":{usage}}}'
+    scored = f',"prompt_logprobs":{json.dumps(prompt_logprobs)}' if prompt_logprobs else ""
+    return f'{{"request_id":{json.dumps(request_id)},"choices":[{choice_json(emission)}],"usage":{usage}{scored}}}'
