@@ -60,10 +60,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     if full:
         gains = [row["success"][names[0]]["after"] - row["success"][names[0]]["before"] for row in full]
         after = statistics.median(row["success"][names[0]]["after"] for row in full)
-        lines.append("")
-        lines.append(
-            f"Full run over {len(full)} seeds, {names[0]}: smallest gain {min(gains):.3f}, median success after {after:.3f}."
-        )
+        seeds = f"Full run over {len(full)} seeds, {names[0]}"
+        lines += ["", f"{seeds}: smallest gain {min(gains):.3f}, median success after {after:.3f}."]
     return "\n".join(lines)
 
 
