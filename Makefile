@@ -34,8 +34,9 @@ $(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime
 sandbox-ready:
 	@bash requirements/sandbox.sh
 
+UNBOXED = $(if $(filter local-unsafe,$(SANDBOX)),--set env.kwargs.sandbox=local-unsafe)
 demo: setup ## train the tiny coding agent on this machine, with a live view, a table and a plot
-	$(BIN)/agentrl train examples/tiny_coder.toml --out runs/demo --overwrite $(if $(filter local-unsafe,$(SANDBOX)),--set env.kwargs.sandbox=local-unsafe)
+	$(BIN)/agentrl train examples/tiny_coder.toml --out runs/demo --overwrite $(UNBOXED) $(ARGS)
 
 test: setup $(VENV)/.dev ## the whole test suite
 	$(BIN)/python -m pytest
