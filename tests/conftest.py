@@ -16,6 +16,11 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Property tests judge what the code does, not how busy the machine is.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def _bubblewrap() -> str | None:
