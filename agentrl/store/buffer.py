@@ -82,7 +82,7 @@ class Buffer(Part):
 
     def _overdue(self, started_before: float) -> list[int]:
         rows = self._db.rows(
-            "SELECT g.id FROM group_counts c JOIN groups g ON g.purpose = c.purpose AND g.state = c.state"
+            "SELECT g.id FROM group_counts c CROSS JOIN groups g ON g.purpose = c.purpose AND g.state = c.state"
             " WHERE c.state = 'running' AND c.n > 0 AND g.started_s < ? ORDER BY g.id",
             (started_before,),
         )

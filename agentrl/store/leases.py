@@ -35,13 +35,14 @@ class Claim:
     turns: tuple[Turn, ...]
 
 
-# Evaluation first, then episodes of dead workers, then the oldest group's. ?1 now, ?2 limit.
+# Evaluation first, then episodes of dead workers, then the oldest group's. ?1 now, ?2 limit. CROSS JOIN makes SQLite
+# begin with the few leases instead of the many running episodes.
 _CLAIMABLE = """
 SELECT id FROM (
     SELECT * FROM (
         SELECT id, evaluation, 1 AS fresh FROM episodes WHERE state = 'waiting' ORDER BY evaluation DESC, id LIMIT ?2)
     UNION ALL
-    SELECT e.id, e.evaluation, 0 FROM leases l JOIN episodes e ON e.holder = l.holder
+    SELECT e.id, e.evaluation, 0 FROM leases l CROSS JOIN episodes e ON e.holder = l.holder
         WHERE l.until_s < ?1 AND e.state = 'running'
 ) ORDER BY evaluation DESC, fresh, id LIMIT ?2
 """

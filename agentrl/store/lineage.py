@@ -48,7 +48,10 @@ class Lineage(Part):
                 "INSERT INTO checkpoints (step, version, path, attempt, saved_s) VALUES (?, ?, ?, ?, ?)",
                 (step, number, str(path), _attempt(self._db), self._db.clock()),
             )
-            self._db.execute("UPDATE groups SET state = 'trained' WHERE state = 'taken' AND taken_step <= ?", (step,))
+            self._db.execute(
+                "UPDATE groups SET state = 'trained' WHERE purpose = 'train' AND state = 'taken' AND taken_step <= ?",
+                (step,),
+            )
 
     def latest_checkpoint(self) -> Checkpoint | None:
         """Where to go on from; None before the first checkpoint."""

@@ -94,7 +94,7 @@ CREATE TABLE episodes (
     oldest_step INTEGER,
     UNIQUE (group_id, member)
 ) STRICT;
-CREATE INDEX episodes_waiting ON episodes (evaluation, id) WHERE state = 'waiting';
+CREATE INDEX episodes_waiting ON episodes (evaluation DESC, id) WHERE state = 'waiting';
 CREATE INDEX episodes_running ON episodes (holder, evaluation, id) WHERE state = 'running';
 
 CREATE INDEX episodes_failed ON episodes (id)

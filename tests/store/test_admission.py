@@ -86,7 +86,7 @@ def test_every_bound_holds_after_admission_and_one_more_would_break_one(
     assert not within(n + 1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data(), st.integers(0, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 24))
 def test_law_5_an_admitted_group_that_finishes_promptly_is_never_older_than_the_bound(
     data: st.DataObject, max_lag: int, groups_per_step: int, group_size: int, max_running: int

@@ -80,7 +80,7 @@ def turns_of(draw: st.DrawFn, versions: tuple[int, ...], index: int) -> Turn:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_law_1_every_token_and_all_about_it_is_read_back_exactly(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

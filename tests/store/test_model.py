@@ -322,7 +322,7 @@ class StoreMachine(RuleBasedStateMachine):
         self._folder.cleanup()
 
 
-StoreMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+StoreMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40)
 
 
 class TestLaw2TheStoreIsItsModelThroughAnyCrash(StoreMachine.TestCase):
