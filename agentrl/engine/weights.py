@@ -6,6 +6,7 @@ waiting is better than sampling from half-loaded weights, and pushing again mend
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,11 @@ from pathlib import Path
 import trio
 
 from agentrl.engine.client import EngineClient
-from agentrl.errors import EngineError, WeightSyncError
+from agentrl.engine.wire import parse_json
+from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
 from agentrl.records import Json
+
+_STAGE_POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,19 +36,27 @@ async def push(
     version: int,
     *,
     sha256: str | None = None,
+    base_sha256: str | None = None,
+    keep_base: bool | None = None,
+    stage: bool = False,
     deadline_s: float = 30.0,
     clear_cache: bool = False,
 ) -> PushReport:
     """Have every engine load the safetensors file at `path` and serve it as `version`; all at once.
 
     Requests go on over the swap. `clear_cache` recomputes their keys and values under the new weights; otherwise they
-    keep those they have. Raises WeightSyncError naming the engines that did not confirm within `deadline_s`; the
-    others have the new weights, and the call may be repeated."""
+    keep those they have. `stage` has an engine that can (vLLM with our plugin) read and check the file before the
+    pause. With `base_sha256` the file is a delta (see `weightfile`) against the weights of that digest, which the
+    engines must have kept: `keep_base` tells them to, from the push of the base on.
+
+    Raises WeightSyncError naming the engines that did not confirm within `deadline_s`; the others have the new
+    weights, and the call may be repeated."""
     try:
         path = Path(await trio.Path(path).resolve())
         size = (await trio.Path(path).stat()).st_size
     except OSError as error:
         raise WeightSyncError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    info = update_info(path, sha256, base_sha256)
     started = trio.current_time()
     pauses: list[float] = []
     failures: list[str] = []
@@ -53,7 +65,9 @@ async def push(
         client = EngineClient(engine) if isinstance(engine, str) else engine
         try:
             with trio.fail_after(deadline_s):
-                pauses.append(await _push_one(client, path, version, sha256, deadline_s, clear_cache))
+                if stage:
+                    await _stage(client, info, deadline_s)
+                pauses.append(await _push_one(client, info, version, keep_base, deadline_s, clear_cache))
         except trio.TooSlowError:
             failures.append(f"{client.url} did not take version {version} within {deadline_s:g} s")
         except EngineError as error:
@@ -72,21 +86,52 @@ async def push(
     return PushReport(pause_s=max(pauses, default=0.0), total_s=total, bytes=size)
 
 
+def update_info(path: Path, sha256: str | None = None, base_sha256: str | None = None) -> dict[str, Json]:
+    """How a weight file is named to an engine."""
+    info: dict[str, Json] = {"path": str(path)}
+    return info | {key: value for key, value in (("sha256", sha256), ("base_sha256", base_sha256)) if value is not None}
+
+
+async def _stage(client: EngineClient, info: dict[str, Json], deadline_s: float) -> None:
+    """Wait until the engine's workers have the file ready; an engine without our plugin reads it in the pause."""
+    asked: dict[str, Json] = {"method": "agentrl_stage", "args": [json.dumps(info)]}
+    try:
+        await client.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s)
+    except (EngineTimeout, EngineUnavailable):
+        raise
+    except EngineError:
+        return
+    while True:
+        answer = await client.call("POST", "/collective_rpc", json={"method": "agentrl_staged"}, deadline_s=deadline_s)
+        states: list[dict[str, Json]] = parse_json(answer)["results"]
+        if errors := [str(state["error"]) for state in states if state["error"]]:
+            raise WeightSyncError(errors[0])
+        if all(state["ready"] for state in states):
+            return
+        await trio.sleep(_STAGE_POLL_S)
+
+
 async def _push_one(
-    client: EngineClient, path: Path, version: int, sha256: str | None, deadline_s: float, clear_cache: bool
+    client: EngineClient,
+    info: dict[str, Json],
+    version: int,
+    keep_base: bool | None,
+    deadline_s: float,
+    clear_cache: bool,
 ) -> float:
     """One engine's update; returns the seconds it did not generate."""
-    info: dict[str, Json] = {"path": str(path)}
-    if sha256 is not None:
-        info["sha256"] = sha256
 
     async def call(path: str, json: dict[str, Json] | None = None, params: dict[str, str] | None = None) -> None:
         await client.call("POST", path, deadline_s=deadline_s, json=json, params=params)
 
-    await call("/init_weight_transfer_engine", {"init_info": {}})
+    await call("/init_weight_transfer_engine", {"init_info": {} if keep_base is None else {"keep_base": keep_base}})
     started = trio.current_time()
     await call("/pause", params={"mode": "keep", "clear_cache": "true" if clear_cache else "false"})
-    await call("/start_weight_update")
+    try:
+        await call("/start_weight_update")
+    except EngineError:  # vLLM refuses while the update of a trainer that died half-way is open: close it first
+        await call("/finish_weight_update", {})
+        await call("/start_weight_update")
     await call("/update_weights", {"update_info": info})
     await call("/finish_weight_update", {"weight_version": str(version)})
     await call("/resume")

@@ -150,6 +150,7 @@ class VLLMServer:
         env = {
             "PYTHONPATH": os.pathsep.join(path),
             "PYTHONSAFEPATH": "1",  # else the working folder would come before the plugin's
+            "PYTHONDONTWRITEBYTECODE": "",  # thousands of modules: compiled anew they cost every start many seconds
             "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer are served only then
             "VLLM_NO_USAGE_STATS": "1",
             "OMP_NUM_THREADS": str(self.threads),

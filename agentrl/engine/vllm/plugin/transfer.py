@@ -60,6 +60,10 @@ class Update:
             )
         return weightfile.apply_delta(base.data, Path(self.path), self.sha256)
 
+    def bytes_again(self, base: Base) -> weightfile.Bytes:
+        """The same once it has been loaded: a delta's result is then the base of the next one."""
+        return base.data if self.sha256 == base.sha256 and base.data is not None else self.bytes(base)
+
 
 @dataclass(slots=True)
 class Base:

@@ -20,9 +20,10 @@ from agentrl.engine.vllm.plugin.transfer import Base, Stage, Update, load
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """`keep_base`: keep the bytes of the last weights, so that deltas against them can be loaded."""
+    """`keep_base`: from now on keep (or no longer) the bytes of the last weights, so that deltas against them can be
+    loaded. Left out, it stays as it is: every push initialises, only one that starts deltas says so."""
 
-    keep_base: bool = False
+    keep_base: bool | None = None
 
 
 @dataclass
@@ -48,7 +49,8 @@ class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         self._open = False  # the model's layers stand ready to be loaded and cannot run
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        self.base.keep = init_info.keep_base
+        if init_info.keep_base is not None:
+            self.base.keep = init_info.keep_base
 
     def start_weight_update(self) -> None:
         """Nothing yet: layers are taken apart only when the file is known to be good."""

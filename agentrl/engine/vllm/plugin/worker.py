@@ -13,7 +13,7 @@ from typing import Any
 
 from agentrl.engine.vllm import plugin
 from agentrl.engine.vllm.plugin import mending, versions
-from agentrl.engine.vllm.plugin.transfer import Update
+from agentrl.engine.vllm.plugin.transfer import Update, tensors
 
 plugin.register()
 
@@ -45,3 +45,11 @@ class WorkerExtension:
     def agentrl_staged(self) -> dict[str, Any]:
         """How far the staging is."""
         return self.weight_transfer_engine.stage.state()
+
+    def agentrl_untaken(self, update_info: str) -> dict[str, Any]:
+        """Which weights of a file the layers do not compute with; see `diagnosis.untaken`."""
+        from agentrl.engine.vllm.plugin.diagnosis import untaken
+
+        engine = self.weight_transfer_engine
+        data = Update(**json.loads(update_info)).bytes_again(engine.base)
+        return untaken(engine.model, dict(tensors(data)))
