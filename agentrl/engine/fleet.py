@@ -13,9 +13,10 @@ replica breaks off, the request goes on at another from the prompt and the token
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
@@ -23,6 +24,7 @@ from typing import Protocol
 import trio
 
 from agentrl.engine.client import collect
+from agentrl.engine.concurrency import Aimd
 from agentrl.engine.stitching import Stitcher
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
@@ -37,6 +39,7 @@ class Servable(Protocol):
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]: ...
     async def served_version(self) -> int: ...
+    async def metrics(self) -> Mapping[str, float]: ...
     async def aclose(self) -> None: ...
 
 
@@ -54,11 +57,13 @@ class State(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One engine as the fleet sees it. `running` counts requests; `retry_at` is when a broken one is asked again."""
+    """One engine as the fleet sees it. `running` counts our requests at it, `limit` bounds them once `Fleet.control`
+    runs; `retry_at` is when a broken one is asked again."""
 
     client: Servable
     state: State = State.READY
     running: int = 0
+    limit: float = math.inf
     failures: int = 0
     retry_at: float = 0.0
     scopes: set[trio.CancelScope] = field(default_factory=set[trio.CancelScope])
@@ -123,6 +128,19 @@ class Fleet:
         for replica in self.replicas:
             await replica.client.aclose()
 
+    async def control(self, *, period_s: float = 1.0, start: Aimd | None = None) -> None:
+        """Adapt each replica's limit to its metrics, for ever: start it in the nursery that owns the fleet. Without
+        it nothing is limited. `start` holds the rule's settings."""
+        rules = {id(replica): replace(start or Aimd()) for replica in self.replicas}
+        while True:
+            for replica in self.replicas:
+                rule = rules[id(replica)]
+                if replica.state is State.READY:
+                    with suppress(EngineError):  # a request that meets the same failure acts on it
+                        replica.limit = rule.look(await replica.client.metrics(), replica.running)
+            self._announce()
+            await trio.sleep(period_s)
+
     # --- what operators do --------------------------------------------------------------------------------------
 
     def drain(self, url: str, *, move: bool = False) -> None:
@@ -153,19 +171,20 @@ class Fleet:
         """The replica for the next attempt; waits for one if none is ready."""
         while True:
             ready = [replica for replica in self.replicas if replica.state is State.READY]
-            if ready:
-                return self._home(request.session, ready)
+            roomy = [replica for replica in ready if replica.running < replica.limit]
+            if roomy:
+                return self._home(request.session, roomy)
             changed = self._changed
             with trio.move_on_at(deadline) as scope:
-                await self._mend(changed)
+                await (changed.wait() if ready else self._mend(changed))
             if scope.cancelled_caught:
                 states = ", ".join(f"{replica.client.url} is {replica.state}" for replica in self.replicas)
                 raise EngineTimeout(f"no engine took {request.request_id!r} within {request.deadline_s:g} s: {states}")
 
-    def _home(self, session: str, ready: list[Replica]) -> Replica:
-        least = min(ready, key=lambda replica: replica.running)
+    def _home(self, session: str, roomy: list[Replica]) -> Replica:
+        least = min(roomy, key=lambda replica: replica.running)
         home = self._homes.pop(session, least)
-        if home not in ready or home.running > self._slack * (least.running + 4):
+        if home not in roomy or home.running > self._slack * (least.running + 4):
             home = least
         self._homes[session] = home
         if len(self._homes) > _SESSIONS:
@@ -249,6 +268,8 @@ class Fleet:
             self._broke(replica)
         finally:
             replica.running -= 1
+            if replica.limit < math.inf:
+                self._announce()
 
     def _rest(self, request: GenerateRequest, received: Stitcher, attempt: int, left_s: float) -> GenerateRequest:
         """What is still to be sampled, as a request of its own."""

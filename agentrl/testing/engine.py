@@ -54,7 +54,7 @@ class FakeEngine:
         failures: Sequence[Failure] = (),
         url: str = "fake://engine",
     ) -> None:
-        self.url = url
+        self.url, self.readings = url, dict[str, float]()
         self.version, self.requests, self.closed = version, list[GenerateRequest](), False
         self._script = script or counting_script()
         self._chunk_tokens, self._chunk_s, self.failures = chunk_tokens, chunk_s, failures
@@ -94,6 +94,10 @@ class FakeEngine:
     async def served_version(self) -> int:
         """The version that the next token will carry."""
         return self.version
+
+    async def metrics(self) -> dict[str, float]:
+        """The readings that a test has put into `readings`."""
+        return self.readings
 
     async def aclose(self) -> None:
         """Note that the owner closed it."""

@@ -123,6 +123,24 @@ def test_a_next_turn_computes_only_what_is_new(model_dir: Path) -> None:
     case.check_logprobs("b")
 
 
+def test_long_episodes_keep_their_prefixes_cached(model_dir: Path) -> None:
+    """Eight episodes of 20 turns beside one another: of the tokens that an earlier turn has seen, at least 90% are
+    found in the cache."""
+    case = Case(model_dir, slots=10, max_batch=4)
+    rng = random.Random(0)
+    contexts = {f"{g}-{m}": prompt(g, 15) for g in range(2) for m in range(4)}
+    reusable = 0
+    for turn in range(20):
+        for id in rng.sample(sorted(contexts), len(contexts)):
+            case.submit(f"{id}/{turn}", contexts[id], max_tokens=5)
+        case.run()
+        for id in contexts:
+            seen = case.requests[f"{id}/{turn}"].tokens
+            reusable += len(seen) if turn < 19 else 0
+            contexts[id] = seen + prompt(rng.randrange(999), 3)
+    assert case.batcher.counters.prefix_hits >= 0.9 * reusable
+
+
 def test_greedy_follows_the_argmax_and_stops_at_a_stop_token(model_dir: Path) -> None:
     case = Case(model_dir)
     tokens = prompt(3, 10)

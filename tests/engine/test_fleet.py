@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import trio
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.engine.client import collect
+from agentrl.engine.concurrency import Aimd
 from agentrl.engine.fleet import Fleet, State
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
@@ -203,6 +205,56 @@ async def test_a_refused_request_is_not_taken_elsewhere() -> None:
     with pytest.raises(EngineError, match="too long"):
         await Fleet([first, second]).generate(ask())
     assert not second.requests
+
+
+async def test_with_every_replica_at_its_limit_requests_wait_and_none_is_lost(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    engines = [engine(str(i), chunk_s=1.0) for i in range(2)]
+    fleet = Fleet(engines)
+    most = 0
+    async with trio.open_nursery() as outer:
+        outer.start_soon(partial(fleet.control, start=Aimd(limit=4, floor=2, step=1)))
+        await trio.testing.wait_all_tasks_blocked()
+        async with trio.open_nursery() as nursery:
+            for number in range(30):
+                nursery.start_soon(fleet.generate, ask(str(number), str(number)))
+            await trio.sleep(0.5)
+            most = max(replica.running for replica in fleet.replicas)
+            engines[0].readings = {"vllm:num_preemptions_total": 1.0}
+            await trio.sleep(1.0)
+            limits = [replica.limit for replica in fleet.replicas]
+        outer.cancel_scope.cancel()
+    assert most == 4
+    assert sum(len(one.requests) for one in engines) == 30
+    assert limits == [3, 5]  # one preempted, the other had room
+
+
+async def test_a_failed_reading_changes_nothing(autojump_clock: trio.testing.MockClock) -> None:
+    class Mute(FakeEngine):
+        async def metrics(self) -> dict[str, float]:
+            raise GONE
+
+    fleet = Fleet([Mute(continuing)])
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fleet.control)
+        await trio.sleep(5)
+        assert len((await fleet.generate(ask())).token_ids) == 8
+        nursery.cancel_scope.cancel()
+
+
+def test_a_limit_grows_while_it_binds_and_shrinks_under_pressure() -> None:
+    rule = Aimd(limit=10, floor=4, ceiling=20, step=8, factor=0.5)
+    calm = {"vllm:num_requests_running": 9.0}
+    assert rule.look(calm, sent=5) == 10  # not what holds requests back
+    assert rule.look(calm, sent=9) == 18
+    assert rule.look(calm, sent=18) == 20
+    assert rule.look(calm | {"vllm:kv_cache_usage_perc": 1.0}, sent=20) == 20  # full, but nobody waits
+    assert rule.look(calm | {"vllm:kv_cache_usage_perc": 1.0, "vllm:num_requests_waiting": 1.0}, sent=20) == 10
+    assert rule.look(calm | {"vllm:num_requests_waiting": 3.0}, sent=9) == 5
+    assert rule.look({"vllm:num_preemptions_total": 1.0}, sent=1) == 4
+    assert rule.look({"vllm:num_preemptions_total": 1.0}, sent=1) == 4  # the same one is not counted twice
+    assert rule.look({}, sent=4) == 12
 
 
 async def test_leaving_a_stream_leaves_the_replica() -> None:

@@ -1,0 +1,46 @@
+"""How many requests an engine should have at once: additive increase, multiplicative decrease on its own metrics.
+
+Pure arithmetic: no clock, no network. An engine that preempts, runs out of KV blocks or lets requests queue has too
+many; one that is full up to the limit without any of that may get more. (The rule is TCP's: Chiu and Jain, 1989.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+RUNNING = "vllm:num_requests_running"
+WAITING = "vllm:num_requests_waiting"
+KV_USED = "vllm:kv_cache_usage_perc"
+PREEMPTIONS = "vllm:num_preemptions_total"
+
+
+@dataclass(slots=True, kw_only=True)
+class Aimd:
+    """`limit` is how many requests to send at once. It grows by `step` while it is what holds requests back, shrinks
+    by `factor` under pressure, and stays within [floor, ceiling].
+
+    Pressure: a preemption since the last look, KV use above `kv_high` with requests waiting, or more than `queue_share`
+    of the running requests waiting."""
+
+    limit: float = 64.0
+    floor: float = 4.0
+    ceiling: float = 4096.0
+    step: float = 8.0
+    factor: float = 0.75
+    kv_high: float = 0.95
+    queue_share: float = 0.25
+    _preemptions: float | None = field(default=None, init=False)
+
+    def look(self, metrics: Mapping[str, float], sent: int) -> float:
+        """Take one reading of an engine's metrics, with `sent` requests of ours at it; return the new limit."""
+        waiting, running = metrics.get(WAITING, 0.0), metrics.get(RUNNING, 0.0)
+        preemptions = metrics.get(PREEMPTIONS, 0.0)
+        preempted = self._preemptions is not None and preemptions > self._preemptions
+        self._preemptions = preemptions
+        starved = waiting > 0 and metrics.get(KV_USED, 0.0) > self.kv_high
+        if preempted or starved or waiting > self.queue_share * max(running, self.floor):
+            self.limit = max(self.floor, self.limit * self.factor)
+        elif sent >= self.limit - 1:
+            self.limit = min(self.ceiling, self.limit + self.step)
+        return self.limit
