@@ -11,6 +11,7 @@ import socket
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping
 from contextlib import contextmanager
+from math import inf
 from typing import Any, cast
 
 import h11
@@ -88,6 +89,7 @@ class _Connection:
     def __init__(self, stream: trio.SocketStream) -> None:
         self._stream = stream
         self._state = h11.Connection(h11.CLIENT)
+        self._trusted = True
         self.idle_since = 0.0
 
     async def send(self, request: httpx.Request, timeout_s: float | None) -> None:
@@ -106,13 +108,18 @@ class _Connection:
             await self._write(data + _wire(self._state, h11.EndOfMessage()), timeout_s)
 
     async def _write(self, data: bytes, timeout_s: float | None) -> None:
-        with trio.fail_after(_seconds(timeout_s)):
+        if timeout_s is None:  # the caller's own deadline holds; a scope less on the hot path
+            await self._stream.send_all(data)
+            return
+        with trio.fail_after(timeout_s):
             await self._stream.send_all(data)
 
     async def read_head(self, timeout_s: float | None) -> h11.Response:
         while True:
             event = await self._next(timeout_s)
             if isinstance(event, h11.Response):
+                # A server that failed may close the connection behind its answer without having said so: uvicorn does.
+                self._trusted = event.status_code < 500
                 return event
             if not isinstance(event, h11.InformationalResponse):
                 raise httpx.RemoteProtocolError("the server closed the connection without an answer")
@@ -124,12 +131,15 @@ class _Connection:
 
     async def _next(self, timeout_s: float | None) -> Any:
         with _translated(httpx.ReadTimeout, httpx.ReadError):
-            while True:
-                event = self._state.next_event()
-                if event is not h11.NEED_DATA:
-                    return event
-                with trio.fail_after(_seconds(timeout_s)):
-                    self._state.receive_data(await self._stream.receive_some(_READ_BYTES))
+            while (event := self._state.next_event()) is h11.NEED_DATA:
+                self._state.receive_data(await self._read(timeout_s))
+        return event
+
+    async def _read(self, timeout_s: float | None) -> bytes | bytearray:
+        if timeout_s is None:
+            return await self._stream.receive_some(_READ_BYTES)
+        with trio.fail_after(timeout_s):
+            return await self._stream.receive_some(_READ_BYTES)
 
     def alive(self) -> bool:
         """Whether the idle peer has neither closed the connection nor sent something unasked."""
@@ -143,7 +153,7 @@ class _Connection:
         return False
 
     def reusable(self) -> bool:
-        if self._state.our_state is not h11.DONE or self._state.their_state is not h11.DONE:
+        if not self._trusted or self._state.our_state is not h11.DONE or self._state.their_state is not h11.DONE:
             return False
         self._state.start_next_cycle()
         return True
@@ -186,16 +196,15 @@ class _Body(httpx.AsyncByteStream):
 
 
 async def _connect(origin: _Origin, timeout_s: float | None) -> _Connection:
-    with _translated(httpx.ConnectTimeout, httpx.ConnectError), trio.fail_after(_seconds(timeout_s)):
+    with (
+        _translated(httpx.ConnectTimeout, httpx.ConnectError),
+        trio.fail_after(inf if timeout_s is None else timeout_s),
+    ):
         return _Connection(await trio.open_tcp_stream(*origin))
 
 
 def _wire(state: h11.Connection, event: h11.Request | h11.Data | h11.EndOfMessage) -> bytes:
     return state.send(event) or b""
-
-
-def _seconds(timeout_s: float | None) -> float:
-    return float("inf") if timeout_s is None else timeout_s
 
 
 @contextmanager

@@ -99,6 +99,18 @@ async def test_a_connection_that_the_server_closed_while_idle_is_replaced() -> N
         assert len(connections) == 2
 
 
+async def test_a_connection_is_not_kept_after_an_answer_of_failure() -> None:
+    """uvicorn answers 500 without `connection: close` and closes behind it: the next request would race with that."""
+
+    async def failing(stream: trio.SocketStream, number: int) -> None:
+        while await read_request(stream) is not None:
+            await stream.send_all(OK.replace(b"200 OK", b"500 Oh") if number == 0 else OK)
+
+    async with serving(failing) as (client, connections):
+        assert [(await client.get("/")).status_code for _ in range(3)] == [500, 200, 200]
+        assert len(connections) == 2
+
+
 async def test_an_idle_connection_is_trusted_only_so_long() -> None:
     async with serving(echo_ok, keepalive_s=0.0) as (client, connections):
         await client.get("/")
