@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from agentrl.env.optional import require
 from agentrl.errors import UsageError
 from agentrl.records import Json
 
@@ -19,11 +19,13 @@ def read_rows(where: str) -> Sequence[Mapping[str, Json]]:
     `pyarrow` and `datasets` must be installed."""
     if where.startswith("hf:"):
         name, _, split = where.removeprefix("hf:").partition(":")
-        return _plain(_package("datasets", where).load_dataset(name, split=split or "train").to_list(), where)
+        return _plain(
+            require("datasets", what=f"reading {where!r}").load_dataset(name, split=split or "train").to_list(), where
+        )
     path = Path(where)
     try:
         if path.suffix == ".parquet":
-            return _plain(_package("pyarrow.parquet", where).read_table(path).to_pylist(), where)
+            return _plain(require("pyarrow.parquet", what=f"reading {where!r}").read_table(path).to_pylist(), where)
         return _json_lines(path.read_text(encoding="utf-8"), where)
     except OSError as error:
         raise UsageError(f"cannot read {where!r}: {error.strerror or error}") from error
@@ -58,11 +60,3 @@ def _as_text(value: Any) -> str:
     if isinstance(value, bytes | bytearray | memoryview):
         raise TypeError("bytes; decode the column first")
     return str(value)
-
-
-def _package(name: str, where: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        package = name.partition(".")[0]
-        raise UsageError(f"reading {where!r} needs the package {package!r}: pip install {package}") from None

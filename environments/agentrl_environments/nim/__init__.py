@@ -1,0 +1,131 @@
+"""Nim: a two-role game with a known best play. Both roles at one table, or one of them against a given player."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from agentrl.env.roles import OneRole, Policy, RolesEnv
+from agentrl.errors import ContentParseError, ToolError, UsageError
+from agentrl.records import Messages
+
+_RULES: Final = (
+    "Nim. Players take turns; each takes one or more stones from one heap. Whoever takes the last stone wins."
+    " Write your move as: take 2 from A"
+)
+_MOVE: Final = re.compile(r"\btake\s+(\d{1,6})\s+from\s+(?:heap\s+)?([a-z])\b", re.IGNORECASE)
+
+
+class NimTable(RolesEnv):
+    """`agentrl/NimTable-v0`: two roles, `first` and `second`. Outcome: 1 for the winner, 0 for the loser; who breaks
+    the rules three times in a row has lost."""
+
+    roles = ("first", "second")
+    blocking = False
+    replayable = True
+
+    def __init__(self, *, heaps: int = 3, largest: int = 5) -> None:
+        if not 1 <= heaps <= 26 or largest < 1:
+            raise UsageError(f"heaps = {heaps}, largest = {largest}: give 1 to 26 heaps of 1 or more stones")
+        self._count, self._largest = heaps, largest
+
+    def start(self, task: Mapping[str, Any]) -> str:
+        self.heaps = list(task["heaps"]) if "heaps" in task else draw(self.np_random, self._count, self._largest)
+        self._told: set[str] = set()
+        self._moves: list[str] = []
+        self._winner = ""
+        return self.roles[0]
+
+    def see(self, role: str) -> str:
+        lines = [] if role in self._told else [_RULES]
+        self._told.add(role)
+        if self._moves:
+            lines.append(f"The other player: {self._moves[-1]}.")
+        return "\n".join([*lines, _shown(self.heaps)])
+
+    def play(self, role: str, text: str) -> str | None:
+        moves = _MOVE.findall(text)
+        if not moves:
+            raise ContentParseError("no move found; write for example: take 2 from A")
+        stones, heap = int(moves[-1][0]), ord(moves[-1][1].upper()) - ord("A")
+        if heap >= len(self.heaps) or not 1 <= stones <= self.heaps[heap]:
+            raise ToolError(f"{moves[-1][1].upper()} does not hold {stones} stones to take. {_shown(self.heaps)}")
+        self.heaps[heap] -= stones
+        self._moves.append(_move(stones, heap))
+        if not any(self.heaps):
+            self._winner = role
+            return None
+        return self._other(role)
+
+    def outcomes(self, forfeited: str | None) -> Mapping[str, float]:
+        winner = self._other(forfeited) if forfeited else self._winner
+        return {role: float(role == winner) for role in self.roles}
+
+    def _other(self, role: str) -> str:
+        return self.roles[1 - self.roles.index(role)]
+
+
+class Nim(OneRole):
+    """`agentrl/Nim-v0`: play Nim against a `random` or a `perfect` opponent. Who begins follows the seed; with
+    `winnable` (the default) it is who can win. Outcome: 1 for a win."""
+
+    def __init__(self, *, opponent: str = "perfect", heaps: int = 3, largest: int = 5, winnable: bool = True) -> None:
+        if opponent not in PLAYERS:
+            raise UsageError(f"opponent = {opponent!r}: give one of {', '.join(PLAYERS)}")
+        self._winnable, self._count, self._largest = winnable, heaps, largest
+        super().__init__(NimTable(heaps=heaps, largest=largest), role="seed", others=PLAYERS[opponent])
+
+    def deal(self, options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        role, options = super().deal(options)
+        heaps = options.get("heaps") or draw(self.np_random, self._count, self._largest)
+        if self._winnable:
+            role = "first" if nim_sum(heaps) else "second"
+        return role, {**options, "heaps": heaps}
+
+
+def draw(rng: np.random.Generator, heaps: int, largest: int) -> list[int]:
+    """Heaps of 1 to `largest` stones."""
+    return [int(stones) for stones in rng.integers(1, largest + 1, size=heaps)]
+
+
+def perfect_player(heard: Messages, rng: np.random.Generator) -> str:
+    """Leaves a nim-sum of 0 wherever that is possible (Bouton, 1901), else takes one stone."""
+    heaps = _read(heard)
+    total = nim_sum(heaps)
+    for heap, stones in enumerate(heaps):
+        if stones ^ total < stones:
+            return _move(stones - (stones ^ total), heap)
+    return _move(1, next(heap for heap, stones in enumerate(heaps) if stones))
+
+
+def random_player(heard: Messages, rng: np.random.Generator) -> str:
+    """Any legal move, drawn evenly."""
+    moves = [(taken, heap) for heap, stones in enumerate(_read(heard)) for taken in range(1, stones + 1)]
+    return _move(*moves[int(rng.integers(len(moves)))])
+
+
+PLAYERS: Final[Mapping[str, Policy]] = {"random": random_player, "perfect": perfect_player}
+
+
+def nim_sum(heaps: Sequence[int]) -> int:
+    """Whoever leaves a nim-sum of 0 can win."""
+    return functools.reduce(operator.xor, heaps, 0)
+
+
+def _shown(heaps: Sequence[int]) -> str:
+    return "Heaps: " + ", ".join(f"{chr(ord('A') + heap)} {stones}" for heap, stones in enumerate(heaps)) + "."
+
+
+def _move(stones: int, heap: int) -> str:
+    return f"take {stones} from {chr(ord('A') + heap)}"
+
+
+def _read(heard: Messages) -> list[int]:
+    """The heaps as the last message shows them."""
+    shown = heard[-1]["content"].rpartition("Heaps: ")[2]
+    return [int(stones) for stones in re.findall(r"[A-Z] (\d+)", shown)]

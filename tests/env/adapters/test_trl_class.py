@@ -1,0 +1,123 @@
+"""A class as TRL's documentation asks for, with nothing of ours in it, played through the adapter."""
+
+import pytest
+
+import agentrl
+from agentrl.env.adapters.trl_class import TrlEnv
+from agentrl.env.dialects import get_format
+from agentrl.env.tool_calls import ToolCall
+from agentrl.errors import UsageError
+
+HERMES = get_format("hermes")
+
+
+class Wordle:
+    """The documented shape: reset with the row, tools by docstring, the reward by itself."""
+
+    def __init__(self):
+        self.reward = 0.0
+
+    def reset(self, secret="crane", **row) -> str | None:
+        self.secret, self.reward, self.left = secret, 0.0, 3
+        return f"\nThe word has {len(secret)} letters."
+
+    def guess(self, word: str) -> str:
+        """
+        Make a guess in the game.
+
+        Args:
+            word: The guessed word.
+
+        Returns:
+            The feedback message.
+        """
+        if self.left == 0:
+            raise ValueError("Game over.")
+        self.left -= 1
+        self.reward = 1.0 if word == self.secret else 0.0
+        return self._feedback(word)
+
+    async def give_up(self) -> str:
+        """Give up."""
+        self.left = 0
+        return self.secret
+
+    def get_reward(self) -> float:
+        return self.reward
+
+    def _feedback(self, word):
+        return "".join(a if a == b else "-" for a, b in zip(word, self.secret, strict=False))
+
+
+def said(name, /, **arguments):
+    return HERMES.write(ToolCall(name, arguments))
+
+
+ROW = {"secret": "slate", "prompt": [{"role": "system", "content": "Play."}, {"role": "user", "content": "Wordle!"}]}
+
+
+async def test_an_episode_of_a_class_written_for_trl():
+    async with TrlEnv(Wordle, prompt="Guess.") as env:
+        assert sorted(schema["function"]["name"] for schema in env.tool_schemas()) == ["give_up", "guess"]
+        opening, _ = await env.areset(seed=0, options=ROW)
+        assert opening == (
+            {"role": "system", "content": "Play."},
+            {"role": "user", "content": "Wordle!\nThe word has 5 letters."},
+        )
+        assert ROW["prompt"][1]["content"] == "Wordle!", "the row is left as it was"
+        assert (await env.astep(said("guess", word="crate")))[0][0]["content"] == "--ate"
+        observation, *_ = await env.astep(said("guess", word="slate"))
+        assert observation[0]["content"] == "slate"
+        observation, _, terminated, _, info = await env.astep("I found it: slate.")
+        assert observation == () and terminated
+        assert info == {"stop_reason": "done", "outcome": 1.0, "success": True}
+
+
+async def test_what_a_method_raises_is_read_by_the_model():
+    async with TrlEnv(Wordle) as env:
+        opening, _ = await env.areset(seed=0)
+        assert opening[0]["content"] == "\nThe word has 5 letters."
+        assert (await env.astep(said("give_up")))[0][0]["content"] == "crane"
+        assert (await env.astep(said("guess", word="x")))[0][0]["content"] == "error: ValueError: Game over."
+        assert (await env.astep("bye"))[4]["outcome"] == 0.0
+
+
+class Silent:
+    def reset(self):
+        pass
+
+    def look(self) -> str:
+        """Look."""
+        return "dark"
+
+
+async def test_reset_may_say_nothing_and_the_reward_be_another_ones():
+    async with TrlEnv(Silent, prompt="Look around.") as env:
+        opening, _ = await env.areset(seed=0)
+        assert opening == ({"role": "user", "content": "Look around."},)
+        assert (await env.astep("done"))[4] == {"stop_reason": "done"}
+
+
+def test_passes_the_checker():
+    assert agentrl.check_env(lambda: TrlEnv(Wordle, prompt="Guess.")).findings == ()
+
+
+def test_what_is_no_such_class_is_refused():
+    with pytest.raises(UsageError, match="dict has no reset method"):
+        TrlEnv(dict)
+
+    class Undocumented(Silent):
+        def jump(self):
+            return ""
+
+    with pytest.raises(UsageError, match=r"jump.*needs a docstring"):
+        TrlEnv(Undocumented)
+
+
+async def test_a_reset_that_returns_something_else_is_named():
+    class Odd(Silent):
+        def reset(self):
+            return 3
+
+    with pytest.raises(UsageError, match=r"Odd\.reset returned a int"):
+        await TrlEnv(Odd).areset(seed=0)
