@@ -35,16 +35,16 @@ class Claim:
     turns: tuple[Turn, ...]
 
 
-# Evaluation first, then episodes of dead workers, then the oldest group's. ?1 now, ?2 limit. CROSS JOIN makes SQLite
-# begin with the few leases instead of the many running episodes.
+# Evaluation first, then episodes of dead workers, then the oldest group's. ?1 now, ?2 holder, ?3 limit.
+# CROSS JOIN makes SQLite begin with the few leases instead of the many running episodes.
 _CLAIMABLE = """
 SELECT id FROM (
     SELECT * FROM (
-        SELECT id, evaluation, 1 AS fresh FROM episodes WHERE state = 'waiting' ORDER BY evaluation DESC, id LIMIT ?2)
+        SELECT id, evaluation, 1 AS fresh FROM episodes WHERE state = 'waiting' ORDER BY evaluation DESC, id LIMIT ?3)
     UNION ALL
     SELECT e.id, e.evaluation, 0 FROM leases l CROSS JOIN episodes e ON e.holder = l.holder
-        WHERE l.until_s < ?1 AND e.state = 'running'
-) ORDER BY evaluation DESC, fresh, id LIMIT ?2
+        WHERE l.until_s < ?1 AND l.holder <> ?2 AND e.state = 'running'
+) ORDER BY evaluation DESC, fresh, id LIMIT ?3
 """
 
 
@@ -56,16 +56,16 @@ class Leases(Part):
         self._life = uuid.uuid4().hex[:12]
 
     def claim(self, worker: str, limit: int, *, lease_s: float, now: float | None = None) -> list[Claim]:
-        """Up to `limit` episodes for this worker, and its lease renewed: evaluation first, then what workers left
-        whose lease ran out before `now` (seconds since the epoch; default the store's clock), then oldest group
-        first."""
+        """Up to `limit` episodes for this worker: evaluation first, then what other workers left whose lease ran out
+        before `now` (seconds since the epoch; default the store's clock), then oldest group first. If there are any
+        its lease is renewed."""
         now = self._db.clock() if now is None else now
         with self._db.read():  # an idle worker asks often, and must not take the write lock to hear no
-            if not self._claimable(1, now):
+            if not self._claimable(worker, 1, now):
                 return []
         with self._db.write():
             holder = self._renew(worker, now + lease_s)
-            ids = self._claimable(limit, now)  # after the renewal: not what is its own
+            ids = self._claimable(worker, limit, now)
             self._db.execute_many(
                 "UPDATE episodes SET state = 'running', holder = ?, fence = fence + 1,"
                 " started_s = COALESCE(started_s, ?) WHERE id = ?",
@@ -117,11 +117,14 @@ class Leases(Part):
             cursor = self._db.execute("UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running'")
         return cursor.rowcount
 
-    def _claimable(self, limit: int, now: float) -> list[int]:
-        return [id for (id,) in self._db.rows(_CLAIMABLE, (now, limit))]
+    def _claimable(self, worker: str, limit: int, now: float) -> list[int]:
+        return [id for (id,) in self._db.rows(_CLAIMABLE, (now, self._holder(worker), limit))]
+
+    def _holder(self, worker: str) -> str:
+        return f"{worker}/{self._life}"
 
     def _renew(self, worker: str, until_s: float) -> str:
-        holder = f"{worker}/{self._life}"
+        holder = self._holder(worker)
         self._db.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?)", (holder, worker, until_s))
         return holder
 
