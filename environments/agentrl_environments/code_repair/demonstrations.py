@@ -33,11 +33,12 @@ def call(name: str, **arguments: str | int) -> str:
 
 def demonstrate(task: RepairTask, rng: random.Random, *, skill: float, turns: int = 2) -> Demonstration:
     """Play one episode of at most `turns` turns. Each attempt is the right edit with probability `skill`, else any
-    other mutation of the module, all nodes alike and untried; an earlier edit of another line is undone in the same
+    other mutation of the function that fails, all nodes alike and untried; an earlier edit of another line is undone in the same
     message. Once the visible tests pass it submits."""
     calls = [check.call for check in task.visible]
     right_edit = (task.fix_line, task.fix_text)
-    rivals = [m for m in mutations(task.source) if (m.line, m.text) != right_edit]
+    broken = _function_lines(task.source, task.fix_line)
+    rivals = [m for m in mutations(task.source) if m.line in broken and (m.line, m.text) != right_edit]
     original = task.source.split("\n")
     solved = False
     standing = 0  # line that an earlier attempt left changed
@@ -47,7 +48,7 @@ def demonstrate(task: RepairTask, rng: random.Random, *, skill: float, turns: in
         if solved:
             played.append((call("submit"), ()))
             break
-        right = rng.random() < skill
+        right = rng.random() < skill or not rivals
         if right:
             line, text = right_edit
         else:
@@ -66,3 +67,10 @@ def demonstrate(task: RepairTask, rng: random.Random, *, skill: float, turns: in
         solved = texts.passed(task.visible, values) == len(calls)
     values = evaluate(task.source, calls)
     return Demonstration(texts.opening(task.source, task.visible, values), tuple(played), tuple(was_right))
+
+
+def _function_lines(source: str, line: int) -> range:
+    """The lines of the function that `line` belongs to."""
+    lines = source.split("\n")
+    starts = [at for at, text in enumerate(lines, start=1) if text.startswith("def ")]
+    return range(max(at for at in starts if at <= line), min([at for at in starts if at > line], default=len(lines) + 1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final, Literal, get_args
+from typing import Any
 
 from trio.lowlevel import RunVar
 
@@ -21,11 +21,8 @@ from agentrl.sandbox import backend
 from agentrl_environments.code_repair import texts
 from agentrl_environments.code_repair.running import Runner, Values
 from agentrl_environments.code_repair.tasks import SPLITS, RepairTask, Split, make_task
+from agentrl_environments.code_repair.templates import LEVELS, Level
 from agentrl_tools.editing import Document, ReplaceLine, RunTests, Submit
-
-Level = Literal["easy", "medium"]
-FUNCTIONS: Final[Mapping[str, int]] = {"easy": 2, "medium": 4}
-"""How many functions a module of each level has; one of them has the bug."""
 
 _task = lru_cache(maxsize=1024)(make_task)
 
@@ -54,10 +51,11 @@ class CodeRepair(ToolEnv):
     ) -> None:
         if split not in SPLITS:
             raise ConfigError("split", split, f"choose one of {', '.join(SPLITS)}")
-        if level not in FUNCTIONS:
-            raise ConfigError("level", level, f"choose one of {', '.join(get_args(Level))}")
+        if level not in LEVELS:
+            raise ConfigError("level", level, f"choose one of {', '.join(LEVELS)}")
         self._split: Split = split
-        self._functions, self._shuffle = FUNCTIONS[level], shuffle_tests
+        self._level: Level = level
+        self._shuffle = shuffle_tests
         self._sandbox, self._remember = sandbox, remember
         self._document = Document("")
         super().__init__(
@@ -74,9 +72,7 @@ class CodeRepair(ToolEnv):
         return {"seed": seed}
 
     async def setup(self, task: Mapping[str, Json]) -> None:
-        self._repair: RepairTask = _task(
-            task["seed"], self._split, functions=self._functions, shuffle_tests=self._shuffle
-        )
+        self._repair: RepairTask = _task(task["seed"], self._split, level=self._level, shuffle_tests=self._shuffle)
         self._runner = _runner(self._sandbox, self._remember)
         self._document.load(self._repair.source)
 

@@ -14,7 +14,14 @@ from hashlib import blake2b
 from typing import Literal, get_args
 
 from agentrl_environments.code_repair.mutation import Mutation, mutations, normal
-from agentrl_environments.code_repair.templates import ARGUMENT_NAMES, FUNCTION_NAMES, TRAINED, UNSEEN, Template
+from agentrl_environments.code_repair.templates import (
+    ARGUMENT_NAMES,
+    FUNCTION_NAMES,
+    LEVELS,
+    UNSEEN,
+    Level,
+    Template,
+)
 
 Split = Literal["train", "held_out", "held_out_templates"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -75,13 +82,14 @@ class _Function:
     hidden: tuple[Check, ...]
 
 
-def make_task(seed: int, split: Split, *, functions: int = 2, shuffle_tests: bool = False) -> RepairTask:
-    """Draw the task of a seed: `functions` functions, one of them with one bug that the visible tests pin down.
+def make_task(seed: int, split: Split, *, level: Level = "easy", shuffle_tests: bool = False) -> RepairTask:
+    """Draw the task of a seed: some functions, one of them with one bug that the visible tests pin down.
 
     With `shuffle_tests` the visible tests belong to another task with the same headers: they still call these
     functions but say nothing of this bug. That measures how far a policy reads them."""
-    rng = random.Random(f"code-repair/{split}/{functions}/{seed}")
-    headers = _headers(rng, split, functions)
+    rng = random.Random(f"code-repair/{split}/{level}/{seed}")
+    templates, functions = LEVELS[level]
+    headers = _headers(rng, split, UNSEEN if split == "held_out_templates" else templates, functions)
     broken = rng.randrange(functions)
     drawn = [_function(rng, header, bug=at == broken) for at, header in enumerate(headers)]
     source = "\n".join(function.buggy.source if function.buggy else function.source for function in drawn)
@@ -106,9 +114,8 @@ def make_task(seed: int, split: Split, *, functions: int = 2, shuffle_tests: boo
     )
 
 
-def _headers(rng: random.Random, split: Split, n: int) -> list[_Header]:
+def _headers(rng: random.Random, split: Split, templates: Sequence[Template], n: int) -> list[_Header]:
     """`n` headers of one split with different templates and names."""
-    templates = UNSEEN if split == "held_out_templates" else TRAINED
     headers: list[_Header] = []
     while len(headers) < n:
         template = rng.choice(templates)
@@ -134,7 +141,6 @@ def _function(rng: random.Random, header: _Header, *, bug: bool) -> _Function:
         body = draft.body.replace("\n", "\n    ")
         source = normal(f"def {header.name}({header.argument}):\n    {body}")
         inputs = list(dict.fromkeys(draft.inputs))
-        rng.shuffle(inputs)
         calls = [f"{header.name}({arguments})" for arguments in inputs]
         if not bug:
             checks = _checks(calls, evaluate(source, calls))

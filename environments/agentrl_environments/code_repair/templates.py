@@ -28,8 +28,8 @@ Signature = Literal["number", "pair", "list", "word"]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A correct function body and argument tuples (as source) that it may be tested with, the most telling ones in
-    any order. `bugs` names the kinds of nodes that a bug may sit in."""
+    """A correct function body and argument tuples (as source) that it may be tested with, the most telling one first.
+    `bugs` names the kinds of nodes that a bug may sit in."""
 
     body: str
     bugs: tuple[Site, ...]
@@ -64,9 +64,9 @@ def _numbers(rng: random.Random, population: Sequence[int], n: int) -> tuple[str
 
 def _around(rng: random.Random, threshold: int) -> tuple[str, ...]:
     """The neighbours of a threshold, and two numbers further off."""
-    near = {threshold - 1, threshold, threshold + 1}
+    near = [threshold, threshold - 1, threshold + 1]
     far = rng.sample([x for x in range(10) if x not in near], 3)
-    return tuple(str(x) for x in sorted(near | set(far)) if x >= 0)
+    return tuple(str(x) for x in [*near, *far] if x >= 0)
 
 
 def _lists(rng: random.Random, n: int, length: int) -> tuple[str, ...]:
@@ -80,12 +80,12 @@ def _pairs(rng: random.Random, n: int) -> tuple[str, ...]:
 
 @_template("number")
 def add_constant(rng: random.Random, x: str) -> Draft:
-    return Draft(f"return {x} + {rng.randint(1, 9)}", ("number",), _numbers(rng, range(7), 5))
+    return Draft(f"return {x} + {rng.randint(1, 9)}", ("number",), ("0", *_numbers(rng, range(1, 7), 4)))
 
 
 @_template("number")
 def times_constant(rng: random.Random, x: str) -> Draft:
-    return Draft(f"return {x} * {rng.randint(2, 9)}", ("number",), _numbers(rng, range(1, 6), 4))
+    return Draft(f"return {x} * {rng.randint(2, 9)}", ("number",), ("1", *_numbers(rng, range(2, 6), 3)))
 
 
 @_template("pair")
@@ -101,9 +101,9 @@ def reduce_list(rng: random.Random, xs: str) -> Draft:
     return Draft(f"return {rng.choice(('max', 'min', 'sum', 'len'))}({xs})", ("call",), _lists(rng, 6, 3))
 
 
-@_template("list")
-def item(rng: random.Random, xs: str) -> Draft:
-    return Draft(f"return {xs}[{rng.randint(0, 2)}]", ("number",), _lists(rng, 5, 3))
+@_template("number")
+def repeat(rng: random.Random, x: str) -> Draft:
+    return Draft(f"return [{x}] * {rng.randint(1, 5)}", ("number",), _numbers(rng, range(1, 10), 4))
 
 
 @_template("list")
@@ -118,22 +118,23 @@ def at_most(rng: random.Random, x: str) -> Draft:
 
 
 @_template("number")
-def choose_word(rng: random.Random, x: str) -> Draft:
-    threshold, (yes, no) = rng.randint(2, 8), rng.sample(WORDS, 2)
-    body = f"return {yes!r} if {x} {rng.choice(('<', '<=', '>', '>='))} {threshold} else {no!r}"
-    return Draft(body, ("comparison", "word"), _around(rng, threshold))
+def compare(rng: random.Random, x: str) -> Draft:
+    threshold = rng.randint(2, 8)
+    operator = rng.choice(("<", "<=", ">", ">="))
+    return Draft(f"return {x} {operator} {threshold}", ("comparison",), _around(rng, threshold))
 
 
 @_template("number")
 def branch(rng: random.Random, x: str) -> Draft:
     threshold, (yes, no) = rng.randint(2, 8), rng.sample(WORDS, 2)
-    body = f"if {x} {rng.choice(('<', '<=', '>', '>='))} {threshold}:\n    return {yes!r}\nreturn {no!r}"
-    return Draft(body, ("comparison", "word"), _around(rng, threshold))
+    operator = rng.choice(("<", "<=", ">", ">="))
+    body = f"if {x} {operator} {threshold}:\n    return {yes!r}\nreturn {no!r}"
+    return Draft(body, ("word",), _around(rng, threshold))
 
 
 @_template("word")
 def look_up(rng: random.Random, key: str) -> Draft:
-    words = rng.sample(WORDS, 3)
+    words = rng.sample(WORDS, 2)
     table = ", ".join(f"{word!r}: {rng.randint(1, 9)}" for word in words)
     return Draft(f"return {{{table}}}[{key}]", ("number",), tuple(repr(word) for word in words))
 
@@ -167,9 +168,9 @@ def at_least(rng: random.Random, x: str) -> Draft:
     return Draft(f"return max({x}, {rng.randint(1, 8)})", ("number", "call"), _numbers(rng, range(10), 6))
 
 
-@_template("number", UNSEEN)
-def minus_constant(rng: random.Random, x: str) -> Draft:
-    return Draft(f"return {x} - {rng.randint(1, 5)}", ("number",), _numbers(rng, range(5, 10), 4))
+@_template("word", UNSEEN)
+def put_after(rng: random.Random, s: str) -> Draft:
+    return Draft(f"return [{s}, {rng.choice(WORDS)!r}]", ("word",), tuple(repr(w) for w in rng.sample(WORDS, 5)))
 
 
 @_template("number", UNSEEN)
@@ -180,6 +181,18 @@ def match_number(rng: random.Random, x: str) -> Draft:
 
 
 @_template("list", UNSEEN)
-def named_item(rng: random.Random, xs: str) -> Draft:
-    name = rng.choice(("t", "r", "e"))
-    return Draft(f"{name} = {xs}[{rng.randint(0, 2)}]\nreturn {name}", ("number",), _lists(rng, 5, 3))
+def named_head(rng: random.Random, xs: str) -> Draft:
+    name = rng.choice(("t", "r", "acc"))
+    return Draft(f"{name} = {xs}[:{rng.randint(1, 3)}]\nreturn {name}", ("number",), _lists(rng, 5, 4))
+
+
+Level = Literal["easy", "medium"]
+_EASY = (
+    *("add_constant", "times_constant", "arithmetic", "reduce_list", "head"),
+    *("at_most", "equals", "larger", "put_before"),
+)
+LEVELS: dict[Level, tuple[list[Template], int]] = {
+    "easy": ([template for template in TRAINED if template.name in _EASY], 2),
+    "medium": (TRAINED, 4),
+}
+"""The templates of a level, and how many functions a module has; one of them has the bug."""
