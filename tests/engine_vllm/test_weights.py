@@ -1,0 +1,253 @@
+"""New weights in a real server while it generates: exact to transformers, stamped right, or refused whole."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import trio
+
+from agentrl.engine import canary, weightfile
+from agentrl.engine.canary import Canary
+from agentrl.engine.client import EngineClient
+from agentrl.engine.weights import push, update_info
+from agentrl.errors import WeightSyncError
+from agentrl.protocols import GenerateRequest
+from agentrl.records import Generation, SamplingParams
+
+from .policy import VOCAB, Policy
+from .test_contract import ask
+
+pytestmark = pytest.mark.vllm
+
+EXACT = 1e-4
+ADMIN_S = 60.0
+STOPS = (1, 2)
+
+
+@dataclass
+class Progress:
+    """Counts tokens as they come; `reach` wakes its caller when there are enough."""
+
+    tokens: int = 0
+    _waiting: list[tuple[int, trio.Event]] = field(default_factory=list)
+
+    def add(self, count: int) -> None:
+        self.tokens += count
+        for goal, event in self._waiting:
+            if self.tokens >= goal:
+                event.set()
+
+    async def reach(self, goal: int) -> None:
+        event = trio.Event()
+        self._waiting.append((goal, event))
+        if self.tokens < goal:
+            await event.wait()
+
+
+async def turn(client: EngineClient, prompt: list[int], max_tokens: int, progress: Progress) -> Generation:
+    """One turn, token counts reported as they come."""
+    from agentrl.engine.stitching import Stitcher
+
+    request = GenerateRequest(
+        request_id=uuid4().hex,
+        session="s",
+        token_ids=tuple(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=STOPS),
+        deadline_s=120.0,
+    )
+    stitcher = Stitcher()
+    async for chunk in client.stream(request):
+        stitcher.add(chunk)
+        progress.add(len(chunk.token_ids))
+        if chunk.finish is not None:
+            return stitcher.generation(chunk.finish)  # pyright: ignore[reportArgumentType]
+    raise AssertionError("the stream ended without a finish")
+
+
+async def episode(
+    client: EngineClient, seed: int, turns: int, progress: Progress
+) -> list[tuple[list[int], Generation]]:
+    """Turns whose prompts extend what came before: (context, generation) of each."""
+    rng = random.Random(seed)
+    context = [rng.randrange(3, VOCAB) for _ in range(rng.randrange(20, 60))]
+    played: list[tuple[list[int], Generation]] = []
+    for _ in range(turns):
+        generation = await turn(client, context, rng.randrange(24, 72), progress)
+        played.append((list(context), generation))
+        context += [*generation.token_ids, *(rng.randrange(3, VOCAB) for _ in range(8))]
+    return played
+
+
+@pytest.mark.parametrize("clear_cache", [True], ids=["kv recomputed"])
+async def test_every_token_is_exact_under_its_own_version(
+    client: EngineClient, policy: Policy, clear_cache: bool
+) -> None:
+    """16 concurrent episodes of 4 turns over 6 updates in flight."""
+    progress, updates, played = Progress(), 6, list[tuple[list[int], Generation]]()
+    client.version = await client.served_version()
+    before = policy.version
+
+    async def play(seed: int) -> None:
+        played.extend(await episode(client, seed, 4, progress))
+
+    async with trio.open_nursery() as nursery:
+        for seed in range(16):
+            nursery.start_soon(play, seed)
+        for number in range(1, updates + 1):
+            await progress.reach(200 * number)
+            version, file = policy.update()
+            await push(
+                [client],
+                file.path,
+                version,
+                sha256=file.sha256,
+                clear_cache=clear_cache,
+                deadline_s=ADMIN_S,
+                stage=True,
+            )
+    seen = {span.version for _, generation in played for span in generation.spans}
+    assert len(seen & set(range(before, before + updates + 1))) >= 6
+    assert sum(len(generation.spans) > 1 for _, generation in played) >= 6  # turns that an update overtook
+    assert max(policy.error(context, generation) for context, generation in played) <= EXACT
+
+
+async def test_kept_kv_is_exact_for_what_it_was_computed_with(client: EngineClient, policy: Policy) -> None:
+    """With KV kept, tokens after the swap attend to keys and values of the old weights: not the new model's log-probs,
+    and a new request never sees them: its prefix is computed anew."""
+    prompt, progress = [(5 * i) % 120 + 3 for i in range(96)], Progress()
+    client.version = await client.served_version()
+    generations: list[Generation] = []
+
+    async def one() -> None:
+        generations.append(await turn(client, prompt, 600, progress))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(one)
+        await progress.reach(8)
+        version, file = policy.update()
+        await push([client], file.path, version, sha256=file.sha256, clear_cache=False, deadline_s=ADMIN_S)
+    (running,) = generations
+    if len(running.spans) == 2:  # it did not end before the swap
+        first = Generation(
+            token_ids=running.token_ids[: running.spans[0].end],
+            logprobs=running.logprobs[: running.spans[0].end],
+            spans=running.spans[:1],
+            finish="length",
+        )
+        assert policy.error(prompt, first) <= EXACT
+        assert policy.error(prompt, running) > EXACT
+    fresh = await client.generate(ask(tuple(prompt)))
+    assert {span.version for span in fresh.spans} == {version}
+    assert policy.error(prompt, fresh) <= EXACT
+
+
+async def test_a_damaged_file_is_refused_and_the_old_weights_serve_on(client: EngineClient, policy: Policy) -> None:
+    version, file = policy.update()
+    damaged = bytearray(file.path.read_bytes())
+    damaged[-1] ^= 1
+    bad = file.path.with_name("damaged.safetensors")
+    bad.write_bytes(damaged)
+    served = await client.served_version()
+    for stage in (True, False):
+        with pytest.raises(WeightSyncError, match="SHA-256"):
+            await push([client], bad, version, sha256=file.sha256, deadline_s=ADMIN_S, stage=stage)
+    await client.call("POST", "/resume", deadline_s=ADMIN_S)
+    assert await client.served_version() == served
+    old = await client.generate(ask())
+    assert policy.error(ask().token_ids, old) <= EXACT
+    await push([client], file.path, version, sha256=file.sha256, deadline_s=ADMIN_S, clear_cache=True)
+    assert policy.error(ask().token_ids, await client.generate(ask())) <= EXACT
+
+
+async def test_an_update_whose_trainer_died_half_way_is_mended_by_the_next(
+    client: EngineClient, policy: Policy
+) -> None:
+    version, file = policy.update()
+    await client.call("POST", "/pause", params={"mode": "keep", "clear_cache": "true"}, deadline_s=ADMIN_S)
+    await client.call("POST", "/start_weight_update", deadline_s=ADMIN_S)
+    info = update_info(file.path, file.sha256)
+    await client.call("POST", "/update_weights", json={"update_info": info}, deadline_s=ADMIN_S)
+    version, file = policy.update()
+    await push([client], file.path, version, sha256=file.sha256, deadline_s=ADMIN_S, clear_cache=True)
+    assert policy.error(ask().token_ids, await client.generate(ask())) <= EXACT
+
+
+async def test_a_delta_is_the_whole_file(client: EngineClient, policy: Policy, tmp_path: Path) -> None:
+    version, base = policy.update()
+    await push([client], base.path, version, sha256=base.sha256, keep_base=True, deadline_s=ADMIN_S, clear_cache=True)
+    for _ in range(2):  # the second is against a result that only the engine ever held
+        version, new = policy.update(scale=1e-4)
+        delta = tmp_path / f"{version}.delta"
+        old, fresh = (weightfile.open_bytes(file.path) for file in (base, new))
+        assert weightfile.write_delta(old, fresh, delta, width=4) < new.size_bytes
+        await push(
+            [client],
+            delta,
+            version,
+            sha256=new.sha256,
+            base_sha256=base.sha256,
+            deadline_s=ADMIN_S,
+            clear_cache=True,
+            stage=True,
+        )
+        generation = await client.generate(ask())
+        assert {span.version for span in generation.spans} == {version}
+        assert policy.error(ask().token_ids, generation) <= EXACT
+        stale, base = base, new
+    with pytest.raises(WeightSyncError, match="send a full file first"):
+        await push(
+            [client], delta, version + 1, sha256=new.sha256, base_sha256=stale.sha256, deadline_s=ADMIN_S, stage=True
+        )
+
+
+def probe_of(policy: Policy, version: int) -> Canary:
+    tokens = canary.probe_tokens(VOCAB)
+    return Canary(version=version, token_ids=tokens, logprobs=tuple(policy.logprobs(tokens[:1], tokens[1:], version)))
+
+
+async def mend(client: EngineClient, on: bool) -> None:
+    asked = {"method": "agentrl_mend", "args": ["1" if on else "0"]}
+    await client.call("POST", "/collective_rpc", json=asked, deadline_s=ADMIN_S)
+
+
+async def test_the_canary_sees_a_tied_output_layer_left_behind(client: EngineClient, policy: Policy) -> None:
+    await _seen_and_mended(client, policy, "lm_head (tied to model.embed_tokens.weight)")
+
+
+async def test_the_canary_sees_experts_left_behind(mixture_client: EngineClient, mixture: Policy) -> None:
+    await _seen_and_mended(mixture_client, mixture, "model.layers.0.mlp.experts")
+
+
+async def _seen_and_mended(client: EngineClient, policy: Policy, named: str) -> None:
+    """The CPU build's silent bugs: every call answers 200, and the weights were not taken."""
+    try:
+        version, file = policy.update()
+        await push([client], file.path, version, sha256=file.sha256, deadline_s=ADMIN_S, clear_cache=True)
+        assert await canary.check([client], probe_of(policy, version)) <= EXACT
+
+        await mend(client, False)
+        version, file = policy.update()
+        info = update_info(file.path, file.sha256)
+        await push([client], file.path, version, sha256=file.sha256, deadline_s=ADMIN_S, clear_cache=True)
+        with pytest.raises(WeightSyncError, match="nats from the learner's") as caught:
+            await canary.check([client], probe_of(policy, version), update_info=info)
+        assert named in str(caught.value) and f"version {version}" in str(caught.value)
+
+        await mend(client, True)
+        await push([client], file.path, version, sha256=file.sha256, deadline_s=ADMIN_S, clear_cache=True)
+        assert await canary.check([client], probe_of(policy, version)) <= EXACT
+        assert await canary.untaken(client, info, deadline_s=ADMIN_S) == []
+    finally:
+        await mend(client, True)
+        await client.aclose()
+
+
+async def test_the_canary_refuses_an_engine_that_serves_another_version(client: EngineClient, policy: Policy) -> None:
+    served = await client.served_version()
+    with pytest.raises(WeightSyncError, match=f"serves version {served}, not {served + 9}"):
+        tokens = canary.probe_tokens(VOCAB, 4)
+        await canary.check([client], Canary(version=served + 9, token_ids=tokens, logprobs=(0.0, 0.0, 0.0)))
