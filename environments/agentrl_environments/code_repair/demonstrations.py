@@ -33,8 +33,8 @@ def call(name: str, **arguments: str | int) -> str:
 
 def demonstrate(task: RepairTask, rng: random.Random, *, skill: float, turns: int = 2) -> Demonstration:
     """Play one episode of at most `turns` turns. Each attempt is the right edit with probability `skill`, else any
-    other mutation of the function that fails, all nodes alike and untried; an earlier edit of another line is undone in the same
-    message. Once the visible tests pass it submits."""
+    other mutation of the function that fails, all nodes alike and untried; an earlier edit of another line is undone
+    in the same message. Once the visible tests pass it submits."""
     calls = [check.call for check in task.visible]
     right_edit = (task.fix_line, task.fix_text)
     broken = _function_lines(task.source, task.fix_line)
@@ -73,4 +73,5 @@ def _function_lines(source: str, line: int) -> range:
     """The lines of the function that `line` belongs to."""
     lines = source.split("\n")
     starts = [at for at, text in enumerate(lines, start=1) if text.startswith("def ")]
-    return range(max(at for at in starts if at <= line), min([at for at in starts if at > line], default=len(lines) + 1))
+    end = min((at for at in starts if at > line), default=len(lines) + 1)
+    return range(max(at for at in starts if at <= line), end)
