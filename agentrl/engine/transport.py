@@ -135,11 +135,11 @@ class _Connection:
                 self._state.receive_data(await self._read(timeout_s))
         return event
 
-    async def _read(self, timeout_s: float | None) -> bytes | bytearray:
+    async def _read(self, timeout_s: float | None) -> bytes:
         if timeout_s is None:
-            return await self._stream.receive_some(_READ_BYTES)
+            return bytes(await self._stream.receive_some(_READ_BYTES))
         with trio.fail_after(timeout_s):
-            return await self._stream.receive_some(_READ_BYTES)
+            return bytes(await self._stream.receive_some(_READ_BYTES))
 
     def alive(self) -> bool:
         """Whether the idle peer has neither closed the connection nor sent something unasked."""
