@@ -182,18 +182,22 @@ class Tool(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """Tokens in. `session` names the episode, so that a fleet can go where its prefix is cached."""
+    """Tokens in. `session` names the episode, so that a fleet can go where its prefix is cached. `model` names what an
+    engine that serves several is to sample from (an adapter), None its own."""
 
     request_id: str
     session: str
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     deadline_s: float = 120.0
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Some sampled tokens of a stream. `spans` are relative to the chunk. `finish` is set on the last one only."""
+    """Some sampled tokens of a stream. `spans` count from the chunk's first token; where an engine names versions only
+    at the end, a later chunk restates earlier tokens with negative starts, and the later word holds
+    (`agentrl.engine.stitching` puts chunks together). `finish` is set on the last one only."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
