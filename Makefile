@@ -30,7 +30,13 @@ $(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime
 	$(UV) -r requirements/dev.txt
 	@touch $@
 
-.PHONY: sandbox-ready
+adapters: $(VENV)/.adapters ## the packages of other people's environments, for the adapters' tests
+
+$(VENV)/.adapters: requirements/adapters.txt $(VENV)/.dev
+	$(UV) -r requirements/adapters.txt
+	@touch $@
+
+.PHONY: adapters sandbox-ready
 sandbox-ready:
 	@bash requirements/sandbox.sh
 
@@ -54,12 +60,13 @@ $(VENV)-vllm/.ready: requirements/vllm.txt requirements/vllm-overrides.txt | $(V
 	$(BIN)/uv pip install --quiet --python $(VENV)-vllm/bin/python --overrides requirements/vllm-overrides.txt -r requirements/vllm.txt
 	@touch $@
 
-SETS := $(patsubst %,requirements/%.txt,runtime dev trl vllm)
+SETS := $(patsubst %,requirements/%.txt,runtime dev adapters trl vllm)
 COMPILE := $(BIN)/uv pip compile --quiet --no-header --no-emit-find-links --no-annotate
 lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is what they are resolved for
 	@touch $(SETS) && sed -i 's/^torch==\([0-9.]*\)$$/torch==\1+cpu/' $(SETS)
 	$(COMPILE) pyproject.toml requirements/runtime.in -o requirements/runtime.txt
 	$(COMPILE) --extra dev pyproject.toml requirements/runtime.in -o requirements/dev.txt
+	$(COMPILE) --extra dev --extra adapters pyproject.toml requirements/runtime.in -o requirements/adapters.txt
 	$(COMPILE) requirements/trl.in -o requirements/trl.txt
 	$(COMPILE) --overrides requirements/vllm-overrides.txt requirements/vllm.in -o requirements/vllm.txt
 	@sed -i 's/^torch==\([0-9.]*\)+cpu/torch==\1/' $(SETS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 from gymnasium.error import ResetNeeded
@@ -45,7 +45,7 @@ class RolesEnv(Env):
     breaks the rules (`play` raises a `PolicyFault`) reads why and tries again, `retries` times in a row; then it
     forfeits."""
 
-    roles: ClassVar[tuple[str, ...]]
+    roles: tuple[str, ...]
     retries: int = 2
     max_turns: int = 200
 

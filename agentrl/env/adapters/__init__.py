@@ -1,4 +1,7 @@
-"""Other people's environments as ours, and ours as theirs. Each module imports its package when it is imported.
+"""Other people's environments as ours, and ours as theirs. A module asks for its package when something is made.
 
 text_gym     any gymnasium environment with small actions; FrozenLake, Blackjack, Taxi
+trl_class    environment classes written for TRL
+reasoning    reasoning-gym                      text_arena   TextArena, with roles
+petting_zoo  PettingZoo's AEC environments, with roles
 """

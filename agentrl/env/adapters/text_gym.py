@@ -50,7 +50,7 @@ class TextGym(ToolEnv):
             raise UsageError("kwargs are for making an environment by its id: this one is made already")
         self._gym: AnyEnv = _made(env, kwargs or {}) if isinstance(env, str) else env
         self._success_return = success_return
-        self._names = _names_of(self._gym.action_space, actions)
+        self._names = names_of(self._gym.action_space, actions)
         parameters = {"action": _schema_of(self._gym.action_space, self._names)}
         schema = {"type": "object", "properties": parameters, "required": ["action"], "additionalProperties": False}
         act = SchemaTool("act", "Play one action.", schema, lambda given: self.act(given["action"]), blocking=False)
@@ -61,7 +61,7 @@ class TextGym(ToolEnv):
         if self._gym.render_mode == "ansi":
             drawn = re.sub(r"\x1b\[(?:\d+;)*4\dm(.)\x1b\[0m", r"[\1]", str(self._gym.render()))
             return re.sub(r"\x1b\[[\d;]*m", "", drawn).strip("\n")
-        return str(_plain(observation))
+        return str(plain(observation))
 
     def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
         return {"seed": int(self.np_random.integers(2**31)), "options": dict(options)}
@@ -188,7 +188,8 @@ def _made(id: str, kwargs: Mapping[str, Any]) -> AnyEnv:
     return env
 
 
-def _names_of(space: Any, actions: Sequence[str] | None) -> tuple[str, ...]:
+def names_of(space: Any, actions: Sequence[str] | None) -> tuple[str, ...]:
+    """The names of a Discrete space's values (their numbers, where none are given); nothing for other spaces."""
     if not isinstance(space, spaces.Discrete):
         if actions is not None:
             raise UsageError(f"actions name the values of a Discrete space, not of {space}")
@@ -223,14 +224,14 @@ def _bounds_of(space: Any) -> dict[str, Json]:
     return {"minimum": float(space.low.min()), "maximum": float(space.high.max())}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Arrays and numpy numbers as plain values."""
     if isinstance(value, np.ndarray):
         return cast("Any", value).tolist()
     if isinstance(value, np.generic):
         return cast("Any", value).item()
     if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in cast("dict[Any, Any]", value).items()}
+        return {str(key): plain(inner) for key, inner in cast("dict[Any, Any]", value).items()}
     if isinstance(value, tuple | list):
-        return [_plain(inner) for inner in cast("list[Any]", value)]
+        return [plain(inner) for inner in cast("list[Any]", value)]
     return value

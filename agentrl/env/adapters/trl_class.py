@@ -56,7 +56,7 @@ class TrlEnv(ToolEnv):
 
 def _methods_of(env: Any) -> list[FunctionTool]:
     """The public methods of the class as tools, by name."""
-    members = cast("list[tuple[str, object]]", inspect.getmembers(type(env)))
+    members = cast("list[tuple[str, object]]", inspect.getmembers(cast(object, env).__class__))
     names = [name for name, value in members if inspect.isfunction(value) and not name.startswith("_")]
     return [
         FunctionTool(getattr(env, name), ToolOptions(name=name, errors=(Exception,)))
