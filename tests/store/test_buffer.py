@@ -94,7 +94,7 @@ def test_law_3_an_old_token_of_a_member_outside_the_loss_does_not_age_its_group(
     admit(store, limit=1, group_size=3)
     two = serve(store, 2)
     failed, *others = store.claim("a", 3, lease_s=30.0)
-    play(store, failed, version=1, stop=StopReason.SANDBOX_FAILED, outcome=None)
+    play(store, failed, version=1, stop=StopReason.SANDBOX_FAILED, outcome=0.0)
     for claim in others:
         play(store, claim, version=two)
     assert ids(store.take(3, 1, max_lag=0)) == [1]

@@ -22,6 +22,7 @@ from agentrl.records import StopReason
 from agentrl.store import LeaseLost, RunStore
 from agentrl.store.audit import audit
 
+from .fuse import Fuse, Killed
 from .model import BATCH, DEADLINE_S, LEASE_S, MAX_LAG, MAX_RUNNING, SIZE, STEPS, Model
 from .play import START, Clock, answer, task, turn
 
@@ -53,38 +54,6 @@ def snapshot(store: RunStore) -> dict[str, Any]:
         "checkpoints": [s for (s,) in rows("SELECT step FROM checkpoints WHERE undone_attempt IS NULL ORDER BY id")],
         "next_task": int(store.meta("next_task") or 0),
     }
-
-
-class Killed(BaseException):
-    """The process died here."""
-
-
-class Fuse:
-    """A connection that dies before or after its n-th statement, and does nothing at all from then on."""
-
-    def __init__(self, connection: Any, left: int, *, after: bool) -> None:
-        self._connection, self._left, self._after, self._dead = connection, left, after, False
-
-    def _burn(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        if self._dead:
-            raise Killed
-        self._left -= 1
-        self._dead = self._left < 0
-        if self._dead and not self._after:
-            raise Killed
-        result = call(*arguments)
-        if self._dead:
-            raise Killed
-        return result
-
-    def execute(self, *arguments: Any) -> Any:
-        return self._burn(self._connection.execute, *arguments)
-
-    def executemany(self, *arguments: Any) -> Any:
-        return self._burn(self._connection.executemany, *arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._connection, name)
 
 
 def silent(_: object) -> None:
