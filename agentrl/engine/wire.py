@@ -42,12 +42,13 @@ def request_json(request: GenerateRequest, *, stream: bool) -> dict[str, Json]:
     }
     if sampling.stop_token_ids:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
-    return {
+    body: dict[str, Json] = {
         "request_id": request.request_id,
         "token_ids": list(request.token_ids),
         "sampling_params": params,
         "stream": stream,
     }
+    return body if request.model is None else body | {"model": request.model}
 
 
 def prompt_logprobs(document: Mapping[str, Json], token_ids: Sequence[int]) -> tuple[float, ...]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -73,13 +75,38 @@ class Policy:
         """New weights in every tensor, written where an engine can load them."""
         version = self.version + 1
         generator = torch.Generator().manual_seed(version)
-        self.model.load_state_dict(self.states[self.version])
+        self.model.load_state_dict(self.states[max(self.files, default=1)])
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
         self.states[version] = self._state()
         self.files[version] = export_weights(self.model, self.scratch / f"{version}.safetensors")
         return version, self.files[version]
+
+    def adapter(self, rank: int = 8, alpha: float = 16.0, scale: float = 0.1) -> tuple[int, Path]:
+        """A new version that is a LoRA adapter over the newest full weights, in PEFT's format."""
+        base, version = self.states[max(self.files, default=1)], self.version + 1
+        generator = torch.Generator().manual_seed(version)
+        tensors: dict[str, torch.Tensor] = {}
+        merged = dict(base)
+        for name, weight in base.items():
+            if not name.endswith("_proj.weight"):
+                continue
+            module = name.removesuffix(".weight")
+            down = torch.randn(rank, weight.shape[1], generator=generator) * scale
+            up = torch.randn(weight.shape[0], rank, generator=generator) * scale
+            tensors |= {
+                f"base_model.model.{module}.lora_A.weight": down,
+                f"base_model.model.{module}.lora_B.weight": up,
+            }
+            merged[name] = weight + (alpha / rank) * up @ down
+        folder = self.scratch / f"adapter-{version}"
+        folder.mkdir(parents=True)
+        save_file(tensors, folder / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": "all-linear", "bias": "none"}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        self.states[version] = merged
+        return version, folder
 
     def logprobs(self, prompt: Sequence[int], tokens: Sequence[int], version: int) -> list[float]:
         """Of `tokens` after `prompt`, under one version's weights, at temperature 1."""

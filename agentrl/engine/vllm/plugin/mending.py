@@ -1,20 +1,42 @@
-"""Two updates that vLLM's CPU build takes and forgets: a tied output layer and the experts of a mixture.
+"""What vLLM's CPU build gets wrong in silence: every call answers 200, and the log-probs are those of other weights.
 
-Both answer 200 and both then sample from old or scrambled weights; only a canary would see them. `ready_for_update`
-runs before the new weights are loaded, `after_update` once they are. Switched off by $AGENTRL_VLLM_MEND=0 at start, or
-while running by `enabled`, so that tests can show that the canary does see them.
+- A tied output layer keeps its packed copy of the old weights over an update (`after_update`).
+- The experts of a mixture are not packed again by an update (`ready_for_update`).
+- A request without an adapter is computed with the adapter in the last slot: its index -1 counts from the end
+  (`install`).
+
+Switched off by $AGENTRL_VLLM_MEND=0 at start, or while running by `enabled`, so that tests can show what a canary sees.
 """
 
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
 from agentrl.engine.vllm.plugin import MEND_VARIABLE
 
 enabled = os.environ.get(MEND_VARIABLE, "1") != "0"
+
+
+def install() -> None:
+    """Have requests without an adapter be computed without one. Safe to call again."""
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    original = lora_ops.bgmv_shrink
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def shrink(inputs, weights, output, indices, scaling=1.0):
+        original(inputs, weights, output, indices, scaling)
+        if enabled:
+            output[indices < 0] = 0
+
+    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = shrink
 
 
 def ready_for_update(model: Any) -> None:

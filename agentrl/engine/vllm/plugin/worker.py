@@ -11,11 +11,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from vllm.platforms import current_platform
+
 from agentrl.engine.vllm import plugin
 from agentrl.engine.vllm.plugin import mending, versions
 from agentrl.engine.vllm.plugin.transfer import Update, tensors
 
 plugin.register()
+if current_platform.is_cpu():
+    mending.install()
 
 
 class WorkerExtension:

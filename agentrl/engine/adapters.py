@@ -1,0 +1,150 @@
+"""LoRA adapters as weight versions: `policy-7` is version 7. Loaded beside those that running requests use, never over
+them (a reload in place reads the folder for each request, and leaves old keys and values in the prefix cache).
+
+A request keeps the adapter it started with, so all its tokens have one version, and generation never pauses. Owns the
+names, their loading and their retirement; the files are the learner's. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from agentrl.engine.client import EngineClient
+from agentrl.engine.weights import PushReport
+from agentrl.engine.wire import parse_json
+from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
+from agentrl.protocols import Chunk, GenerateRequest
+from agentrl.records import Json, VersionSpan
+
+NAME = "policy"
+
+
+def adapter_name(version: int) -> str:
+    """What an engine calls the adapter of a weight version."""
+    return f"{NAME}-{version}"
+
+
+class AdapterClient(EngineClient):
+    """Samples from the adapter that `current` names at the start of each turn, and stamps its tokens with that version
+    (an engine's own stamp is that of the weights below). `current` gives None while there is none yet."""
+
+    def __init__(self, url: str, *, current: Callable[[], int | None], **settings: Any) -> None:
+        super().__init__(url, **settings)
+        self._current = current
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """As `EngineClient.stream`. Raises EngineUnavailable if the engine lacks the adapter: it was restarted and
+        waits to be refit, or was left behind by several versions."""
+        version = self._current()
+        if version is not None:
+            request = replace(request, model=adapter_name(version))
+        try:
+            async with aclosing(super().stream(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk if version is None else _stamped(chunk, version)
+        except (EngineTimeout, EngineUnavailable):
+            raise
+        except EngineError as error:
+            if version is not None and "does not exist" in str(error):
+                raise EngineUnavailable(f"{self.url} has no adapter {adapter_name(version)!r}") from error
+            raise
+
+    async def served_version(self, *, deadline_s: float = 5.0) -> int:
+        """The newest adapter it has, or the version of the weights below."""
+        found = await loaded(self, deadline_s=deadline_s)
+        return max(found) if found else await super().served_version(deadline_s=deadline_s)
+
+
+async def load(engines: Sequence[EngineClient], folder: Path, version: int, *, deadline_s: float = 30.0) -> PushReport:
+    """Have every engine load the adapter in `folder` (PEFT's format) as `version`, all at once, while it generates.
+
+    The folder must stay until the version is retired. Raises WeightSyncError naming the engines that did not confirm;
+    the call may be repeated."""
+    folder = Path(await trio.Path(folder).resolve())
+    try:
+        sizes = [(await file.stat()).st_size for file in await trio.Path(folder).iterdir()]
+    except OSError as error:
+        raise WeightSyncError(f"cannot read adapter {str(folder)!r}: {error.strerror}") from error
+    asked: dict[str, Json] = {"lora_name": adapter_name(version), "lora_path": str(folder)}
+
+    async def one(engine: EngineClient) -> None:
+        try:
+            await engine.call("POST", "/v1/load_lora_adapter", json=asked, deadline_s=deadline_s)
+        except EngineError as error:
+            if "already been loaded" not in str(error):
+                raise
+
+    started = trio.current_time()
+    await _everywhere(engines, one, f"load adapter {adapter_name(version)}")
+    return PushReport(pause_s=0.0, total_s=trio.current_time() - started, bytes=sum(sizes))
+
+
+async def retire(engines: Sequence[EngineClient], *, keep: Collection[int], deadline_s: float = 30.0) -> frozenset[int]:
+    """Unload every version that is not in `keep` and that no request of an engine uses; returns those that some engine
+    still has besides `keep`, whose folders must stay."""
+    left: set[int] = set()
+
+    async def one(engine: EngineClient) -> None:
+        old = await loaded(engine, deadline_s=deadline_s) - frozenset(keep)
+        busy = await in_use(engine, deadline_s=deadline_s) if old else frozenset[int]()
+        left.update(old & busy)
+        for version in sorted(old - busy):
+            asked: dict[str, Json] = {"lora_name": adapter_name(version)}
+            await engine.call("POST", "/v1/unload_lora_adapter", json=asked, deadline_s=deadline_s)
+
+    await _everywhere(engines, one, "unload old adapters")
+    return frozenset(left)
+
+
+async def loaded(engine: EngineClient, *, deadline_s: float = 5.0) -> frozenset[int]:
+    """The versions that an engine has adapters of."""
+    models = parse_json(await engine.call("GET", "/v1/models", deadline_s=deadline_s))["data"]
+    return _versions(model["id"] for model in models)
+
+
+async def in_use(engine: EngineClient, *, deadline_s: float = 5.0) -> frozenset[int]:
+    """The versions that running or waiting requests of an engine use, at its last look."""
+    text = (await engine.call("GET", "/metrics", deadline_s=deadline_s)).decode()
+    latest, names = 0.0, ""
+    for line in text.splitlines():
+        # Each set of adapters that was ever in use has a line of its own, whose value is when it last was.
+        if line.startswith("vllm:lora_requests_info{"):
+            labels, _, at = line.rpartition("} ")
+            if float(at) >= latest:
+                latest, names = float(at), labels
+    return _versions(re.findall(rf"{NAME}-\d+", names))
+
+
+def _versions(names: Iterable[str]) -> frozenset[int]:
+    matches = (re.fullmatch(rf"{NAME}-(\d+)", name) for name in names)
+    return frozenset(int(match[1]) for match in matches if match)
+
+
+def _stamped(chunk: Chunk, version: int) -> Chunk:
+    count = len(chunk.token_ids)
+    return replace(chunk, spans=(VersionSpan(version, 0, count),) if count else ())
+
+
+async def _everywhere(
+    engines: Sequence[EngineClient], one: Callable[[EngineClient], Awaitable[None]], what: str
+) -> None:
+    failures: list[str] = []
+
+    async def named(engine: EngineClient) -> None:
+        try:
+            await one(engine)
+        except EngineError as error:
+            failures.append(f"{engine.url} did not {what}: {error}")
+
+    async with trio.open_nursery() as nursery:
+        for engine in engines:
+            nursery.start_soon(named, engine)
+    if failures:
+        raise WeightSyncError("; ".join(sorted(failures)))

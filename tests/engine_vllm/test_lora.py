@@ -1,0 +1,154 @@
+"""Adapters as versions on a real server: loaded while it generates, exact, retired when nobody uses them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import trio
+
+from agentrl.engine import adapters
+from agentrl.engine.adapters import AdapterClient
+from agentrl.engine.client import EngineClient
+from agentrl.errors import EngineUnavailable, WeightSyncError
+from agentrl.records import Generation
+
+from .conftest import Server
+from .policy import Policy
+from .test_contract import ask
+from .test_weights import ADMIN_S, EXACT, Progress, mend, turn
+
+pytestmark = pytest.mark.vllm
+
+
+class Current:
+    """What a learner would confirm."""
+
+    version: int | None = None
+
+    def __call__(self) -> int | None:
+        return self.version
+
+
+@pytest.fixture
+def current() -> Current:
+    return Current()
+
+
+@pytest.fixture
+async def client(server: Server, current: Current) -> AsyncIterator[AdapterClient]:
+    client = AdapterClient(server.url, current=current)
+    yield client
+    with trio.CancelScope(shield=True):
+        await adapters.retire([client], keep=(), deadline_s=ADMIN_S)
+        await client.aclose()
+
+
+async def test_adapters_are_loaded_while_others_generate_and_all_are_exact(
+    client: AdapterClient, current: Current, policy: Policy
+) -> None:
+    """Episodes go on until they have played a turn under the last of three adapters."""
+    progress, played, versions = Progress(), list[tuple[list[int], Generation]](), list[int]()
+
+    async def play(seed: int) -> None:
+        prompt = [(seed * 11 + 7 * i) % 120 + 3 for i in range(40)]
+        under = 0
+        while len(versions) < 3 or under != versions[-1]:
+            generation = await turn(client, prompt, 60, progress)
+            played.append((list(prompt), generation))
+            prompt = [*prompt, *generation.token_ids, 5, 6, 7][-300:]
+            under = generation.spans[0].version
+
+    async with trio.open_nursery() as nursery:
+        for seed in range(6):
+            nursery.start_soon(play, seed)
+        for number in range(3):
+            await progress.reach(100 * (number + 1))
+            version, folder = policy.adapter()
+            report = await adapters.load([client], folder, version, deadline_s=ADMIN_S)
+            assert report.pause_s == 0 and report.bytes > 0
+            versions.append(version)
+            current.version = version
+            await progress.reach(progress.tokens + 50)
+    seen = {span.version for _, generation in played for span in generation.spans}
+    assert seen == {max(policy.files, default=1), *versions}
+    assert all(len(generation.spans) == 1 for _, generation in played)  # each turn kept what it began with
+    assert max(policy.error(context, generation) for context, generation in played) <= EXACT
+
+
+async def test_an_adapter_is_unloaded_when_no_request_uses_it(
+    client: AdapterClient, current: Current, policy: Policy
+) -> None:
+    old, folder = policy.adapter()
+    await adapters.load([client], folder, old, deadline_s=ADMIN_S)
+    await adapters.load([client], folder, old, deadline_s=ADMIN_S)  # saying it twice does no harm
+    current.version = old
+    assert await client.served_version(deadline_s=ADMIN_S) == old
+    progress, generations = Progress(), list[Generation]()
+    prompt = list(range(3, 40))
+
+    async def long() -> None:
+        generations.append(await turn(client, prompt, 700, progress))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(long)
+        await progress.reach(4)
+        new, folder = policy.adapter()
+        await adapters.load([client], folder, new, deadline_s=ADMIN_S)
+        current.version = new
+        left = await adapters.retire([client], keep=[new], deadline_s=ADMIN_S)
+        running = not generations
+        assert not running or left == {old}  # unless the long turn was over already
+    assert policy.error(prompt, generations[0]) <= EXACT and generations[0].spans[0].version == old
+    left = frozenset({old})
+    while left:
+        left = await adapters.retire([client], keep=[new], deadline_s=ADMIN_S)
+    assert await adapters.loaded(client) == {new}
+
+
+async def test_requests_with_and_without_an_adapter_share_a_batch(server: Server, policy: Policy) -> None:
+    """The CPU build computes those without one with the last slot's adapter: the third of its silent bugs."""
+    errors: dict[int | None, list[float]] = {}
+
+    async def one(version: int | None) -> None:
+        client = AdapterClient(server.url, current=lambda: version)
+        generation = await client.generate(ask())
+        errors.setdefault(version, []).append(policy.error(ask().token_ids, generation))
+        await client.aclose()
+
+    plain = AdapterClient(server.url, current=lambda: None)
+    plain.version = await EngineClient(server.url).served_version(deadline_s=ADMIN_S)
+    slots = [policy.adapter() for _ in range(2)]
+    for version, folder in slots:
+        await adapters.load([plain], folder, version, deadline_s=ADMIN_S)
+    for mending in (True, False):
+        errors.clear()
+        await mend(plain, mending)
+        try:
+            async with trio.open_nursery() as nursery:
+                for version in [None, slots[0][0], slots[1][0]] * 4:
+                    nursery.start_soon(one, version)
+        finally:
+            await mend(plain, True)
+        assert max(max(errors[version]) for version, _ in slots) <= EXACT
+        assert (max(errors[None]) <= EXACT) == mending
+    await adapters.retire([plain], keep=(), deadline_s=ADMIN_S)
+    await plain.aclose()
+
+
+async def test_an_unknown_adapter_is_an_engine_that_waits_to_be_refit(
+    client: AdapterClient, current: Current, policy: Policy
+) -> None:
+    current.version = policy.version + 100
+    with pytest.raises(EngineUnavailable, match=f"no adapter 'policy-{current.version}'"):
+        await client.generate(ask())
+    assert await client.served_version(deadline_s=ADMIN_S) < current.version
+
+
+async def test_a_folder_without_an_adapter_is_refused(client: AdapterClient, policy: Policy) -> None:
+    empty = policy.scratch / "empty"
+    empty.mkdir(exist_ok=True)
+    with pytest.raises(WeightSyncError, match="did not load adapter policy-9"):
+        await adapters.load([client], empty, 9, deadline_s=ADMIN_S)
+    with pytest.raises(WeightSyncError, match="cannot read adapter"):
+        await adapters.load([client], empty / "nothing", 9, deadline_s=ADMIN_S)
