@@ -355,3 +355,14 @@ def test_writes_of_two_handles_take_turns(store: RunStore, path: Path) -> None:
     other.execute("ROLLBACK")
     store.set_meta("phase", "train")
     assert store.meta("phase") == "train"
+
+
+def test_a_write_holds_the_lock_from_its_first_instant(store: RunStore) -> None:
+    """Else what it read before it wrote could be stale by then, and SQLite would have to refuse the write."""
+    with RunStore.open(store.path) as other:
+        other._db._connection.execute("PRAGMA busy_timeout = 0")  # pyright: ignore[reportPrivateUsage]
+        with (
+            store._db.write(),  # pyright: ignore[reportPrivateUsage]
+            pytest.raises(StoreError, match="another process held the write lock"),
+        ):
+            other.set_meta("phase", "train")
