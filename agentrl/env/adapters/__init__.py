@@ -2,6 +2,8 @@
 
 text_gym     any gymnasium environment with small actions; FrozenLake, Blackjack, Taxi
 trl_class    environment classes written for TRL
-reasoning    reasoning-gym                      text_arena   TextArena, with roles
+reasoning    reasoning-gym
+text_arena   TextArena's games, with roles
 petting_zoo  PettingZoo's AEC environments, with roles
+open_env     OpenEnv servers, and an environment of ours as one
 """
