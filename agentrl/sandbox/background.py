@@ -1,24 +1,34 @@
-"""Background processes of a box that are children of this process. Knows nothing of how a box bounds them."""
+"""Background processes of a box. Knows nothing of how a box starts, bounds or ends them."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import trio
 
 from agentrl.errors import SandboxError
 from agentrl.protocols import ExecResult
-from agentrl.sandbox.process import Child
+from agentrl.sandbox.process import Output
+
+
+class Piped(Protocol):
+    """What runs: a child process, or a command in a container."""
+
+    stdout: Output
+    changed: trio.Event  # replaced whenever stdout grew or ended
+    drained: bool
+
+    async def send(self, data: bytes) -> None: ...
 
 
 class Background:
-    """A running `Child`, driven to its end by a trio system task, so that it needs no nursery of the caller's."""
+    """A running command, driven to its end by a trio system task, so that it needs no nursery of the caller's."""
 
     def __init__(
         self,
-        child: Child,
+        child: Piped,
         *,
         drive: Callable[[], Awaitable[object]],
         result: Callable[[], ExecResult],
@@ -42,8 +52,7 @@ class Background:
 
     async def send(self, data: bytes) -> None:
         """Write to its stdin; nothing happens if it has ended or closed it."""
-        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-            await self._child.stdin.send_all(data)
+        await self._child.send(data)
 
     async def receive(self, timeout_s: float | None = None) -> bytes:
         """New bytes of its stdout: at least one, none at its end or when `timeout_s` (seconds) has passed."""

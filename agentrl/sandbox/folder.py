@@ -90,6 +90,25 @@ class Folder:
                 self._own(fd)
                 file.write(data)
 
+    def make_folder(self, path: str) -> None:
+        """Make a folder and its parents, if they are not there."""
+        with self._faults(path), self._directory(path, make=True):
+            pass
+
+    def link(self, path: str, target: str) -> None:
+        """Make a symbolic link. Raises SandboxPathError if the name is taken."""
+        with self._faults(path), self._parent(path) as (parent, name):
+            os.symlink(target, name, dir_fd=parent)
+
+    def set_mode(self, path: str, mode: int) -> None:
+        """Set the permissions of a file or folder; a link is refused."""
+        with self._faults(path), self._parent(path) as (parent, name):
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
+            try:
+                os.fchmod(fd, mode)
+            finally:
+                os.close(fd)
+
     def is_directory(self, path: str) -> bool:
         """Whether `path` is a folder inside; links are followed inside."""
         try:
@@ -104,8 +123,7 @@ class Folder:
         """Copy a host file or tree (trusted) to `target`; links are copied as links."""
         if source.is_file():
             self.write(target, source.read_bytes())
-            with self._faults(target), self._parent(target) as (parent, name):
-                os.chmod(name, source.stat().st_mode & 0o777, dir_fd=parent)
+            self.set_mode(target, source.stat().st_mode & 0o777)
             return
         if not source.is_dir():
             raise SandboxError(f"nothing to upload at {str(source)!r} on the host")
@@ -321,7 +339,7 @@ def _copy_tree(
         budget.spend(status.st_size)
         if stat.S_ISLNK(status.st_mode):
             target = os.readlink(name, dir_fd=origin)
-            if inner_links_only and not _stays_inside(target, depth):
+            if inner_links_only and not stays_inside(target, depth):
                 continue
             if merge:
                 with contextlib.suppress(FileNotFoundError):
@@ -389,7 +407,7 @@ def _finish(fd: int, mode: int, status: os.stat_result, owner: tuple[int, int] |
     os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def _stays_inside(target: str, depth: int) -> bool:
+def stays_inside(target: str, depth: int) -> bool:
     """Whether a link in a folder `depth` levels down can only lead inside: first `..` up to the tree's root, then
     names. A `..` after a name is refused: the name may be a link itself."""
     if target.startswith("/"):

@@ -88,11 +88,15 @@ class Child:
         self.drained = False
         self._pidfd = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
 
-    async def feed(self, data: bytes) -> None:
-        """Write all of `data` to stdin and close it. A child that does not read is no error."""
+    async def send(self, data: bytes) -> None:
+        """Write to stdin. A child that does not read, or has ended, is no error."""
         with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-            if data:
-                await self.stdin.send_all(data)
+            await self.stdin.send_all(data)
+
+    async def feed(self, data: bytes) -> None:
+        """Write all of `data` to stdin and close it."""
+        if data:
+            await self.send(data)
         await self.stdin.aclose()
 
     async def drain(self) -> None:

@@ -10,6 +10,7 @@ four families only. Other instruction sets (32-bit, x32) are killed.
 from __future__ import annotations
 
 import errno
+import json
 import platform
 import socket
 from pathlib import Path
@@ -116,6 +117,30 @@ def compile_filter(machine: str, file: IO[bytes]) -> None:
     for mask, value in all_but(_REFUSED_IOCTLS):
         add(pyseccomp.ALLOW, "ioctl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, mask, value))
     rules.export_bpf(file)
+
+
+def docker_profile() -> str:
+    """The same list as a profile for a Docker engine (JSON, format of moby's `profiles/seccomp/default.json`).
+
+    Engines older than the field `defaultErrnoRet` answer EPERM to what is not on the list."""
+
+    def rule(names: str, action: str, *conditions: tuple[int, str, int, int], error: int | None = None) -> object:
+        arguments = [{"index": i, "op": op, "value": a, "valueTwo": b} for i, op, a, b in conditions]
+        said = {"names": names.split(), "action": action, "args": arguments}
+        return said if error is None else {**said, "errnoRet": error}
+
+    allow, masked = "SCMP_ACT_ALLOW", "SCMP_CMP_MASKED_EQ"
+    lists = (_FILES, _MEMORY, _PROCESSES, _SIGNALS, _TIME, _EVENTS, _SOCKETS, _IPC, _SYSTEM)
+    rules = [rule(" ".join(lists), allow), rule(_REFUSED, "SCMP_ACT_ERRNO", error=errno.EPERM)]
+    rules += [
+        rule("clone", allow, (0, masked, _NEW_NAMESPACES, 0)),
+        rule("clone3", "SCMP_ACT_ERRNO", error=errno.ENOSYS),
+    ]
+    rules += [rule("socket", allow, (0, "SCMP_CMP_EQ", int(family), 0)) for family in _FAMILIES]
+    rules += [rule("personality", allow, (0, "SCMP_CMP_EQ", persona, 0)) for persona in _PERSONALITIES]
+    rules += [rule("ioctl", allow, (1, masked, mask, value)) for mask, value in all_but(_REFUSED_IOCTLS)]
+    profile = {"defaultAction": "SCMP_ACT_ERRNO", "defaultErrnoRet": errno.ENOSYS, "syscalls": rules}
+    return json.dumps(profile)
 
 
 def all_but(refused: tuple[int, ...], bits: int = 32) -> list[tuple[int, int]]:

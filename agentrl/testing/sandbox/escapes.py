@@ -140,7 +140,10 @@ while True:
             with trio.fail_after(30):
                 while (await sh(box, "test -e real/l || test -e real/d")).exit_code:
                     pass
+            enough = trio.current_time() + 10.0
             for number in range(300):
+                if trio.current_time() > enough:
+                    break
                 with suppress(SandboxPathError):
                     assert secret.encode() not in await box.read("real/d/secret")
                     await box.write(f"real/d/new{number % 7}", b"owned")

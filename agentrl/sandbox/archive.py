@@ -1,0 +1,73 @@
+"""Trees as tar archives, for boxes whose files this host cannot reach. What a box packed is read as hostile."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tarfile
+from pathlib import Path
+
+from agentrl.errors import SandboxError, SandboxPathError
+from agentrl.sandbox.folder import Budget, Folder, stays_inside
+
+OVERHEAD = 1 << 20
+"""Bytes that headers and padding may add to an archive of small files."""
+
+
+def pack(source: Path, limit: int) -> bytes:
+    """A host tree (trusted) as an archive: modes, links and empty folders are kept, owners are not."""
+    if not source.is_dir():
+        raise SandboxError(f"nothing to upload at {str(source)!r} on the host")
+    budget = Budget(limit)
+
+    def strip(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        budget.spend(member.size)
+        member.uid = member.gid = 0
+        member.uname = member.gname = ""
+        return member if member.isfile() or member.isdir() or member.issym() else None
+
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w", format=tarfile.GNU_FORMAT, dereference=False) as archive:
+        for entry in sorted(source.iterdir()):
+            archive.add(entry, arcname=entry.name, filter=strip)
+    return data.getvalue()
+
+
+def unpack(data: bytes, target: Path, limit: int) -> None:
+    """Write an archive that a box made into a host folder. Left out: names and links that could lead out of it, device
+    nodes, pipes, setuid bits. Raises SandboxPathError if it is broken or larger than `limit` bytes."""
+    target.mkdir(parents=True, exist_ok=True)
+    folder = Folder(target, limit=limit)
+    budget = Budget(limit)
+    real: set[tuple[str, ...]] = {()}  # folders that are no links
+    links: list[tuple[tuple[str, ...], str]] = []
+    modes: list[tuple[str, int]] = []
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+            for member in archive:
+                parts = tuple(part for part in member.name.split("/") if part not in ("", "."))
+                if ".." in parts or member.name.startswith("/") or not parts:
+                    continue
+                name = "/".join(parts)
+                budget.spend(member.size)
+                if member.isdir():
+                    folder.make_folder(name)
+                    real.add(parts)
+                    modes.append((name, member.mode & 0o777))
+                elif member.issym():
+                    links.append((parts, member.linkname))
+                elif (file := archive.extractfile(member) if member.isfile() or member.islnk() else None) is not None:
+                    content = file.read(limit + 1)
+                    budget.spend(len(content) - member.size)  # a second name of a file has no size of its own
+                    folder.write(name, content)
+                    folder.set_mode(name, member.mode & 0o777)
+        for parts, goal in links:
+            if parts[:-1] in real and stays_inside(goal, len(parts) - 1):
+                with contextlib.suppress(SandboxPathError):
+                    folder.link("/".join(parts), goal)
+        for name, mode in reversed(modes):
+            folder.set_mode(name, mode)
+    except (tarfile.TarError, EOFError, ValueError, RecursionError, KeyError) as error:
+        raise SandboxPathError(f"the box's archive is broken: {error}") from error
+    finally:
+        folder.close()

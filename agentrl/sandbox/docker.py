@@ -1,0 +1,257 @@
+"""Boxes that are containers of a Docker engine, through the docker SDK, in threads. One container a box.
+
+What bounds what (closed by default; only `SandboxSpec.network` opens): network none, no capabilities, no new
+privileges, our own system call list, read-only root, /workspace and /tmp as tmpfs of bounded size and inodes, memory,
+pids and CPU share of the container, rlimits of each process; commands run under a user id that no other box has.
+
+How it ends: process 1 lives only while this process holds the container's stdin, and the engine removes a container
+that ended. So a box goes when its owner dies, however it dies, also on an engine far away. An ended command may leave
+processes: `kill -1` by the box's own user ends them all at once, while the engine's process 1 is another user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import trio
+
+from agentrl.errors import SandboxError, SandboxUnavailable
+from agentrl.protocols import SandboxSpec
+from agentrl.sandbox import seccomp
+from agentrl.sandbox.container import ENV, Container
+from agentrl.sandbox.folder import WORKSPACE
+from agentrl.sandbox.owner import OwnedFolder, is_dead, label
+from agentrl.sandbox.streams import AttachedStreams, hijack
+
+T = TypeVar("T")
+
+_LABEL, _HOST_LABEL = "agentrl.owner", "agentrl.host"
+_KEEPER_UID = 65534  # of process 1, which the box's own user cannot signal
+_FIRST_UID, _UIDS = 20_000, 40_000  # of the commands; below 65536, so that engines with mapped ids have them too
+_SPARE_PIDS = 24  # for the engine's own threads and for what ends the policy's processes
+_CALL_S = 60.0  # deadline of one call to the engine
+_THREADS = 32
+_IDLE = 4  # connections kept open between calls
+
+
+class Docker:
+    """Backend `docker`. `image` is the default of specs that name none; it must be present on the engine and hold `sh`
+    and coreutils. `base_url` is the engine's address (`unix://...`, `tcp://...`), by default the environment's."""
+
+    name = "docker"
+
+    def __init__(self, *, image: str | None = None, base_url: str | None = None) -> None:
+        self._image, self._base_url = image, base_url
+        self._engine: DockerEngine | None = None
+        self._boxes: set[Container] = set()
+        self._opening = trio.Lock()
+
+    async def create(self, spec: SandboxSpec | None = None) -> Container:
+        """A new container. Raises SandboxUnavailable with what to do, SandboxError if the engine fails."""
+        spec = spec or SandboxSpec()
+        image = spec.image or self._image
+        if image is None:
+            raise SandboxUnavailable("docker needs an image: Docker(image=...) or SandboxSpec(image=...)")
+        async with self._opening:
+            if self._engine is None:
+                self._engine = await DockerEngine.open(self._base_url)
+        return await Container.open(self._engine, dataclasses.replace(spec, image=image), self._boxes)
+
+    def engine_labels(self) -> dict[str, str]:
+        """What marks this process's containers on the engine; empty before the first one."""
+        return {} if self._engine is None else {_LABEL: self._engine.owner, _HOST_LABEL: self._engine.host}
+
+    async def aclose(self) -> None:
+        """Remove all containers. Idempotent."""
+        with trio.CancelScope(shield=True):
+            for box in list(self._boxes):
+                await box.close()
+            if self._engine is not None:
+                engine, self._engine = self._engine, None
+                await engine.close()
+
+
+class DockerEngine:
+    """Calls to the engine, in threads; every failure named as the host's. Satisfies `container.Engine`."""
+
+    def __init__(self, client: Any, address: str) -> None:
+        self._client, self._address = client, address
+        self._cpus = float(client.info().get("NCPU", 1))
+        self._threads = trio.CapacityLimiter(_THREADS)
+        self.owner, self.host = label(), _host()
+        self._uids = itertools.count(secrets.randbelow(_UIDS))
+        self.folder = OwnedFolder(prefer_memory=False)
+
+    @classmethod
+    async def open(cls, base_url: str | None) -> DockerEngine:
+        """Connect, and remove the containers of dead owners on this host."""
+        try:
+            import docker
+        except ImportError:
+            raise SandboxUnavailable("the docker SDK is not installed: pip install 'agentrl[docker]'") from None
+
+        address = base_url or os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+        if address.split(":")[0] not in ("unix", "tcp") or os.environ.get("DOCKER_TLS_VERIFY"):
+            raise SandboxUnavailable(
+                f"docker engine {address!r}: only unix:// and plain tcp:// addresses are supported"
+            )
+
+        def connect() -> DockerEngine:
+            try:
+                return cls(
+                    cast(Any, docker).DockerClient(base_url=address, timeout=_CALL_S, max_pool_size=_IDLE), address
+                )
+            except Exception as error:
+                raise SandboxUnavailable(f"no docker engine answers at {address}: {error}") from error
+
+        engine = await trio.to_thread.run_sync(connect)
+        await engine.call(engine._reap)
+        return engine
+
+    def _reap(self) -> None:
+        found = self._client.containers.list(all=True, filters={"label": f"{_HOST_LABEL}={self.host}"})
+        for container in found:
+            if is_dead(container.labels.get(_LABEL, "")):
+                with contextlib.suppress(Exception):
+                    container.remove(force=True)
+
+    async def call(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """Run one SDK call in a thread. Raises SandboxError."""
+
+        def run() -> T:
+            try:
+                return function(*arguments, **options)
+            except SandboxError:
+                raise
+            except Exception as error:
+                raise SandboxError(f"docker: {error}") from error
+
+        return await trio.to_thread.run_sync(run, limiter=self._threads)
+
+    def next_uid(self) -> int:
+        """A user id for a box's commands, so that its processes are counted by themselves."""
+        return _FIRST_UID + next(self._uids) % _UIDS
+
+    async def start_container(self, spec: SandboxSpec, uid: int) -> tuple[str, AttachedStreams]:
+        """Create and start a container whose process 1 lives while the returned connection is open."""
+        api = self._client.api
+        made = await self.call(self._create, spec, uid)
+        try:
+            keeper = await self._hijack(f"/containers/{made}/attach?stdin=1&stream=1", {})
+            try:
+                await self.call(api.start, made)
+            except BaseException:
+                await keeper.close()
+                raise
+        except BaseException:
+            await self.remove(made)
+            raise
+        return made, keeper
+
+    def _create(self, spec: SandboxSpec, uid: int) -> str:
+        limits = spec.limits
+        files = f"rw,exec,nosuid,nodev,size={limits.disk_bytes},nr_inodes={max(1024, limits.disk_bytes >> 12)}"
+        memory = limits.memory_bytes + 3 * limits.disk_bytes  # the work folder, /tmp and /dev/shm are memory too
+        bounds = {"nofile": limits.open_files, "fsize": limits.file_bytes, "core": 0, "cpu": math.ceil(limits.cpu_s)}
+        api = self._client.api
+        host_config = api.create_host_config(
+            network_mode="bridge" if spec.network else "none",
+            cap_drop=["ALL"],
+            security_opt=["no-new-privileges=true", f"seccomp={seccomp.docker_profile()}"],
+            read_only=True,
+            tmpfs={WORKSPACE: f"{files},uid={uid},gid={uid},mode=0755", "/tmp": f"{files},mode=1777"},
+            shm_size=min(64 << 20, limits.disk_bytes),
+            ipc_mode="private",
+            mem_limit=memory,
+            memswap_limit=memory,
+            pids_limit=limits.pids + _SPARE_PIDS,
+            nano_cpus=int(min(limits.cpus, self._cpus) * 1e9),
+            ulimits=[{"Name": name, "Soft": bound, "Hard": bound} for name, bound in bounds.items()],
+            init=True,
+            auto_remove=True,
+            log_config={"Type": "none"},
+        )
+        made = api.create_container(
+            spec.image,
+            ["cat"],
+            user=f"{_KEEPER_UID}:{_KEEPER_UID}",
+            hostname="box",
+            working_dir=WORKSPACE,
+            stdin_open=True,
+            labels={_LABEL: self.owner, _HOST_LABEL: self.host},
+            host_config=host_config,
+            environment=ENV,
+        )
+        return made["Id"]
+
+    async def _hijack(self, path: str, body: Mapping[str, object], *, output_bytes: int = 0) -> AttachedStreams:
+        version = self._client.api.api_version
+        return await hijack(self._address, f"/v{version}{path}", body, output_bytes=output_bytes)
+
+    async def execute(
+        self, container: str, argv: Sequence[str], uid: int, env: Mapping[str, str], output_bytes: int
+    ) -> tuple[str, AttachedStreams]:
+        """Start a command in a container: its id at the engine, and its streams."""
+        options = {"stdin": True, "environment": dict(env), "user": f"{uid}:{uid}", "workdir": "/"}
+        made = await self.call(self._client.api.exec_create, container, list(argv), **options)
+        body = {"Detach": False, "Tty": False}
+        return made["Id"], await self._hijack(f"/exec/{made['Id']}/start", body, output_bytes=output_bytes)
+
+    async def state(self, execution: str) -> tuple[bool, int | None]:
+        """Whether a command still runs, and its exit code."""
+        said = await self.call(self._client.api.exec_inspect, execution)
+        return bool(said["Running"]), said["ExitCode"]
+
+    async def processes(self, container: str) -> int:
+        """How many processes a container has."""
+        return len((await self.call(self._client.api.top, container))["Processes"])
+
+    async def out_of_memory(self, container: str, since: float) -> bool:
+        """Whether the kernel killed something of a container for want of memory, since a time (seconds, Unix)."""
+
+        def look() -> bool:
+            filters = {"container": container, "event": "oom"}
+            events = self._client.events(since=int(since), until=int(time.time()) + 1, filters=filters)
+            return any(True for _ in events)
+
+        return await self.call(look)
+
+    async def remove(self, container: str) -> None:
+        """End and remove a container, if it is there."""
+        api = self._client.api
+
+        def remove() -> None:
+            try:
+                try:
+                    api.remove_container(container, force=True)
+                except Exception as error:
+                    if "already in progress" not in str(error):
+                        raise
+                    api.wait(container, condition="removed")
+            except Exception as error:
+                if "No such container" not in str(error):
+                    raise
+
+        await self.call(remove)
+
+    async def close(self) -> None:
+        await self.call(self.folder.close)
+        await self.call(self._client.close)
+
+
+def _host() -> str:
+    """This machine since its last start: what makes process ids of labels comparable."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()

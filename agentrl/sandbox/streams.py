@@ -1,0 +1,127 @@
+"""The attached streams of a command in a container: docker's multiplexed frames over a hijacked HTTP connection.
+
+Knows nothing of the docker SDK, whose own sockets lose what was read together with the headers. A frame is
+`[kind, 0, 0, 0, size (4 bytes, big endian)]` and `size` bytes; kind 1 is stdout, 2 stderr (Docker Engine API, "Attach
+to a container", hijacking and stream format)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+import h11
+import trio
+
+from agentrl.errors import SandboxError
+from agentrl.sandbox.process import Output
+
+_CHUNK = 1 << 16
+_HEADER = 8
+_PAUSE_S = 0.001  # between chunks that are thrown away
+_ANSWER_S = 60.0
+
+
+async def hijack(address: str, path: str, body: Mapping[str, object], *, output_bytes: int = 0) -> AttachedStreams:
+    """POST `body` to an engine at `address` (`unix:///...`, `tcp://host:port`) and take the connection over.
+
+    Raises SandboxError if the engine does not answer or refuses."""
+    try:
+        with trio.fail_after(_ANSWER_S):
+            stream = await _connect(address)
+            try:
+                said = await _upgrade(stream, path, json.dumps(body).encode())
+            except BaseException:
+                with trio.CancelScope(shield=True):
+                    await stream.aclose()
+                raise
+    except (OSError, trio.BrokenResourceError, trio.TooSlowError, h11.ProtocolError) as error:
+        raise SandboxError(f"docker: the engine at {address} does not answer: {error}") from error
+    return AttachedStreams(stream, said, output_bytes=output_bytes)
+
+
+async def _connect(address: str) -> trio.SocketStream:
+    url = urlsplit(address)
+    if url.scheme == "unix":
+        return await trio.open_unix_socket(url.path)
+    return await trio.open_tcp_stream(url.hostname or "localhost", url.port or 2375)
+
+
+async def _upgrade(stream: trio.SocketStream, path: str, body: bytes) -> bytes:
+    """Ask for the connection; the bytes that came right after the answer."""
+    http = h11.Connection(h11.CLIENT)
+    headers = {"Host": "docker", "Connection": "Upgrade", "Upgrade": "tcp", "Content-Type": "application/json"}
+    headers["Content-Length"] = str(len(body))
+    request = h11.Request(method="POST", target=path, headers=list(headers.items()))
+    await stream.send_all(b"".join(filter(None, (http.send(e) for e in (request, h11.Data(body), h11.EndOfMessage())))))
+    refusal, words = 0, b""
+    while True:
+        event = http.next_event()
+        if event is h11.NEED_DATA:
+            http.receive_data(await stream.receive_some(_CHUNK))
+        elif isinstance(event, h11.InformationalResponse) and event.status_code == 101:
+            return http.trailing_data[0]
+        elif isinstance(event, h11.Response):
+            refusal = event.status_code
+        elif isinstance(event, h11.Data):
+            words += event.data
+        else:
+            raise SandboxError(f"docker: {path} was refused ({refusal}): {words.decode(errors='replace').strip()}")
+
+
+class AttachedStreams:
+    """Both directions of one command. Has the parts that `Background` uses of a `Child`."""
+
+    def __init__(self, stream: trio.SocketStream, said: bytes, *, output_bytes: int) -> None:
+        """Takes over a connection; `said` was read from it before."""
+        self._stream, self._said = stream, said
+        self.stdout, self.stderr = Output(output_bytes), Output(output_bytes)
+        self.changed = trio.Event()
+        self.drained = False
+        self.ended = trio.Event()
+
+    async def send(self, data: bytes) -> None:
+        """Write to stdin; nothing happens if the command has ended."""
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            await self._stream.send_all(data)
+
+    async def feed(self, data: bytes) -> None:
+        """Write all of `data` to stdin and end it."""
+        await self.send(data)
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError, OSError):
+            await self._stream.send_eof()
+
+    async def drain(self) -> None:
+        """Read frames until the other side ends; bytes beyond the bound are thrown away, slowly."""
+        waiting, self._said = bytearray(self._said), b""
+        left, output = 0, self.stdout
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            while True:
+                while len(waiting) >= (1 if left else _HEADER):
+                    if left == 0:
+                        output = self.stderr if waiting[0] == 2 else self.stdout
+                        left = int.from_bytes(waiting[4:_HEADER])
+                        del waiting[:_HEADER]
+                    part = waiting[:left]
+                    output.add(part)
+                    left -= len(part)
+                    del waiting[: len(part)]
+                self._tell()
+                if output.truncated:
+                    await trio.sleep(_PAUSE_S)
+                chunk = await self._stream.receive_some(_CHUNK)
+                if not chunk:
+                    break
+                waiting += chunk
+        self.drained = True
+        self.ended.set()
+        self._tell()
+
+    async def close(self) -> None:
+        with trio.CancelScope(shield=True):
+            await self._stream.aclose()
+
+    def _tell(self) -> None:
+        self.changed.set()
+        self.changed = trio.Event()

@@ -1,0 +1,82 @@
+"""A Docker engine of the tests' own, with one small image made of this machine's programs: nothing is pulled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from . import rootfs
+
+IMAGE = "agentrl-test:1"
+
+
+@pytest.fixture(scope="session")
+def docker_engine() -> Iterator[str]:
+    """Address of an engine that has the image `IMAGE`: the one that answers here, else a private `dockerd`."""
+    address = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    if answers(address):
+        import_image(address)
+        yield address
+        return
+    with tempfile.TemporaryDirectory(prefix="agentrl-dockerd-") as name:
+        address = f"unix://{name}/docker.sock"
+        with Path(name, "log").open("wb") as log:
+            daemon = subprocess.Popen(daemon_command(name), stdout=log, stderr=log, start_new_session=True)
+        try:
+            wait_for(address, daemon, Path(name, "log"))
+            import_image(address)
+            yield address
+        finally:
+            daemon.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                daemon.wait(timeout=20)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(daemon.pid, signal.SIGKILL)
+            daemon.wait()
+            for line in reversed(Path("/proc/mounts").read_text().splitlines()):
+                if line.split()[1].startswith(f"{name}/"):
+                    subprocess.run(["umount", "-l", line.split()[1]], check=False)
+
+
+def daemon_command(folder: str) -> list[str]:
+    """A daemon without networks and without configuration of the machine's, that dies with this process."""
+    paths = [f"--host=unix://{folder}/docker.sock", f"--data-root={folder}/data", f"--exec-root={folder}/run"]
+    paths += [f"--pidfile={folder}/pid", f"--config-file={folder}/none.json"]
+    network = ["--bridge=none", "--iptables=false", "--ip-masq=false"]
+    rest = ["--storage-driver=overlay2", "--shutdown-timeout=2", "--default-ulimit=nofile=1024:4096"]
+    Path(folder, "none.json").write_text("{}")
+    return ["setpriv", "--pdeathsig", "TERM", "dockerd", *paths, *network, *rest]
+
+
+def answers(address: str) -> bool:
+    return subprocess.run(["docker", "version"], env=env(address), capture_output=True, check=False).returncode == 0
+
+
+def wait_for(address: str, daemon: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not answers(address):
+        if daemon.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"dockerd does not start:\n{log.read_text()[-2000:]}")
+        time.sleep(0.1)
+
+
+def import_image(address: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name, "root")
+        rootfs.build(root)
+        settings = ["-c", "ENV PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "-c", "WORKDIR /workspace"]
+        with subprocess.Popen(["tar", "-C", str(root), "-c", "."], stdout=subprocess.PIPE) as tar:
+            command = ["docker", "import", *settings, "-", IMAGE]
+            subprocess.run(command, stdin=tar.stdout, env=env(address), check=True, capture_output=True, timeout=120)
+
+
+def env(address: str) -> dict[str, str]:
+    return {**os.environ, "DOCKER_HOST": address}

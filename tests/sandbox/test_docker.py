@@ -1,0 +1,118 @@
+"""The docker backend keeps every promise, resists every attack, and leaves no container, however its owner ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from agentrl.errors import SandboxError, SandboxUnavailable
+from agentrl.protocols import SandboxSpec
+from agentrl.sandbox.docker import Docker
+from agentrl.testing.sandbox import CASES, Case
+
+from .conftest import IMAGE, env
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(180)]
+
+
+@pytest.fixture
+async def backend(docker_engine: str) -> AsyncGenerator[Docker]:
+    backend = Docker(image=IMAGE, base_url=docker_engine)
+    yield backend
+    await backend.aclose()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+async def test_keeps_promise(case: Case, backend: Docker) -> None:
+    await case.run(backend)
+
+
+OWNER = """
+import sys, trio
+from agentrl.sandbox.docker import Docker
+
+async def main():
+    box = await Docker(image=sys.argv[1], base_url=sys.argv[2]).create()
+    await box.start(["sleep", "60"])
+    print("ready", flush=True)
+    await box.exec(["sleep", "60"], timeout_s=60)
+
+trio.run(main)
+"""
+
+
+def command_line(address: str, *words: str) -> str:
+    """What `docker WORDS` prints."""
+    command = ["docker", *words]
+    return subprocess.run(command, env=env(address), check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def containers(address: str, owner: int) -> list[str]:
+    """Ids of the containers that a process labelled as its own."""
+    form = '{{.ID}} {{.Label "agentrl.owner"}}'
+    listing = command_line(address, "ps", "--all", "--format", form)
+    return [line for line in listing.splitlines() if line.split(" ")[1].startswith(f"{owner}.")]
+
+
+def test_law_4_no_container_outlives_its_owner(docker_engine: str) -> None:
+    argv = [sys.executable, "-c", OWNER, IMAGE, docker_engine]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout and owner.stdout.readline() == b"ready\n"
+        assert len(containers(docker_engine, owner.pid)) == 1
+        owner.kill()
+        owner.wait()
+        deadline = time.monotonic() + 20
+        while left := containers(docker_engine, owner.pid):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+
+
+async def test_containers_of_dead_owners_are_reaped(docker_engine: str, backend: Docker) -> None:
+    """What the engine did not clear away itself, the next owner on this host does; never what others own."""
+    await backend.create()
+    labels = backend.engine_labels()
+    kept = {**labels, "agentrl.owner": f"1.{labels['agentrl.owner'].split('.', 1)[1]}", "agentrl.host": "elsewhere"}
+    dead = {**labels, "agentrl.owner": "999999999.1." + ".".join(labels["agentrl.owner"].split(".")[2:])}
+    made = [run_container(docker_engine, each) for each in (kept, dead)]
+    other = Docker(image=IMAGE, base_url=docker_engine)
+    await other.create()
+    await other.aclose()
+    listing = command_line(docker_engine, "ps", "--all", "--no-trunc", "--format", "{{.ID}}")
+    command_line(docker_engine, "rm", "-f", made[0])
+    assert (made[0] in listing, made[1] in listing) == (True, False)
+
+
+def run_container(address: str, labels: dict[str, str]) -> str:
+    flags = [word for key, value in labels.items() for word in ("--label", f"{key}={value}")]
+    return command_line(address, "run", "--detach", "--network", "none", *flags, IMAGE, "sleep", "60").strip()
+
+
+async def test_no_engine_says_what_to_do() -> None:
+    with pytest.raises(SandboxUnavailable, match="no docker engine answers at unix:///nonexistent"):
+        await Docker(image=IMAGE, base_url="unix:///nonexistent/docker.sock").create()
+
+
+async def test_ssh_engines_are_refused_in_plain_words() -> None:
+    with pytest.raises(SandboxUnavailable, match="only unix:// and plain tcp://"):
+        await Docker(image=IMAGE, base_url="ssh://host").create()
+
+
+async def test_image_must_be_named_and_present(docker_engine: str) -> None:
+    backend = Docker(base_url=docker_engine)
+    with pytest.raises(SandboxUnavailable, match="needs an image"):
+        await backend.create()
+    with pytest.raises(SandboxError, match="no-such-image"):
+        await backend.create(SandboxSpec(image="no-such-image:1"))
+    await backend.aclose()
+
+
+async def test_container_that_vanished_is_the_host_s_failure(docker_engine: str, backend: Docker) -> None:
+    """Law 3: no command of the policy can remove its container."""
+    box = await backend.create()
+    command_line(docker_engine, "rm", "-f", box.name)
+    with pytest.raises(SandboxError):
+        await box.exec(["true"])
