@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import trio
+
 import agentrl
 from agentrl.records import Message
 
@@ -33,6 +35,13 @@ class Raising(Vowels):
 
     def step(self, action: str) -> Any:
         raise KeyError("no such tool")
+
+
+class Hanging(Vowels):
+    """Its reset never returns."""
+
+    async def areset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        await trio.sleep_forever()
 
 
 def length_reward(trajectory: Any) -> float:

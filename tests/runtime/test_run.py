@@ -1,0 +1,238 @@
+"""Whole runs with real processes: engine, worker, learner, store. Small, on the shipped tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl import config as configuration
+from agentrl.errors import RunFailed
+from agentrl.records import GroupState
+from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.trainer import Trainer, evaluate
+from agentrl.store import RunStore
+from agentrl.store.audit import audit
+
+from .envs import Vowels, length_reward
+
+DEADLINE_S = 240
+SMALL: dict[str, Any] = {
+    "model": "agentrl/tiny-coder",
+    "rollout": {"group_size": 4, "max_running": 16, "max_turns": 4, "max_tokens_per_turn": 12, "lease_s": 3.0},
+    "engine": {"max_batch": 16, "kv_cache_mb": 64},
+    "buffer": {"groups_per_step": 2},
+    "train": {"steps": 4, "checkpoint_every": 2},
+    "eval": {"sets": [{"name": "held_out", "n": 4}], "every": 2, "n_during": 2},
+}
+SUMMARY_KEYS = {
+    *("eval", "steps", "episodes", "tokens_trained", "wall_s", "train_s", "trainer_idle_share", "max_lag_seen"),
+    *("seed", "model_params", "versions"),
+}
+ENVS = Path(__file__).parent / "envs.py"
+
+
+def run_file(tmp_path: Path, env: str, **sections: Any) -> Path:
+    """A TOML run file made of SMALL and `sections`."""
+    document = {**SMALL, "env": {"id": env}}
+    for name, values in sections.items():
+        document[name] = {**document.get(name, {}), **values}
+    lines = [f"model = {json.dumps(document['model'])}"]
+    for name, values in document.items():
+        if isinstance(values, dict):
+            lines.append(f"[{name}]")
+            lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
+    file = tmp_path / "run.toml"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items()) + "}"
+    return json.dumps(value)
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-c", "from agentrl.cli import main; main()", *map(str, arguments)]
+
+
+@contextmanager
+def started(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A command in a process group of its own; whatever is left of it is killed at the end."""
+    process = subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=DEADLINE_S)
+
+
+def wait_for_step(path: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Until the run's metrics show `step`."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not any(f'"step": {step},' in line for line in _lines(path / "metrics.jsonl")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no step within the deadline"
+        time.sleep(0.05)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def children(run: RunDir) -> list[int]:
+    """Process ids whose command line names the run or its scratch space."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            if any(str(run.path) in word or str(run.scratch) in word for word in words):
+                found.append(int(entry.name))
+    return found
+
+
+def child(run: RunDir, role: str) -> int:
+    """The process id of one child."""
+    for pid in children(run):
+        if role in Path(f"/proc/{pid}/cmdline").read_text():
+            return pid
+    raise AssertionError(f"no {role} among {children(run)}")
+
+
+def assert_nothing_remains(run: RunDir) -> None:
+    deadline = time.monotonic() + 20
+    while (left := children(run)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
+    assert not run.scratch.exists()
+
+
+def assert_lawful(run: RunDir, steps: int) -> None:
+    with RunStore.open(run.store_path) as store:
+        report = audit(store)
+        assert not report.violations
+        trained = [group for step in range(1, steps + 1) for group in store.lineage(step)]
+        assert len(trained) == len(set(trained)) == steps * 2
+        assert store.counts()[GroupState.TRAINED] == steps * 2
+
+
+def test_a_run_from_python_with_a_reward_of_ones_own(tmp_path: Path) -> None:
+    summary = Trainer(env=Vowels, config=SMALL, reward=length_reward, out=tmp_path / "run").train()
+    run = RunDir.open(tmp_path / "run")
+    assert set(summary) >= SUMMARY_KEYS
+    assert json.loads(run.summary.read_text()) == summary
+    assert (summary["steps"], summary["episodes"]) == (4, 32)
+    assert summary["eval"]["tasks"] == summary["eval"]["before"]["n"] == summary["eval"]["after"]["n"] == 4
+    assert summary["max_lag_seen"] <= 4
+    with RunStore.open(run.store_path) as store:
+        for trajectory in store.trajectories("train"):
+            if trajectory.outcome is not None:
+                assert trajectory.outcome == length_reward(trajectory)
+        assert store.counts("eval:held_out:during@2") == {GroupState.SCORED: 2}
+    assert (run.path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "after: " in (run.path / "transcripts.md").read_text()
+    assert_lawful(run, steps=4)
+    assert_nothing_remains(run)
+    trained = str(run.checkpoints / "step-00000004")
+    again = configuration.parse({**SMALL, "model": trained, "env": {"id": f"{ENVS}:Vowels"}})
+    (result,) = evaluate(again, out=tmp_path / "eval")
+    assert (result.name, result.n) == ("held_out", 4)
+
+
+def test_law_2_killed_whole_and_resumed_a_run_trains_every_group_once(tmp_path: Path) -> None:
+    file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 6, "checkpoint_every": 2})
+    run = RunDir(tmp_path / "run")
+    with started("train", file, "--out", run.path) as process:
+        wait_for_step(run.path, 3, process)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(DEADLINE_S)
+    with started("train", "--resume", run.path) as process:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    assert "6 steps" in out
+    assert_lawful(run, steps=6)
+    assert_nothing_remains(run)
+    with RunStore.open(run.store_path) as store:
+        assert store.attempt >= 2
+
+
+def test_a_run_mends_itself_when_engine_worker_and_learner_die(tmp_path: Path) -> None:
+    file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 8, "checkpoint_every": 2})
+    run = RunDir(tmp_path / "run")
+    with started("train", file, "--out", run.path) as process:
+        for step, role in ((1, "engine.embedded"), (3, "worker"), (5, "learner")):
+            wait_for_step(run.path, step, process)
+            os.kill(child(run, role), signal.SIGKILL)
+        _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    summary = json.loads(run.summary.read_text())
+    assert set(summary["restarts"]) == {"engine-0", "worker-0", "learner"}
+    assert_lawful(run, steps=8)
+    assert_nothing_remains(run)
+
+
+def test_law_4_ctrl_c_ends_everything_in_order(tmp_path: Path) -> None:
+    file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 500})
+    run = RunDir(tmp_path / "run")
+    with started("train", file, "--out", run.path) as process:
+        wait_for_step(run.path, 1, process)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    assert err.strip().splitlines()[-1] == "agentrl: stopped by SIGINT; go on with agentrl train --resume"
+    assert_nothing_remains(run)
+
+
+def test_an_environment_that_raises_fails_the_run_in_one_line_and_keeps_the_journal(tmp_path: Path) -> None:
+    file = run_file(tmp_path, f"{ENVS}:Raising", eval={"sets": []})
+    run = RunDir(tmp_path / "run")
+    with started("train", file, "--out", run.path) as process:
+        _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert "step raised KeyError: 'no such tool'" in err.strip().splitlines()[-1]
+    with RunStore.open(run.store_path) as store:
+        assert store.failures().failed > 8
+        assert any(trajectory.turns for trajectory in store.trajectories("train"))
+    assert_nothing_remains(run)
+
+
+def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
+    import socket
+
+    from agentrl.runtime.models import model_dir
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        argv = [sys.executable, "-m", "agentrl.engine.embedded", "--model", model_dir(SMALL["model"]), "--port", port]
+        done = subprocess.run(
+            list(map(str, argv)), capture_output=True, text=True, timeout=DEADLINE_S, stdin=subprocess.DEVNULL
+        )
+    assert done.returncode == 2
+    assert str(port) in done.stderr.strip().splitlines()[-1]
+
+
+def test_a_run_that_stands_still_fails_by_its_deadline(tmp_path: Path) -> None:
+    stuck = {**SMALL, "rollout": {**SMALL["rollout"], "workers": 1}, "train": {"steps": 1, "stall_deadline_s": 1.0}}
+    stuck["rollout"]["step_deadline_s"] = 100.0
+    with pytest.raises(RunFailed, match=r"no turn and no step for 1 s"):
+        Trainer(env=f"{ENVS}:Hanging", config=stuck, out=tmp_path / "run").train()
