@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from agentrl.config import HeldOut, RunConfig
-from agentrl.records import GroupState, Task, Trajectory
+from agentrl.records import GroupState, Task
 from agentrl.store import RunStore
+
+_ALL = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,20 +66,16 @@ def finished(store: RunStore, purpose: str) -> bool:
 
 def result(store: RunStore, name: str, purpose: str) -> EvalResult | None:
     """The measured means; None if nothing of it ended by the policy's own doing."""
-    trajectories = list(store.trajectories(purpose))
-    scored = [t for t in trajectories if t.scored]
+    ended = [row for row in store.episodes(purpose, limit=_ALL) if row.stop_reason is not None]
+    scored = [row for row in ended if row.stop_reason is not None and row.stop_reason.by_policy]
     if not scored:
         return None
     return EvalResult(
         name=name,
-        success=fmean(float(bool(t.success)) for t in scored),
-        outcome=fmean(t.outcome or 0.0 for t in scored),
-        turns=fmean(len(t.turns) for t in scored),
-        tokens=fmean(_sampled(t) for t in scored),
+        success=fmean(float(bool(row.success)) for row in scored),
+        outcome=fmean(row.outcome or 0.0 for row in scored),
+        turns=fmean(row.turns for row in scored),
+        tokens=fmean(row.tokens for row in scored),
         n=len(scored),
-        failed=len(trajectories) - len(scored),
+        failed=len(ended) - len(scored),
     )
-
-
-def _sampled(trajectory: Trajectory) -> int:
-    return sum(len(turn.token_ids) for turn in trajectory.turns)

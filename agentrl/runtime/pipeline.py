@@ -52,7 +52,6 @@ class Supervisor:
     on_tick: Callable[[Supervisor], None]
     phase: str = "starting"
     started_s: float = field(default_factory=time.time)
-    _scheduled: list[str] = field(default_factory=list[str])
 
     async def train(self) -> None:
         """Evaluate, train, evaluate again. Returns when all of it is in the store."""
@@ -102,9 +101,7 @@ class Supervisor:
         if not every or not sets or step < every or step >= self.config.train.steps:
             return
         when = f"during@{step - step % every}"
-        if when not in self._scheduled:
-            self._scheduled.append(when)
-            evaluation.schedule(self.store, self.config, sets[0], when, min(self.config.eval.n_during, sets[0].n))
+        evaluation.schedule(self.store, self.config, sets[0], when, min(self.config.eval.n_during, sets[0].n))
 
     async def _tick(self) -> None:
         self.store.expire(time.time(), self.config.rollout.group_deadline_s, max_lag=self.config.buffer.max_lag)
@@ -161,7 +158,6 @@ async def supervise(
         store = RunStore.open(run.store_path)
         try:
             start = start_point(run, store)
-            store.release_all()
             store.release_all()
             async with trio.open_nursery() as nursery:
                 crew = Crew(run, config, store, nursery)

@@ -48,13 +48,20 @@ class Child:
     def start(self) -> None:
         """Start it; output goes to `logs/NAME.log`."""
         self.error_path.unlink(missing_ok=True)
+        importable = os.pathsep.join(entry for entry in sys.path if entry)  # a user's modules are the child's too
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [self.python, *self.argv],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", "AGENTRL_ERROR_FILE": str(self.error_path), **self.env},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": importable,
+                    "PYTHONUNBUFFERED": "1",
+                    "AGENTRL_ERROR_FILE": str(self.error_path),
+                }
+                | dict(self.env),
                 process_group=0,
             )
 
