@@ -291,6 +291,10 @@ class BubblewrapBox:
             raise
         return twin
 
+    async def alive(self) -> bool:
+        """Whether the box can still be used; asks no process."""
+        return not self._closed and self._place.work.is_dir()
+
     # --- the end ------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:

@@ -216,6 +216,10 @@ class DockerEngine:
         """How many processes a container has."""
         return len((await self.call(self._client.api.top, container))["Processes"])
 
+    async def is_running(self, container: str) -> bool:
+        """Whether a container is there and runs."""
+        return bool((await self.call(self._client.api.inspect_container, container))["State"]["Running"])
+
     async def out_of_memory(self, container: str, since: float) -> bool:
         """Whether the kernel killed something of a container for want of memory, since a time (seconds, Unix)."""
 

@@ -1,0 +1,228 @@
+"""Boxes made ahead of the schedule. Owns boxes until they are handed out, never after; knows nothing of episodes.
+
+    async with Pool(backend, ready=8) as pool:
+        box = await pool.take(spec, setup)      # a warm one if there is one, else a new one
+        ...
+        await box.close()                       # the taker's; a used box never comes back
+
+The pool learns what is needed from what is taken: after the first `take` of a kind it keeps `ready` boxes of it, and
+the kinds taken longest ago give way when all together would exceed `most`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Protocol, Self, runtime_checkable
+
+import trio
+
+from agentrl.errors import SandboxError
+from agentrl.protocols import Sandbox, SandboxBackend, SandboxSpec
+
+_ALIVE_S = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # after a box that could not be made
+
+
+@runtime_checkable
+class Checkable(Protocol):
+    """A box that knows a cheaper question than a command: whether it can still be used."""
+
+    async def alive(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is done in a box before it is handed out: files laid, then commands run; each must succeed."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    commands: Sequence[Sequence[str]] = ()
+    timeout_s: float = 120.0  # of each command
+
+
+def kind_of(spec: SandboxSpec, setup: Setup) -> str:
+    """Hash of all that makes a box what it is; boxes of one kind are interchangeable."""
+    digest = hashlib.sha256()
+    words: list[object] = [spec.image, spec.limits, spec.network, sorted(spec.env.items())]
+    words += [sorted(spec.files.items()), sorted(setup.files.items()), [list(each) for each in setup.commands]]
+    digest.update(repr(words).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+@dataclass(slots=True, kw_only=True)
+class Shelf:
+    """The ready boxes of one kind, and the task that refills them."""
+
+    spec: SandboxSpec
+    setup: Setup
+    boxes: deque[Sandbox] = field(default_factory=deque["Sandbox"])
+    wanted: trio.Event = field(default_factory=trio.Event)
+    filled: trio.Event = field(default_factory=trio.Event)
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened so far."""
+
+    made: int = 0
+    warm: int = 0  # handed out ready
+    cold: int = 0  # made while the taker waited
+    dead: int = 0  # found dead at hand-out
+    failed: int = 0  # could not be made
+
+
+class Pool:
+    """See the module. Satisfies `SandboxBackend`, so that it can stand wherever a backend is asked for."""
+
+    def __init__(
+        self,
+        backend: SandboxBackend,
+        *,
+        ready: int = 4,
+        most: int = 64,
+        creating: int = 2,
+        per_second: float = 50.0,
+    ) -> None:
+        """`ready` boxes are kept of each kind, `most` in all; at most `creating` are made at once and `per_second`
+        begun in a second. The pool closes the backend at its end."""
+        self.name = backend.name
+        self.counts = Counts()
+        self._backend, self._ready, self._most = backend, ready, most
+        self._creating = trio.CapacityLimiter(creating)
+        self._interval_s = 1.0 / per_second
+        self._next_start = 0.0
+        self._shelves: OrderedDict[str, Shelf] = OrderedDict()
+        self._exit = AsyncExitStack()
+        self._nursery: trio.Nursery | None = None
+
+    async def __aenter__(self) -> Self:
+        self._nursery = await self._exit.enter_async_context(trio.open_nursery())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End refilling, close the boxes that nobody took, then the backend. Idempotent."""
+        if self._nursery is not None:
+            self._nursery.cancel_scope.cancel()
+            self._nursery = None
+            await self._exit.aclose()
+        with trio.CancelScope(shield=True):
+            while self._shelves:
+                _, shelf = self._shelves.popitem()
+                await _close_all(shelf.boxes)
+            await self._backend.aclose()
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        """`take` without a setup."""
+        return await self.take(spec)
+
+    async def take(self, spec: SandboxSpec, setup: Setup | None = None) -> Sandbox:
+        """A live box of this kind; it is the caller's to close. Raises SandboxError if none can be made."""
+        shelf = self._shelf(spec, setup or Setup())
+        while shelf.boxes:
+            box = shelf.boxes.popleft()
+            shelf.wanted.set()
+            if await _is_alive(box):
+                self.counts.warm += 1
+                return box
+            self.counts.dead += 1
+            await _close_all([box])
+        box = await self._make(shelf)
+        self.counts.cold += 1
+        return box
+
+    async def fill(self, spec: SandboxSpec, setup: Setup | None = None) -> None:
+        """Wait until `ready` boxes of this kind lie there."""
+        shelf = self._shelf(spec, setup or Setup())
+        while len(shelf.boxes) < self._ready:
+            await shelf.filled.wait()
+
+    def _shelf(self, spec: SandboxSpec, setup: Setup) -> Shelf:
+        """The shelf of a kind, now the one used last; others give way to it."""
+        if self._nursery is None:
+            raise SandboxError("the pool is not open: use `async with Pool(...)`")
+        kind = kind_of(spec, setup)
+        if kind not in self._shelves:
+            shelf = self._shelves[kind] = Shelf(spec=spec, setup=setup)
+            self._nursery.start_soon(self._refill, shelf)
+        self._shelves.move_to_end(kind)
+        while len(self._shelves) > max(1, self._most // max(1, self._ready)):
+            _, oldest = self._shelves.popitem(last=False)
+            oldest.scope.cancel()
+        return self._shelves[kind]
+
+    async def _refill(self, shelf: Shelf) -> None:
+        """Keep one shelf full until it gives way; close what is left on it."""
+        pause = _FIRST_PAUSE_S
+        try:
+            with shelf.scope:
+                while True:
+                    while len(shelf.boxes) < self._ready:
+                        try:
+                            shelf.boxes.append(await self._make(shelf))
+                            pause = _FIRST_PAUSE_S
+                        except SandboxError:  # whoever takes next makes one and sees why it fails
+                            await trio.sleep(pause)
+                            pause = min(2 * pause, _LONGEST_PAUSE_S)
+                    shelf.filled.set()
+                    shelf.filled = trio.Event()
+                    shelf.wanted = trio.Event()
+                    await shelf.wanted.wait()
+        finally:
+            with trio.CancelScope(shield=True):
+                await _close_all(shelf.boxes)
+
+    async def _make(self, shelf: Shelf) -> Sandbox:
+        """A new box, set up; bounded in number and rate. Raises SandboxError."""
+        async with self._creating:
+            start = max(self._next_start, trio.current_time())
+            self._next_start = start + self._interval_s
+            await trio.sleep_until(start)
+            try:
+                box = await self._backend.create(shelf.spec)
+                try:
+                    await _set_up(box, shelf.setup)
+                except BaseException:
+                    await _close_all([box])
+                    raise
+            except SandboxError:
+                self.counts.failed += 1
+                raise
+            self.counts.made += 1
+            return box
+
+
+async def _set_up(box: Sandbox, setup: Setup) -> None:
+    for path, data in setup.files.items():
+        await box.write(path, data)
+    for command in setup.commands:
+        result = await box.exec(command, timeout_s=setup.timeout_s)
+        if result.exit_code != 0:
+            words = result.stderr.decode(errors="replace").strip()[-300:]
+            raise SandboxError(f"setup command {list(command)!r} ended with {result.exit_code}: {words}")
+
+
+async def _is_alive(box: Sandbox) -> bool:
+    with trio.move_on_after(_ALIVE_S):
+        try:
+            if isinstance(box, Checkable):
+                return await box.alive()
+            return (await box.exec(["true"], timeout_s=_ALIVE_S)).exit_code == 0
+        except SandboxError:
+            return False
+    return False
+
+
+async def _close_all(boxes: deque[Sandbox] | list[Sandbox]) -> None:
+    with trio.CancelScope(shield=True):
+        while boxes:
+            try:
+                await boxes.pop().close()
+            except SandboxError:  # the host lost it; its reaper clears what is left
+                continue

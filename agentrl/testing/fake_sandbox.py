@@ -1,0 +1,113 @@
+"""A sandbox in memory, for tests of environments, tools and pools: commands are answered by a function of yours.
+
+Nothing runs. For tests that need real commands take a real backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import trio
+
+from agentrl.errors import SandboxError, SandboxPathError
+from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
+
+Answer = Callable[[Sequence[str], dict[str, bytes]], ExecResult]
+
+
+def succeed(argv: Sequence[str], files: dict[str, bytes]) -> ExecResult:
+    """Every command ends well and says nothing."""
+    del argv, files
+    return ExecResult(exit_code=0, stdout=b"", stderr=b"")
+
+
+class FakeSandbox:
+    """One box: `files` is its work folder, `commands` all that was asked of it. `broken` makes every call raise."""
+
+    def __init__(self, spec: SandboxSpec, answer: Answer = succeed) -> None:
+        self.spec, self.answer = spec, answer
+        self.files: dict[str, bytes] = dict(spec.files)
+        self.commands: list[list[str]] = []
+        self.closed = self.broken = False
+        self._snapshots: dict[str, dict[str, bytes]] = {}
+
+    def _check(self) -> None:
+        if self.closed or self.broken:
+            raise SandboxError("the box is closed" if self.closed else "the host of the box failed")
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> ExecResult:
+        del stdin, cwd, env, timeout_s
+        self._check()
+        self.commands.append(list(argv))
+        return self.answer(argv, self.files)
+
+    async def start(
+        self, argv: Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None
+    ) -> BoxProcess:
+        raise SandboxError("a fake sandbox has no background processes")
+
+    async def read(self, path: str) -> bytes:
+        self._check()
+        if path not in self.files:
+            raise SandboxPathError(f"{path!r}: No such file or directory")
+        return self.files[path]
+
+    async def write(self, path: str, data: bytes) -> None:
+        self._check()
+        self.files[path] = data
+
+    async def upload(self, source: Path, target: str) -> None:
+        self._check()
+        self.files[target] = await trio.Path(source).read_bytes()
+
+    async def download(self, source: str, target: Path) -> None:
+        await trio.Path(target).write_bytes(await self.read(source))
+
+    async def snapshot(self) -> str:
+        self._check()
+        name = f"snapshot{len(self._snapshots)}"
+        self._snapshots[name] = dict(self.files)
+        return name
+
+    async def restore(self, snapshot: str) -> None:
+        self._check()
+        self.files = dict(self._snapshots[snapshot])
+
+    async def fork(self) -> FakeSandbox:
+        self._check()
+        twin = FakeSandbox(self.spec, self.answer)
+        twin.files = dict(self.files)
+        return twin
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class FakeBackend:
+    """Makes fake boxes and remembers them in `boxes`; raises `failure` instead while that is set."""
+
+    name = "fake"
+
+    def __init__(self, answer: Answer = succeed) -> None:
+        self.answer = answer
+        self.boxes: list[FakeSandbox] = []
+        self.failure: SandboxError | None = None
+        self.closed = False
+
+    async def create(self, spec: SandboxSpec) -> FakeSandbox:
+        if self.failure is not None:
+            raise self.failure
+        box = FakeSandbox(spec, self.answer)
+        self.boxes.append(box)
+        return box
+
+    async def aclose(self) -> None:
+        self.closed = True
