@@ -129,8 +129,9 @@ class Fleet:
             await replica.client.aclose()
 
     async def control(self, *, period_s: float = 1.0, start: Aimd | None = None) -> None:
-        """Adapt each replica's limit to its metrics, for ever: start it in the nursery that owns the fleet. Without
-        it nothing is limited. `start` holds the rule's settings."""
+        """Adapt each replica's limit to its metrics and look after broken ones, for ever: start it in the nursery that
+        owns the fleet. Without it nothing is limited, and a broken replica is asked again only when no other is
+        ready. `start` holds the rule's settings."""
         rules = {id(replica): replace(start or Aimd()) for replica in self.replicas}
         while True:
             for replica in self.replicas:
@@ -138,6 +139,8 @@ class Fleet:
                 if replica.state is State.READY:
                     with suppress(EngineError):  # a request that meets the same failure acts on it
                         replica.limit = rule.look(await replica.client.metrics(), replica.running)
+                elif replica.state is not State.DRAINING and trio.current_time() >= replica.retry_at:
+                    await self._ask(replica)
             self._announce()
             await trio.sleep(period_s)
 

@@ -243,6 +243,26 @@ async def test_a_failed_reading_changes_nothing(autojump_clock: trio.testing.Moc
         nursery.cancel_scope.cancel()
 
 
+async def test_a_broken_replica_is_looked_after_while_another_serves(autojump_clock: trio.testing.MockClock) -> None:
+    """Down, then back with old weights, then refit by another process: no request has to be spared for it."""
+    down, well = Down(continuing, url="fake://down", version=3), engine("well", version=4)
+    fleet = Fleet([down, well])
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fleet.control)
+        for number in range(4):  # the least busy of two idle ones is the first
+            await fleet.generate(ask(str(number), str(number)))
+        assert fleet.replicas[0].state is State.BROKEN
+        down.up = True
+        await trio.sleep(30)
+        assert fleet.replicas[0].state is State.STALE
+        down.version = 4
+        await trio.sleep(2)
+        assert fleet.replicas[0].state is State.READY
+        await fleet.generate(ask("new", "new"))
+        assert len(down.requests) == 1
+        nursery.cancel_scope.cancel()
+
+
 def test_a_limit_grows_while_it_binds_and_shrinks_under_pressure() -> None:
     rule = Aimd(limit=10, floor=4, ceiling=20, step=8, factor=0.5)
     calm = {"vllm:num_requests_running": 9.0}

@@ -1,0 +1,128 @@
+"""Two real replicas, one killed under load: nothing lost, nothing sampled twice, and it comes back when it is refit."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import trio
+
+from agentrl.engine.client import EngineClient
+from agentrl.engine.fleet import Fleet, Replica, State
+from agentrl.engine.stitching import Stitcher
+from agentrl.engine.weights import push
+from agentrl.protocols import GenerateRequest
+from agentrl.records import Generation, SamplingParams
+
+from .conftest import LORA_RANK, Server
+from .policy import VOCAB, Policy
+from .test_weights import ADMIN_S, EXACT, Progress
+
+pytestmark = pytest.mark.vllm
+
+EPISODES, TURNS = 12, 4
+
+
+@pytest.fixture
+def second(policy: Policy, tmp_path: Path) -> Iterator[Server]:
+    """Another replica of `server`'s model, to be killed."""
+    server = Server(policy.folder, tmp_path, lora_rank=LORA_RANK)
+    server.start()
+    try:
+        trio.run(server.ready, 1)
+        yield server
+    finally:
+        server.close()
+
+
+async def test_a_replica_is_killed_under_load_comes_back_and_is_refit(
+    server: Server, second: Server, policy: Policy
+) -> None:
+    version, file = policy.update()
+    clients = [EngineClient(server.url), EngineClient(second.url)]
+    await push(clients, file.path, version, sha256=file.sha256, deadline_s=ADMIN_S, clear_cache=True)
+    fleet = Fleet(clients, retry_s=0.1)
+    progress, played = Progress(), dict[int, list[tuple[list[int], Generation]]]()
+    received: dict[str, list[int]] = {}
+
+    async def play(seed: int) -> None:
+        rng = random.Random(seed)
+        context = [rng.randrange(3, VOCAB) for _ in range(30)]
+        for _ in range(TURNS):
+            request = GenerateRequest(
+                request_id=uuid4().hex,
+                session=str(seed),
+                token_ids=tuple(context),
+                sampling=SamplingParams(max_tokens=100, stop_token_ids=(1, 2)),
+                deadline_s=280.0,
+            )
+            stitcher, seen, finish = Stitcher(), received.setdefault(request.request_id, []), ""
+            async for chunk in fleet.stream(request):
+                stitcher.add(chunk)
+                seen += chunk.token_ids
+                progress.add(len(chunk.token_ids))
+                finish = chunk.finish
+            generation = stitcher.generation(finish)  # pyright: ignore[reportArgumentType]
+            assert list(generation.token_ids) == seen  # what was handed out once stays as it was
+            played.setdefault(seed, []).append((list(context), generation))
+            context += [*generation.token_ids, 7, 8, 9]
+
+    children = processes_below(second.pid)
+    async with trio.open_nursery() as nursery:
+        for seed in range(EPISODES):
+            nursery.start_soon(play, seed)
+        await progress.reach(200)
+        assert all(replica.running for replica in fleet.replicas)  # both are in the midst of turns
+        second.kill()
+    assert {seed: len(turns) for seed, turns in played.items()} == dict.fromkeys(range(EPISODES), TURNS)
+    turns = [turn for of_episode in played.values() for turn in of_episode]
+    assert max(policy.error(context, generation) for context, generation in turns) <= EXACT
+    assert not any(alive(pid) for pid in children)  # the killed front end took its engine with it
+
+    dead = fleet.replicas[1]
+    assert dead.state is State.BROKEN
+    second.start()
+    await second.ready(1)  # it holds the weights of its folder again: version 1, long overtaken
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(fleet.control, period_s=0.1))
+        await _until(fleet, dead, State.STALE)
+        await push([second.url], file.path, version, sha256=file.sha256, deadline_s=ADMIN_S)  # by another process
+        await _until(fleet, dead, State.READY)
+        nursery.cancel_scope.cancel()
+    fleet.drain(server.url)
+    again = GenerateRequest(request_id="again", session="0", token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=9))
+    generation = await fleet.generate(again)
+    assert {span.version for span in generation.spans} == {version}
+    assert policy.error([5, 6, 7], generation) <= EXACT
+    await fleet.aclose()
+
+
+async def _until(fleet: Fleet, replica: Replica, state: State) -> None:
+    """Play on at the replica that is well until the other one is seen in `state`."""
+    request = GenerateRequest(request_id="", session="", token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=4))
+    with trio.fail_after(ADMIN_S):
+        while replica.state is not state:
+            await fleet.generate(replace(request, request_id=uuid4().hex))
+
+
+def processes_below(pid: int) -> list[int]:
+    """All descendants of a process."""
+    below: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            below += [child, *processes_below(child)]
+    return below
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
