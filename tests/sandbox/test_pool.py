@@ -127,7 +127,7 @@ async def test_pool_must_be_open() -> None:
 def left_behind() -> list[Path]:
     """Folders and control groups that this process made and did not remove."""
     left = [*Path("/dev/shm").glob(f"agentrl-boxes-*/{os.getpid()}.*")]
-    return left + [*Path("/sys/fs/cgroup").glob(f"**/agentrl-boxes.{os.getpid()}.*")]
+    return [*left, *Path("/sys/fs/cgroup").glob(f"**/agentrl-boxes.{os.getpid()}.*")]
 
 
 @pytest.mark.bubblewrap
