@@ -1,0 +1,174 @@
+"""First command in a box from the warm pool, beside a bare loop of the same program, in the same run.
+
+    agentrl bench sandbox [--backend bubblewrap] [--image IMAGE] [--rounds 200] [--out FILE.json]
+    agentrl bench sandbox --episodes 10000 [--concurrency 8]
+
+The bare loop is `bwrap --unshare-all --ro-bind / /` (bubblewrap) or the engine's own `docker exec` in one running
+container (docker): the peer without limits, files, output bounds or clean-up. The sides take turns, so that a busy
+machine slows both; read the ratio. With `--episodes` each episode takes a box, writes a file, runs three commands and
+closes it; what is left of processes, descriptors and folders, and the growth of memory, is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from agentrl.protocols import SandboxSpec
+from agentrl.sandbox import backend
+from agentrl.sandbox.pool import Pool
+
+PROGRAM = ["python3", "-I", "-S", "-c", "pass"]
+SPEC = SandboxSpec()
+
+
+class BarePeer:
+    """The same program without us: one process of the container tool a command."""
+
+    def __init__(self, name: str, image: str | None) -> None:
+        self._container = ""
+        if name == "docker":
+            started = subprocess.run(
+                ["docker", "run", "--detach", "--network", "none", str(image), "sleep", "3600"],
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+            self._container = started.stdout.strip()
+            self._command = ["docker", "exec", self._container, *PROGRAM]
+        else:
+            self._command = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "--", *self._host_program()]
+
+    @staticmethod
+    def _host_program() -> list[str]:
+        """By its full path: the machine's own PATH may put a slow shim before it."""
+        return [shutil.which(PROGRAM[0], path="/usr/local/bin:/usr/bin:/bin") or PROGRAM[0], *PROGRAM[1:]]
+
+    def run(self) -> float:
+        """Seconds of one command."""
+        began = time.perf_counter()
+        subprocess.run(self._command, check=True, stdin=subprocess.DEVNULL, capture_output=True)
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        if self._container:
+            subprocess.run(["docker", "rm", "-f", self._container], check=False, capture_output=True)
+
+
+async def latency(name: str, options: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """Seconds from the pool to the end of a first command, beside the bare loop."""
+    peer = BarePeer(name, options.get("image"))
+    take: list[float] = []
+    first: list[float] = []
+    second: list[float] = []
+    bare: list[float] = []
+    try:
+        async with Pool(backend(name, **options), ready=4) as pool:
+            for _ in range(rounds):
+                await pool.fill(SPEC)
+                began = time.perf_counter()
+                box = await pool.take(SPEC)
+                took = time.perf_counter()
+                result = await box.exec(PROGRAM)
+                done = time.perf_counter()
+                await box.exec(PROGRAM)
+                second.append(time.perf_counter() - done)
+                assert result.exit_code == 0, result
+                await box.close()
+                take.append(took - began)
+                first.append(done - took)
+                bare.append(await trio.to_thread.run_sync(peer.run))
+            warm = pool.counts.warm
+    finally:
+        peer.close()
+    columns = {"bare": bare, "take": take, "first exec": first, "second exec": second}
+    measured = {column: summary(seconds) for column, seconds in columns.items()}
+    ratio = measured["first exec"]["p50_ms"] / measured["bare"]["p50_ms"]
+    return {"backend": name, "rounds": rounds, "warm": warm, "ms": measured, "first_over_bare_p50": round(ratio, 2)}
+
+
+def summary(seconds: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(seconds, n=20)
+    return {"p50_ms": round(1e3 * statistics.median(seconds), 2), "p95_ms": round(1e3 * cuts[-1], 2)}
+
+
+def own_state() -> dict[str, int]:
+    """Children, descriptors, folders of boxes and current memory (KiB) of this process."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    status = Path("/proc/self/status").read_text().split()
+    return {
+        "children": len(children),
+        "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        "folders": sum(1 for _ in Path("/dev/shm").glob(f"agentrl-boxes-*/{os.getpid()}.*")),
+        "memory_kib": int(status[status.index("VmRSS:") + 1]),
+    }
+
+
+async def episodes(name: str, options: dict[str, Any], count: int, concurrency: int) -> dict[str, Any]:
+    """Run `count` episodes; the state of this process before, at a tenth, and after."""
+    before = own_state()
+    marks: dict[str, dict[str, int]] = {}
+    done = 0
+
+    async with Pool(backend(name, **options), ready=concurrency, creating=concurrency, per_second=1000) as pool:
+
+        async def work() -> None:
+            nonlocal done
+            while done < count:
+                done += 1
+                if done == max(1, count // 10):
+                    marks["tenth"] = own_state()
+                box = await pool.take(SPEC)
+                try:
+                    await box.write("a/task.py", b"print(1)\n")
+                    for command in (["python3", "-I", "-S", "a/task.py"], ["sh", "-c", "sleep 9 & echo x"], ["false"]):
+                        await box.exec(command)
+                finally:
+                    await box.close()
+
+        began = time.monotonic()
+        async with trio.open_nursery() as nursery:
+            for _ in range(concurrency):
+                nursery.start_soon(work)
+        seconds = time.monotonic() - began
+        marks["end, pool open"] = own_state()
+    marks["end"] = own_state()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rate = round(count / seconds, 1)
+    return {"backend": name, "episodes": count, "per_second": rate, "before": before, **marks, "peak_kib": peak}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="bubblewrap")
+    parser.add_argument("--image", help="for docker: an image that the engine has")
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--episodes", type=int, default=0)
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    options = {"image": chosen.image} if chosen.image else {}
+    if chosen.episodes:
+        said = trio.run(episodes, chosen.backend, options, chosen.episodes, chosen.concurrency)
+    else:
+        said = trio.run(latency, chosen.backend, options, chosen.rounds)
+    text = json.dumps(said, indent=2)
+    print(text)
+    if chosen.out:
+        chosen.out.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
