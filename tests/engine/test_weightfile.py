@@ -59,7 +59,7 @@ def test_places_are_those_of_the_library(folder: Path) -> None:
     ],
 )
 def test_a_malformed_file_is_one_readable_error(data: bytes) -> None:
-    with pytest.raises(WeightSyncError, match="not a (whole )?safetensors file"):
+    with pytest.raises(WeightSyncError, match=r"not a (whole )?safetensors file"):
         list(weightfile.places(as_bytes(data)))
 
 

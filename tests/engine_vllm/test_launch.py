@@ -1,0 +1,138 @@
+"""How a server is started and what is said when it cannot be: no vLLM needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.engine.vllm import launch
+from agentrl.engine.vllm.launch import Build, VLLMServer, carry_plugin, check_version, explain, find_build
+from agentrl.engine.vllm.probe import Facts, Need
+from agentrl.errors import ModelError, UsageError
+
+CPU = Build(python=Path("/vllm/bin/python"), version="0.32.0", cpu=True)
+CUDA = Build(python=Path("/vllm/bin/python"), version="0.32.1", cpu=False)
+
+
+def server(**changes: Any) -> VLLMServer:
+    given: dict[str, Any] = {"model": Path("/m"), "port": 8000, "plugin_folder": Path("/p"), "build": CPU, **changes}
+    return VLLMServer(**given)
+
+
+def options(one: VLLMServer) -> dict[str, str]:
+    argv = one.argv()
+    return {name: value for name, value in zip(argv, [*argv[1:], ""], strict=True) if name.startswith("--")}
+
+
+def test_every_server_serves_tokens_with_the_log_probs_they_were_sampled_with() -> None:
+    for one in (server(), server(build=CUDA)):
+        found = options(one)
+        assert {"--enable-scale-out", "--enable-prompt-tokens-details"} <= found.keys()
+        assert found["--logprobs-mode"] == "processed_logprobs"
+        assert found["--generation-config"] == "vllm"
+        assert json.loads(found["--weight-transfer-config"]) == {"backend": "shm"}
+        assert one.env()["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_what_is_for_one_build_is_not_given_to_the_other() -> None:
+    cpu, cuda = (options(server(build=build, routed_experts=True)) for build in (CPU, CUDA))
+    assert "--enforce-eager" in cpu and "--enforce-eager" not in cuda
+    assert "--enable-return-routed-experts" in cuda and "--enable-return-routed-experts" not in cpu
+    assert "AGENTRL_VLLM_ROUTING" in server(routed_experts=True).env()
+    assert "AGENTRL_VLLM_ROUTING" not in server(build=CUDA, routed_experts=True).env()
+
+
+def test_lora_is_there_only_when_asked_for() -> None:
+    assert "--enable-lora" not in options(server())
+    found = options(server(lora_rank=16, max_loras=3))
+    assert (found["--max-lora-rank"], found["--max-loras"]) == ("16", "3")
+    assert server(lora_rank=16).env()["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in server().env()
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.7", "0.32.0+cpu"])
+def test_tested_versions_pass(version: str) -> None:
+    check_version(version, "here")
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0.0", "nonsense", ""])
+def test_other_versions_are_refused_with_what_to_install(version: str) -> None:
+    with pytest.raises(UsageError, match=r"agentrl speaks the API of vLLM >= 0\.32, < 0\.33: install vllm==0\.32\.0"):
+        check_version(version, "here")
+
+
+def test_an_interpreter_without_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_installed", lambda _: {})
+    with pytest.raises(UsageError, match=r"'/no/python' has no vLLM"):
+        find_build("/no/python")
+    monkeypatch.setenv(launch.PYTHON_VARIABLE, "/other/python")
+    with pytest.raises(UsageError, match=r"'/other/python' has no vLLM"):
+        find_build()
+    monkeypatch.delenv(launch.PYTHON_VARIABLE)
+    with pytest.raises(UsageError, match="run `make vllm`"):
+        find_build()
+
+
+def test_the_carried_plugin_needs_nothing_of_ours_installed(tmp_path: Path) -> None:
+    """A bare interpreter finds the entry point and its modules, and loads neither our dependencies nor torch."""
+    carry_plugin(tmp_path)
+    carry_plugin(tmp_path)  # again over itself
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from importlib.metadata import entry_points
+(point,) = entry_points(group="vllm.general_plugins", name="agentrl")
+assert point.load().__name__ == "register"
+import agentrl.engine.vllm.plugin.host
+print(sorted(sys.modules.keys() & {{"torch", "trio", "httpx", "pydantic", "gymnasium", "numpy"}}))
+"""
+    done = subprocess.run([sys.executable, "-S", "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
+
+
+def test_a_head_too_small_for_the_cpu_build_is_refused_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "num_attention_heads": 4}))
+    one = server(model=tmp_path, plugin_folder=tmp_path / "p")
+    with pytest.raises(ModelError, match="head_dim = 16; vLLM's CPU build needs at least 32"):
+        one.prepare()
+    server(model=tmp_path, plugin_folder=tmp_path / "p", build=CUDA).prepare()
+    with pytest.raises(ModelError, match="cannot read"):
+        server(model=tmp_path / "nothing", plugin_folder=tmp_path / "p").prepare()
+
+
+@pytest.mark.parametrize(
+    ("log", "says"),
+    [
+        ("", "it printed nothing"),
+        ("(Core pid=1) INFO all is well", "INFO all is well"),
+        ("ModuleNotFoundError: No module named 'vllm'", "run `make vllm`"),
+        ("OSError: [Errno 98] Address already in use", "choose another one"),
+        ("(Core pid=7) ValueError: the cause\nRuntimeError: a consequence", "ValueError: the cause"),
+    ],
+)
+def test_a_log_is_read_for_the_cause(tmp_path: Path, log: str, says: str) -> None:
+    path = tmp_path / "vllm.log"
+    path.write_text(log)
+    found = explain(path)
+    assert says in found and str(path) in found and "\n" not in found
+
+
+def test_no_log_is_said() -> None:
+    assert explain(None) == "no log was kept"
+
+
+def test_everything_lacking_is_refused_at_once_with_what_mends_it() -> None:
+    facts = Facts(
+        url="http://e", version="0.32.0", model="m", max_model_len=9, has=frozenset({Need.ADMIN}), backend=None
+    )
+    facts.require({Need.ADMIN})
+    with pytest.raises(UsageError) as caught:
+        facts.require({Need.ADMIN, Need.TOKENS, Need.LORA})
+    text = str(caught.value)
+    assert "--enable-scale-out" in text and "--enable-lora" in text and "DEV_MODE" not in text
+    assert "\n" not in text
