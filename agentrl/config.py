@@ -61,6 +61,7 @@ class EngineSettings(_Section):
     threads: Count = 1
     max_batch: Count = 128
     kv_cache_mb: Count = 512
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of vLLM's weights and cache; embedded is float32
     stream_tokens: Count = 16  # tokens per streamed chunk
     recompute_kv: bool = False  # after new weights: recompute the KV of running requests, or keep it
     admin_deadline_s: Positive = 30.0

@@ -11,17 +11,17 @@ import json
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import trio
 
 from agentrl.config import RunConfig
 from agentrl.errors import RunFailed, UsageError
+from agentrl.runtime.checkpoints import StartPoint
+from agentrl.runtime.engines import Replica, Weights, refit
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import Child, RestartBudget
 from agentrl.store import RunStore
 
-_POLL_S = 0.05
 _PINNED = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
@@ -37,19 +37,33 @@ class Crew:
     _children: list[Child] = field(default_factory=list[Child])
     _closing: bool = False
 
-    async def start_engines(self, model: Path) -> None:
-        """Start (or attach to) the engines and write their URLs into the store.
+    async def start_engines(self, start: StartPoint) -> None:
+        """Start (or attach to) the engines and write their URLs into the store; all serve the current weights then."""
 
-        `model` is the folder whose weights the store's current version stands for."""
+        def weights() -> Weights:
+            current = self.store.current_version()
+            file = self.store.weights_path(current.version)
+            if file is not None and not file.exists():
+                file = None
+            if file is None and current != start.version:
+                raise RunFailed(f"the weights of version {current.version} are gone: go on with --resume")
+            return Weights(model=start.model, base=start.version, current=current, file=file)
+
         urls = list(self.config.engine.urls)
-        if not urls:
-            for index in range(self.config.engine.replicas):
-                port = _free_port()
-                child = self._engine(f"engine-{index}", model, port)
-                child.start()
-                await self._ready(child, port)
-                self.nursery.start_soon(self._keep, child, self._engine_again(child, model, port))
-                urls.append(f"http://127.0.0.1:{port}")
+        for url in urls:
+            await refit(url, weights(), deadline_s=self.config.engine.admin_deadline_s)
+        for index in range(0 if urls else self.config.engine.replicas):
+            replica = Replica(
+                child=self._child(f"engine-{index}", [], self.config.engine.threads),
+                port=_free_port(),
+                scratch=self.run.scratch,
+                settings=self.config.engine,
+                max_context=self.config.rollout.max_context,
+                weights=weights,
+            )
+            await replica.up()
+            self.nursery.start_soon(self._keep, replica.child, replica.up)
+            urls.append(replica.url)
         self.store.set_meta("engine_urls", json.dumps(urls))
 
     def start_workers(self) -> None:
@@ -89,46 +103,6 @@ class Crew:
         child = Child(name, argv, self.run.logs, env)
         self._children.append(child)
         return child
-
-    def _engine(self, name: str, model: Path, port: int) -> Child:
-        settings = self.config.engine
-        child = self._child(name, [], settings.threads)
-        child.argv = self._engine_argv(child, model, port)
-        return child
-
-    def _engine_argv(self, child: Child, model: Path, port: int) -> list[str]:
-        settings = self.config.engine
-        current = self.store.current_version()
-        argv = ["-m", "agentrl.engine.embedded", "--model", str(model), "--host", "127.0.0.1", "--port", str(port)]
-        argv += ["--threads", str(settings.threads), "--max-batch", str(settings.max_batch)]
-        argv += ["--kv-cache-mb", str(settings.kv_cache_mb), "--stream-tokens", str(settings.stream_tokens)]
-        argv += ["--max-model-len", str(self.config.rollout.max_context)]
-        argv += ["--served-version", str(current.version), "--ready-file", str(self._ready_file(child)), "--lifeline"]
-        weights = self.store.weights_path(current.version)
-        return argv + (["--weights", str(weights)] if weights is not None and weights.exists() else [])
-
-    def _ready_file(self, child: Child) -> Path:
-        return self.run.scratch / f"{child.name}.ready"
-
-    async def _ready(self, child: Child, port: int) -> None:
-        deadline_s = self.config.engine.start_deadline_s
-        with trio.move_on_after(deadline_s):
-            while not self._ready_file(child).exists():
-                status = child.poll()
-                if status is not None:
-                    raise RunFailed(child.failure(status))
-                await trio.sleep(_POLL_S)
-            return
-        raise RunFailed(f"{child.name} did not answer on port {port} within {deadline_s:g} s; see {child.log_path}")
-
-    def _engine_again(self, child: Child, model: Path, port: int) -> Callable[[], Awaitable[None]]:
-        async def again() -> None:
-            self._ready_file(child).unlink(missing_ok=True)
-            child.argv = self._engine_argv(child, model, port)
-            child.start()
-            await self._ready(child, port)
-
-        return again
 
     def _worker_again(self, child: Child) -> Callable[[], Awaitable[None]]:
         async def again() -> None:

@@ -56,7 +56,7 @@ class Supervisor:
     async def train(self) -> None:
         """Evaluate, train, evaluate again. Returns when all of it is in the store."""
         steps = self.config.train.steps
-        await self.crew.start_engines(self.start.model)
+        await self.crew.start_engines(self.start)
         self._enter("eval")
         self.crew.start_workers()
         learned = self.crew.start_learner()
@@ -77,7 +77,7 @@ class Supervisor:
 
     async def measure(self) -> None:
         """Evaluate only, under the label `now`: no learner is started."""
-        await self.crew.start_engines(self.start.model)
+        await self.crew.start_engines(self.start)
         self._enter("eval")
         self.crew.start_workers()
         self.phase = "evaluating"
