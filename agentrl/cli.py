@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from agentrl.errors import AgentRLError, UsageError
@@ -173,10 +174,24 @@ def doctor() -> None:
     table = Table("part", "", "seen", "what to do")
     for finding in findings:
         mark = "[green]ok[/]" if finding.works else "[red]missing[/]" if finding.needed else "[yellow]-[/]"
-        table.add_row(finding.part, mark, finding.seen, finding.mend if not finding.works else "")
+        table.add_row(finding.part, mark, escape(finding.seen), escape("" if finding.works else finding.mend))
     Console().print(table)
     if any(finding.needed and not finding.works for finding in findings):
         raise SystemExit(1)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="A model folder or a registered model id")],
+    port: Annotated[int, typer.Option(help="0 takes a free one")] = 8000,
+    host: str = "127.0.0.1",
+    threads: Annotated[int, typer.Option(min=1)] = 1,
+) -> None:
+    """Serve a model with the embedded engine, which speaks the part of vLLM's API that agentrl uses."""
+    from agentrl.runtime.models import model_dir
+
+    argv = ["-m", "agentrl.engine.embedded", "--model", str(model_dir(model)), "--host", host, "--port", str(port)]
+    raise SystemExit(subprocess.run([sys.executable, *argv, "--threads", str(threads)], check=False).returncode)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

