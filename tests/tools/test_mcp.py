@@ -1,0 +1,127 @@
+"""MCP servers over stdio, streamable HTTP and in a box: their tools work, and they die with the episode."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+
+import pytest
+import trio
+
+from agentrl.errors import InfrastructureError, ToolArgumentError, ToolError, UsageError
+from agentrl.protocols import Sandbox
+from agentrl_tools.mcp import McpServer, McpTool
+
+pytest.importorskip("mcp")
+pytestmark = pytest.mark.timeout(120)
+
+HERE = Path(__file__).parent
+STDIO = [sys.executable, str(HERE / "mcp_server.py")]
+START_S = 60.0  # the package takes its time on a busy machine
+
+
+@pytest.fixture
+async def server() -> AsyncGenerator[McpServer]:
+    server = McpServer(command=STDIO, start_s=START_S)
+    yield server
+    await server.aclose()
+
+
+def named(tools: list[McpTool]) -> dict[str, McpTool]:
+    return {tool.name: tool for tool in tools}
+
+
+async def test_stdio_tools_have_schemas_and_answer(server: McpServer) -> None:
+    tools = named(await server.open())
+    assert tools["add"].schema["description"] == "Add two numbers."
+    assert tools["add"].schema["parameters"]["required"] == ["a", "b"]
+    assert (await tools["add"].call({"a": 2, "b": 3})).content == "5"
+    with pytest.raises(ToolArgumentError):
+        await tools["add"].call({"a": "two"})
+    result = await tools["fail"].call({})
+    assert result.is_error and "fail" in result.content
+
+
+async def test_law_4_server_dies_with_the_episode(server: McpServer) -> None:
+    tools = named(await server.open())
+    pid = int((await tools["pid"].call({})).content)
+    descriptor = os.pidfd_open(pid)
+    try:
+        await server.aclose()
+        await server.aclose()
+        with trio.fail_after(10):
+            await trio.lowlevel.wait_readable(descriptor)
+    finally:
+        os.close(descriptor)
+    with pytest.raises(InfrastructureError, match="gone"):
+        await tools["add"].call({"a": 1, "b": 1})
+
+
+async def test_call_that_takes_too_long_is_the_model_s_to_read() -> None:
+    server = McpServer(command=STDIO, start_s=START_S, call_s=1.0)
+    try:
+        tools = named(await server.open())
+        with pytest.raises(ToolError, match="ended after 1 s"):
+            await tools["hang"].call({})
+    finally:
+        await server.aclose()
+
+
+async def test_server_that_leaves_is_a_failure_of_the_host(server: McpServer) -> None:
+    """Law 3: a trusted server outside of the box is infrastructure."""
+    tools = named(await server.open())
+    with pytest.raises(InfrastructureError, match="ended during leave"):
+        await tools["leave"].call({})
+    with pytest.raises(InfrastructureError):
+        await tools["add"].call({"a": 1, "b": 1})
+
+
+async def test_server_that_does_not_start_says_so() -> None:
+    for command in (["no-such-server-program"], [sys.executable, "-c", "raise SystemExit(1)"]):
+        with pytest.raises(InfrastructureError, match="does not start"):
+            await McpServer(command=command, start_s=START_S).open()
+    with pytest.raises(UsageError):
+        McpServer()
+    with pytest.raises(UsageError):
+        McpServer(command=["x"], url="http://localhost")
+
+
+@pytest.fixture
+def http_server() -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen([*STDIO, str(port)], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        for line in process.stderr:
+            if "running on" in line:
+                break
+        yield f"http://127.0.0.1:{port}/mcp"
+        process.kill()
+
+
+async def test_streamable_http(http_server: str) -> None:
+    server = McpServer(url=http_server, start_s=START_S)
+    try:
+        tools = named(await server.open())
+        assert (await tools["add"].call({"a": 20, "b": 22})).content == "42"
+    finally:
+        await server.aclose()
+
+
+@pytest.mark.bubblewrap
+async def test_server_in_a_box(box: Sandbox) -> None:
+    await box.write("server.py", (HERE / "box_mcp_server.py").read_bytes())
+    server = McpServer(command=["python3", "server.py"], sandbox=box, start_s=START_S)
+    try:
+        (tool,) = await server.open()
+        assert (await tool.call({})).content == "/workspace 1000"
+        await box.close()
+        with pytest.raises(ToolError, match="is gone"):
+            await tool.call({})
+    finally:
+        await server.aclose()

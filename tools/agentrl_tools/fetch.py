@@ -1,0 +1,96 @@
+"""Fetch a page over HTTP, from hosts on a list and from no other, redirects included. Runs outside of any box."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from urllib.parse import urljoin, urlsplit
+
+import httpx
+import trio
+
+from agentrl.env.tools import readable
+from agentrl.errors import ToolError, ToolTimeout
+from agentrl.protocols import ToolResult
+from agentrl.records import Json
+from agentrl_tools.base import OUTPUT_BYTES, SchemaChecked, text_result
+
+_PORTS = {"http": 80, "https": 443}
+_REDIRECTS = 5
+
+
+class HttpFetch(SchemaChecked):
+    """`fetch(url)`: GET, no cookies, no credentials.
+
+    `allow` names hosts (`docs.python.org`, `*.example.org`, `localhost:8080`); without a port only the scheme's own is
+    allowed. Whoever puts a host on the list trusts its name service too."""
+
+    parallel = True
+
+    def __init__(
+        self,
+        allow: Sequence[str],
+        *,
+        timeout_s: float = 15.0,
+        fetch_bytes: int = 1 << 20,
+        output_bytes: int = OUTPUT_BYTES,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """At most `fetch_bytes` of a body are read, at most `output_bytes` shown."""
+        url: Json = {"type": "string", "description": "http or https address", "maxLength": 2000}
+        super().__init__("fetch", f"Fetch a page. Allowed hosts: {', '.join(allow) or 'none'}.", {"url": url}, "url")
+        self._allow = [entry.lower() for entry in allow]
+        self._limit_s, self._fetch_bytes, self._output_bytes = timeout_s, fetch_bytes, output_bytes
+        self.timeout_s = timeout_s + 5.0
+        self._transport = transport
+
+    async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
+        """Raises ToolArgumentError, ToolError, ToolTimeout."""
+        url = self.checked(arguments)["url"]
+        with trio.move_on_after(self._limit_s):
+            return await self._fetch(url)
+        raise ToolTimeout(f"{url} did not answer within {self._limit_s:g} s")
+
+    async def _fetch(self, url: str) -> ToolResult:
+        options = {"follow_redirects": False, "trust_env": False, "timeout": self._limit_s}
+        async with httpx.AsyncClient(transport=self._transport, **options) as client:
+            for _ in range(_REDIRECTS + 1):
+                self._must_be_allowed(url)
+                try:
+                    async with client.stream("GET", url, headers={"User-Agent": "agentrl"}) as response:
+                        if response.has_redirect_location:
+                            url = urljoin(url, response.headers["location"])
+                            continue
+                        return await self._shown(url, response)
+                except (httpx.HTTPError, httpx.InvalidURL) as error:
+                    raise ToolError(f"cannot fetch {url}: {error or type(error).__name__}") from error
+        raise ToolError(f"more than {_REDIRECTS} redirects")
+
+    async def _shown(self, url: str, response: httpx.Response) -> ToolResult:
+        body = b""
+        async for chunk in response.aiter_bytes(1 << 14):
+            body += chunk
+            if len(body) > self._fetch_bytes:
+                break
+        was_cut = len(body) > self._fetch_bytes
+        text = readable(body[: self._fetch_bytes]) or "[empty]"
+        shown = text_result(text, self._output_bytes, is_error=response.is_error, truncated=was_cut)
+        if not response.is_error:
+            return shown
+        said = f"HTTP {response.status_code} from {url}\n{shown.content}"
+        return ToolResult(content=said, is_error=True, truncated=shown.truncated)
+
+    def _must_be_allowed(self, url: str) -> None:
+        try:
+            parts = urlsplit(url)
+            host, port = (parts.hostname or "").lower().rstrip("."), parts.port
+        except ValueError as error:
+            raise ToolError(f"not an address: {error}") from error
+        if parts.scheme not in _PORTS or not host:
+            raise ToolError(f"not an http address: {url[:200]!r}")
+        if parts.username is not None or parts.password is not None:
+            raise ToolError("an address with a user name is not allowed")
+        own = port is None or port == _PORTS[parts.scheme]
+        names = {f"{host}:{port}"} | ({host} if own else set())
+        if not any(fnmatchcase(name, entry) for entry in self._allow for name in names):
+            raise ToolError(f"{host} is not on the list of allowed hosts: {', '.join(self._allow) or 'none'}")

@@ -1,0 +1,134 @@
+"""Files of a box: read, write, replace a text, apply a patch. Bytes that are not UTF-8 survive an edit elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from agentrl.env.tools import readable
+from agentrl.errors import ToolError
+from agentrl.protocols import Sandbox, ToolResult
+from agentrl.records import Json
+from agentrl_tools.base import OUTPUT_BYTES, SchemaChecked, text_result
+from agentrl_tools.patching import FilePatch, apply_hunks, parse_patch
+
+_PATH: Json = {"type": "string", "description": "path relative to the work folder", "minLength": 1}
+
+
+def _text(data: bytes) -> str:
+    """Bytes as text that `_bytes` turns back exactly."""
+    return data.decode("utf-8", "surrogateescape")
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise ToolError(f"the text holds a character that cannot be written: {error.reason}") from error
+
+
+class ReadFile(SchemaChecked):
+    """`read_file(path, first?, last?)`: numbered lines."""
+
+    parallel = True
+
+    def __init__(self, sandbox: Sandbox, *, output_bytes: int = OUTPUT_BYTES) -> None:
+        line: Json = {"type": "integer", "minimum": 1}
+        parameters = {
+            "path": _PATH,
+            "first": {**line, "description": "first line to show"},
+            "last": {**line, "description": "last line to show"},
+        }
+        super().__init__("read_file", "Show a text file with line numbers.", parameters, "path")
+        self._sandbox, self._output_bytes = sandbox, output_bytes
+
+    async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
+        """Raises ToolArgumentError, ToolError, SandboxPathError, SandboxError."""
+        given = self.checked(arguments)
+        lines = readable(await self._sandbox.read(given["path"])).split("\n")
+        if lines[-1] == "":
+            lines.pop()
+        first, last = given.get("first", 1), min(given.get("last", len(lines)), len(lines))
+        if lines and first > len(lines):
+            raise ToolError(f"{given['path']} has {len(lines)} lines: there is no line {first}")
+        shown = (f"{number}\t{lines[number - 1]}" for number in range(first, last + 1))
+        return text_result("\n".join(shown) or "[empty]", self._output_bytes)
+
+
+class WriteFile(SchemaChecked):
+    """`write_file(path, content)`: the whole file, folders made as needed."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        content: Json = {"type": "string", "description": "the whole new content"}
+        super().__init__("write_file", "Write a file.", {"path": _PATH, "content": content}, "path", "content")
+        self._sandbox = sandbox
+
+    async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
+        """Raises ToolArgumentError, ToolError, SandboxPathError, SandboxError."""
+        given = self.checked(arguments)
+        data = _bytes(given["content"])
+        await self._sandbox.write(given["path"], data)
+        return ToolResult(content=f"wrote {len(data)} bytes to {given['path']}")
+
+
+class ReplaceText(SchemaChecked):
+    """`replace_text(path, old, new)`: exactly one occurrence."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        parameters: dict[str, Json] = {
+            "path": _PATH,
+            "old": {"type": "string", "description": "a text that occurs exactly once", "minLength": 1},
+            "new": {"type": "string", "description": "what stands in its place"},
+        }
+        super().__init__("replace_text", "Replace a text in a file.", parameters, "path", "old", "new")
+        self._sandbox = sandbox
+
+    async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
+        """Raises ToolArgumentError, ToolError, SandboxPathError, SandboxError."""
+        given = self.checked(arguments)
+        path, old = given["path"], _bytes(given["old"])
+        data = await self._sandbox.read(path)
+        count = data.count(old)
+        if count != 1:
+            mend = "look at the file again" if count == 0 else "give more of what stands around it"
+            raise ToolError(f"the text to replace occurs {count} times in {path}: {mend}")
+        await self._sandbox.write(path, data.replace(old, _bytes(given["new"])))
+        return ToolResult(content=f"replaced in {path}")
+
+
+class ApplyPatch(SchemaChecked):
+    """`apply_patch(patch)`: a unified diff over one or several files; all of it is applied, or nothing."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        patch: Json = {"type": "string", "description": "a unified diff: --- a/file, +++ b/file, @@ hunks"}
+        super().__init__("apply_patch", "Apply a unified diff.", {"patch": patch}, "patch")
+        self._sandbox = sandbox
+
+    async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
+        """Raises ToolArgumentError, ToolError, SandboxPathError, SandboxError."""
+        changes = parse_patch(self.checked(arguments)["patch"])
+        written: dict[str, bytes | None] = {}
+        for change in changes:
+            written.update(await self._changed(change, written))
+        for path, data in written.items():
+            if data is not None:
+                await self._sandbox.write(path, data)
+        gone = [path for path, data in written.items() if data is None]
+        if gone:
+            await self._sandbox.exec(["rm", "-f", "--", *(f"./{path}" for path in gone)])
+        return ToolResult(content="applied to " + ", ".join(written))
+
+    async def _changed(self, change: FilePatch, written: Mapping[str, bytes | None]) -> dict[str, bytes | None]:
+        """What one file's part of the patch makes of the files."""
+        before = ""
+        if change.old is not None:
+            data = written[change.old] if change.old in written else await self._sandbox.read(change.old)
+            if data is None:
+                raise ToolError(f"{change.old} was removed by an earlier part of the patch")
+            before = _text(data)
+        after = apply_hunks(before, change.hunks, change.old or change.new or "")
+        changed: dict[str, bytes | None] = {}
+        if change.old is not None and change.old != change.new:
+            changed[change.old] = None
+        if change.new is not None:
+            changed[change.new] = _bytes(after)
+        return changed

@@ -1,0 +1,220 @@
+"""Tools of an MCP server (Model Context Protocol), over stdio or streamable HTTP, through the official package.
+
+    server = McpServer(command=["my-server"], sandbox=box)      # or command=[...] on the host, or url="http://..."
+    tools = await server.open()                                 # each is a protocols.Tool
+    ...
+    await server.aclose()                                       # the server's processes die here, at the latest
+
+The connection lives in a trio system task of its own, so that it may be opened in one task and closed in another, as
+an environment's `setup` and `teardown` are. A server in a sandbox dies with its box.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+
+from agentrl.env.tools import argument_check, clean_text
+from agentrl.errors import InfrastructureError, ToolError, UsageError
+from agentrl.protocols import Sandbox, ToolResult
+from agentrl.records import Json
+from agentrl_tools.base import OUTPUT_BYTES, text_result
+
+
+class McpServer:
+    """One server of an episode. Exactly one of `command` and `url`; `sandbox` puts the command into a box."""
+
+    def __init__(
+        self,
+        *,
+        command: Sequence[str] = (),
+        url: str = "",
+        sandbox: Sandbox | None = None,
+        env: Mapping[str, str] | None = None,
+        start_s: float = 30.0,
+        call_s: float = 30.0,
+        output_bytes: int = OUTPUT_BYTES,
+    ) -> None:
+        """`start_s` bounds the hand-shake and the listing of tools, `call_s` each call (seconds)."""
+        if bool(command) == bool(url):
+            raise UsageError("McpServer needs either command=[...] or url='...'")
+        self._command, self._url, self._sandbox, self._env = list(command), url, sandbox, dict(env or {})
+        self._start_s, self.call_s, self.output_bytes = start_s, call_s, output_bytes
+        self._client: Any = None
+        self._failure: BaseException | None = None
+        self._scope = trio.CancelScope()
+        self._ready, self._gone = trio.Event(), trio.Event()
+
+    @property
+    def _name(self) -> str:
+        return self._url or self._command[0]
+
+    async def open(self) -> list[McpTool]:
+        """Start and shake hands: the server's tools. Raises InfrastructureError if it does not answer."""
+        trio.lowlevel.spawn_system_task(self._live)
+        try:
+            with trio.move_on_after(self._start_s):
+                await self._ready.wait()
+                if self._client is not None:
+                    return await self._listed()
+        except BaseException:
+            await self.aclose()
+            raise
+        await self.aclose()
+        why = self._failure or f"no answer within {self._start_s:g} s"
+        raise InfrastructureError(f"MCP server {self._name!r} does not start: {why}")
+
+    async def _listed(self) -> list[McpTool]:
+        tools: list[McpTool] = []
+        cursor: str | None = None
+        while True:
+            page = await self._client.list_tools(cursor=cursor)
+            tools += [McpTool(self, tool.name, tool.description or "", tool.input_schema) for tool in page.tools]
+            cursor = page.next_cursor
+            if not cursor:
+                return tools
+
+    async def aclose(self) -> None:
+        """End the connection and the server's processes. Idempotent."""
+        self._scope.cancel()
+        with trio.CancelScope(shield=True):
+            await self._gone.wait()
+
+    async def ask(self, name: str, arguments: dict[str, Json]) -> Any:
+        """Call a tool: the package's `CallToolResult`. Raises ToolError for what the server refuses, and where a server
+        in a box is gone; InfrastructureError where another is."""
+        from mcp.shared.exceptions import MCPError
+        from mcp_types import CONNECTION_CLOSED
+
+        client = self._client
+        if client is None:
+            raise self._lost(f"{self._failure or 'it was closed'}")
+        result: Any = None
+        with trio.move_on_after(self.call_s) as deadline:
+            try:
+                result = await client.call_tool(name, arguments)
+            except MCPError as error:
+                if error.code == CONNECTION_CLOSED:
+                    raise self._lost(f"it ended during {name}") from error
+                raise ToolError(f"{name}: {error}") from error
+        if deadline.cancelled_caught:
+            raise ToolError(f"{name} was ended after {self.call_s:g} s")
+        return result
+
+    def _lost(self, why: str) -> InfrastructureError | ToolError:
+        """A server in a box may have been ended by the policy; any other is the host's affair."""
+        kind = InfrastructureError if self._sandbox is None else ToolError
+        return kind(f"MCP server {self._name!r} is gone: {why}")
+
+    async def _live(self) -> None:
+        """Body of the system task: holds the connection open; never raises."""
+        try:
+            with self._scope:
+                from mcp import Client
+
+                async with Client(self._target()) as client:
+                    self._client = client
+                    self._ready.set()
+                    await trio.sleep_forever()
+        except Exception as error:
+            self._failure = _innermost(error)
+        finally:
+            self._client = None
+            self._ready.set()
+            self._gone.set()
+
+    def _target(self) -> Any:
+        from mcp import StdioServerParameters
+
+        if self._url:
+            return self._url
+        if self._sandbox is not None:
+            return _box_transport(self._sandbox, self._command, self._env)
+        return StdioServerParameters(command=self._command[0], args=self._command[1:], env=self._env)
+
+
+class McpTool:
+    """One tool of a server."""
+
+    parallel = False
+
+    def __init__(self, server: McpServer, name: str, description: str, parameters: Mapping[str, Json]) -> None:
+        self.name = name
+        self.timeout_s = server.call_s + 5.0
+        self._server = server
+        self._schema = {"name": name, "description": clean_text(description), "parameters": dict(parameters)}
+        self._check = argument_check(self._schema)
+
+    @property
+    def schema(self) -> Mapping[str, Json]:
+        return self._schema
+
+    async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
+        """Raises ToolArgumentError, ToolError, InfrastructureError if the server is gone."""
+        self._check(arguments)
+        result = await self._server.ask(self.name, dict(arguments))
+        parts = [_part(block) for block in result.content]
+        if not parts and result.structured_content is not None:
+            parts = [json.dumps(result.structured_content, ensure_ascii=False)]
+        text = clean_text("\n".join(parts)) or "[no output]"
+        return text_result(text, self._server.output_bytes, is_error=bool(result.is_error))
+
+
+def _part(block: Any) -> str:
+    """A block of a result as text; what is not text is named."""
+    text = getattr(block, "text", None)
+    if isinstance(text, str):
+        return text
+    kind = getattr(block, "mime_type", None) or getattr(block, "uri", None) or ""
+    return f"[{getattr(block, 'type', 'content')} {kind}]".replace(" ]", "]")
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+@asynccontextmanager
+async def _box_transport(sandbox: Sandbox, command: Sequence[str], env: Mapping[str, str]) -> AsyncGenerator[Any]:
+    """The package's streams over stdin and stdout of a process in a box: one JSON-RPC message a line."""
+    import anyio
+    from mcp.shared.message import SessionMessage
+    from mcp.types import jsonrpc_message_adapter
+
+    process = await sandbox.start(command, env=env)
+    to_client, from_server = anyio.create_memory_object_stream[Any](math.inf)
+    to_server, from_client = anyio.create_memory_object_stream[Any](0)
+
+    async def read() -> None:
+        waiting = b""
+        async with to_client:
+            while chunk := await process.receive():
+                *lines, waiting = (waiting + chunk).split(b"\n")
+                for line in filter(None, lines):
+                    try:
+                        message: Any = SessionMessage(jsonrpc_message_adapter.validate_json(line))
+                    except ValueError as error:
+                        message = error
+                    await to_client.send(message)
+
+    async def write() -> None:
+        async with from_client:
+            async for message in from_client:
+                text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+                await process.send(text.encode() + b"\n")
+
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            nursery.start_soon(write)
+            yield from_server, to_server
+            nursery.cancel_scope.cancel()
+    finally:
+        with trio.CancelScope(shield=True):
+            await process.kill()

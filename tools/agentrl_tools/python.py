@@ -1,0 +1,133 @@
+"""A Python session in a box: variables, imports and functions stay from one call to the next, as in a notebook."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from typing import Final
+
+import trio
+
+from agentrl.env.tools import readable
+from agentrl.errors import SandboxError
+from agentrl.protocols import BoxProcess, Sandbox, ToolResult
+from agentrl.records import Json
+from agentrl_tools.base import OUTPUT_BYTES, SchemaChecked, text_result
+
+_START_S = 20.0
+_DRIVER: Final = r"""
+import ast, base64, json, os, sys, tempfile, traceback
+requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+name = tempfile.mkstemp()[1]
+screen = os.open(name, os.O_RDWR | os.O_APPEND)
+os.unlink(name)
+os.dup2(screen, 1); os.dup2(screen, 2)
+sys.argv, limit = [""], int(sys.argv[1])
+space = {"__name__": "__main__", "__builtins__": __builtins__}
+
+def run(code):
+    tree = ast.parse(code, "<session>")
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "<session>", "exec"), space)
+    if last is not None:
+        value = eval(compile(ast.Expression(last.value), "<session>", "eval"), space)
+        if value is not None:
+            print(repr(value))
+
+replies.write(b"ready\n"); replies.flush()
+for line in requests:
+    os.ftruncate(screen, 0)
+    failed = False
+    try:
+        run(json.loads(line)["code"])
+    except BaseException as error:
+        failed = True
+        shown = error.__traceback__
+        while shown is not None and shown.tb_frame.f_code.co_filename != "<session>":
+            shown = shown.tb_next
+        try:
+            traceback.print_exception(type(error), error, shown)
+        except BaseException:
+            pass
+    try:
+        sys.stdout.flush(); sys.stderr.flush()
+    except BaseException:
+        pass
+    data = os.pread(screen, limit, 0)
+    cut = os.fstat(screen).st_size > limit
+    reply = {"failed": failed, "output": base64.b64encode(data).decode(), "cut": cut}
+    replies.write(json.dumps(reply).encode() + b"\n"); replies.flush()
+"""
+
+
+class Python(SchemaChecked):
+    """`python(code)`. The value of a last expression is shown, an error as a traceback. A call that takes too long, or
+    ends the interpreter, costs the session: the next one starts afresh, and the model is told."""
+
+    def __init__(self, sandbox: Sandbox, *, timeout_s: float = 30.0, output_bytes: int = OUTPUT_BYTES) -> None:
+        code: Json = {"type": "string", "description": "Python statements; variables stay for the next call"}
+        super().__init__("python", "Run Python code in a session that stays.", {"code": code}, "code")
+        self._sandbox, self._limit_s, self._output_bytes = sandbox, timeout_s, output_bytes
+        self.timeout_s = timeout_s + _START_S + 10.0
+        self._process: BoxProcess | None = None
+        self._waiting = b""
+        self._turn = trio.Lock()
+
+    async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
+        """Raises ToolArgumentError, SandboxError."""
+        code = self.checked(arguments)["code"]
+        async with self._turn:
+            process = self._process or await self._start()
+            reply: bytes | None = None
+            try:
+                await process.send(json.dumps({"code": code}).encode() + b"\n")
+                reply = await self._line(process, self._limit_s)
+            finally:
+                if reply is None:  # too slow, ended, or our caller was cancelled: what runs is not to be trusted
+                    self._process = None
+                    with trio.CancelScope(shield=True):
+                        await process.kill()
+            return self._shown(reply)
+
+    async def aclose(self) -> None:
+        """End the session. Idempotent; the next call starts a new one."""
+        process, self._process = self._process, None
+        if process is not None:
+            await process.kill()
+
+    async def _start(self) -> BoxProcess:
+        self._waiting = b""
+        process = await self._sandbox.start(["python3", "-u", "-c", _DRIVER, str(self._output_bytes)])
+        if await self._line(process, _START_S) != b"ready":
+            result = await process.kill()
+            words = readable(result.stderr).strip()[-300:]
+            raise SandboxError(f"no Python session starts in the box (exit code {result.exit_code}): {words}")
+        self._process = process
+        return process
+
+    async def _line(self, process: BoxProcess, seconds: float) -> bytes | None:
+        """The next line that the session writes; None if it ended or the time is up."""
+        with trio.move_on_after(seconds):
+            while b"\n" not in self._waiting:
+                more = await process.receive()
+                if not more:
+                    return None
+                self._waiting += more
+            line, _, self._waiting = self._waiting.partition(b"\n")
+            return line
+        return None
+
+    def _shown(self, reply: bytes | None) -> ToolResult:
+        if reply is None:
+            text = f"[the session ended, or took more than {self._limit_s:g} s; it was restarted and is empty]"
+            return ToolResult(content=text, is_error=True)
+        try:
+            said = json.loads(reply)
+            output, failed, was_cut = base64.b64decode(said["output"]), bool(said["failed"]), bool(said["cut"])
+        except (ValueError, KeyError, TypeError, binascii.Error):  # the code wrote on the session's own line
+            return ToolResult(content="[the session gave no readable answer]", is_error=True)
+        text = readable(output).rstrip("\n") or "[no output]"
+        return text_result(text, self._output_bytes, is_error=failed, truncated=was_cut)

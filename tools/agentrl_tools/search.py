@@ -1,0 +1,46 @@
+"""Search the files of a box for a regular expression, with `grep` inside the box: a slow pattern costs its own time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from agentrl.env.tools import readable
+from agentrl.errors import ToolError
+from agentrl.protocols import Sandbox, ToolResult
+from agentrl.records import Json
+from agentrl_tools.base import OUTPUT_BYTES, SchemaChecked, text_result
+
+
+class Search(SchemaChecked):
+    """`search(pattern, path?, glob?, ignore_case?)`: matching lines as `file:line:text`."""
+
+    parallel = True
+
+    def __init__(
+        self, sandbox: Sandbox, *, matches: int = 100, timeout_s: float = 20.0, output_bytes: int = OUTPUT_BYTES
+    ) -> None:
+        """At most `matches` lines of each file are shown."""
+        parameters: dict[str, Json] = {
+            "pattern": {"type": "string", "description": "extended regular expression", "minLength": 1},
+            "path": {"type": "string", "description": "file or folder, by default all"},
+            "glob": {"type": "string", "description": "only files whose name matches, like *.py"},
+            "ignore_case": {"type": "boolean"},
+        }
+        super().__init__("search", "Search files for a regular expression.", parameters, "pattern")
+        self._sandbox, self._matches, self.timeout_s = sandbox, matches, timeout_s
+        self._output_bytes = output_bytes
+
+    async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
+        """Raises ToolArgumentError, ToolError, SandboxError."""
+        given = self.checked(arguments)
+        command = ["grep", "-rnIE", "-m", str(self._matches), *(["-i"] if given.get("ignore_case") else [])]
+        if "glob" in given:
+            command.append(f"--include={given['glob']}")
+        command += ["-e", given["pattern"], "--", given.get("path") or "."]
+        result = await self._sandbox.exec(command, timeout_s=self.timeout_s)
+        if result.timed_out:
+            raise ToolError(f"the search was ended after {self.timeout_s:g} s: narrow it")
+        if result.exit_code > 1 and not result.stdout:
+            raise ToolError(readable(result.stderr).strip() or f"grep ended with {result.exit_code}")
+        found = "\n".join(line.removeprefix("./") for line in readable(result.stdout).splitlines())
+        return text_result(found or "no match", self._output_bytes, truncated=result.truncated)

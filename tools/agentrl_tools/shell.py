@@ -1,0 +1,28 @@
+"""A shell in a box. Each call is a new shell; files stay, variables do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from agentrl.protocols import Sandbox, ToolResult
+from agentrl.records import Json
+from agentrl_tools.base import OUTPUT_BYTES, SchemaChecked, command_result
+
+
+class Shell(SchemaChecked):
+    """`shell(command, timeout?)`. A failing or timed-out command is a result that the model reads."""
+
+    def __init__(self, sandbox: Sandbox, *, timeout_s: float = 30.0, output_bytes: int = OUTPUT_BYTES) -> None:
+        """`timeout_s` is default and upper bound of a command's seconds."""
+        timeout: Json = {"type": "number", "description": "seconds", "exclusiveMinimum": 0, "maximum": timeout_s}
+        command: Json = {"type": "string", "description": "what `sh` runs, in the work folder"}
+        super().__init__("shell", "Run a shell command.", {"command": command, "timeout": timeout}, "command")
+        self._sandbox, self.timeout_s, self._output_bytes = sandbox, timeout_s + 10.0, output_bytes
+        self._limit_s = timeout_s
+
+    async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
+        """Raises ToolArgumentError, SandboxError."""
+        given = self.checked(arguments)
+        limit_s = float(given.get("timeout", self._limit_s))
+        result = await self._sandbox.exec(["sh", "-c", given["command"]], timeout_s=limit_s)
+        return command_result(result, self._output_bytes, limit_s)
