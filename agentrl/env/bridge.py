@@ -14,6 +14,8 @@ from typing import Any, Final, TypeVar, cast
 import trio
 from trio.lowlevel import RunVar
 
+from agentrl.errors import UsageError
+
 T = TypeVar("T")
 
 MAX_THREADS: Final = 64
@@ -65,7 +67,11 @@ class LoopThread:
         self._pid = 0
 
     def run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """Run `await function(*args)` on the loop and return its result or raise its exception."""
+        """Run `await function(*args)` on the loop and return its result or raise its exception.
+
+        Raises UsageError when called from trio code, which it would block."""
+        if trio.lowlevel.in_trio_run():
+            raise UsageError("reset, step and close block: from trio code await areset, astep and aclose")
         with self._lock:
             if self._token is None or self._pid != os.getpid():
                 self._start()

@@ -155,6 +155,13 @@ async def test_a_cancelled_blocking_step_is_left_behind_and_closed_after():
     assert env.closed_after_step
 
 
+async def test_the_blocking_side_refuses_to_block_a_trio_loop():
+    env = AsyncCounter()
+    with pytest.raises(UsageError, match="from trio code await areset"):
+        env.reset(seed=0)
+    await env.areset(seed=0)
+
+
 async def test_aclose_works_in_a_cancelled_scope():
     env = SyncCounter()
     await env.areset(seed=0)

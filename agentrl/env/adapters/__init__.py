@@ -6,4 +6,5 @@ reasoning    reasoning-gym
 text_arena   TextArena's games, with roles
 petting_zoo  PettingZoo's AEC environments, with roles
 open_env     OpenEnv servers, and an environment of ours as one
+verifiers_env  verifiers' environments, and an environment of ours as one of its
 """

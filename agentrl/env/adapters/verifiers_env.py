@@ -1,0 +1,153 @@
+"""verifiers (v1), both ways: its environments as ours, and ours as a taskset and environment of its kind.
+
+Its environments run as they are, with their harness, runtime and rewards; their model is our policy, which they reach
+over HTTP like any other. They need `uv` on the PATH, with which verifiers sets its harness programs up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from agentrl.env.core import as_messages
+from agentrl.env.optional import require
+from agentrl.env.programs import ProgramEnv, Session
+from agentrl.env.tool_env import Grade
+from agentrl.errors import EnvError, UsageError
+from agentrl.records import Json
+
+
+class Verifiers(ProgramEnv):
+    """`agentrl/Verifiers-v0`. `taskset` is the id of an installed taskset, `env` that of an environment to pair it
+    with (default: the taskset's own, else the single-agent one).
+
+    Task `index` of the options is played, else one drawn below `tasks`. `harness` and `runtime` are those of every
+    agent that the environment declares; `config` overrides any part of verifiers' own configuration. All agents are
+    the policy: where several speak, their conversations are forks of one episode. The outcome is the sum of rewards
+    of the first agent's trace."""
+
+    def __init__(
+        self,
+        taskset: str,
+        *,
+        env: str = "",
+        tasks: int = 100,
+        harness: str = "null",
+        runtime: str = "subprocess",
+        config: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self._vf = require("verifiers.v1", what="Verifiers", package="verifiers")
+        self._loaders = require("verifiers.v1.utils.loaders", what="Verifiers", package="verifiers")
+        try:
+            self._config = self._resolved(taskset, env, harness, runtime, config or {})
+        except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
+            raise UsageError(f"verifiers makes no environment of {taskset!r}: {error}") from error
+        if tasks < 1:
+            raise UsageError(f"tasks = {tasks}: give 1 or more")
+        self._tasks = tasks
+        super().__init__(self._play, **settings)
+
+    def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
+        drawn = int(self.np_random.integers(self._tasks))
+        return {"index": int(options.get("index", drawn))}
+
+    def grade(self, task: Mapping[str, Json], result: Any) -> Grade:
+        rewards = {name: reward.value for name, reward in result.rewards.items() if reward is not None}
+        outcome = float(result.reward)
+        return Grade(outcome=outcome, success=outcome >= 1.0, info={"rewards_by_name": rewards})
+
+    def _resolved(self, taskset: str, env: str, harness: str, runtime: str, more: Mapping[str, Any]) -> Any:
+        agent = require("verifiers.v1.configs.agent", what="Verifiers", package="verifiers").AgentConfig
+        fields = self._loaders.env_config_type(taskset, env).model_fields
+        roles = [name for name, field in fields.items() if isinstance(field.default, agent)]
+        seats = {role: {"harness": {"id": harness}, "runtime": {"type": runtime}} for role in roles}
+        whole = {"id": env, "taskset": {"id": taskset}, "interception": {"type": "server"}, **seats}
+        return self._loaders.resolve_env_config(_merged(whole, more))
+
+    def _play(self, session: Session) -> Any:
+        return asyncio.run(self._episode(session))
+
+    async def _episode(self, session: Session) -> Any:
+        vf = self._vf
+        env = self._loaders.load_environment(self._config)
+        index = int(session.task["index"])
+        task = _task_at(env.taskset, index)
+        client = vf.EvalClientConfig(base_url=f"{session.base_url}/v1", api_key_var="AGENTRL_NO_KEY")
+        async with env.serving():
+            context = vf.ModelContext(model=session.model, client=client, sampling=vf.SamplingConfig())
+            episode = await env.run_episode(task, context)
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if errors or not episode.traces:
+            raise EnvError(f"verifiers: {errors[0].type}: {errors[0].message}" if errors else "verifiers: no trace")
+        return episode.traces[0]
+
+
+def export(make: Callable[[], Any], *, size: int = 1_000_000) -> tuple[type, type]:
+    """A verifiers `Taskset` and `Env` class for an environment of ours: seeds 0, 1, … are its tasks.
+
+    A module that names both in its `__all__` is a plugin of verifiers::
+
+        Tasks, Game = export(lambda: agentrl.make("agentrl/Calculator-v0"))
+        __all__ = ["Game", "Tasks"]
+
+    The agent `player` writes what our policy writes, tool calls included, as text."""
+    vf = require("verifiers.v1", what="exporting to verifiers", package="verifiers")
+
+    class SeedData(vf.TaskData):
+        seed: int
+
+    class SeedTask(vf.Task[SeedData, vf.State, vf.TaskConfig]):
+        pass
+
+    class Tasks(vf.Taskset[SeedTask, vf.TasksetConfig]):
+        def load(self) -> Any:
+            for seed in range(size):
+                env = make()
+                opening, _ = env.reset(seed=seed)
+                env.close()
+                messages = as_messages(opening)
+                prompt = [{"role": m["role"], "content": m["content"]} for m in messages]
+                yield SeedTask(SeedData(name=f"seed {seed}", prompt=prompt, seed=seed), self.config.task)
+
+    class GameConfig(vf.EnvConfig):
+        player: vf.AgentConfig = vf.AgentConfig()  # pyright: ignore[reportInvalidTypeForm, reportUnknownMemberType]
+
+    class Game(vf.Env[GameConfig]):
+        async def run(self, task: Any, agents: Any) -> None:
+            env, total, info = make(), 0.0, dict[str, Json]()
+            try:
+                await asyncio.to_thread(env.reset, seed=task.data.seed)
+                async with agents.player.interaction(task) as interaction:
+                    segment = await interaction.turn()
+                    while not segment.terminated:
+                        step = await asyncio.to_thread(env.step, segment.last_reply)
+                        observation, reward, terminated, truncated, info = step
+                        total += float(reward)
+                        if terminated or truncated:
+                            break
+                        segment = await interaction.turn("\n".join(m["content"] for m in as_messages(observation)))
+            finally:
+                await asyncio.to_thread(env.close)
+            interaction.trace.record_reward("outcome", float(info.get("outcome", 0.0)), 1.0)
+            interaction.trace.record_reward("process", total, 1.0)
+
+    return Tasks, Game
+
+
+def _task_at(taskset: Any, index: int) -> Any:
+    for task in itertools.islice(taskset, index, index + 1):
+        return task
+    raise EnvError(f"the taskset has no task {index}")
+
+
+def _merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """`more` laid over `base`, nested objects key by key."""
+    merged = dict(base)
+    for key, value in more.items():
+        inner = merged.get(key)
+        both = isinstance(inner, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merged(cast("Mapping[str, Any]", inner), cast("Mapping[str, Any]", value)) if both else value
+    return merged
