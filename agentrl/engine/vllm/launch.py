@@ -14,12 +14,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import trio
 
@@ -110,6 +111,12 @@ class VLLMServer:
     @property
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
+
+    def on_free_port(self) -> Self:
+        """The same on a port that nobody has now."""
+        with socket.socket() as probe:
+            probe.bind((self.host, 0))
+            return replace(self, port=probe.getsockname()[1])
 
     def argv(self) -> list[str]:
         """What follows the interpreter."""

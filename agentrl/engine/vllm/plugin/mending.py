@@ -22,10 +22,14 @@ enabled = os.environ.get(MEND_VARIABLE, "1") != "0"
 
 
 def install() -> None:
-    """Have requests without an adapter be computed without one. Safe to call again."""
+    """Have requests without an adapter be computed without one, and the matrix unit be usable. Safe to call again."""
+    import torch
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
+    # Linux lends AMX tiles only to a process that asked. Nobody asks where threads are not bound, and the first
+    # bfloat16 attention then dies of an illegal instruction. False where there is no such unit.
+    torch.cpu._init_amx()
     original = lora_ops.bgmv_shrink
     if hasattr(original, "__wrapped__"):
         return
