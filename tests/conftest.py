@@ -76,7 +76,8 @@ def _package(name: str) -> Callable[[], str | None]:
 
 
 def _adapters() -> str | None:
-    names = ("datasets", "openenv", "pettingzoo", "pygame", "reasoning_gym", "textarena", "verifiers")
+    names = ("anthropic", "datasets", "minisweagent", "openai", "openenv", "pettingzoo", "pygame", "reasoning_gym")
+    names += ("textarena", "verifiers")
     missing = [name for name in names if not importlib.util.find_spec(name)]
     return f"not installed: {', '.join(missing)} (make adapters)" if missing else None
 
