@@ -22,6 +22,7 @@ Values = tuple[str, ...] | str
 
 LIMITS: Final = Limits(wall_s=5.0, cpu_s=2.0, memory_bytes=256 << 20, pids=8, output_bytes=16 << 10)
 _DEADLINE_S: Final = 5.0
+_SIGNALLED: Final = 128  # a command that signal n ended has exit code 128 + n
 
 # Runs in the box. It imports nothing that is not built in: starting Python is most of what a run costs. The module
 # writes to nowhere; answers leave on a copy of stdout, each line marked with the run's nonce.
@@ -101,6 +102,8 @@ class Runner:
             return "Timeout", False
         if result.oom:
             return "MemoryError", False
+        if result.exit_code > _SIGNALLED:  # ended by a signal: the bound on CPU time, most likely
+            return "Timeout", False
         return parse(result.stdout.decode("utf-8", "replace"), nonce, len(calls)), not result.truncated
 
 
