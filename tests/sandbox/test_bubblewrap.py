@@ -115,6 +115,7 @@ def test_law_4_nothing_outlives_its_owner(how: str) -> None:
 
 
 async def test_close_leaves_nothing(backend: Bubblewrap) -> None:
+    before = set(left_by(os.getpid(), "4322.1"))  # another test of this process may keep a backend open
     box = await backend.create(SandboxSpec(files={"f": b"1"}))
     twin = await box.fork()
     await box.snapshot()
@@ -122,7 +123,7 @@ async def test_close_leaves_nothing(backend: Bubblewrap) -> None:
     assert [found for found in left_by(os.getpid(), "4322.1") if "agentrl-boxes" in found]
     await backend.aclose()
     await backend.aclose()
-    assert not left_by(os.getpid(), "4322.1")
+    assert set(left_by(os.getpid(), "4322.1")) <= before
 
 
 async def test_missing_bubblewrap_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ async def test_three_hundred_boxes_leave_nothing() -> None:
         task = Path(f"/proc/self/task/{os.getpid()}/children")
         return len(task.read_text().split())
 
-    descriptors_before, children_before = descriptors(), children()
+    descriptors_before, children_before, before = descriptors(), children(), set(left_behind())
     backend = Bubblewrap()
     async with Pool(backend, ready=4, per_second=1000) as pool:
         for number in range(300):
@@ -159,4 +159,4 @@ async def test_three_hundred_boxes_leave_nothing() -> None:
         assert pool.counts.warm > 200
     assert descriptors() == descriptors_before
     assert children() == children_before
-    assert not left_behind()
+    assert set(left_behind()) <= before  # other tests of this process may keep a backend open

@@ -130,12 +130,13 @@ class McpServer:
 
     def _target(self) -> Any:
         from mcp import StdioServerParameters
+        from mcp.client.stdio import stdio_client
 
         if self._url:
             return self._url
         if self._sandbox is not None:
             return _box_transport(self._sandbox, self._command, self._env)
-        return StdioServerParameters(command=self._command[0], args=self._command[1:], env=self._env)
+        return stdio_client(StdioServerParameters(command=self._command[0], args=self._command[1:], env=self._env))
 
 
 class McpTool:
