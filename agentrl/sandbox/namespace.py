@@ -84,7 +84,9 @@ class Run:
                 os.close(fd)
         self._status, self._gate = trio.lowlevel.FdStream(status_read), gate_write
         self._report = b""
-        self._tree: int | None = None  # descriptor of process 1 of the box
+        self._pid = 0  # of process 1 of the box
+        self._tree: int | None = None  # a descriptor of it, so that a kill can never hit another
+        self._reported = self._over = False
         self.exit_code: int | None = None  # of the command; None if it never began or was killed from here
         self.killed = False  # from here: by a deadline, a bound, or the box's end
         self.killed_because: str | None = None
@@ -123,26 +125,20 @@ class Run:
         return timed_out
 
     def kill(self) -> None:
-        """SIGKILL to the whole tree."""
+        """SIGKILL to the whole tree; to one that bwrap has not reported yet, as soon as it has."""
         self.killed = True
         if self._tree is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._tree, signal.SIGKILL)
-        else:
+        elif self._reported:
             self.child.kill_group()
 
     async def _admit(self, group: ControlGroup | None) -> None:
-        report: dict[str, Any] | None = None
-        with trio.move_on_after(_START_S):
-            report = await self._next_report()
-        if report is None:
-            raise SandboxError(f"bubblewrap did not start a box within {_START_S} s")
-        pid = report.get("child-pid")
-        if pid is not None:
+        await self._meet_tree()
+        if self._tree is not None and not self.killed:
             try:
-                self._tree = os.pidfd_open(pid)
                 if group is not None:
-                    group.enter(pid)
+                    group.enter(self._pid)
             except ProcessLookupError:
                 pass  # it died in its setup; bwrap says why
             except OSError as error:
@@ -150,6 +146,23 @@ class Run:
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._gate, b"x")
         self.admitted.set()
+
+    async def _meet_tree(self) -> None:
+        """Learn process 1 of the box, and kill it if that was asked for meanwhile. Not to be cancelled: were bwrap
+        killed before, the process that it had made already would become our orphan, and nobody would know its id."""
+        if self._reported:
+            return
+        with trio.CancelScope(shield=True), trio.move_on_after(_START_S):
+            self._pid = int((await self._next_report()).get("child-pid", 0))
+            self._reported = True
+        if not self._reported:
+            self._reported = True
+            raise SandboxError(f"bubblewrap did not start a box within {_START_S} s")
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError):
+                self._tree = os.pidfd_open(self._pid)
+        if self.killed:
+            self.kill()
 
     async def _next_report(self) -> dict[str, Any]:
         """The next line of bwrap's status; empty at its end."""
@@ -173,23 +186,30 @@ class Run:
             nursery.cancel_scope.cancel()
 
     async def _end(self) -> None:
-        """Kill what still runs, see the whole tree gone, learn how the command ended."""
+        """Kill what still runs, see the whole tree gone, learn how the command ended. Once is enough."""
+        if self._over:
+            return
         with trio.CancelScope(shield=True):
+            await self._meet_tree()
             if self.child.running:
                 self.kill()
-            with trio.move_on_after(_REAP_S) as deadline:
+            with trio.move_on_after(_REAP_S):
                 await self.child.ended()
                 if self._tree is not None:
                     await trio.lowlevel.wait_readable(self._tree)
                     _collect(self._tree)
                 while report := await self._next_report():
                     self.exit_code = report.get("exit-code", self.exit_code)
-            if deadline.cancelled_caught:
+                self._over = True
+            if not self._over:
                 raise SandboxError(f"a killed box is not gone after {_REAP_S} s; the host is in trouble")
 
     async def _close(self) -> None:
         try:
-            await self.child.close(self.kill)
+            try:
+                await self._end()
+            finally:
+                await self.child.close(self.child.kill_group)
         finally:
             with trio.CancelScope(shield=True):
                 await self._status.aclose()

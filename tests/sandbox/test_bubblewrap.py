@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import trio
 
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.protocols import Limits, SandboxSpec
-from agentrl.sandbox.bubblewrap import Bubblewrap
+from agentrl.sandbox.bubblewrap import Bubblewrap, BubblewrapBox
 from agentrl.testing.sandbox import CASES, Case
 from agentrl.testing.sandbox.escapes import host_processes
 
@@ -70,7 +71,7 @@ async def test_box_as_a_whole_is_bounded_by_its_control_group(backend: Bubblewra
 
 OWNER = """
 import sys, trio
-from agentrl.sandbox.bubblewrap import Bubblewrap
+from agentrl.sandbox.bubblewrap import Bubblewrap, BubblewrapBox
 
 async def main():
     backend = Bubblewrap()
@@ -168,3 +169,33 @@ async def test_readonly_folders_of_the_host(public_path: Path) -> None:
         assert (result.stdout, result.exit_code) == (b"shared", 2), result
     finally:
         await backend.aclose()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "timed out", "box closed"])
+async def test_command_ended_before_its_box_stands_leaves_no_zombie(how: str, backend: Bubblewrap) -> None:
+    """bwrap has forked already when it has not yet reported: killed in between, that process would become ours."""
+
+    async def run(box: BubblewrapBox, timeout_s: float) -> None:
+        with suppress(SandboxError):
+            await box.exec(["sleep", "60"], timeout_s=timeout_s)
+
+    box = await backend.create()
+    before = len(own_children())
+    for number in range(40):
+        moment = 0.0003 * (number % 20)
+        if how == "cancelled":
+            with trio.move_on_after(moment):
+                await run(box, 60)
+        elif how == "timed out":
+            await run(box, moment)
+        else:
+            other = await backend.create()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(run, other, 60)
+                await trio.sleep(moment)
+                await other.close()
+    assert len(own_children()) == before
+
+
+def own_children() -> list[str]:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
