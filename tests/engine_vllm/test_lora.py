@@ -47,29 +47,32 @@ async def client(server: Server, current: Current) -> AsyncIterator[AdapterClien
 async def test_adapters_are_loaded_while_others_generate_and_all_are_exact(
     client: AdapterClient, current: Current, policy: Policy
 ) -> None:
-    """Episodes go on until they have played a turn under the last of three adapters."""
-    progress, played, versions = Progress(), list[tuple[list[int], Generation]](), list[int]()
+    """Each adapter is loaded when a turn under the one before has been played; episodes go on to the end of that."""
+    progress, played = Progress(), list[tuple[list[int], Generation]]()
+    versions, turn_under = list[int](), dict[int, trio.Event]()
 
     async def play(seed: int) -> None:
         prompt = [(seed * 11 + 7 * i) % 120 + 3 for i in range(40)]
-        under = 0
-        while len(versions) < 3 or under != versions[-1]:
+        version = 0
+        while len(versions) < 3 or version != versions[-1]:
             generation = await turn(client, prompt, 60, progress)
             played.append((list(prompt), generation))
             prompt = [*prompt, *generation.token_ids, 5, 6, 7][-300:]
-            under = generation.spans[0].version
+            version = generation.spans[0].version
+            turn_under.setdefault(version, trio.Event()).set()
 
     async with trio.open_nursery() as nursery:
         for seed in range(6):
             nursery.start_soon(play, seed)
-        for number in range(3):
-            await progress.reach(100 * (number + 1))
+        for _ in range(3):
+            await progress.reach(progress.tokens + 100)
             version, folder = policy.adapter()
             report = await adapters.load([client], folder, version, deadline_s=ADMIN_S)
             assert report.pause_s == 0 and report.bytes > 0
             versions.append(version)
             current.version = version
-            await progress.reach(progress.tokens + 50)
+            with trio.fail_after(ADMIN_S):
+                await turn_under.setdefault(version, trio.Event()).wait()
     seen = {span.version for _, generation in played for span in generation.spans}
     assert seen == {max(policy.files, default=1), *versions}
     assert all(len(generation.spans) == 1 for _, generation in played)  # each turn kept what it began with
