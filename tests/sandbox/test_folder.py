@@ -1,0 +1,114 @@
+"""Archives and trees that hostile code made are read without leaving the folder they go to."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import SandboxError, SandboxPathError
+from agentrl.sandbox import archive
+from agentrl.sandbox.folder import Folder, stays_inside, usage
+from agentrl.sandbox.owner import is_dead, label, reap
+
+MB = 1 << 20
+
+
+def made(*members: tuple[str, bytes, str, bytes]) -> bytes:
+    """A tar of (name, type, link target, content)."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as tar:
+        for name, kind, link, content in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname, member.size, member.mode = kind, link, len(content), 0o6755
+            tar.addfile(member, io.BytesIO(content))
+    return data.getvalue()
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [("../out", tarfile.REGTYPE, "", b"x")],
+        [("/tmp/agentrl-out", tarfile.REGTYPE, "", b"x")],
+        [("link", tarfile.SYMTYPE, "..", b""), ("link/out", tarfile.REGTYPE, "", b"x")],
+        [("link", tarfile.SYMTYPE, "/", b""), ("link/tmp/agentrl-out", tarfile.REGTYPE, "", b"x")],
+        [("a", tarfile.SYMTYPE, ".", b""), ("a/a/a/x", tarfile.SYMTYPE, "../../../out", b"")],
+        [("dev", tarfile.CHRTYPE, "", b""), ("pipe", tarfile.FIFOTYPE, "", b"")],
+        [("hard", tarfile.LNKTYPE, "/etc/passwd", b"")],
+        [("self", tarfile.LNKTYPE, "self", b"")],
+    ],
+)
+def test_hostile_archive_stays_inside(members: list[tuple[str, bytes, str, bytes]], tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    with suppress(SandboxPathError):
+        archive.unpack(made(*members), target, MB)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["target"]
+    assert not Path("/tmp/agentrl-out").exists()
+    for path in target.rglob("*"):
+        assert path.resolve().is_relative_to(target) and (path.is_file() or path.is_dir())
+
+
+def test_archive_keeps_modes_but_no_setuid_and_bounds_sizes(tmp_path: Path) -> None:
+    archive.unpack(made(("f", tarfile.REGTYPE, "", b"x")), tmp_path / "a", MB)
+    assert (tmp_path / "a" / "f").stat().st_mode & 0o7777 == 0o755
+    with pytest.raises(SandboxPathError, match="exceeds"):
+        archive.unpack(made(("f", tarfile.REGTYPE, "", b"x" * 100)), tmp_path / "b", 99)
+    with pytest.raises(SandboxPathError, match="broken"):
+        archive.unpack(b"no archive at all" * 100, tmp_path / "c", MB)
+
+
+@pytest.mark.parametrize(
+    ("target", "depth", "inside"),
+    [
+        ("x", 0, True),
+        ("../x", 0, False),
+        ("../x", 1, True),
+        ("../../x", 1, False),
+        ("x/..", 5, False),
+        ("/x", 5, False),
+    ],
+)
+def test_links_that_stay_inside(target: str, depth: int, inside: bool) -> None:
+    assert stays_inside(target, depth) == inside
+
+
+def test_faults_of_box_and_host_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(tmp_path, limit=MB)
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    def broken(*_: object, **__: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "readlink", full)
+    with pytest.raises(SandboxError):
+        folder.write("f", b"x")
+    folder.bounded = True
+    with pytest.raises(SandboxPathError):
+        folder.write("f", b"x")
+    monkeypatch.setattr(os, "readlink", broken)
+    with pytest.raises(SandboxError):
+        folder.read("f")
+    folder.close()
+
+
+def test_usage_counts_bytes_on_disk(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"x" * 100_000)
+    assert 100_000 <= usage(tmp_path) < 120_000
+
+
+def test_reaper_takes_the_dead_of_this_machine_only(tmp_path: Path) -> None:
+    mine = label()
+    pid, started, namespace, _ = mine.split(".")
+    dead = f"{pid}.{int(started) + 1}.{namespace}.aa"
+    elsewhere = f"{pid}.{int(started) + 1}.1.bb"
+    for name in (mine, dead, elsewhere, "unlabelled"):
+        (tmp_path / name / "box0").mkdir(parents=True)
+    assert is_dead(dead) and not is_dead(mine) and not is_dead(elsewhere)
+    assert reap(tmp_path) == [tmp_path / dead]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([mine, elsewhere, "unlabelled"])

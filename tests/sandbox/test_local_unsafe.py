@@ -1,0 +1,61 @@
+"""`local-unsafe` keeps the promises that need no wall, warns that it has none, and shows that the red team bites."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from agentrl.errors import SandboxError
+from agentrl.protocols import SandboxSpec
+from agentrl.sandbox.local_unsafe import LocalUnsafe
+from agentrl.testing.sandbox import CASES, Case
+
+# Attacks that do no harm to this machine when they succeed.
+HARMLESS = (
+    "reading the host's files by their paths",
+    "peeking at the host's processes through /proc",
+    "reaching a server on the host: loopback, every address, abstract sockets",
+    "outliving the end of a command by a double fork with a session of its own",
+)
+
+
+@pytest.fixture
+async def backend() -> AsyncGenerator[LocalUnsafe]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        backend = LocalUnsafe()
+        yield backend
+        await backend.aclose()
+
+
+@pytest.mark.parametrize("case", [each for each in CASES if not each.isolation], ids=str)
+async def test_keeps_promise(case: Case, backend: LocalUnsafe) -> None:
+    await case.run(backend)
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+async def test_red_team_succeeds_where_there_is_no_wall(name: str, backend: LocalUnsafe) -> None:
+    """The negative control: an attack that could not succeed anywhere would prove nothing about the walls."""
+    (attack,) = [each for each in CASES if each.name == name]
+    with pytest.raises(AssertionError):
+        await attack.run(backend)
+
+
+async def test_warns_once_and_loudly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(LocalUnsafe, "_warned", False)
+    backend = LocalUnsafe()
+    with pytest.warns(UserWarning, match="WITHOUT a sandbox"):
+        await backend.create()
+    assert "WITHOUT a sandbox" in capsys.readouterr().err
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        await backend.create()
+    assert capsys.readouterr().err == ""
+    await backend.aclose()
+
+
+async def test_has_no_images(backend: LocalUnsafe) -> None:
+    with pytest.raises(SandboxError, match="no images"):
+        await backend.create(SandboxSpec(image="debian"))
