@@ -13,6 +13,7 @@ from pathlib import Path
 
 import trio
 
+from agentrl.engine import weightfile
 from agentrl.engine.client import EngineClient
 from agentrl.engine.wire import parse_json
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
@@ -45,9 +46,10 @@ async def push(
     """Have every engine load the safetensors file at `path` and serve it as `version`; all at once.
 
     Requests go on over the swap. `clear_cache` recomputes their keys and values under the new weights; otherwise they
-    keep those they have. `stage` has an engine that can (vLLM with our plugin) read and check the file before the
-    pause. With `base_sha256` the file is a delta (see `weightfile`) against the weights of that digest, which the
-    engines must have kept: `keep_base` tells them to, from the push of the base on.
+    keep those they have. `sha256` is that of the weights, computed here if not given. `stage` has an engine that can
+    (vLLM with our plugin) read and check the file before the pause. With `base_sha256` the file is a delta (see
+    `weightfile`) against the weights of that digest, which the engines must have kept: `keep_base` tells them to, from
+    the push of the base on.
 
     Raises WeightSyncError naming the engines that did not confirm within `deadline_s`; the others have the new
     weights, and the call may be repeated."""
@@ -56,6 +58,8 @@ async def push(
         size = (await trio.Path(path).stat()).st_size
     except OSError as error:
         raise WeightSyncError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    if sha256 is None:
+        sha256 = await trio.to_thread.run_sync(lambda: weightfile.digest(weightfile.open_bytes(path)))
     info = update_info(path, sha256, base_sha256)
     started = trio.current_time()
     pauses: list[float] = []

@@ -17,7 +17,7 @@ import trio
 from agentrl.config import RunConfig
 from agentrl.errors import RunFailed, UsageError
 from agentrl.runtime.checkpoints import StartPoint
-from agentrl.runtime.engines import Replica, Weights, refit
+from agentrl.runtime.engines import Replica, Weights, attach
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import Child, RestartBudget
 from agentrl.store import RunStore
@@ -51,7 +51,7 @@ class Crew:
 
         urls = list(self.config.engine.urls)
         for url in urls:
-            await refit(url, weights(), deadline_s=self.config.engine.admin_deadline_s)
+            await attach(url, weights(), self.config.engine)
         for index in range(0 if urls else self.config.engine.replicas):
             replica = Replica(
                 child=self._child(f"engine-{index}", [], self.config.engine.threads),

@@ -13,8 +13,10 @@ from pathlib import Path
 import trio
 
 from agentrl.config import EngineSettings
+from agentrl.engine.client import EngineClient
 from agentrl.engine.launch import embedded_argv
 from agentrl.engine.vllm import launch as vllm
+from agentrl.engine.vllm.probe import FOR_TRAINING, probe
 from agentrl.engine.weights import push
 from agentrl.errors import ModelError, RunFailed
 from agentrl.records import WeightVersion
@@ -106,8 +108,20 @@ class Replica:
             await push([self.url], weights.file, weights.current.version, deadline_s=self.settings.admin_deadline_s)
 
 
+async def attach(url: str, weights: Weights, settings: EngineSettings) -> None:
+    """Make an engine that somebody else started serve the current weights. Raises UsageError for a vLLM server that
+    lacks what training needs, with the flags that mend it; WeightSyncError if it does not take the weights."""
+    if settings.kind == "vllm":
+        client = EngineClient(url)
+        try:
+            (await probe(client)).require(FOR_TRAINING)
+        finally:
+            await client.aclose()
+    await refit(url, weights, deadline_s=settings.admin_deadline_s)
+
+
 async def refit(url: str, weights: Weights, *, deadline_s: float) -> None:
-    """Make an engine that somebody else started serve the current weights. Raises WeightSyncError if it does not."""
+    """Push the current weights to one engine. Raises WeightSyncError if it does not confirm them."""
     file = weights.file or weights.model / "model.safetensors"
     if not file.is_file():
         raise ModelError(f"{weights.model} has no model.safetensors: save it as one file to attach engines by URL")
