@@ -363,7 +363,7 @@ def test_passes_the_checker():
             await ask(session, CHAT, messages=[user(f"turn {turn}")])
         return True
 
-    assert agentrl.check_env(lambda: ProgramEnv(program, replayable=True)).findings == ()
+    assert agentrl.check_env(lambda: ProgramEnv(program, replayable=True), deadline_s=12).findings == ()
 
 
 def test_an_empty_command_is_refused():
