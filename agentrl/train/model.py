@@ -33,7 +33,15 @@ class Layout:
     """The branches of one pass and their masks, made once and shared by all layers."""
 
     branches: Sequence[Branch]
+    sizes: list[int] = field(init=False)  # of the branches: together they are all nodes, in order
+    lengths: list[int] = field(init=False)  # of their paths
+    paths: Tensor = field(init=False)  # one after the other
     masks: dict[int | None, list[Tensor | None]] = field(default_factory=dict[int | None, list[Tensor | None]])
+
+    def __post_init__(self) -> None:
+        self.sizes = [branch.stop - branch.start for branch in self.branches]
+        self.lengths = [len(branch.path) for branch in self.branches]
+        self.paths = torch.cat([branch.path for branch in self.branches])
 
     def masks_for(self, window: int | None, like: Tensor) -> list[Tensor | None]:
         """One additive mask [n, L] per branch: its n queries are the last of L keys. None means plain causal."""
@@ -70,21 +78,15 @@ def tree_attention(
     """Attention of every node to its ancestors and itself. query [1, H, N, D], key and value [1, H_kv, N, D] give
     [1, N, H, D]. `attention_mask` and dropout of transformers' interface are not used."""
     grouped = query.shape[1] != key.shape[1]
-    outputs: list[Tensor] = []
-    for branch, mask in zip(layout.branches, layout.masks_for(sliding_window, query), strict=True):
-        nodes = slice(branch.start, branch.stop)
-        whole = branch.stop - branch.start == len(branch.path)
-        outputs.append(
-            functional.scaled_dot_product_attention(
-                query[:, :, nodes],
-                key[:, :, nodes] if whole else key.index_select(2, branch.path),
-                value[:, :, nodes] if whole else value.index_select(2, branch.path),
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scaling,
-                enable_gqa=grouped,
-            )
+    queries = query.split(layout.sizes, 2)
+    keys = key.index_select(2, layout.paths).split(layout.lengths, 2)
+    values = value.index_select(2, layout.paths).split(layout.lengths, 2)
+    outputs = [
+        functional.scaled_dot_product_attention(
+            queries[i], keys[i], values[i], attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
         )
+        for i, mask in enumerate(layout.masks_for(sliding_window, query))
+    ]
     return torch.cat(outputs, 2).transpose(1, 2), None
 
 
