@@ -1,7 +1,8 @@
 """The learner's process: take a batch, step, mint a version, push it, confirm it; checkpoint now and then.
 
-It is the only process that loads torch besides the engine. Its waiting for groups is measured as idle time: that is
-what the run's trainer idle share is made of.
+It is the only process that loads torch besides the engine. A push overlaps the next step, on a thread: neither side
+waits for the other (law 6). What the learner does wait for, groups or the push before, is measured as idle time: that
+is what the run's trainer idle share is made of.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import json
 import os
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import trio
 
 from agentrl.config import RunConfig
-from agentrl.engine.weights import push
+from agentrl.engine.weights import PushReport, push
 from agentrl.errors import EngineError
 from agentrl.records import Group, WeightVersion
 from agentrl.runtime.checkpoints import start_point
@@ -24,6 +27,7 @@ from agentrl.runtime.models import model_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.telemetry import Telemetry
+from agentrl.train.export import WeightFile
 from agentrl.train.learner import Learner
 
 _POLL_S = 0.005
@@ -43,7 +47,7 @@ def learn(path: Path) -> None:
 
 
 class _Learning:
-    """The loop and its state. `learner.step_index` is the step of the weights it holds."""
+    """The loop and its state. `learner.step_index` is the step of its weights; at most one push is under way."""
 
     def __init__(self, run: RunDir, store: RunStore) -> None:
         self._run, self._store = run, store
@@ -53,30 +57,24 @@ class _Learning:
         if start.checkpoint is not None:
             self._learner.load(start.checkpoint)
         self._telemetry = Telemetry(store, run.metrics, "learner")
+        self._pushes = ThreadPoolExecutor(1, "push")
+        self._push: Future[None] | None = None
         store.set_meta("model_params", str(sum(p.numel() for p in self._learner.model.parameters())))
 
     def run(self) -> None:
         learner, config = self._learner, self._config
         if self._store.current_version().step != learner.step_index:
-            self._publish()
+            self._publish({})
         while learner.step_index < config.train.steps:
             groups, idle_s = self._take()
             busy = time.perf_counter()
             report = learner.step(groups, step_of=self._store.step_of)
-            version, sync = self._publish()
-            self._telemetry.record(
-                "step",
-                learner.step_index,
-                {
-                    **asdict(report),
-                    **sync,
-                    "version": version.version,
-                    "idle_s": idle_s,
-                    "busy_s": time.perf_counter() - busy,
-                    "groups": [group.id for group in groups],
-                },
-            )
+            busy_s = time.perf_counter() - busy
+            idle_s += self._settle()
+            row = {**asdict(report), "idle_s": idle_s, "busy_s": busy_s, "groups": [group.id for group in groups]}
+            version = self._publish(row)
             if learner.step_index % config.train.checkpoint_every == 0 or learner.step_index == config.train.steps:
+                self._settle()
                 self._checkpoint(version)
 
     def _take(self) -> tuple[list[Group], float]:
@@ -90,35 +88,52 @@ class _Learning:
             )
             if groups is not None:
                 return groups, time.perf_counter() - started
+            if self._push is not None and self._push.done():
+                self._settle()  # without its version no group may ever come
             time.sleep(_POLL_S)
         raise SystemExit(0)
 
-    def _publish(self) -> tuple[WeightVersion, dict[str, float]]:
-        """Write the weights to shared memory, have every engine load them, confirm the version."""
-        version_path = self._run.scratch / "weights" / f"{time.time_ns()}.safetensors"
-        file = self._learner.export(version_path)
-        version = self._store.mint_version(self._learner.step_index, version_path)
-        urls: list[str] = json.loads(self._store.meta("engine_urls") or "[]")
-        report = trio.run(self._push, urls, file.path, file.sha256, version)
-        self._store.confirm_version(version)
-        for old in sorted(version_path.parent.glob("*.safetensors"))[:-2]:
-            old.unlink()
-        return version, report
+    def _publish(self, row: dict[str, Any]) -> WeightVersion:
+        """Write the weights to shared memory and start to push them. The step's metrics `row` is recorded when every
+        engine has them."""
+        path = self._run.scratch / "weights" / f"{time.time_ns()}.safetensors"
+        file = self._learner.export(path)
+        version = self._store.mint_version(self._learner.step_index, path)
+        self._push = self._pushes.submit(self._send, version, file, row)
+        return version
 
-    async def _push(self, urls: list[str], path: Path, sha256: str, version: WeightVersion) -> dict[str, float]:
+    def _settle(self) -> float:
+        """Wait for the push under way; how long that took. Raises what it raised."""
+        started = time.perf_counter()
+        push, self._push = self._push, None
+        if push is not None:
+            push.result()
+        return time.perf_counter() - started
+
+    def _send(self, version: WeightVersion, file: WeightFile, row: dict[str, Any]) -> None:
+        """Have every engine load the weights, confirm the version, drop the files that nobody needs any more."""
+        urls: list[str] = json.loads(self._store.meta("engine_urls") or "[]")
+        report = trio.run(self._everywhere, urls, file, version)
+        self._store.confirm_version(version)
+        if row:
+            sync = {"pause_s": report.pause_s, "sync_s": report.total_s, "sync_bytes": report.bytes}
+            self._telemetry.record("step", version.step, {**row, **sync, "version": version.version})
+        for old in sorted(file.path.parent.glob("*.safetensors"))[:-2]:
+            old.unlink()
+
+    async def _everywhere(self, urls: list[str], file: WeightFile, version: WeightVersion) -> PushReport:
         """Push to all engines; one that is being restarted gets a few chances."""
         settings = self._config.engine
         for attempt in range(_SYNC_TRIES):
             try:
-                report = await push(
+                return await push(
                     urls,
-                    path,
+                    file.path,
                     version.version,
-                    sha256=sha256,
+                    sha256=file.sha256,
                     deadline_s=settings.admin_deadline_s,
                     clear_cache=settings.recompute_kv,
                 )
-                return {"pause_s": report.pause_s, "sync_s": report.total_s, "sync_bytes": report.bytes}
             except EngineError:
                 if attempt == _SYNC_TRIES - 1:
                     raise
