@@ -142,15 +142,20 @@ class EngineClient:
             return False
         return True
 
-    async def score(self, token_ids: Sequence[int], *, deadline_s: float) -> tuple[float, ...]:
-        """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each given the tokens before it. Nothing of it
-        comes from the engine's prefix cache. Raises EngineError if the engine does not score prompts."""
+    async def score(
+        self, token_ids: Sequence[int], *, deadline_s: float, model: str | None = None
+    ) -> tuple[float, ...]:
+        """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each given the tokens before it, under `model`
+        (default: the engine's only one). Nothing of it comes from the engine's prefix cache. Raises EngineError if the
+        engine does not score prompts."""
         params: dict[str, Json] = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         asked: dict[str, Json] = {
             "request_id": f"score-{uuid4().hex}",
             "token_ids": list(token_ids),
             "sampling_params": params,
         }
+        if model is not None:
+            asked["model"] = model
         answer = parse_json(await self.call("POST", "/inference/v1/generate", json=asked, deadline_s=deadline_s))
         return prompt_logprobs(answer, token_ids)
 

@@ -124,12 +124,6 @@ def server(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture(scope="session")
-def plain_server(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Serves `policy` without LoRA: with it, vLLM 0.32's CPU build dies of a request for prompt log-probs."""
-    yield from _serve(policy, tmp_path_factory.mktemp("server"))
-
-
-@pytest.fixture(scope="session")
 def mixture_server(mixture: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Serves `mixture` and reports the experts it chose."""
     yield from _serve(mixture, tmp_path_factory.mktemp("server"), routed_experts=True)
@@ -148,11 +142,6 @@ def _serve(policy: Policy, folder: Path, **options: object) -> Iterator[Server]:
 @pytest.fixture
 async def client(server: Server) -> EngineClient:
     return EngineClient(server.url, version=1)
-
-
-@pytest.fixture
-async def plain_client(plain_server: Server) -> EngineClient:
-    return EngineClient(plain_server.url, version=1)
 
 
 @pytest.fixture

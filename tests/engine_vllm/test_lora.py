@@ -8,13 +8,14 @@ import pytest
 import trio
 
 from agentrl.engine import adapters
-from agentrl.engine.adapters import AdapterClient
+from agentrl.engine.adapters import AdapterClient, adapter_name
+from agentrl.engine.canary import probe_tokens
 from agentrl.engine.client import EngineClient
 from agentrl.errors import EngineUnavailable, WeightSyncError
 from agentrl.records import Generation
 
 from .conftest import Server
-from .policy import Policy
+from .policy import VOCAB, Policy
 from .test_contract import ask
 from .test_weights import ADMIN_S, EXACT, Progress, mend, turn
 
@@ -137,6 +138,30 @@ async def test_requests_with_and_without_an_adapter_share_a_batch(server: Server
         assert (max(errors[None]) <= EXACT) == mending
     await adapters.retire([plain], keep=(), deadline_s=ADMIN_S)
     await plain.aclose()
+
+
+async def test_prompts_are_scored_beside_other_requests(
+    client: AdapterClient, current: Current, policy: Policy
+) -> None:
+    """Unmended, the CPU build dies of it: it gives the rows of one prompt the adapters of all requests."""
+    version, folder = policy.adapter()
+    await adapters.load([client], folder, version, deadline_s=ADMIN_S)
+    below = max(policy.files, default=1)
+    errors: list[float] = []
+
+    async def one(version: int | None, length: int) -> None:
+        tokens = probe_tokens(VOCAB, length)
+        model = None if version is None else adapter_name(version)
+        found = await client.score(tokens, model=model, deadline_s=ADMIN_S)
+        expected = policy.logprobs(tokens[:1], tokens[1:], version or below)
+        errors.append(max(abs(a - b) for a, b in zip(found, expected, strict=True)))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(turn, client, list(range(3, 40)), 200, Progress())
+        for length in (100, 60, 80):
+            nursery.start_soon(one, None, length)
+            nursery.start_soon(one, version, length)
+    assert len(errors) == 6 and max(errors) <= EXACT
 
 
 async def test_an_unknown_adapter_is_an_engine_that_waits_to_be_refit(

@@ -214,8 +214,8 @@ async def mend(client: EngineClient, on: bool) -> None:
     await client.call("POST", "/collective_rpc", json=asked, deadline_s=ADMIN_S)
 
 
-async def test_the_canary_sees_a_tied_output_layer_left_behind(plain_client: EngineClient, policy: Policy) -> None:
-    await _seen_and_mended(plain_client, policy, "lm_head (tied to model.embed_tokens.weight)")
+async def test_the_canary_sees_a_tied_output_layer_left_behind(client: EngineClient, policy: Policy) -> None:
+    await _seen_and_mended(client, policy, "lm_head (tied to model.embed_tokens.weight)")
 
 
 async def test_the_canary_sees_experts_left_behind(mixture_client: EngineClient, mixture: Policy) -> None:

@@ -1,9 +1,11 @@
-"""What vLLM's CPU build gets wrong in silence: every call answers 200, and the log-probs are those of other weights.
+"""What vLLM's CPU build gets wrong. In silence, every call answers 200 and the log-probs are those of other weights:
 
 - A tied output layer keeps its packed copy of the old weights over an update (`after_update`).
 - The experts of a mixture are not packed again by an update (`ready_for_update`).
 - A request without an adapter is computed with the adapter in the last slot: its index -1 counts from the end
   (`install`).
+
+And loudly: with LoRA, a request for prompt log-probs beside another request kills the engine (`install`).
 
 Switched off by $AGENTRL_VLLM_MEND=0 at start, or while running by `enabled`, so that tests can show what a canary sees.
 """
@@ -22,7 +24,8 @@ enabled = os.environ.get(MEND_VARIABLE, "1") != "0"
 
 
 def install() -> None:
-    """Have requests without an adapter be computed without one, and the matrix unit be usable. Safe to call again."""
+    """Have requests without an adapter be computed without one, prompts be scored beside other requests, and the matrix
+    unit be usable. Safe to call again."""
     import torch
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
@@ -30,17 +33,25 @@ def install() -> None:
     # Linux lends AMX tiles only to a process that asked. Nobody asks where threads are not bound, and the first
     # bfloat16 attention then dies of an illegal instruction. False where there is no such unit.
     torch.cpu._init_amx()
-    original = lora_ops.bgmv_shrink
-    if hasattr(original, "__wrapped__"):
+    shrink, add_logits = lora_ops.bgmv_shrink, punica_cpu.PunicaWrapperCPU.add_lora_logits
+    if hasattr(shrink, "__wrapped__"):
         return
 
-    @functools.wraps(original)
-    def shrink(inputs, weights, output, indices, scaling=1.0):
-        original(inputs, weights, output, indices, scaling)
+    @functools.wraps(shrink)
+    def mended_shrink(inputs, weights, output, indices, scaling=1.0):
+        shrink(inputs, weights, output, indices, scaling)
         if enabled:
             output[indices < 0] = 0
 
-    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = shrink
+    @functools.wraps(add_logits)
+    def mended_add_logits(self, y, x, *args, **kwargs):
+        # Prompt log-probs: the rows are those of one prompt, the adapters those of all requests that sample, and nobody
+        # says which is whose. Nothing is added: our adapters leave the output layer alone.
+        if not enabled or len(self.sampler_indices) == len(x):
+            add_logits(self, y, x, *args, **kwargs)
+
+    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = mended_shrink
+    punica_cpu.PunicaWrapperCPU.add_lora_logits = mended_add_logits
 
 
 def ready_for_update(model: Any) -> None:
