@@ -16,8 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from agentrl.errors import ConfigError, UsageError
 
+MAX_LORA_RANK = 512  # that vLLM takes
+
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+
+ROLE_POLICIES = ("trained", "frozen")
+"""What may play a role: the policy that learns, or the model as the run began with it; or, by its URL, an engine that
+somebody else runs, whose model has the same tokenizer."""
 
 
 class _Section(BaseModel):
@@ -50,6 +56,11 @@ class Rollout(_Section):
     group_deadline_s: Positive = 600.0
     lease_s: Positive = 30.0
     failure_budget: Annotated[float, Field(ge=0, le=1)] = 0.1  # share of episodes that infrastructure may fail
+    roles: dict[str, str] = Field(default_factory=dict)  # who plays a role of the environment, see ROLE_POLICIES
+
+    def given_roles(self) -> dict[str, str]:
+        """The roles that the policy which learns does not play."""
+        return {role: policy for role, policy in self.roles.items() if policy != "trained"}
 
 
 class EngineSettings(_Section):
@@ -63,6 +74,8 @@ class EngineSettings(_Section):
     kv_cache_mb: Count = 512
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of vLLM's weights and cache; embedded is float32
     stream_tokens: Count = 16  # tokens per streamed chunk
+    sync: Literal["auto", "full", "delta"] = "auto"  # what new weights travel as, see RunConfig.sync
+    canary: bool = True  # after every sync: compare log-probs of a fixed probe with the learner's
     recompute_kv: bool = False  # after new weights: recompute the KV of running requests, or keep it
     admin_deadline_s: Positive = 30.0
     start_deadline_s: Positive = 120.0
@@ -108,9 +121,22 @@ class Train(_Section):
     minibatches: Count = 1  # optimizer updates that share a step's groups
     epochs: Count = 1  # how often a step goes over its groups
     gradient_checkpointing: bool = False  # recompute activations in the backward pass instead of keeping them
+    lora_rank: Annotated[int, Field(ge=0)] = 0  # train a LoRA adapter of this rank over frozen weights; 0: all weights
+    lora_alpha: Count | None = None  # its scale times the rank; default: twice the rank
+    lora_targets: list[str] = Field(default_factory=list)  # ends of layer names; default: all linear but the output
     checkpoint_every: Count = 20
     keep_checkpoints: Count = 2
     stall_deadline_s: Positive = 600.0  # the run fails when nothing at all moved for so long
+
+    @model_validator(mode="after")
+    def _of_an_adapter(self) -> Self:
+        if not self.lora_rank:
+            for name in ("lora_alpha", "lora_targets"):
+                if getattr(self, name):
+                    raise ConfigError(f"train.{name}", getattr(self, name), "it is for an adapter: set train.lora_rank")
+        if outer := [name for name in self.lora_targets if name.endswith(("lm_head", "embed_tokens"))]:
+            raise ConfigError("train.lora_targets", outer, "an adapter leaves embedding and output layer as they are")
+        return self
 
 
 class HeldOut(_Section):
@@ -146,6 +172,14 @@ class RunConfig(_Section):
     train: Train = Train()
     eval: Evaluation = Evaluation()
 
+    @property
+    def sync(self) -> Literal["full", "delta", "adapter"]:
+        """What new weights travel as. `auto` is the adapter alone where one is trained and the engine takes adapters
+        (vLLM), else all weights; an adapter that does not travel alone is merged into them first."""
+        if self.engine.sync == "auto":
+            return "adapter" if self.train.lora_rank and self.engine.kind == "vllm" else "full"
+        return self.engine.sync
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
         rollout, buffer = self.rollout, self.buffer
@@ -161,6 +195,9 @@ class RunConfig(_Section):
                 rollout.max_running,
                 f"must be at least rollout.group_size = {rollout.group_size}, or no group can finish",
             )
+        for role, policy in rollout.roles.items():
+            if policy not in ROLE_POLICIES and not policy.startswith(("http://", "https://")):
+                raise ConfigError(f"rollout.roles.{role}", policy, "give 'trained', 'frozen' or the URL of an engine")
         if self.train.tokens_per_batch < rollout.max_context:
             raise ConfigError(
                 "train.tokens_per_batch",
@@ -169,6 +206,11 @@ class RunConfig(_Section):
             )
         if buffer.max_lag > 0 and self.algo.importance == "none" and self.algo.kl_weight > 0:
             raise ConfigError("algo.importance", "none", "a KL penalty on stale tokens needs importance = 'token'")
+        if self.engine.sync == "delta" and self.engine.kind == "embedded":
+            raise ConfigError("engine.sync", "delta", "the embedded engine takes whole files: give 'auto'")
+        if self.sync == "adapter" and self.train.lora_rank > MAX_LORA_RANK:
+            mend = f"vLLM takes adapters of rank {MAX_LORA_RANK} at most; engine.sync = 'full' merges a larger one"
+            raise ConfigError("train.lora_rank", self.train.lora_rank, mend)
         names = [held_out.name for held_out in self.eval.sets]
         if len(set(names)) != len(names):
             raise ConfigError("eval.sets", names, "give each set a name of its own")

@@ -11,7 +11,8 @@ answer rendered with the next generation prompt::
     row trained on:      P A O B       with A and B scored
 
 If the environment rewrote history before turn 1 the prompt no longer extends `P A`: turn 1 gets `parent=None` and
-its whole prompt, a *fork*, and the episode becomes two rows.
+its whole prompt, a *fork*, and the episode becomes two rows. Where several roles take turns each has a chain of its
+own: a turn extends the last one of its role.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class StopReason(StrEnum):
     TOOL_TIME_LIMIT = "tool_time_limit"
     CONTEXT_LIMIT = "context_limit"
     PARSE_FAILURE = "parse_failure"
+    POLICY_FAULT = "policy_fault"  # it broke what the environment needs, such as a file of its box
     ENGINE_FAILED = "engine_failed"
     SANDBOX_FAILED = "sandbox_failed"
     ENV_FAILED = "env_failed"
@@ -65,6 +67,9 @@ _INFRASTRUCTURE = frozenset(
 )
 
 Finish = Literal["stop", "length", "abort"]
+
+POLICY = "policy"
+"""The role of an environment that names none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +128,9 @@ class Step:
     """The environment's answer to one action: messages to append, the turn's process reward, gymnasium's flags.
 
     `info` is JSON-safe. Keys with a meaning: `outcome` (float, the episode's outcome reward), `success` (bool),
-    `stop_reason` (a `StopReason` value), `history` (a list of messages that replaces all before it: a fork)."""
+    `stop_reason` (a `StopReason` value), `history` (a list of messages that replaces all before it: a fork), `masked`
+    (bool, the turn stays in context and out of the loss). Where several roles take turns: `role` (who acts next, also
+    in the info of reset), `rewards` and `outcomes` (by role; see `agentrl.env.roles`)."""
 
     observation: Messages
     reward: float = 0.0
@@ -138,7 +145,8 @@ class Turn:
 
     `parent` is the index of the turn whose context and sampled tokens this turn's prompt extends verbatim, None if
     it starts anew; `prompt_ids` are the tokens between that end and the first sampled token. `step` is None from
-    the moment the action is journaled until the environment has answered."""
+    the moment the action is journaled until the environment has answered. `role` is who acted; `learns` is False if a
+    given policy did (a frozen opponent): its versions are not the run's, and it is context only."""
 
     index: int
     parent: int | None
@@ -149,7 +157,8 @@ class Turn:
     finish: Finish
     text: str
     step: Step | None = None
-    role: str = "policy"
+    role: str = POLICY
+    learns: bool = True
     started_s: float = 0.0
     ended_s: float = 0.0
 
@@ -173,7 +182,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """An episode as far as it went. `outcome` is its outcome reward, None until scored."""
+    """An episode as far as it went. `outcome` is its outcome reward, None until scored; `outcomes` those of its roles,
+    where the environment tells them apart."""
 
     episode_id: int
     group_id: int
@@ -184,6 +194,7 @@ class Trajectory:
     stop_reason: StopReason | None = None
     outcome: float | None = None
     success: bool | None = None
+    outcomes: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def scored(self) -> bool:
@@ -197,8 +208,8 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int | None:
-        """The lowest weight version among sampled tokens; None if nothing was sampled."""
-        return min((span.version for turn in self.turns for span in turn.spans), default=None)
+        """The lowest weight version among tokens that the policy sampled; None if it sampled none."""
+        return min((span.version for turn in self.turns if turn.learns for span in turn.spans), default=None)
 
 
 def context_ids(turns: Sequence[Turn], index: int) -> tuple[int, ...]:

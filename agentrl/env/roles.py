@@ -2,7 +2,8 @@
 
 `RolesEnv` says in `info["role"]` who acts next; the observation is for that role, and holds what is new to it since
 its own last turn. Rewards and outcomes go by role. `OneRole` binds all roles but one to given policies, so that a
-driver which knows nothing of roles can train the one. It knows neither models nor weights.
+driver which knows nothing of roles can train the one; the rollout itself plays all roles. It knows neither models nor
+weights.
 """
 
 from __future__ import annotations
@@ -119,6 +120,14 @@ class RolesEnv(Env):
         game.busy = False
         return observation, game.rewards.get(acting, 0.0), following is None, truncated, info
 
+    async def aend(self, reason: StopReason) -> Info:
+        """End the running episode as it stands: the outcome of every role."""
+        game = self._live()
+        if game.over:
+            return {}
+        game.over = True
+        return await self._judged(None, reason)
+
     async def aclose(self) -> None:
         if self._game is not None:
             self._game = None
@@ -133,9 +142,12 @@ class RolesEnv(Env):
             info["rewards"] = others
         if not game.over:
             return {**info, "role": game.role}
-        outcomes = {role: float(value) for role, value in (await self._hook(self.outcomes, forfeited)).items()}
         stop = StopReason.TURN_LIMIT if truncated else StopReason.PARSE_FAILURE if forfeited else StopReason.DONE
-        return {**info, "outcomes": outcomes, "outcome": outcomes[self.roles[0]], "stop_reason": stop.value}
+        return {**info, **await self._judged(forfeited, stop)}
+
+    async def _judged(self, forfeited: str | None, stop: StopReason) -> Info:
+        outcomes = {role: float(value) for role, value in (await self._hook(self.outcomes, forfeited)).items()}
+        return {"outcomes": outcomes, "outcome": outcomes[self.roles[0]], "stop_reason": stop.value}
 
     def _known(self, role: str) -> str:
         if role not in self.roles:
@@ -189,19 +201,25 @@ class OneRole(Env):
         self._heard: dict[str, list[Message]] = {name: [] for name in self._env.roles}
         observation, info = await self._env.areset(seed=int(self.np_random.integers(2**31)), options=options)
         observation, _, _, _, info = await self._others((observation, 0.0, False, False, info))
-        return observation, {key: value for key, value in info.items() if key not in _ROLE_KEYS}
+        return observation, self._mine(info)
 
     async def astep(self, action: str) -> StepResult:
         observation, reward, terminated, truncated, info = await self._others(await self._env.astep(action))
-        outcomes = info.pop("outcomes", None)
-        if outcomes is not None:
-            info["outcome"] = outcomes[self._role]
-            info["success"] = outcomes[self._role] >= self._success
-        info = {key: value for key, value in info.items() if key not in _ROLE_KEYS}
-        return observation, reward, terminated, truncated, info
+        return observation, reward, terminated, truncated, self._mine(info)
+
+    async def aend(self, reason: StopReason) -> Info:
+        return self._mine(await self._env.aend(reason))
 
     async def aclose(self) -> None:
         await self._env.aclose()
+
+    def _mine(self, info: Info) -> Info:
+        """An info as the learner's alone."""
+        mine = {key: value for key, value in info.items() if key not in _ROLE_KEYS}
+        if "outcomes" in info:
+            mine["outcome"] = info["outcomes"][self._role]
+            mine["success"] = mine["outcome"] >= self._success
+        return mine
 
     async def _others(self, step: StepResult) -> StepResult:
         """Let the others play until the learner acts or the game is over; the learner's rewards add up."""

@@ -5,29 +5,44 @@
 Every arrow that costs something has a deadline. The action is journaled before the environment sees it, so that a
 crash in between repeats the step and never the sampling (law 1). An episode owns its environment and ends it; it
 never decides which episode comes next.
+
+Who acts is the environment's word: `info["role"]` of the reset and of every answer, where it has several roles. Each
+role is a conversation of its own, whose turns extend the role's last one, and is sampled by the policy that learns or
+by the one it is bound to.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import trio
 
 from agentrl.config import Rollout
 from agentrl.engine.renderer import Renderer
-from agentrl.errors import EngineError, EnvError, InfrastructureError, SandboxError, StoreError
+from agentrl.errors import EngineError, EnvError, InfrastructureError, PolicyFault, SandboxError, StoreError
 from agentrl.protocols import AsyncEnv, Engine, GenerateRequest
-from agentrl.records import Json, Messages, SamplingParams, Step, StopReason, Task, Trajectory, Turn, context_ids
+from agentrl.records import (
+    POLICY,
+    Json,
+    Messages,
+    SamplingParams,
+    Step,
+    StopReason,
+    Task,
+    Trajectory,
+    Turn,
+    context_ids,
+)
 from agentrl.rollout.replay import Replayed, replay
 from agentrl.store import Claim, RunStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """What all episodes of a worker share."""
+    """What all episodes of a worker share. `given` binds roles to engines whose policy does not learn."""
 
     engine: Engine
     renderer: Renderer
@@ -35,6 +50,7 @@ class Seat:
     settings: Rollout
     make_env: Callable[[Task], AsyncEnv]
     rewarder: Callable[[Trajectory], float] | None = None
+    given: Mapping[str, Engine] = field(default_factory=dict[str, Engine])
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +61,22 @@ class Ending:
     detail: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """Where the next turn begins: `prompt_ids` extend the turn `parent` (None: they start anew); `context` is all that
+    `role` has read and said, from the start of its conversation."""
+
+    role: str
+    parent: int | None
+    prompt_ids: tuple[int, ...]
+    context: tuple[int, ...]
+
+
 async def play(claim: Claim, seat: Seat) -> Ending:
     """Play a claimed episode to its end and finish it in the store.
 
-    Failures of engine, sandbox and environment end the episode with a reason that keeps it out of the loss (law 3).
+    Failures of engine, sandbox and environment end the episode with a reason that keeps it out of the loss (law 3); a
+    fault of the policy that its environment could not answer ends it as scored.
     Raises LeaseLost when another worker has the episode by now, StoreError when the journal cannot be written."""
     episode = _Episode(claim, seat)
     ending: Ending | None = None
@@ -61,6 +89,8 @@ async def play(claim: Claim, seat: Seat) -> Ending:
         raise
     except InfrastructureError as error:
         ending = Ending(_reason_of(error), _one_line(error))
+    except PolicyFault as fault:
+        ending = Ending(StopReason.POLICY_FAULT, _one_line(fault))
     finally:
         await episode.close()
     episode.finish(ending)
@@ -75,7 +105,7 @@ class _Episode:
         self._turns: list[Turn] = list(claim.turns)
         self._start: Messages = claim.start or ()
         self._env: AsyncEnv | None = None
-        self._tools: list[Mapping[str, Json]] = []
+        self._first_role = POLICY
         self._info: Mapping[str, Json] = {}
 
     async def run(self) -> Ending:
@@ -88,7 +118,7 @@ class _Episode:
         """A limit of the run ends the episode: the environment may still judge what there is."""
         env = self._env
         if env is not None:
-            self._info = {**self._info, **await self._guard("end", lambda: env.aend(reason))}
+            self._info = {**self._info, **await self._guard("end", lambda: env.aend(reason), acted=True)}
         return Ending(reason)
 
     async def close(self) -> None:
@@ -100,13 +130,15 @@ class _Episode:
 
     def finish(self, ending: Ending) -> None:
         """Score the trajectory and write its end."""
-        outcome, success = self._outcome(ending)
+        outcomes = self._outcomes(ending)
+        outcome, success = self._outcome(ending, outcomes)
         self._seat.store.finish(
             self._claim.episode_id,
             self._claim.fence,
             stop_reason=ending.stop_reason,
             outcome=outcome,
             success=success,
+            outcomes=outcomes,
             detail=ending.detail,
         )
 
@@ -117,10 +149,9 @@ class _Episode:
         claim, store = self._claim, self._seat.store
         env: AsyncEnv = await self._guard("make", lambda: _call(self._seat.make_env, claim.task))
         self._env = env
-        self._tools = list(env.tool_schemas())
         self._start = await self._reset(env)
         if claim.start is not None:
-            restored: Replayed = await self._guard("replay", lambda: replay(env, self._start, claim))
+            restored: Replayed = await self._guard("replay", lambda: replay(env, self._start, claim), acted=True)
             if not restored.reason:
                 return self._resume(restored)
             store.restart_episode(claim.episode_id, claim.fence, restored.reason)
@@ -132,6 +163,7 @@ class _Episode:
     async def _reset(self, env: AsyncEnv) -> Messages:
         task = self._claim.task
         start, self._info = await self._guard("reset", lambda: env.areset(seed=task.seed, options=dict(task.options)))
+        self._first_role = str(self._info.get("role", POLICY))
         return start
 
     def _resume(self, restored: Replayed) -> Ending | None:
@@ -149,12 +181,11 @@ class _Episode:
         seat, settings = self._seat, self._seat.settings
         if len(self._turns) >= settings.max_turns:
             return await self.end_at(StopReason.TURN_LIMIT)
-        parent, prompt_ids = self._render()
-        context = prompt_ids if parent is None else self._context(parent) + prompt_ids
-        room = settings.max_context - len(context)
+        prompt = self._render()
+        room = settings.max_context - len(prompt.context)
         if room < 1:
             return await self.end_at(StopReason.CONTEXT_LIMIT)
-        turn = await self._generate(parent, prompt_ids, context, min(settings.max_tokens_per_turn, room))
+        turn = await self._generate(prompt, min(settings.max_tokens_per_turn, room))
         seat.store.journal_turn(self._claim.episode_id, self._claim.fence, turn)
         self._turns.append(turn)
         step = await self._act(turn)
@@ -162,31 +193,33 @@ class _Episode:
         self._turns[-1] = replace(turn, step=step)
         return self._ended()
 
-    def _render(self) -> tuple[int | None, tuple[int, ...]]:
-        """The parent turn and the new prompt tokens of the next turn; a parent of None is a fresh start or a fork."""
-        renderer = self._seat.renderer
-        if not self._turns:
-            return None, renderer.start(self._start, self._tools)
-        last = self._turns[-1]
-        assert last.step is not None
-        history = last.step.info.get("history")
-        if history is not None:
-            return None, renderer.start(tuple(history), self._tools)
-        return last.index, renderer.extend(last.token_ids, last.step.observation)
+    def _render(self) -> _Prompt:
+        """The next turn up to where its role speaks. Tools are asked for with every fresh start and fork: an
+        environment may know them no earlier, and may have others then."""
+        renderer, env = self._seat.renderer, self._env
+        assert env is not None
+        role, news, history = self._first_role, self._start, None
+        if self._turns:
+            step = self._turns[-1].step
+            assert step is not None
+            role, news = str(step.info.get("role", POLICY)), step.observation
+            history = step.info.get("history")
+        last = next((turn for turn in reversed(self._turns) if turn.role == role), None)
+        if history is not None or last is None:
+            prompt_ids = renderer.start(news if history is None else tuple(history), env.tool_schemas())
+            return _Prompt(role, None, prompt_ids, prompt_ids)
+        prompt_ids = renderer.extend(last.token_ids, news)
+        context = context_ids(self._turns, last.index) + last.token_ids + prompt_ids
+        return _Prompt(role, last.index, prompt_ids, context)
 
-    def _context(self, index: int) -> tuple[int, ...]:
-        return context_ids(self._turns, index) + self._turns[index].token_ids
-
-    async def _generate(
-        self, parent: int | None, prompt_ids: tuple[int, ...], context: tuple[int, ...], max_tokens: int
-    ) -> Turn:
+    async def _generate(self, prompt: _Prompt, max_tokens: int) -> Turn:
         seat, claim, index = self._seat, self._claim, len(self._turns)
         started = time.time()
-        generation = await seat.engine.generate(
+        generation = await seat.given.get(prompt.role, seat.engine).generate(
             GenerateRequest(
                 request_id=f"{claim.episode_id}-{claim.fence}-{index}",
                 session=str(claim.group_id),
-                token_ids=context,
+                token_ids=prompt.context,
                 sampling=SamplingParams(
                     max_tokens=max_tokens,
                     temperature=seat.settings.temperature,
@@ -197,13 +230,15 @@ class _Episode:
         )
         return Turn(
             index=index,
-            parent=parent,
-            prompt_ids=prompt_ids,
+            parent=prompt.parent,
+            prompt_ids=prompt.prompt_ids,
             token_ids=generation.token_ids,
             logprobs=generation.logprobs,
             spans=generation.spans,
             finish=generation.finish,
             text=seat.renderer.decode(generation.token_ids),
+            role=prompt.role,
+            learns=prompt.role not in seat.given,
             started_s=started,
             ended_s=time.time(),
         )
@@ -212,7 +247,8 @@ class _Episode:
         env = self._env
         assert env is not None
         env.charge_tokens(len(turn.token_ids))
-        observation, reward, terminated, truncated, info = await self._guard("step", lambda: env.astep(turn.text))
+        answer = await self._guard("step", lambda: env.astep(turn.text), acted=True)
+        observation, reward, terminated, truncated, info = answer
         self._info = info
         return Step(
             observation=observation, reward=float(reward), terminated=terminated, truncated=truncated, info=info
@@ -229,17 +265,29 @@ class _Episode:
             return Ending(StopReason(named))
         return Ending(StopReason.DONE if step.terminated else StopReason.TRUNCATED)
 
-    def _outcome(self, ending: Ending) -> tuple[float | None, bool | None]:
-        """Outcome reward and success: the rewarder's where there is one, else what the environment said.
+    def _outcomes(self, ending: Ending) -> dict[str, float]:
+        """The outcome of each role, where the environment tells them apart; a rewarder judges all roles alike."""
+        if not ending.stop_reason.by_policy or self._seat.rewarder is not None:
+            return {}
+        named: Mapping[str, float] = self._info.get("outcomes") or {}
+        return {str(role): float(outcome) for role, outcome in named.items()}
+
+    def _outcome(self, ending: Ending, outcomes: Mapping[str, float]) -> tuple[float | None, bool | None]:
+        """Outcome reward and success: the rewarder's where there is one, else what the environment said; of the one
+        role that learns, where there is just one, who succeeds from 1.0 on.
 
         An environment that names no outcome has 0: its step rewards are the whole signal."""
         if not ending.stop_reason.by_policy:
             return None, None
         success = self._info.get("success")
-        named = self._info.get("outcome")
+        learning = [role for role in outcomes if role not in self._seat.given]
         if self._seat.rewarder is not None:
             outcome = float(self._seat.rewarder(self._trajectory(ending)))
+        elif len(learning) == 1:
+            outcome = outcomes[learning[0]]
+            success = outcome >= 1.0 if success is None else success
         else:
+            named = self._info.get("outcome")
             outcome = float(named) if named is not None else 0.0
         return outcome, bool(success) if success is not None else None
 
@@ -255,8 +303,9 @@ class _Episode:
             stop_reason=ending.stop_reason,
         )
 
-    async def _guard(self, what: str, call: Callable[[], Any]) -> Any:
-        """Call into the environment under its deadline; what its own code raises becomes EnvError, named once."""
+    async def _guard(self, what: str, call: Callable[[], Any], *, acted: bool = False) -> Any:
+        """Call into the environment under its deadline; what its own code raises becomes EnvError, named once. A
+        fault of the policy stays one where it has `acted`."""
         deadline_s = self._seat.settings.step_deadline_s
         try:
             with trio.fail_after(deadline_s):
@@ -266,6 +315,8 @@ class _Episode:
         except trio.TooSlowError as error:
             raise EnvError(f"{self._claim.task.env}: {what} took over {deadline_s:g} s") from error
         except Exception as error:
+            if acted and isinstance(error, PolicyFault):
+                raise
             raise EnvError(f"{self._claim.task.env}: {what} raised {_one_line(error)}") from error
 
 

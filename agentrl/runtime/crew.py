@@ -16,8 +16,10 @@ import trio
 
 from agentrl.config import RunConfig
 from agentrl.errors import RunFailed, UsageError
+from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint
 from agentrl.runtime.engines import Replica, Weights, attach
+from agentrl.runtime.models import model_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import Child, RestartBudget
 from agentrl.store import RunStore
@@ -61,10 +63,31 @@ class Crew:
                 max_context=self.config.rollout.max_context,
                 weights=weights,
             )
-            await replica.up()
-            self.nursery.start_soon(self._keep, replica.child, replica.up)
+            await self._serve(replica)
             urls.append(replica.url)
         self.store.set_meta("engine_urls", json.dumps(urls))
+        await self._start_frozen()
+
+    async def _start_frozen(self) -> None:
+        """An engine for the roles that the run's first model plays to the end; no weights are ever pushed to it."""
+        if "frozen" not in self.config.rollout.roles.values():
+            return
+        first = WeightVersion(version=0, step=0)  # of no run: what it samples is never trained
+        model = model_dir(self.config.model)
+        replica = Replica(
+            child=self._child("engine-frozen", [], self.config.engine.threads),
+            port=_free_port(),
+            scratch=self.run.scratch,
+            settings=self.config.engine,
+            max_context=self.config.rollout.max_context,
+            weights=lambda: Weights(model=model, base=first, current=first, file=None),
+        )
+        await self._serve(replica)
+        self.store.set_meta("frozen_url", replica.url)
+
+    async def _serve(self, replica: Replica) -> None:
+        await replica.up()
+        self.nursery.start_soon(self._keep, replica.child, replica.up)
 
     def start_workers(self) -> None:
         for index in range(self.config.rollout.workers):

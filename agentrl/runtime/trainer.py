@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 from agentrl import config as configuration
 from agentrl import registry
 from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
 from agentrl.records import Trajectory
 from agentrl.runtime import evaluation, report
 from agentrl.runtime.models import model_dir
@@ -80,6 +81,20 @@ def check_startable(config: RunConfig) -> None:
         registry.resolve("environments", id)
     if config.env.reward:
         registry.load_reference(config.env.reward)
+    _check_roles(config)
+
+
+def _check_roles(config: RunConfig) -> None:
+    """Roles that the run binds must be roles of its environment, where that says which it has; one has to learn."""
+    known: object = getattr(registry.resolve("environments", config.env.id), "roles", None)
+    if not isinstance(known, tuple):
+        return
+    roles, given = cast("tuple[str, ...]", known), config.rollout.given_roles()
+    for role, policy in config.rollout.roles.items():
+        if role not in roles:
+            raise ConfigError(f"rollout.roles.{role}", policy, f"{config.env.id} has the roles {', '.join(roles)}")
+    if set(roles) == set(given):
+        raise ConfigError("rollout.roles", given, "no role is left to learn: give one 'trained'")
 
 
 def finish_training(run: RunDir, view: View | None) -> dict[str, Any]:

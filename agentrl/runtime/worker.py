@@ -17,7 +17,7 @@ from agentrl.engine.client import EngineClient
 from agentrl.engine.fleet import Fleet
 from agentrl.engine.renderer import Renderer
 from agentrl.env import as_async
-from agentrl.protocols import AsyncEnv
+from agentrl.protocols import AsyncEnv, Engine
 from agentrl.records import Task
 from agentrl.rollout.episode import Seat
 from agentrl.rollout.worker import Worker
@@ -54,6 +54,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str) -> None:
         settings=config.rollout,
         make_env=make_env,
         rewarder=rewarder,
+        given=_given(config, store),
     )
     worker = Worker(name, config, store, seat)
     try:
@@ -63,8 +64,16 @@ async def _serve(run: RunDir, config: RunConfig, name: str) -> None:
             nursery.cancel_scope.cancel()
     finally:
         with trio.move_on_after(2, shield=True):
-            await fleet.aclose()
+            for engine in (fleet, *seat.given.values()):
+                await engine.aclose()
         store.close()
+
+
+def _given(config: RunConfig, store: RunStore) -> dict[str, Engine]:
+    """An engine for each role that the policy which learns does not play."""
+    given = config.rollout.given_roles()
+    urls = {role: store.meta("frozen_url") or "" if policy == "frozen" else policy for role, policy in given.items()}
+    return {role: Fleet([EngineClient(url)]) for role, url in urls.items()}
 
 
 async def _end_on_sigterm(scope: trio.CancelScope) -> None:

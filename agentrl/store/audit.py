@@ -157,15 +157,16 @@ def _check_turns(db: Database, report: AuditReport) -> None:
     """Each trial's turns are gapless, all but a running trial's last are answered, every token is whole."""
     steps_of: dict[int, int] = dict(db.rows("SELECT version, step FROM versions"))
     rows = db.execute(
-        "SELECT t.episode_id, t.trial, t.idx, t.parent, t.n_prompt, t.n_tokens, t.spans, t.oldest_step, k.data,"
-        " s.turn_id IS NOT NULL, e.trial, g.tokens_dropped"
+        "SELECT t.episode_id, t.trial, t.idx, t.parent, t.n_prompt, t.n_tokens, t.spans, t.oldest_step, t.learns,"
+        " k.data, s.turn_id IS NOT NULL, e.trial, g.tokens_dropped"
         " FROM turns t LEFT JOIN tokens k ON k.turn_id = t.id LEFT JOIN steps s ON s.turn_id = t.id"
         " LEFT JOIN episodes e ON e.id = t.episode_id LEFT JOIN groups g ON g.id = e.group_id"
         " ORDER BY t.episode_id, t.trial, t.idx"
     )
     at: tuple[int, int] | None = None
     expected, answered = 0, True
-    for episode, trial, index, parent, n_prompt, n_tokens, spans, oldest, blob, has_step, last_trial, dropped in rows:
+    for episode, trial, index, parent, n_prompt, n_tokens, spans, oldest, learns, blob, *rest in rows:
+        has_step, last_trial, dropped = rest
         where = f"episode {episode}, trial {trial}, turn {index}"
         if (episode, trial) != at:
             at, expected, answered = (episode, trial), 0, True
@@ -181,7 +182,7 @@ def _check_turns(db: Database, report: AuditReport) -> None:
         report.turns += 1
         report.tokens += n_tokens
         report.turns_set_aside += last_trial is not None and trial < last_trial
-        made_at = _check_spans(report, where, json.loads(spans), n_tokens, steps_of)
+        made_at = _check_spans(report, where, json.loads(spans), n_tokens, steps_of if learns else None)
         if made_at != oldest:
             report.breach("bookkeeping", f"{where}: oldest token is of step {made_at}, written down as {oldest}")
         if blob is None and not dropped:
@@ -193,12 +194,15 @@ def _check_turns(db: Database, report: AuditReport) -> None:
 
 
 def _check_spans(
-    report: AuditReport, where: str, spans: list[list[int]], n_tokens: int, steps_of: dict[int, int]
+    report: AuditReport, where: str, spans: list[list[int]], n_tokens: int, steps_of: dict[int, int] | None
 ) -> int | None:
-    """The step of the oldest token of a turn, after seeing that each of its tokens has one known version."""
+    """The step of the oldest token of a turn, after seeing that each of its tokens has one known version. `steps_of` is
+    None for the turn of a given policy, whose versions are not the run's."""
     covered = [token for _, start, end in spans for token in range(start, end)]
     if covered != list(range(n_tokens)):
         report.breach("tokens_incomplete", f"{where}: versions {spans} do not cover its {n_tokens} tokens once")
+    if steps_of is None:
+        return None
     unknown = sorted({version for version, _, _ in spans if version not in steps_of})
     if unknown:
         report.breach("tokens_incomplete", f"{where}: versions {unknown} were never minted")
@@ -287,7 +291,7 @@ def _check_lag(db: Database, report: AuditReport) -> None:
     rows = db.execute(
         "SELECT l.group_id, l.step, l.max_lag, e.stop_reason, e.outcome, t.spans, t.idx, e.id FROM lineage l"
         " JOIN episodes e ON e.group_id = l.group_id JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial"
-        " WHERE l.undone_attempt IS NULL"
+        " WHERE l.undone_attempt IS NULL AND t.learns"
     )
     for group, step, bound, stop_reason, outcome, spans, index, episode in rows:
         if not _in_loss((None, stop_reason, outcome)):

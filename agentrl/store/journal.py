@@ -6,7 +6,9 @@ call carries the fence of its claim and raises LeaseLost if another worker, or n
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 
 from agentrl.errors import StoreError
 from agentrl.records import Messages, Step, StopReason, Turn
@@ -34,7 +36,7 @@ class Journal(Versions):
 
         Raises StoreError if the turn is not the next one, a version was never minted, or a log-prob is not finite."""
         blob = pack_tokens(turn)
-        oldest = min((self.step_of(span.version) for span in turn.spans), default=None)
+        oldest = min((self.step_of(span.version) for span in turn.spans), default=None) if turn.learns else None
         answer = None if turn.step is None else self._pack_step(episode_id, turn.index, turn.step)
         with self._db.write():
             trial = check_fence(self._db, episode_id, fence)
@@ -44,14 +46,15 @@ class Journal(Versions):
             if turn.parent is not None and not 0 <= turn.parent < turn.index:
                 raise StoreError(f"episode {episode_id}: turn {turn.index} cannot extend turn {turn.parent}")
             cursor = self._db.execute(
-                "INSERT INTO turns (episode_id, trial, idx, parent, role, finish, text, spans, n_prompt, n_tokens,"
-                " oldest_step, started_s, ended_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO turns (episode_id, trial, idx, parent, role, learns, finish, text, spans, n_prompt,"
+                " n_tokens, oldest_step, started_s, ended_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     episode_id,
                     trial,
                     turn.index,
                     turn.parent,
                     turn.role,
+                    turn.learns,
                     turn.finish,
                     pack_text(turn.text),
                     pack_spans(turn.spans),
@@ -101,20 +104,24 @@ class Journal(Versions):
         stop_reason: StopReason,
         outcome: float | None,
         success: bool | None,
+        outcomes: Mapping[str, float] | None = None,
         detail: str = "",
     ) -> None:
         """The episode ended; with its last member the group is scored or failed, in the same transaction.
 
-        `detail` is the one-line cause where it failed. Raises StoreError for an outcome that is not finite."""
-        if outcome is not None and not math.isfinite(outcome):
-            raise StoreError(f"episode {episode_id}: outcome {outcome} is not finite")
+        `outcomes` are those of its roles; `detail` is the one-line cause where it failed. Raises StoreError for an
+        outcome that is not finite."""
+        outcomes = outcomes or {}
+        for value in (outcome, *outcomes.values()):
+            if value is not None and not math.isfinite(value):
+                raise StoreError(f"episode {episode_id}: outcome {value} is not finite")
         now = self._db.clock()
         with self._db.write():
             check_fence(self._db, episode_id, fence)
             end_episode(self._db, episode_id, "finished", stop_reason, now)
             self._db.execute(
-                "UPDATE episodes SET outcome = ?, success = ?, detail = ? WHERE id = ?",
-                (outcome, success, printable(detail), episode_id),
+                "UPDATE episodes SET outcome = ?, success = ?, outcomes = ?, detail = ? WHERE id = ?",
+                (outcome, success, json.dumps(outcomes), printable(detail), episode_id),
             )
             group = self._db.row("SELECT group_id FROM episodes WHERE id = ?", (episode_id,))
             assert group is not None

@@ -158,7 +158,7 @@ def load_group(db: Database, group_id: int) -> Group:
 def load_trajectories(db: Database, where: str, parameters: Sequence[int]) -> list[Trajectory]:
     """The episodes (`e`) that `where` selects, with the turns of their last trial, inside a transaction."""
     episodes = db.rows(
-        "SELECT e.id, e.group_id, e.member, g.task, e.start, e.stop_reason, e.outcome, e.success"
+        "SELECT e.id, e.group_id, e.member, g.task, e.start, e.stop_reason, e.outcome, e.success, e.outcomes"
         f" FROM episodes e JOIN groups g ON g.id = e.group_id WHERE {where} ORDER BY e.id",
         parameters,
     )
@@ -173,8 +173,9 @@ def load_trajectories(db: Database, where: str, parameters: Sequence[int]) -> li
             stop_reason=None if stop_reason is None else StopReason(stop_reason),
             outcome=outcome,
             success=None if success is None else bool(success),
+            outcomes=json.loads(outcomes),
         )
-        for id, group_id, member, task, start, stop_reason, outcome, success in episodes
+        for id, group_id, member, task, start, stop_reason, outcome, success, outcomes in episodes
     ]
 
 
@@ -186,13 +187,13 @@ def load_turns(db: Database, episode_id: int) -> tuple[Turn, ...]:
 
 def _turns(db: Database, where: str, parameters: Sequence[int]) -> Iterator[Turn]:
     rows = db.rows(
-        "SELECT t.idx, t.parent, t.role, t.finish, t.text, t.spans, t.started_s, t.ended_s, k.data,"
+        "SELECT t.idx, t.parent, t.role, t.learns, t.finish, t.text, t.spans, t.started_s, t.ended_s, k.data,"
         " s.observation, s.reward, s.terminated, s.truncated, s.info"
         " FROM turns t LEFT JOIN tokens k ON k.turn_id = t.id LEFT JOIN steps s ON s.turn_id = t.id"
         f" WHERE {where} ORDER BY t.idx",
         parameters,
     )
-    for index, parent, role, finish, text, spans, started_s, ended_s, blob, *step in rows:
+    for index, parent, role, learns, finish, text, spans, started_s, ended_s, blob, *step in rows:
         prompt_ids, token_ids, logprobs = ((), (), ()) if blob is None else unpack_tokens(blob)
         yield Turn(
             index=index,
@@ -205,6 +206,7 @@ def _turns(db: Database, where: str, parameters: Sequence[int]) -> Iterator[Turn
             text=unpack_text(text),
             step=None if step[0] is None else _step(step),
             role=role,
+            learns=bool(learns),
             started_s=started_s,
             ended_s=ended_s,
         )

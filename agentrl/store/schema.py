@@ -181,7 +181,12 @@ CREATE TABLE metrics (
 CREATE INDEX metrics_by_kind ON metrics (kind, step);
 """
 
-MIGRATIONS: tuple[str, ...] = (_FIRST,)
+_ROLES = """
+ALTER TABLE turns ADD COLUMN learns INTEGER NOT NULL DEFAULT 1;
+ALTER TABLE episodes ADD COLUMN outcomes TEXT NOT NULL DEFAULT '{}';
+"""
+
+MIGRATIONS: tuple[str, ...] = (_FIRST, _ROLES)
 SCHEMA_VERSION = len(MIGRATIONS)
 
 

@@ -4,7 +4,11 @@ Owns the way from `records.Group` to per-token tensors. Never knows the model, n
 
 A row is a path through an episode's turns, from a turn that starts anew to one that nothing continues; a fork makes
 two rows, and turns that share a parent share its tokens. A token that the policy sampled is scored in the first row
-that holds it and is context in any other, so that it enters the loss once.
+that holds it and is context in any other, so that it enters the loss once. Turns of given policies and masked turns
+are context only.
+
+Roles that take turns in one episode are judged apart, each against the same role of the siblings, by its own outcome
+and its own process rewards; what a role is given for another's turn belongs to its own turn before.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -83,7 +87,7 @@ def group_rows(group: Group, algo: Algo, *, step_of: StepOf, step_now: int, max_
         group_id=group.id,
         rows=tuple(rows),
         outcomes=tuple(member.outcome or 0.0 for member in scored),
-        process=tuple(sum(member.rewards) for member in scored),
+        process=tuple(sum(turn.step.reward for turn in member.turns if turn.learns and turn.step) for member in scored),
         successes=tuple(member.success for member in scored if member.success is not None),
         left_out=len(members) - len(scored),
         stale=stale,
@@ -101,20 +105,48 @@ def weigh(groups: Sequence[GroupRows], kind: Normalise) -> list[list[Row]]:
 
 
 def _advantages(members: Sequence[Trajectory], algo: Algo) -> Tensor:
-    """Advantage of each member's turns, [G, T]."""
-    turns = [len(member.turns) for member in members]
-    rewards_GT = torch.zeros(len(members), max(turns, default=0), dtype=torch.float64)
-    for index, member in enumerate(members):
-        rewards_GT[index, : turns[index]] = torch.tensor(member.rewards, dtype=torch.float64)
-    return turn_advantages(
-        torch.tensor([member.outcome or 0.0 for member in members], dtype=torch.float64),
-        rewards_GT,
-        torch.tensor(turns),
-        torch.tensor([member.scored for member in members], dtype=torch.bool),
-        baseline=algo.baseline,
-        scale=algo.scale,
-        process_weight=algo.process_weight,
-    )
+    """Advantage of each member's turns, [G, T]; 0 for turns of given policies."""
+    advantages_GT = torch.zeros(len(members), max((len(m.turns) for m in members), default=0), dtype=torch.float64)
+    roles = dict.fromkeys(turn.role for member in members for turn in member.turns if turn.learns)
+    for role in roles:
+        parts = [_part(member, role) for member in members]
+        turns = [len(part.turns) for part in parts]
+        rewards_GT = torch.zeros(len(members), max(turns), dtype=torch.float64)
+        for index, part in enumerate(parts):
+            rewards_GT[index, : turns[index]] = torch.tensor(part.rewards, dtype=torch.float64)
+        of_role_GT = turn_advantages(
+            torch.tensor([part.outcome for part in parts], dtype=torch.float64),
+            rewards_GT,
+            torch.tensor(turns),
+            torch.tensor([member.scored for member in members], dtype=torch.bool),
+            baseline=algo.baseline,
+            scale=algo.scale,
+            process_weight=algo.process_weight,
+        )
+        for index, part in enumerate(parts):
+            advantages_GT[index, list(part.turns)] = of_role_GT[index, : turns[index]]
+    return advantages_GT
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One role's share of an episode: the indices of its turns, their process rewards, its outcome."""
+
+    turns: tuple[int, ...]
+    rewards: tuple[float, ...]
+    outcome: float
+
+
+def _part(trajectory: Trajectory, role: str) -> _Part:
+    turns: list[int] = []
+    rewards: list[float] = []
+    for turn in trajectory.turns:
+        if turn.role == role:
+            turns.append(turn.index)
+            rewards.append(turn.step.reward if turn.step else 0.0)
+        elif rewards and turn.step:  # before its first turn nothing is its doing
+            rewards[-1] += float(turn.step.info.get("rewards", {}).get(role, 0.0))
+    return _Part(tuple(turns), tuple(rewards), trajectory.outcomes.get(role, trajectory.outcome or 0.0))
 
 
 def _rows(trajectory: Trajectory, advantage_T: Tensor, lag_of: Callable[[int], int]) -> list[Row]:
@@ -135,7 +167,7 @@ def _rows(trajectory: Trajectory, advantage_T: Tensor, lag_of: Callable[[int], i
                 raise ValueError(f"episode {trajectory.episode_id}, turn {turn.index}: sampled without any context")
             start = len(token_ids)
             token_ids += turn.token_ids
-            if turn.index in seen or turn.role != "policy":
+            if turn.index in seen or not turn.learns or _is_masked(turn):
                 continue
             seen.add(turn.index)
             place += range(start, len(token_ids))
@@ -156,6 +188,11 @@ def _rows(trajectory: Trajectory, advantage_T: Tensor, lag_of: Callable[[int], i
                 )
             )
     return rows
+
+
+def _is_masked(turn: Turn) -> bool:
+    """Whether the environment keeps the turn out of the loss (a parse failure under such a policy, say)."""
+    return turn.step is not None and bool(turn.step.info.get("masked"))
 
 
 def _path(turns: Sequence[Turn], leaf: Turn) -> list[Turn]:

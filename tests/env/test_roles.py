@@ -7,6 +7,7 @@ from gymnasium.error import ResetNeeded
 import agentrl
 from agentrl.env.roles import OneRole, RolesEnv
 from agentrl.errors import ContentParseError, SandboxError, UsageError
+from agentrl.records import StopReason
 
 
 class Count(RolesEnv):
@@ -89,6 +90,18 @@ async def test_the_turn_limit_truncates():
     for number in (2, 3, 4):
         *_, terminated, truncated, info = await env.astep(str(number))
     assert truncated and not terminated and info["stop_reason"] == "turn_limit" and "role" not in info
+
+
+async def test_a_limit_of_the_driver_ends_the_game_with_every_roles_outcome():
+    env = OneRole(Count(), role="bob", others=count_on)
+    await env.areset(seed=0, options={"from": 1})
+    assert await env.aend(StopReason.TOKEN_LIMIT) == {"stop_reason": "token_limit", "outcome": 1.0, "success": True}
+    assert await env.aend(StopReason.TOKEN_LIMIT) == {}, "it is judged once"
+    with pytest.raises(ResetNeeded):
+        await env.astep("3")
+    table = Count()
+    await table.areset(seed=0)
+    assert (await table.aend(StopReason.TURN_LIMIT))["outcomes"] == {"ann": 1.0, "bob": 1.0, "cem": 1.0}
 
 
 async def test_failures_that_no_role_caused_are_raised():

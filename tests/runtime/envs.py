@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import trio
 
 import agentrl
+from agentrl.env.roles import RolesEnv
+from agentrl.protocols import SandboxSpec
 from agentrl.records import Message
+from agentrl.testing.fake_sandbox import FakeBackend
 
 
 class Vowels(agentrl.Env):
@@ -42,6 +46,62 @@ class Hanging(Vowels):
 
     async def areset(self, *, seed: int | None = None, options: Any = None) -> Any:
         await trio.sleep_forever()
+
+
+class Boxes(agentrl.ToolEnv):
+    """Whatever is written is taken for a call that reads a file of a box: which is missing in every episode, and whose
+    host fails in every fourth."""
+
+    blocking = False
+    _episodes = itertools.count()
+
+    async def setup(self, task: Any) -> None:
+        self._box = await FakeBackend().create(SandboxSpec())
+        self._box.broken = next(Boxes._episodes) % 4 == 0
+
+    def prompt(self, task: Any) -> str:
+        return "look"
+
+    @agentrl.tool
+    async def look(self) -> str:
+        """Read the file."""
+        return (await self._box.read("gone.txt")).decode()
+
+    async def astep(self, action: str) -> Any:
+        self._text = action
+        return await super().astep('<tool_call>{"name": "look", "arguments": {}}</tool_call>')
+
+    def after_turn(self, results: Any) -> float:
+        self.finish()
+        return 0.0
+
+    def grade(self) -> float:
+        return len(self._text) / 100
+
+
+class Duel(RolesEnv):
+    """Two roles write twice each; who wrote the larger share of vowels has won."""
+
+    roles = ("first", "second")
+    blocking = False
+    replayable = True
+
+    def start(self, task: Any) -> str:
+        self._texts: dict[str, str] = dict.fromkeys(self.roles, "")
+        self._moves = 0
+        return "first"
+
+    def see(self, role: str) -> str:
+        return f"{role}, write"
+
+    def play(self, role: str, text: str) -> str | None:
+        self._texts[role] += text
+        self._moves += 1
+        return None if self._moves == 4 else self.roles[self._moves % 2]
+
+    def outcomes(self, forfeited: str | None) -> dict[str, float]:
+        share = {role: sum(c in "aeiou" for c in text) / max(len(text), 1) for role, text in self._texts.items()}
+        return {role: float(share[role] >= max(share.values())) for role in self.roles}
 
 
 def length_reward(trajectory: Any) -> float:

@@ -105,6 +105,23 @@ def test_an_older_store_is_brought_up_to_date_with_its_rows(path: Path, monkeypa
         assert columns(path.with_name("new.sqlite")) == columns(path)  # a new store is a migrated one
 
 
+def test_a_store_of_the_first_schema_has_one_learning_role_in_every_turn(path: Path) -> None:
+    with RunStore.create(path, "{}") as store:
+        serve(store, 0)
+        admit(store)
+        (claim, *_) = play_all(store)
+    connection = sqlite3.connect(path)
+    connection.executescript(
+        "ALTER TABLE turns DROP COLUMN learns; ALTER TABLE episodes DROP COLUMN outcomes; PRAGMA user_version = 1"
+    )
+    connection.close()
+    with RunStore.open(path) as store:
+        trajectory = store.trajectory(claim.episode_id)
+        assert trajectory.outcomes == {}
+        assert [turn.learns for turn in trajectory.turns] == [True, True]
+        assert audit(store).violations == []
+
+
 def test_a_migration_that_fails_leaves_the_older_store_whole(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     RunStore.create(path, "{}").close()
     before = columns(path)

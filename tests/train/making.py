@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -61,6 +62,8 @@ def turn(
     version: int = 1,
     logprobs: Sequence[float] | None = None,
     role: str = "policy",
+    learns: bool = True,
+    info: Mapping[str, Any] | None = None,
 ) -> Turn:
     return Turn(
         index=index,
@@ -71,8 +74,9 @@ def turn(
         spans=(VersionSpan(version, 0, len(tokens)),) if tokens else (),
         finish="stop",
         text="",
-        step=Step(observation=(), reward=reward),
+        step=Step(observation=(), reward=reward, info=info or {}),
         role=role,
+        learns=learns,
     )
 
 

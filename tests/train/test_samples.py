@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from agentrl.config import Algo
-from agentrl.records import Group, Step, StopReason, Turn, VersionSpan
+from agentrl.records import Group, Step, StopReason, Trajectory, Turn, VersionSpan
 from agentrl.train.samples import GroupRows, group_rows, weigh
 
 from .making import episode, group_of, turn
@@ -49,10 +51,48 @@ def test_turns_that_share_a_parent_score_its_tokens_once() -> None:
     assert (second.token_ids, second.place_S.tolist()) == ((1, 2, 3, 6, 7), [4])
 
 
-def test_tokens_of_another_role_are_context() -> None:
-    turns = [turn(0, [1], [2]), turn(1, [3], [4], parent=0, role="user"), turn(2, [5], [6], parent=1)]
+def test_tokens_of_a_given_policy_are_context() -> None:
+    turns = [turn(0, [1], [2]), turn(1, [3], [4], parent=0, learns=False), turn(2, [5], [6], parent=1)]
     row = rows_of(group_of([episode(0, turns, 1.0), sibling()])).rows[0]
     assert (row.token_ids, row.place_S.tolist()) == ((1, 2, 3, 4, 5, 6), [1, 5])
+
+
+def test_a_masked_turn_stays_in_context_and_out_of_the_loss() -> None:
+    masked = turn(1, [3], [4], parent=0, reward=-1.0, info={"masked": True})
+    turns = [turn(0, [1], [2]), masked, turn(2, [5], [6], parent=1)]
+    row = rows_of(group_of([episode(0, turns, 1.0), sibling()])).rows[0]
+    assert (row.token_ids, row.place_S.tolist()) == ((1, 2, 3, 4, 5, 6), [1, 5])
+    assert row.advantage_S.tolist() == [0.0, 1.0]  # the masked turn's penalty is still a consequence of the first
+
+
+def test_roles_are_judged_apart_by_their_own_outcomes_and_rewards() -> None:
+    """ann and bob by turns. Outcomes ann 1 and 0, bob -1 and 3; bob's move costs ann 2, which is her turn's before."""
+
+    def game(member: int, ann: float, bob: float, cost: float) -> Trajectory:
+        turns = [
+            turn(0, [1], [2], role="ann", reward=0.5),
+            turn(1, [9], [3], role="bob", reward=0.25, info={"rewards": {"ann": cost}}),
+            turn(2, [4], [5], parent=0, role="ann"),
+        ]
+        return replace(episode(member, turns, ann), outcomes={"ann": ann, "bob": bob})
+
+    group = group_of([game(0, 1.0, -1.0, -2.0), game(1, 0.0, 3.0, 0.0)])
+    first_ann, first_bob, second_ann, second_bob = sorted(
+        rows_of(group).rows, key=lambda row: (row.episode_id, row.token_ids[0])
+    )
+    assert (first_ann.token_ids, first_bob.token_ids) == ((1, 2, 4, 5), (9, 3))
+    # ann: outcomes 1 against 0; her first turn's rewards to go are 0.5 - 2 against 0.5, her second's 0 against 0
+    assert first_ann.advantage_S.tolist() == [1.0 - 2.0, 1.0]
+    assert second_ann.advantage_S.tolist() == [-1.0 + 2.0, -1.0]
+    # bob: outcomes -1 against 3, rewards alike
+    assert (first_bob.advantage_S.tolist(), second_bob.advantage_S.tolist()) == ([-4.0], [4.0])
+
+
+def test_a_role_that_never_acted_has_no_rows_and_its_sibling_a_baseline() -> None:
+    both = [turn(0, [1], [2], role="ann"), turn(1, [9], [3], role="bob")]
+    short = [turn(0, [1], [4], role="ann")]
+    members = [episode(0, both, 1.0), episode(1, short, 0.5)]
+    assert [row.advantage_S.tolist() for row in rows_of(group_of(members)).rows] == [[0.5], [0.5], [-0.5]]
 
 
 def test_a_turn_cut_before_its_first_token_and_one_without_an_answer() -> None:

@@ -1,0 +1,85 @@
+"""Law 3 over whole runs: from a tool's failure, or another role's move, to what enters the loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.config import Algo
+from agentrl.errors import ConfigError
+from agentrl.records import GroupState, StopReason
+from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.trainer import Trainer
+from agentrl.store import RunStore
+from agentrl.store.audit import audit
+from agentrl.train.samples import group_rows
+
+from .test_run import ENVS, SMALL
+
+TRAINING: dict[str, Any] = {**SMALL, "train": {"steps": 2, "checkpoint_every": 2}, "eval": {}}
+
+
+def test_law_3_a_broken_host_leaves_loss_and_baseline_a_missing_file_stays(tmp_path: Path) -> None:
+    config = {**TRAINING, "rollout": {**TRAINING["rollout"], "failure_budget": 0.9}}
+    Trainer(env=f"{ENVS}:Boxes", config=config, out=tmp_path / "run").train()
+    with RunStore.open(RunDir.open(tmp_path / "run").store_path) as store:
+        assert audit(store).violations == []
+        lost = kept = 0
+        for group_id in (id for step in (1, 2) for id in store.lineage(step)):
+            group = store.group(group_id)
+            for member in group.trajectories:
+                if member.stop_reason is StopReason.SANDBOX_FAILED:
+                    assert (member.outcome, member.turns[-1].step) == (None, None)
+                    lost += 1
+                else:
+                    (message,) = member.turns[-1].step.observation  # type: ignore[union-attr]
+                    assert message["content"] == "error: 'gone.txt': No such file or directory"
+                    assert (member.stop_reason, member.outcome) == (StopReason.DONE, len(member.turns[-1].text) / 100)
+                    kept += 1
+            rows = group_rows(group, Algo(), step_of=store.step_of, step_now=1, max_lag=9)
+            scored = [member for member in group.trajectories if member.scored]
+            assert {row.episode_id for row in rows.rows} <= {member.episode_id for member in scored}
+            for row in rows.rows:  # the baseline is that of the scored siblings alone
+                others = [m.outcome for m in scored if m.episode_id != row.episode_id]
+                own = next(m.outcome for m in scored if m.episode_id == row.episode_id)
+                assert row.advantage_S[0].item() == pytest.approx(own - sum(others) / len(others), abs=1e-6)  # type: ignore[arg-type,operator]
+        assert lost and kept
+        assert sum(row.values["episodes_left_out"] for row in store.metrics("step")) == lost
+
+
+def test_a_frozen_opponent_plays_and_is_not_trained(tmp_path: Path) -> None:
+    config = {**TRAINING, "rollout": {**TRAINING["rollout"], "roles": {"second": "frozen"}, "max_turns": 4}}
+    config["eval"] = {"sets": [{"name": "held_out", "n": 4}]}
+    summary = Trainer(env=f"{ENVS}:Duel", config=config, out=tmp_path / "run").train()
+    assert summary["eval"]["after"]["n"] == 4
+    with RunStore.open(RunDir.open(tmp_path / "run").store_path) as store:
+        assert audit(store).violations == []
+        assert store.counts()[GroupState.TRAINED] == 4
+        scored = sum(row.values["tokens_scored"] for row in store.metrics("step"))
+        turns = [
+            turn
+            for step in (1, 2)
+            for group_id in store.lineage(step)
+            for member in store.group(group_id).trajectories
+            for turn in member.turns
+        ]
+        assert {(turn.role, turn.learns) for turn in turns} == {("first", True), ("second", False)}
+        assert scored == sum(len(turn.token_ids) for turn in turns if turn.role == "first")
+        assert {version for turn in turns if turn.role == "second" for version in turn.versions} == {0}
+
+
+@pytest.mark.parametrize(
+    ("roles", "said"),
+    [
+        ({"third": "frozen"}, r"rollout.roles.third = 'frozen': agentrl/NimTable-v0 has the roles first, second"),
+        ({"second": "random"}, r"rollout.roles.second = 'random': give 'trained', 'frozen' or the URL of an engine"),
+        ({"first": "frozen", "second": "http://127.0.0.1:1"}, r"no role is left to learn"),
+    ],
+)
+def test_roles_that_cannot_be_bound_are_refused(tmp_path: Path, roles: dict[str, str], said: str) -> None:
+    config = {**TRAINING, "rollout": {**TRAINING["rollout"], "roles": roles}}
+    with pytest.raises(ConfigError, match=said):
+        Trainer(env="agentrl/NimTable-v0", config=config, out=tmp_path / "run").train()
+    assert not (tmp_path / "run").exists()
