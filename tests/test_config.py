@@ -43,10 +43,28 @@ def test_a_missing_model_is_required() -> None:
         ({"rollout": {"max_context": 9000}}, "train.tokens_per_batch"),
         ({"algo": {"importance": "none", "kl_weight": 0.1}}, "algo.importance"),
         ({"eval": {"sets": [{"name": "a"}, {"name": "a"}]}}, "eval.sets"),
+        ({"train": {"lora_alpha": 8}}, "train.lora_alpha"),
+        ({"train": {"lora_rank": 8, "lora_targets": ["q_proj", "lm_head"]}}, "train.lora_targets"),
+        ({"train": {"lora_rank": 1024}, "engine": {"kind": "vllm"}}, "train.lora_rank"),
+        ({"engine": {"sync": "delta"}}, "engine.sync"),
     ],
 )
 def test_an_impossible_combination_names_the_field_to_change(sections: dict[str, object], field: str) -> None:
     assert broken(**sections).field == field
+
+
+@pytest.mark.parametrize(
+    ("engine", "rank", "sync"),
+    [
+        ({"kind": "vllm"}, 0, "full"),
+        ({"kind": "vllm"}, 8, "adapter"),
+        ({"kind": "embedded"}, 8, "full"),
+        ({"kind": "vllm", "sync": "full"}, 1024, "full"),
+        ({"kind": "vllm", "sync": "delta"}, 8, "delta"),
+    ],
+)
+def test_an_adapter_travels_alone_where_the_engine_takes_it(engine: dict[str, str], rank: int, sync: str) -> None:
+    assert config.parse({**MINIMAL, "engine": engine, "train": {"lora_rank": rank}}).sync == sync
 
 
 def test_an_unknown_key_inside_a_list_is_found() -> None:

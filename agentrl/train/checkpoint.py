@@ -5,7 +5,8 @@ what that means for them is the reader's to do.
 
     checkpoints/step-00000020/
         config.json, tokenizer*, …   copied from the model's folder, so that an engine can serve this one
-        model.safetensors            weights
+        model.safetensors            weights, an adapter merged into them
+        adapter/                     where one is trained: it alone, in PEFT's format
         optimizer.pt                 optimizer and random state
         state.json                   step, groups trained since the previous checkpoint
 """
@@ -27,7 +28,11 @@ from typing import Any, cast
 import torch
 
 from agentrl.errors import RunFailed
+from agentrl.train import lora
 from agentrl.train.export import export_weights
+
+ADAPTER = "adapter"
+"""The folder in a checkpoint that holds the adapter, where one is trained."""
 
 _NAME = re.compile(r"step-(\d{8,})")
 _STATE, _OPTIMIZER, _WEIGHTS = "state.json", "optimizer.pt", "model.safetensors"
@@ -64,10 +69,12 @@ def save(
         if source.is_file() and source.suffix in _COPIED and source.name not in _OWN:
             shutil.copyfile(source, draft / source.name)
     export_weights(module, draft / _WEIGHTS)
+    if lora.has_adapter(module):
+        lora.save(module, draft / ADAPTER)
     rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
     torch.save({"optimizer": dict(optimizer), "rng": rng}, draft / _OPTIMIZER)
     (draft / _STATE).write_text(json.dumps(asdict(state), indent=2))
-    for file in draft.iterdir():
+    for file in draft.rglob("*"):
         _sync(file)
     _sync(draft)
     draft.rename(folder)

@@ -20,6 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from agentrl.train import lora
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFile:
@@ -32,10 +34,11 @@ class WeightFile:
 
 
 def checkpoint_tensors(module: Any, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The tensors of a transformers model under the names of its checkpoint format, on the CPU, cast to `dtype`.
-    A tied tensor (`lm_head.weight` of a model with tied embeddings) is there once, under its source's name."""
+    """The tensors of a transformers model under the names of its checkpoint format, on the CPU, cast to `dtype`; an
+    adapter is merged into them. A tied tensor (`lm_head.weight` of a model with tied embeddings) is there once, under
+    its source's name."""
     tied = set(module.all_tied_weights_keys)
-    state = {name: tensor for name, tensor in module.state_dict().items() if name not in tied}
+    state = {name: tensor for name, tensor in lora.merged(module).items() if name not in tied}
     state = revert_weight_conversion(module, state)
     return {
         name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 from agentrl.algos.corrections import importance_weights
 from agentrl.algos.losses import clipped_surrogate, kl_penalty, policy_loss
-from agentrl.config import RunConfig
+from agentrl.config import RunConfig, Train
 from agentrl.errors import RunFailed
 from agentrl.records import Group
-from agentrl.train import checkpoint
+from agentrl.train import checkpoint, lora
 from agentrl.train.checkpoint import CheckpointState
 from agentrl.train.export import WeightFile, export_weights
 from agentrl.train.model import PolicyModel
@@ -58,7 +58,7 @@ class Learner:
         self.config = config
         torch.set_num_threads(config.train.threads)
         torch.manual_seed(config.seed)
-        self.model = self._load(model_dir, device)
+        self.model = self._load(model_dir, device, adapter=config.train if config.train.lora_rank else None)
         self.reference = self._load(reference_dir or model_dir, device) if config.algo.kl_weight > 0 else None
         train = config.train
         self.optimizer = torch.optim.AdamW(
@@ -68,10 +68,11 @@ class Learner:
         self.checkpoint_step = 0
         self.trained: list[int] = []
 
-    def _load(self, model_dir: Path, device: torch.device | str) -> PolicyModel:
+    def _load(self, model_dir: Path, device: torch.device | str, adapter: Train | None = None) -> PolicyModel:
         train = self.config.train
         dtype = torch.bfloat16 if train.dtype == "bfloat16" else torch.float32
-        return PolicyModel(model_dir, device=device, dtype=dtype, checkpointing=train.gradient_checkpointing)
+        checkpointing = train.gradient_checkpointing
+        return PolicyModel(model_dir, device=device, dtype=dtype, checkpointing=checkpointing, adapter=adapter)
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -175,8 +176,16 @@ class Learner:
     # --- what outlives the process --------------------------------------------------------------------------------
 
     def export(self, path: Path, *, dtype: torch.dtype | None = None) -> WeightFile:
-        """Write the weights for an engine: one safetensors file, whole or not at all."""
+        """Write the weights for an engine: one safetensors file, whole or not at all. An adapter is merged into it."""
         return export_weights(self.model.module, path, dtype=dtype, metadata={"step": str(self.step_index)})
+
+    def export_adapter(self, folder: Path) -> Path:
+        """Write the adapter alone for an engine that has the weights below: a folder in PEFT's format."""
+        return lora.save(self.model.module, folder)
+
+    def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """What `token_ids[1:]` cost under the weights of now: log-probs in nats at temperature 1, for the canary."""
+        return self.model.score(token_ids)
 
     def save(self, root: Path) -> Path:
         """Write a checkpoint of this step under `root`; the groups in `trained` are recorded in it, then forgotten.

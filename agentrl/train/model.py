@@ -21,7 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM
 
+from agentrl.config import Train
 from agentrl.errors import ModelError
+from agentrl.train import lora
+from agentrl.train.checkpoint import ADAPTER
 from agentrl.train.packing import Branch, Pack
 
 ATTENTION = "agentrl_tree"
@@ -104,17 +107,26 @@ class PolicyModel:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         checkpointing: bool = False,
+        adapter: Train | None = None,
     ) -> None:
-        """Raises ModelError, in one line, for a folder that cannot be trained."""
+        """With `adapter`, a LoRA adapter of those settings is what is trained. Raises ModelError, in one line, for a
+        folder that cannot be trained."""
         self.folder, self.device, self.dtype = folder, torch.device(device), dtype
         self.module = _load(folder).to(self.device)
         _check_tree(self.module, folder)
+        if adapter is not None:
+            lora.inject(self.module, adapter, folder)
         self.module.train()
         for part in self.module.modules():
             if isinstance(part, nn.Dropout):  # the engine samples without dropout
                 part.p = 0.0
         if checkpointing:
             self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    @property
+    def vocab(self) -> int:
+        """Token ids that the model knows: 0 to `vocab` - 1."""
+        return self.module.config.get_text_config().vocab_size
 
     def logprobs(self, pack: Pack, *, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """Log-prob [K] of each scored token and entropy [K] at its place, in nats, under softmax(logits /
@@ -127,8 +139,22 @@ class PolicyModel:
             entropy_P = -(logprobs_PV.exp() * logprobs_PV).sum(-1)
         return logprobs_PV[pack.predictor_K, pack.target_K], entropy_P[pack.predictor_K]
 
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each given the tokens before it; in float32."""
+        tokens_N = torch.tensor(token_ids, device=self.device)
+        numbers_N = torch.arange(len(token_ids), device=self.device)
+        branch = Branch(0, len(token_ids), numbers_N)
+        logits_PV = _logits(self.module, tokens_N, numbers_N, [branch], numbers_N[:-1])
+        logprobs_PV = functional.log_softmax(logits_PV.float(), -1)
+        return tuple(logprobs_PV.gather(1, tokens_N[1:, None])[:, 0].tolist())
+
     def load_weights(self, folder: Path) -> None:
-        """Take the weights of another folder of the same architecture. Raises ModelError otherwise."""
+        """Take the weights of another folder of the same architecture: of a checkpoint's adapter, where an adapter is
+        trained. Raises ModelError if they do not fit."""
+        if lora.has_adapter(self.module):
+            lora.load(self.module, folder / ADAPTER)
+            return
         try:
             self.module.load_state_dict(_load(folder).state_dict())
         except RuntimeError as error:
