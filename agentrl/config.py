@@ -10,7 +10,7 @@ import difflib
 import json
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -38,6 +38,45 @@ class EnvSource(_Section):
     options: dict[str, Any] = Field(default_factory=dict)
     first_seed: int = 0
     reward: str | None = None  # reference of a callable trajectory -> float, where the environment gives no outcome
+
+
+class TaskTable(_Section):
+    """One source of training tasks: rows of a data set as reset options, a range of seeds, or (neither) an endless
+    stream of seeds that also the run's seed decides. What is left out is `env`'s."""
+
+    id: str | None = None
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict)
+    weight: Positive = 1.0  # its share of the tasks, beside the other tables' weights
+    rows: str | None = None  # FILE.jsonl or FILE.parquet beside the run file, or hf:NAME[:SPLIT]
+    first_seed: Annotated[int, Field(ge=0)] = 0
+    seeds: Count | None = None  # so many, from first_seed on
+    epochs: Count | None = None  # how often rows or seeds are played, each time in another order; default: endlessly
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.rows is not None and self.seeds is not None:
+            raise ConfigError("tasks.seeds", self.seeds, "rows bring their own seeds: leave one of the two out")
+        if self.rows is None and self.seeds is None and self.epochs is not None:
+            raise ConfigError("tasks.epochs", self.epochs, "an endless stream of seeds has none: give seeds or rows")
+        return self
+
+    def beside(self, folder: Path) -> Self:
+        """With a file of rows taken from `folder`."""
+        if self.rows is None or self.rows.startswith("hf:"):
+            return self
+        return self.model_copy(update={"rows": str((folder / self.rows).resolve())})
+
+
+class CurriculumSettings(_Section):
+    """Which tasks are left out for a while: see `agentrl.env.tasks.Curriculum`."""
+
+    pool: Count = 10_000  # tasks it chooses from: the first ones of its sources
+    solved: Annotated[float, Field(ge=0, le=1)] = 0.95  # smoothed success rate from which a task pauses
+    hopeless: Annotated[float, Field(ge=0, le=1)] = 0.02  # and down to which
+    min_plays: Count = 8  # episodes of a task before it may pause
+    pause: Count = 1_000  # groups of others before it is tested again
+    smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.5  # weight of what was measured before
 
 
 class Rollout(_Section):
@@ -165,6 +204,8 @@ class RunConfig(_Section):
     seed: int = 0
     model: str
     env: EnvSource
+    tasks: list[TaskTable] = Field(default_factory=list[TaskTable])
+    curriculum: CurriculumSettings | None = None
     rollout: Rollout = Rollout()
     engine: EngineSettings = EngineSettings()
     buffer: Buffer = Buffer()
@@ -179,6 +220,18 @@ class RunConfig(_Section):
         if self.engine.sync == "auto":
             return "adapter" if self.train.lora_rank and self.engine.kind == "vllm" else "full"
         return self.engine.sync
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_tasks(cls, document: Any) -> Any:
+        """A run that names no environment is on that of its first task."""
+        match document:
+            case {"env": {"id": _}} | {"env": BaseModel()}:
+                return document
+            case {"tasks": [{"id": id}, *_]}:
+                return {**document, "env": {**document.get("env", {}), "id": id}}
+            case _:
+                return document
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -211,6 +264,14 @@ class RunConfig(_Section):
         if self.sync == "adapter" and self.train.lora_rank > MAX_LORA_RANK:
             mend = f"vLLM takes adapters of rank {MAX_LORA_RANK} at most; engine.sync = 'full' merges a larger one"
             raise ConfigError("train.lora_rank", self.train.lora_rank, mend)
+        if self.curriculum is not None:
+            if self.curriculum.hopeless >= self.curriculum.solved:
+                mend = f"must be below curriculum.solved = {self.curriculum.solved:g}"
+                raise ConfigError("curriculum.hopeless", self.curriculum.hopeless, mend)
+            for at, table in enumerate(self.tasks):
+                if table.epochs is not None:
+                    mend = "a curriculum decides how often a task is played: leave it out"
+                    raise ConfigError(f"tasks.{at}.epochs", table.epochs, mend)
         names = [held_out.name for held_out in self.eval.sets]
         if len(set(names)) != len(names):
             raise ConfigError("eval.sets", names, "give each set a name of its own")
@@ -229,7 +290,7 @@ def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
         raise UsageError(f"{path} is not valid TOML: {error}") from error
     for override in overrides or []:
         apply_override(document, override)
-    return parse(document)
+    return parse(document, folder=path.parent)
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:
@@ -253,12 +314,14 @@ def apply_override(document: dict[str, Any], override: str) -> None:
     at[last] = value
 
 
-def parse(document: dict[str, Any]) -> RunConfig:
-    """Validate a parsed document. Raises ConfigError naming the first wrong field, its value and the mend."""
+def parse(document: dict[str, Any], *, folder: Path = Path()) -> RunConfig:
+    """Validate a parsed document; files of rows are taken from `folder`. Where it names no environment, its first task
+    does. Raises ConfigError naming the first wrong field, its value and the mend."""
     try:
-        return RunConfig.model_validate(document)
+        config = RunConfig.model_validate(document)
     except ValidationError as error:
         raise _config_error(error) from None
+    return config.model_copy(update={"tasks": [table.beside(folder) for table in config.tasks]})
 
 
 def to_json(config: RunConfig) -> str:
@@ -289,9 +352,10 @@ def _keys_of(path: tuple[int | str, ...]) -> list[str]:
     model: Any = RunConfig
     for part in path:
         if isinstance(part, int):
-            model = HeldOut
             continue
         annotation = model.model_fields[part].annotation
+        if get_origin(annotation) is not None:  # a list of sections, or a section that may be left out
+            annotation = get_args(annotation)[0]
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             model = annotation
     return list(model.model_fields)

@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -57,6 +57,22 @@ class Seeds(TaskSource):
         return Task(index=index, env=self.env, seed=self.first_seed + index, kwargs=self.kwargs, options=self.options)
 
 
+class Epochs(TaskSource):
+    """A finite source `epochs` times over (None: endlessly), each time in an order of its own, drawn from `seed`.
+
+    Raises ConfigError for a source without end."""
+
+    def __init__(self, source: TaskSource, *, seed: int = 0, epochs: int | None = None) -> None:
+        if source.size is None:
+            raise ConfigError("epochs", epochs, "an endless source has none: leave it out")
+        self._source, self._each, self._order = source, source.size, _Orders(seed, source.size)
+        self.size = None if epochs is None else epochs * self._each
+
+    def task(self, index: int) -> Task:
+        epoch, at = divmod(self._within(index), self._each)
+        return replace(self._source.task(self._order.at(epoch, at)), index=index)
+
+
 class Rows(TaskSource):
     """The rows of a data set as reset options, `epochs` times over (None: endlessly).
 
@@ -79,14 +95,14 @@ class Rows(TaskSource):
             raise ConfigError("rows", "[]", "give a data set with at least one row")
         if epochs is not None and epochs < 1:
             raise ConfigError("epochs", epochs, "give 1 or more, or leave it out for an endless stream")
-        self._env, self._rows, self._seed, self._shuffle = env, rows, seed, shuffle
+        self._env, self._rows, self._seed = env, rows, seed
+        self._order = _Orders(seed, len(rows)) if shuffle else None
         self._kwargs, self._options = dict(kwargs or {}), dict(options or {})
         self.size = None if epochs is None else epochs * len(rows)
-        self._order: tuple[int, np.ndarray[Any, np.dtype[np.int64]]] | None = None
 
     def task(self, index: int) -> Task:
         epoch, at = divmod(self._within(index), len(self._rows))
-        row = int(self._order_of(epoch)[at]) if self._shuffle else at
+        row = self._order.at(epoch, at) if self._order else at
         return Task(
             index=index,
             env=self._env,
@@ -95,11 +111,19 @@ class Rows(TaskSource):
             options={**self._options, **self._rows[row]},
         )
 
-    def _order_of(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        if self._order is None or self._order[0] != epoch:
-            order = np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
-            self._order = (epoch, order)
-        return self._order[1]
+
+class _Orders:
+    """A permutation of `count` places for every epoch, drawn from `seed`; the last one asked for is kept."""
+
+    def __init__(self, seed: int, count: int) -> None:
+        self._seed, self._count = seed, count
+        self._last: tuple[int, list[int]] | None = None
+
+    def at(self, epoch: int, place: int) -> int:
+        if self._last is None or self._last[0] != epoch:
+            order = np.random.default_rng((self._seed, epoch)).permutation(self._count)
+            self._last = (epoch, [int(each) for each in order])
+        return self._last[1][place]
 
 
 class Mixture(TaskSource):
@@ -178,7 +202,6 @@ class Curriculum(TaskSource):
         self._places = {task_key(task): place for place, task in enumerate(self._pool)}
         self._solved, self._hopeless, self._min_plays = solved, hopeless, min_plays
         self._pause, self._smoothing = pause, smoothing
-        self._observed = 0
 
     def task(self, index: int) -> Task:
         """A task that does not pause, in turn; if all pause, the one that is due first."""

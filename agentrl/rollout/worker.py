@@ -1,8 +1,9 @@
 """One rollout worker: as many episodes side by side as its share allows, claimed from the run store.
 
 It owns the leases of its episodes and the nursery they run in; it never talks to the learner and never knows a
-weight. Admission is asked for by every worker and decided by the store alone. When nothing may start it looks again
-after `_IDLE_S`; an ending episode wakes it at once.
+weight. Which tasks come is the source's to say, and how far it has come the store's. Admission is asked for by every
+worker and decided by the store alone. When nothing may start it looks again after `_IDLE_S`; an ending episode wakes
+it at once.
 """
 
 from __future__ import annotations
@@ -15,28 +16,13 @@ from dataclasses import dataclass, field
 import trio
 
 from agentrl.config import RunConfig
+from agentrl.env.tasks import Curriculum, TaskSource
 from agentrl.errors import DiskFull
-from agentrl.records import Task
 from agentrl.rollout.episode import Seat, play
 from agentrl.store import Claim, LeaseLost, RunStore
 
 _IDLE_S = 0.02
 _DISK_WAIT_S = 60.0
-
-
-def task_of(config: RunConfig) -> Callable[[int], Task]:
-    """The training tasks of a run: index -> task, the same in every process and after every restart."""
-
-    def task(index: int) -> Task:
-        return Task(
-            index=index,
-            env=config.env.id,
-            seed=config.env.first_seed + config.seed * 1_000_003 + index,
-            kwargs=config.env.kwargs,
-            options=config.env.options,
-        )
-
-    return task
 
 
 @dataclass(slots=True)
@@ -47,7 +33,9 @@ class Worker:
     config: RunConfig
     store: RunStore
     seat: Seat
+    tasks: TaskSource
     now: Callable[[], float] = time.time
+    _seen: int = 0  # the last group that the curriculum has seen
     _running: dict[int, Claim] = field(default_factory=dict[int, Claim])
     _scopes: dict[int, trio.CancelScope] = field(default_factory=dict[int, trio.CancelScope])
     _wake: trio.Event = field(default_factory=trio.Event)
@@ -85,14 +73,20 @@ class Worker:
 
     def _admit(self) -> None:
         rollout, buffer = self.config.rollout, self.config.buffer
+        if isinstance(self.tasks, Curriculum):
+            for result in self.store.results(self._seen):
+                self._seen = result.id
+                if result.plays:
+                    self.tasks.observe(result.task, result.success, plays=result.plays)
         self.store.admit(
-            task_of(self.config),
+            self.tasks.task,
             group_size=rollout.group_size,
             groups_per_step=buffer.groups_per_step,
             max_lag=buffer.max_lag,
             max_running=rollout.max_running,
             limit=buffer.groups_per_step,
             steps_total=self.config.train.steps,
+            tasks_total=self.tasks.size,
         )
 
     async def _play(self, claim: Claim) -> None:

@@ -65,27 +65,27 @@ class _Learning:
         learner, config = self._learner, self._config
         if self._store.current_version().step != learner.step_index:
             self._publish({})
-        while learner.step_index < config.train.steps:
-            groups, idle_s = self._take()
+        version = None
+        while learner.step_index < config.train.steps and (batch := self._take()) is not None:
+            groups, idle_s = batch
             busy = time.perf_counter()
             report = learner.step(groups, step_of=self._store.step_of)
             busy_s = time.perf_counter() - busy
             idle_s += self._settle()
             row = {**asdict(report), "idle_s": idle_s, "busy_s": busy_s, "groups": [group.id for group in groups]}
             version = self._publish(row)
-            if learner.step_index % config.train.checkpoint_every == 0 or learner.step_index == config.train.steps:
-                self._settle()
+            if learner.step_index % config.train.checkpoint_every == 0:
                 self._checkpoint(version)
+        if version is not None and learner.trained:
+            self._checkpoint(version)
 
-    def _take(self) -> tuple[list[Group], float]:
-        """The next batch, and how long the learner had to wait for it."""
-        started = time.perf_counter()
-        while self._store.meta("phase") != "stop":
-            groups = self._store.take(
-                self._learner.step_index + 1,
-                self._config.buffer.groups_per_step,
-                max_lag=self._config.buffer.max_lag,
-            )
+    def _take(self) -> tuple[list[Group], float] | None:
+        """The next batch, and how long the learner had to wait for it; None if no task is left."""
+        started, size = time.perf_counter(), self._config.buffer.groups_per_step
+        while (phase := self._store.meta("phase")) != "stop":
+            if phase == "drain" and (size := min(size, self._store.ready_count())) == 0:
+                return None
+            groups = self._store.take(self._learner.step_index + 1, size, max_lag=self._config.buffer.max_lag)
             if groups is not None:
                 return groups, time.perf_counter() - started
             if self._push is not None and self._push.done():
@@ -142,6 +142,7 @@ class _Learning:
 
     def _checkpoint(self, version: WeightVersion) -> None:
         """Folder first, then the store: `start_point` mends a kill in between."""
+        self._settle()
         folder = self._learner.save(self._run.checkpoints)
         self._store.checkpoint(self._learner.step_index, version, folder)
         self._store.retain(

@@ -5,8 +5,10 @@
     (learner            ▲ bound: max_lag              │
      starts up)         └── confirm ◄─ push ◄─ step ◄─ take
 
-The supervisor owns the children, the phase (the store's `phase`: `eval`, `train`, `stop`) and the deadlines; it never
-touches a token. Evaluations during training are claimed before training episodes and wait for nobody.
+The supervisor owns the children, the phase (the store's `phase`: `eval`, `train`, `drain`, `stop`) and the deadlines;
+it never touches a token. `drain` comes where the tasks end before the steps do: nothing is admitted any more, the
+learner takes what there is, in a last smaller batch, and is done. Evaluations during training are claimed before
+training episodes and wait for nobody.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ import trio
 
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, RunFailed
+from agentrl.records import GroupState
 from agentrl.runtime import evaluation
 from agentrl.runtime.checkpoints import StartPoint, start_point
 from agentrl.runtime.crew import Crew
 from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.sources import task_source
 from agentrl.store import RunStore
 from agentrl.telemetry import Telemetry
 
@@ -55,7 +59,6 @@ class Supervisor:
 
     async def train(self) -> None:
         """Evaluate, train, evaluate again. Returns when all of it is in the store."""
-        steps = self.config.train.steps
         await self.crew.start_engines(self.start)
         self._enter("eval")
         self.crew.start_workers()
@@ -66,13 +69,16 @@ class Supervisor:
         self._enter("train")
         self._clock("train_started_s")
         progress = _Progress(self.config.train.stall_deadline_s)
+        tasks = task_source(self.config).size
         while not learned.is_set():
             self._schedule_during()
+            if tasks is not None and self._played(tasks):
+                self._enter("drain")
             progress.saw(self.store.progress())
             await self._tick()
         self._clock("train_ended_s")
         self._enter("eval")
-        self.phase = f"evaluating after {steps} steps"
+        self.phase = f"evaluating after {self.store.current_version().step} steps"
         await self.evaluate("after")
 
     async def measure(self) -> None:
@@ -118,6 +124,12 @@ class Supervisor:
                 f"{failed} of {ended} episodes failed through no doing of the policy (rollout.failure_budget = "
                 f"{budget:g}); the last: {detail}"
             )
+
+    def _played(self, tasks: int) -> bool:
+        """Whether all of so many training tasks were played."""
+        counts = self.store.counts()
+        unfinished = counts.get(GroupState.WAITING, 0) + counts.get(GroupState.RUNNING, 0)
+        return not unfinished and self.store.tasks_started() >= tasks
 
     def _enter(self, phase: str) -> None:
         self.store.set_meta("phase", phase)

@@ -21,6 +21,7 @@ from agentrl.runtime import evaluation, report
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.pipeline import Supervisor, run_to_end
 from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.sources import task_source
 from agentrl.store import RunStore
 
 Reward = Callable[[Trajectory], float]
@@ -77,8 +78,9 @@ def check_startable(config: RunConfig) -> None:
     from agentrl.engine.renderer import Renderer
 
     Renderer(model_dir(config.model))
-    for id in {config.env.id, *(held_out.id for held_out in config.eval.sets if held_out.id)}:
+    for id in {config.env.id, *(named.id for named in (*config.tasks, *config.eval.sets) if named.id)}:
         registry.resolve("environments", id)
+    task_source(config).task(0)
     if config.env.reward:
         registry.load_reference(config.env.reward)
     _check_roles(config)

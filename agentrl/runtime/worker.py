@@ -24,6 +24,7 @@ from agentrl.rollout.worker import Worker
 from agentrl.runtime.child import watch_lifeline
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.sources import task_source
 from agentrl.store import RunStore
 
 
@@ -56,7 +57,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str) -> None:
         rewarder=rewarder,
         given=_given(config, store),
     )
-    worker = Worker(name, config, store, seat)
+    worker = Worker(name, config, store, seat, task_source(config))
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)

@@ -28,7 +28,7 @@ from agentrl.store.journal import Journal
 from agentrl.store.leases import Claim, Leases
 from agentrl.store.lineage import Checkpoint, Lineage
 from agentrl.store.metrics import Failures, LengthBias, Lengths, Metric, Metrics
-from agentrl.store.readers import EpisodeRow, Readers, Restart
+from agentrl.store.readers import EpisodeRow, GroupResult, Readers, Restart
 
 __all__ = [
     "TRAIN",
@@ -37,6 +37,7 @@ __all__ = [
     "DiskFull",
     "EpisodeRow",
     "Failures",
+    "GroupResult",
     "LeaseLost",
     "LengthBias",
     "Lengths",

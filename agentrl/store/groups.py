@@ -34,11 +34,13 @@ class Groups(Part):
         max_running: int,
         limit: int,
         steps_total: int,
+        tasks_total: int | None = None,
     ) -> int:
         """Start as many training groups as `admissible_groups` allows, at most `limit`; how many it started.
 
         `task_of(index)` gives the task of each, index counting 0, 1, 2, … over the whole run; it is called inside the
-        transaction, so it must be quick and must not touch the store. 0 while no weight version is confirmed."""
+        transaction, so it must be quick and must not touch the store. There are `tasks_total` of them (None: no end).
+        0 while no weight version is confirmed."""
 
         def allowed() -> tuple[int, int]:
             version = latest_confirmed(self._db)
@@ -53,15 +55,15 @@ class Groups(Part):
                 max_running=max_running,
                 steps_total=steps_total,
             )
-            return min(free, limit), version.step
+            left = limit if tasks_total is None else tasks_total - next_task(self._db)
+            return max(0, min(free, limit, left)), version.step
 
         with self._db.read():  # most calls find nothing to do, and must not take the write lock to see it
             if allowed()[0] == 0:
                 return 0
         with self._db.write():
             n, step = allowed()
-            row = self._db.row("SELECT value FROM meta WHERE key = 'next_task'")
-            first = 0 if row is None else int(row[0])
+            first = next_task(self._db)
             for index in range(first, first + n):
                 _create(self._db, task_of(index), group_size, TRAIN, step)
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('next_task', ?)", (str(first + n),))
@@ -74,6 +76,11 @@ class Groups(Part):
             version = latest_confirmed(self._db)
             step = 0 if version is None else version.step
             return [_create(self._db, task, size, purpose, step) for task in tasks]
+
+    def tasks_started(self) -> int:
+        """How many training tasks were admitted: the place in their source."""
+        with self._db.read():
+            return next_task(self._db)
 
     def counts(self, purpose: str = TRAIN) -> dict[GroupState, int]:
         """How many groups of a purpose are in each state; states without any are left out. Constant time."""
@@ -88,6 +95,12 @@ class Groups(Part):
     def ready_count(self) -> int:
         """Training groups that the learner could take now, stale ones among them."""
         return self.counts().get(GroupState.SCORED, 0)
+
+
+def next_task(db: Database) -> int:
+    """The index of the next training task. Inside a transaction."""
+    row = db.row("SELECT value FROM meta WHERE key = 'next_task'")
+    return 0 if row is None else int(row[0])
 
 
 def _counts(db: Database, purpose: str) -> dict[GroupState, int]:

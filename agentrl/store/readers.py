@@ -53,6 +53,16 @@ class Restart:
     turns: tuple[Turn, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResult:
+    """What came of a training group: the success rate of the `plays` members that say whether they succeeded."""
+
+    id: int
+    task: Task
+    plays: int
+    success: float
+
+
 class Readers(Part):
     """What evaluation, transcripts and the viewer read."""
 
@@ -77,6 +87,19 @@ class Readers(Part):
         """One group with its members. Raises StoreError for an unknown id."""
         with self._db.read():
             return load_group(self._db, group_id)
+
+    def results(self, after: int = 0) -> list[GroupResult]:
+        """Training groups with ids above `after` in the order of admission, up to the first that is still open: so that
+        whoever reads on from the last id sees the same in the same order as who begins anew."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT g.id, g.task, COUNT(e.success), COALESCE(AVG(e.success), 0.0) FROM groups g"
+                " JOIN episodes e ON e.group_id = g.id WHERE g.purpose = ?1 AND g.id > ?2 AND g.id < COALESCE("
+                "(SELECT MIN(id) FROM groups WHERE purpose = ?1 AND state IN ('waiting', 'running')), 9e18)"
+                " GROUP BY g.id ORDER BY g.id",
+                ("train", after),
+            )
+        return [GroupResult(id=id, task=unpack_task(task), plays=n, success=rate) for id, task, n, rate in rows]
 
     def restarts(self, episode_id: int) -> list[Restart]:
         """The earlier trials of an episode, oldest first."""

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from agentrl.env.datasets import read_rows
-from agentrl.env.tasks import Curriculum, Mixture, Rows, Seeds, task_key
+from agentrl.env.tasks import Curriculum, Epochs, Mixture, Rows, Seeds, task_key
 from agentrl.errors import ConfigError, UsageError
 from agentrl.records import Task
 
@@ -36,6 +36,21 @@ def test_rows_are_options_in_an_order_of_each_epoch():
     assert len({task.seed for task in source}) == 15, "a row has another seed in every epoch"
     plain = Rows("e", ROWS, shuffle=False)
     assert questions(plain, 7) == ["q0", "q1", "q2", "q3", "q4", "q0", "q1"] and plain.size is None
+
+
+def test_a_finite_source_several_times_over_each_time_in_another_order():
+    source = Epochs(Seeds("e", first_seed=100, size=30), seed=1, epochs=2)
+    seeds = [task.seed for task in source]
+    assert source.size == 60 and [task.index for task in source] == list(range(60))
+    assert sorted(seeds[:30]) == sorted(seeds[30:]) == list(range(100, 130))
+    assert len({tuple(seeds[:30]), tuple(seeds[30:]), tuple(range(100, 130))}) == 3
+    again = Epochs(Seeds("e", first_seed=100, size=30), seed=1)
+    assert (again.size, [again.task(index).seed for index in range(60)]) == (None, seeds)
+    assert [again.task(index).seed for index in (59, 0)] == [seeds[59], seeds[0]], "in whatever order it is asked"
+    with pytest.raises(IndexError):
+        source.task(60)
+    with pytest.raises(ConfigError, match="an endless source has none"):
+        Epochs(Seeds("e"), epochs=2)
 
 
 def test_a_restarted_source_goes_on_where_it_stood():

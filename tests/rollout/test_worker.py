@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,11 @@ import trio
 from trio.testing import MockClock
 
 from agentrl.config import RunConfig, parse
+from agentrl.env.tasks import Curriculum, Seeds, TaskSource
 from agentrl.errors import DiskFull
-from agentrl.records import GroupState, Task
-from agentrl.rollout.worker import Worker, task_of
+from agentrl.records import GroupState, StopReason, Task
+from agentrl.rollout.worker import Worker
+from agentrl.runtime.sources import task_source
 from agentrl.store import RunStore
 
 from .conftest import ScriptedEnv, done, going
@@ -24,11 +27,12 @@ def config(**sections: Any) -> RunConfig:
 
 @pytest.fixture
 def worker(store: RunStore, seat: Any) -> Callable[..., Worker]:
-    def make(env: Callable[[Task], ScriptedEnv], **sections: Any) -> Worker:
+    def make(env: Callable[[Task], ScriptedEnv], tasks: TaskSource | None = None, **sections: Any) -> Worker:
         chosen = config(**sections)
         place = seat(ScriptedEnv([]), **chosen.rollout.model_dump())
         object.__setattr__(place, "make_env", env)
-        return Worker("w.1", chosen, store, place, now=trio.current_time)
+        source = tasks or task_source(chosen)
+        return Worker("w.1", chosen, store, place, source, now=trio.current_time)
 
     return make
 
@@ -46,12 +50,6 @@ async def run(worker: Worker, condition: Callable[[], bool]) -> None:
         worker.store.set_meta("phase", "stop")
 
 
-def test_tasks_follow_from_seed_and_index_alone() -> None:
-    first, again, other = task_of(config(seed=1)), task_of(config(seed=1)), task_of(config(seed=2))
-    assert [first(i) for i in range(50)] == [again(i) for i in range(50)]
-    assert not {first(i).seed for i in range(50)} & {other(i).seed for i in range(50)}
-
-
 async def test_a_worker_admits_plays_and_stops_with_its_phase(
     store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock
 ) -> None:
@@ -64,6 +62,57 @@ async def test_a_worker_admits_plays_and_stops_with_its_phase(
     store.set_meta("phase", "train")
     await run(one, lambda: store.counts().get(GroupState.SCORED, 0) == 3)
     assert store.counts() == {GroupState.SCORED: 3}, "one step needs three groups: no fourth is admitted"
+
+
+TRAINING: dict[str, Any] = {
+    "rollout": {"group_size": 2, "max_running": 4},
+    "buffer": {"groups_per_step": 4, "max_lag": 0},
+    "train": {"steps": 1},
+}
+
+
+async def test_no_task_is_admitted_past_the_end_of_its_source(
+    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock
+) -> None:
+    one = worker(lambda task: ScriptedEnv([done()]), Seeds("test/Env", first_seed=5, size=3), **TRAINING)
+    store.set_meta("phase", "train")
+    await run(one, lambda: store.counts().get(GroupState.SCORED, 0) == 3)
+    assert store.tasks_started() == 3, "the step has room for a fourth"
+    assert [store.group(id).task.seed for id in (1, 2, 3)] == [5, 6, 7]
+
+
+async def test_a_curriculum_sees_what_is_in_the_store_also_after_a_restart(
+    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock
+) -> None:
+    """Two tasks; that of seed 0 is always solved, and pauses then: only the other one comes, which half solve."""
+    made = itertools.count()
+
+    def env(task: Task) -> ScriptedEnv:
+        return ScriptedEnv([done(1.0 if task.seed == 0 else next(made) % 2)])
+
+    def curriculum() -> Curriculum:
+        return Curriculum(Seeds("test/Env", size=2), min_plays=2, pause=100)
+
+    training = {**TRAINING, "rollout": {"group_size": 2, "max_running": 2}, "buffer": {"groups_per_step": 3}}
+    store.set_meta("phase", "train")
+    await run(worker(env, curriculum(), **training), lambda: store.counts().get(GroupState.SCORED, 0) == 3)
+    assert [store.group(id).task.seed for id in (1, 2, 3)] == [0, 1, 1]
+    store.set_meta("phase", "train")
+    more = {**training, "train": {"steps": 2}, "buffer": {"groups_per_step": 3, "max_lag": 1}}
+    await run(worker(env, curriculum(), **more), lambda: store.counts().get(GroupState.SCORED, 0) == 6)
+    assert [store.group(id).task.seed for id in (4, 5, 6)] == [1, 1, 1]
+    assert [(one.id, one.plays, one.success) for one in store.results(after=4)] == [(5, 2, 0.5), (6, 2, 0.5)]
+
+
+def test_results_stop_at_the_first_open_group(store: RunStore) -> None:
+    tasks = [Task(index=index, env="test/Env", seed=index) for index in range(3)]
+    store.add_groups(tasks, size=1, purpose="train")
+    claims = store.claim("w", 3, lease_s=10)
+    for at, claim in enumerate((claims[0], claims[2])):
+        store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=1.0, success=bool(at))
+    assert [(result.id, result.success) for result in store.results()] == [(1, 0.0)]
+    store.finish(claims[1].episode_id, claims[1].fence, stop_reason=StopReason.ENV_FAILED, outcome=None, success=None)
+    assert [(result.id, result.plays) for result in store.results(after=1)] == [(2, 0), (3, 1)]
 
 
 async def test_no_training_episode_starts_while_the_phase_is_evaluation(

@@ -1,0 +1,40 @@
+"""The training tasks of a run, from its file: one stream, a mixture of sources, a curriculum over them.
+
+The place in the source is the store's task counter, and what a curriculum has seen is read back from the store, so
+that a restart goes on where the run stood. It never knows who plays the tasks.
+"""
+
+from __future__ import annotations
+
+from agentrl.config import RunConfig, TaskTable
+from agentrl.env.datasets import read_rows
+from agentrl.env.tasks import Curriculum, Epochs, Mixture, Rows, Seeds, TaskSource
+
+_APART = 1_000_003  # between the seeds of two runs
+
+
+def task_source(config: RunConfig) -> TaskSource:
+    """The training tasks by index, the same in every process and after every restart.
+
+    Raises UsageError for rows that cannot be read. Without `[[tasks]]` they are the seeds of `[env]`."""
+    tables = config.tasks or [TaskTable(first_seed=config.env.first_seed)]
+    sources = [_source(config, table) for table in tables]
+    source = sources[0] if len(sources) == 1 else Mixture(sources, [table.weight for table in tables])
+    if config.curriculum is None:
+        return source
+    return Curriculum(source, **config.curriculum.model_dump())
+
+
+def _source(config: RunConfig, table: TaskTable) -> TaskSource:
+    env = table.id or config.env.id
+    same = env == config.env.id
+    kwargs = {**(config.env.kwargs if same else {}), **table.kwargs}
+    options = {**(config.env.options if same else {}), **table.options}
+    epochs = 1 if config.curriculum else table.epochs  # a curriculum decides itself how often a task is played
+    if table.rows is not None:
+        rows = read_rows(table.rows)
+        return Rows(env, rows, kwargs=kwargs, options=options, seed=config.seed, epochs=epochs)
+    if table.seeds is not None:
+        seeds = Seeds(env, kwargs=kwargs, options=options, first_seed=table.first_seed, size=table.seeds)
+        return Epochs(seeds, seed=config.seed, epochs=epochs)
+    return Seeds(env, kwargs=kwargs, options=options, first_seed=table.first_seed + config.seed * _APART)

@@ -1,0 +1,137 @@
+"""Training tasks from the run file: what a table means, what is refused, and a run that comes to its end."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.config import from_json, load, parse, to_json
+from agentrl.env.tasks import Curriculum
+from agentrl.errors import ConfigError, UsageError
+from agentrl.records import GroupState
+from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.sources import task_source
+from agentrl.runtime.trainer import Trainer
+from agentrl.store import RunStore
+from agentrl.store.audit import audit
+
+from .test_run import ENVS, SMALL, assert_nothing_remains
+
+ROWS = [{"question": f"q{n}"} for n in range(6)]
+
+
+def run_file(folder: Path, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    file = folder / "run.toml"
+    file.write_text('model = "m"\n' + text)
+    return file
+
+
+def test_without_tables_the_tasks_are_the_seeds_of_the_environment() -> None:
+    def source(seed: int) -> Any:
+        document = {"model": "m", "seed": seed, "env": {"id": "a/E", "kwargs": {"n": 1}, "first_seed": 7}}
+        return task_source(parse(document))
+
+    first, again, other = ([source(seed).task(i) for i in range(50)] for seed in (1, 1, 2))
+    assert first == again
+    assert not {task.seed for task in first} & {task.seed for task in other}
+    assert (first[3].seed, first[3].env, first[3].kwargs) == (7 + 1_000_003 + 3, "a/E", {"n": 1})
+    assert source(1).size is None
+
+
+def test_tables_are_a_mixture_of_rows_and_seeds(tmp_path: Path) -> None:
+    config = load(
+        run_file(
+            tmp_path / "runs",
+            """
+            [[tasks]]
+            id = "a/Quiz"
+            kwargs = { hard = true }
+            rows = "rows.jsonl"
+            epochs = 2
+            [[tasks]]
+            id = "a/Sums"
+            first_seed = 40
+            seeds = 4
+            epochs = 1
+            weight = 0.5
+            """,
+        )
+    )
+    assert config.env.id == "a/Quiz", "evaluation falls back to it"
+    assert config.env.kwargs == {}
+    source = task_source(config)
+    tasks = list(source)
+    assert source.size == len(tasks) == 16
+    assert Counter(task.env for task in tasks[:9]) == {"a/Quiz": 6, "a/Sums": 3}
+    quiz = [task for task in tasks if task.env == "a/Quiz"]
+    assert Counter(task.options["question"] for task in quiz) == dict.fromkeys((row["question"] for row in ROWS), 2)
+    assert all(task.kwargs == {"hard": True} for task in quiz)
+    assert sorted(task.seed for task in tasks if task.env == "a/Sums") == [40, 41, 42, 43]
+    assert list(task_source(from_json(to_json(config)))) == tasks, "the same from the run's own copy, anywhere"
+
+
+def test_tables_take_what_they_leave_out_from_the_environment() -> None:
+    document = {"model": "m", "env": {"id": "a/E", "kwargs": {"n": 1, "m": 1}, "options": {"o": 1}}}
+    source = task_source(parse({**document, "tasks": [{"kwargs": {"m": 2}, "seeds": 2, "epochs": 1}, {"id": "b/E"}]}))
+    assert (source.task(0).kwargs, source.task(0).options) == ({"n": 1, "m": 2}, {"o": 1})
+    assert (source.task(1).env, source.task(1).kwargs, source.task(1).options) == ("b/E", {}, {})
+
+
+def test_a_curriculum_goes_over_the_tables(tmp_path: Path) -> None:
+    config = load(run_file(tmp_path, '[[tasks]]\nid = "a/Quiz"\nrows = "rows.jsonl"\n[curriculum]\npause = 10\n'))
+    source = task_source(config)
+    assert isinstance(source, Curriculum)
+    pool = [source.task(index) for index in range(6)]
+    assert sorted(task.options["question"] for task in pool) == [row["question"] for row in ROWS]
+    for task in pool[1:]:
+        source.observe(task, 1.0, plays=8)
+    assert {source.task(index).options["question"] for index in range(6, 11)} == {pool[0].options["question"]}
+    assert source.pausing == (5, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[[tasks]]\nseeds = 3\n", "env = None: required"),
+        ('[[tasks]]\nid = "a/E"\nrows = "r.jsonl"\nseeds = 3\n', "tasks.seeds = 3: rows bring their own seeds"),
+        ('[[tasks]]\nid = "a/E"\nepochs = 3\n', "tasks.epochs = 3: an endless stream of seeds has none"),
+        ('[[tasks]]\nid = "a/E"\nsedes = 3\n', r"tasks\.0\.sedes = 3: no such key; did you mean 'seeds'"),
+        ('[env]\nid = "a/E"\n[curriculum]\nhopless = 0.1\n', "did you mean 'hopeless'"),
+        ('[env]\nid = "a/E"\n[curriculum]\nhopeless = 0.9\nsolved = 0.5\n', "must be below curriculum.solved = 0.5"),
+        ('[[tasks]]\nid = "a/E"\nseeds = 3\nepochs = 1\n[curriculum]\n', "a curriculum decides how often"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(run_file(tmp_path, text))
+
+
+def test_rows_that_are_missing_are_named_before_anything_starts(tmp_path: Path) -> None:
+    config = {**SMALL, "tasks": [{"id": f"{ENVS}:Vowels", "rows": str(tmp_path / "gone.jsonl")}]}
+    with pytest.raises(UsageError, match=r"cannot read '.*gone\.jsonl': No such file or directory"):
+        Trainer(config=config, out=tmp_path / "run").train()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_ends_with_its_tasks_and_trains_each_once(tmp_path: Path) -> None:
+    """Seven tasks in steps of two groups: three whole steps, and a last one of one group."""
+    tasks = [{"id": f"{ENVS}:Vowels", "first_seed": 30, "seeds": 7, "epochs": 1}]
+    config = {**SMALL, "tasks": tasks, "train": {"steps": 50, "checkpoint_every": 3}, "eval": {"sets": []}}
+    summary = Trainer(config=config, out=tmp_path / "run").train()
+    run = RunDir.open(tmp_path / "run")
+    assert (summary["steps"], summary["episodes"]) == (4, 28)
+    with RunStore.open(run.store_path) as store:
+        assert audit(store).violations == []
+        assert store.counts() == {GroupState.TRAINED: 7}
+        assert [len(store.lineage(step)) for step in (1, 2, 3, 4)] == [2, 2, 2, 1]
+        trained = [store.group(id).task.seed for step in (1, 2, 3, 4) for id in store.lineage(step)]
+        assert sorted(trained) == list(range(30, 37))
+    assert_nothing_remains(run)
+    again = Trainer.resume(run.path)
+    assert (again["steps"], again["episodes"]) == (4, 28), "nothing is left to do"
