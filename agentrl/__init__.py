@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from agentrl.registration import make, register, register_all
+from agentrl.registration import make, make_vec, register, register_all
 
 if TYPE_CHECKING:
     from agentrl.env import Env as Env
@@ -30,7 +30,7 @@ _WHERE = {
     "tool": "agentrl.env",
 }
 
-__all__ = ["Env", "EpisodeLimits", "Grade", "ToolEnv", "Trainer", "check_env", "make", "register", "tool"]
+__all__ = ["Env", "EpisodeLimits", "Grade", "ToolEnv", "Trainer", "check_env", "make", "make_vec", "register", "tool"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,13 +6,15 @@ Nothing of an environment is imported before it is made.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, parse_env_id
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
 from agentrl import registry
+from agentrl.errors import UsageError
 
 
 def register(id: str, entry_point: str | Callable[..., Any], *, nondeterministic: bool = False) -> None:
@@ -40,6 +42,30 @@ def make(id: str, **kwargs: Any) -> Any:
             disable_env_checker=True,
         )
     return env  # pyright: ignore[reportUnknownVariableType]
+
+
+def make_vec(
+    id: str,
+    num_envs: int = 1,
+    *,
+    vectorization_mode: Literal["sync", "async"] = "sync",
+    vector_kwargs: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> VectorEnv[Any, Any, Any]:
+    """`num_envs` environments behind an id as one `gymnasium.vector.VectorEnv`: in this process (`sync`) or one process
+    each (`async`). Observations and actions are tuples of messages and of texts, which have no array form: shared
+    memory is off. `kwargs` go to the environments, `vector_kwargs` to the vector class.
+
+    Raises UsageError for another mode, or for a wish for shared memory."""
+    settings = dict(vector_kwargs or {})
+    if settings.pop("shared_memory", False):
+        raise UsageError("shared_memory = True: messages have no array form, leave it out")
+    each = [functools.partial(make, id, **kwargs)] * num_envs
+    if vectorization_mode == "sync":
+        return SyncVectorEnv(each, **settings)
+    if vectorization_mode == "async":
+        return AsyncVectorEnv(each, shared_memory=False, **settings)
+    raise UsageError(f"vectorization_mode = {vectorization_mode!r}: give 'sync' or 'async'")
 
 
 def register_all() -> None:

@@ -22,6 +22,7 @@ def test_public_names_are_pinned():
         "Trainer",
         "check_env",
         "make",
+        "make_vec",
         "register",
         "tool",
     ]
