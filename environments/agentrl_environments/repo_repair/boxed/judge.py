@@ -1,0 +1,255 @@
+"""Runs in a box of its own with the tests: a plain `unittest` run, in which the repository's modules are elsewhere.
+
+`import lru` gives a stand-in whose functions and classes are called in the suspect's box. Values that come back are
+plain data of exact built-in types, or `Remote` handles. A handle is never equal to, nor less than, plain data: an
+object of the policy with an `__eq__` that always says yes is not the number that a test expects.
+
+Writes to stdout: `>` and a message for the suspect, or `=` and a verdict for the host. Reads what the suspect says.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import sys
+import unittest
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from wire import Channel, Gone, ProtocolError, decode, encode, private_pipes
+
+_TESTS = "/workspace/tests"
+_SHORT = 300
+
+
+class Remote:
+    """An object in the suspect's box. What is asked of it happens there."""
+
+    __slots__ = ("_court", "_handle")
+
+    def __init__(self, court: Court, handle: int) -> None:
+        object.__setattr__(self, "_court", court)
+        object.__setattr__(self, "_handle", handle)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._court.ask("get", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._court.ask("set", self, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._court.ask("call", self, args, kwargs)
+
+    def __eq__(self, other: object) -> Any:
+        return self._court.ask("eq", self, other) if isinstance(other, Remote) else False
+
+    def __ne__(self, other: object) -> Any:
+        return self._court.ask("ne", self, other) if isinstance(other, Remote) else True
+
+    def __hash__(self) -> int:
+        return hash(self._handle)
+
+    def __bool__(self) -> bool:
+        return self._court.ask("bool", self) is True
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> Any:
+        return self._court.ask("__exit__", self, kind, error, None)
+
+
+def _forwarded(verb: str, *, swapped: bool = False) -> Any:
+    def ask(self: Remote, *arguments: Any) -> Any:
+        return self._court.ask(verb, *([*arguments, self] if swapped else [self, *arguments]))
+
+    return ask
+
+
+def _compared(verb: str) -> Any:
+    def ask(self: Remote, other: Any) -> Any:
+        return _forwarded(verb)(self, other) if isinstance(other, Remote) else NotImplemented
+
+    return ask
+
+
+for _verb in ("len", "iter", "next", "str", "repr", "getitem", "setitem", "delitem", "contains", "neg", "abs"):
+    setattr(Remote, f"__{_verb}__", _forwarded(_verb))
+for _verb in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor"):
+    setattr(Remote, f"__{_verb.rstrip('_')}__", _forwarded(_verb))
+    setattr(Remote, f"__r{_verb.rstrip('_')}__", _forwarded(_verb, swapped=True))
+for _verb in ("lt", "le", "gt", "ge"):
+    setattr(Remote, f"__{_verb}__", _compared(_verb))
+setattr(Remote, "__enter__", _forwarded("__enter__"))  # noqa: B010  (beside its likes)
+
+
+class RemoteModule(ModuleType):
+    """A module in the suspect's box."""
+
+    _remote: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        if self._remote is None or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._remote, name)
+
+
+class RemoteError(Exception):
+    """Base of the stand-ins for exceptions that the repository defines."""
+
+    text = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Court:
+    """Asks the suspect, and makes of its answers what the tests may see."""
+
+    def __init__(self, packages: list[str]) -> None:
+        self._packages = packages
+        self._remotes: dict[int, Any] = {}
+        self._callbacks: list[Any] = []
+        incoming, self._outgoing = private_pipes()
+        self._channel = Channel(incoming, self._outgoing, self._call_back, prefix=">")
+
+    def ask(self, verb: str, *arguments: Any) -> Any:
+        """Raises what the suspect raised, Gone, ProtocolError."""
+        return self._asked([verb, *(encode(argument, self._export) for argument in arguments)])
+
+    def _asked(self, request: list[Any]) -> Any:
+        answer = self._channel.ask(request)
+        if type(answer) is not dict or len(answer) != 1:
+            raise ProtocolError("no answer")
+        if "value" in answer:
+            return decode(answer["value"], self._resolve)
+        raise self._raised(answer.get("raise"))
+
+    def verdict(self, test: str, passed: bool, text: str) -> None:
+        data = ("=" + json.dumps([test, passed, text[-_SHORT:]]) + "\n").encode()
+        while data:
+            data = data[os.write(self._outgoing, data) :]
+
+    # --- imports of the repository's packages
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name.split(".")[0] not in self._packages:
+            return None
+        return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> RemoteModule:
+        return RemoteModule(spec.name)
+
+    def exec_module(self, module: RemoteModule) -> None:
+        module._remote = self._asked(["import", module.__name__])
+
+    # --- objects of either side
+
+    def _export(self, value: Any) -> Any:
+        if isinstance(value, Remote):
+            return {"object": value._handle}
+        if isinstance(value, type) and hasattr(value, "remote_handle"):
+            return {"object": value.remote_handle}
+        if isinstance(value, RemoteError):
+            return {"object": vars(value)["remote_instance"]}
+        if isinstance(value, BaseException):
+            return {"error": [type(value).__name__, [str(value)]]}
+        if getattr(builtins, getattr(value, "__name__", ""), None) is value:
+            return {"builtin": value.__name__}
+        if callable(value):
+            self._callbacks.append(value)
+            return {"callback": len(self._callbacks) - 1}
+        raise TypeError(f"a test handed over a {type(value).__name__}: give plain data or a function")
+
+    def _resolve(self, tag: str, inside: Any) -> Any:
+        if tag == "object" and type(inside) is int:
+            if inside not in self._remotes:
+                self._remotes[inside] = Remote(self, inside)
+            return self._remotes[inside]
+        if tag == "builtin" and type(inside) is str:
+            kind = getattr(builtins, inside, None)
+            if isinstance(kind, type) and issubclass(kind, Exception):
+                return kind
+            return RuntimeError  # SystemExit and its like end nothing here
+        if tag == "class" and type(inside) is list and len(inside) == 3:
+            handle, name, bases = inside
+            if handle not in self._remotes:
+                local = [decode(base, self._resolve) for base in bases]
+                parents = tuple(base for base in local if isinstance(base, type) and issubclass(base, Exception))
+                own = () if any(issubclass(parent, RemoteError) for parent in parents) else (RemoteError,)
+                try:
+                    self._remotes[handle] = type(name, (*own, *parents), {"remote_handle": handle})
+                except (TypeError, ValueError) as error:
+                    raise ProtocolError(f"no class: {error}") from error
+            return self._remotes[handle]
+        raise ProtocolError(tag)
+
+    def _raised(self, data: Any) -> BaseException:
+        """The exception that the suspect described. Raises ProtocolError."""
+        try:
+            kind, arguments, text, kept = (decode(part, self._resolve) for part in data["parts"])
+            if not issubclass(kind, RemoteError):
+                return kind(*arguments)
+            error = kind.__new__(kind)
+            error.args = arguments
+            error.__dict__.update({**kept, "text": str(text), "remote_instance": int(data["handle"])})
+            return error
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ProtocolError(f"no exception: {error}") from error
+
+    def _call_back(self, request: Any) -> Any:
+        """The suspect calls a function that a test handed over, and nothing else."""
+        try:
+            handle, args, kwargs = request
+            function = self._callbacks[handle]
+            value = function(*decode(args, self._resolve), **decode(kwargs, self._resolve))
+            return {"value": encode(value, self._export)}
+        except (Gone, ProtocolError):
+            raise
+        except Exception as error:
+            return {"raise": self._export(error)}
+
+
+class Verdicts(unittest.TestResult):
+    """Tells the host about each test as it ends. A test passes that ran to its end and failed nowhere."""
+
+    def __init__(self, court: Court) -> None:
+        super().__init__()
+        self._court, self._wrong = court, ""
+
+    def startTest(self, test: unittest.TestCase) -> None:
+        super().startTest(test)
+        self._wrong, self._passed = "", False
+
+    def addSuccess(self, test: unittest.TestCase) -> None:
+        self._passed = True
+
+    def addError(self, test: unittest.TestCase, err: Any) -> None:
+        self._wrong = f"{err[0].__name__}: {err[1]}"
+
+    addFailure = addError
+
+    def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: Any) -> None:
+        if err is not None:
+            self.addError(test, err)
+
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
+        self._wrong = "skipped"
+
+    def stopTest(self, test: unittest.TestCase) -> None:
+        super().stopTest(test)
+        passed = self._passed and not self._wrong
+        self._court.verdict(test.id(), passed, "" if passed else self._wrong or "did not end")
+
+
+def main() -> None:
+    """`judge.py PACKAGE...`: run all tests of the tests folder."""
+    court = Court(sys.argv[1:])
+    sys.meta_path.insert(0, court)  # type: ignore[arg-type]
+    sys.path.insert(0, _TESTS)
+    names = sorted(name[:-3] for name in os.listdir(_TESTS) if name.startswith("test") and name.endswith(".py"))
+    unittest.TestLoader().loadTestsFromNames(names).run(Verdicts(court))
+    court.verdict("", True, "end")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Runs a repository's tests on sources that a policy wrote, so that nothing in the sources can forge a verdict.
+
+Two fresh boxes. The *judge* holds the tests and runs `unittest`; the *suspect* holds the sources and does what it is
+asked: import this, call that, iterate it. All that passes between them, through this process, is calls and plain data:
+
+    tests, expected values ── judge box ◄── lines ──► this process ◄── lines ──► suspect box ── the policy's sources
+
+Why not one process: code that shares an interpreter with its tests can patch `unittest`, walk frames and `gc` to the
+expected values or to any nonce, and code that shares a user id can write to the descriptors of its parent. Here the
+sources never meet a test, an expected value or a verdict, not even the names of the tests; whatever they exit, patch,
+print, pre-seed or leave running, they can only answer calls, and an answer helps only where it is the right one.
+
+Limits: what a test hands over and gets back is plain data (see `boxed/wire.py`) or a handle, so a test that needs
+`isinstance` on a class of the repository, patches its modules or mutates a list in place cannot be judged this way.
+An `__eq__` of the repository runs in the suspect: a test must not rest on it alone. A run that outlasts its deadline
+is the sources' own doing. Knows nothing of tasks, prompts or rewards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from agentrl.protocols import BoxProcess, Limits, Sandbox, SandboxBackend, SandboxSpec
+
+LIMITS: Final = Limits(wall_s=30.0, cpu_s=5.0, memory_bytes=384 << 20, pids=16, output_bytes=2 << 20)
+_DEADLINE_S: Final = 30.0
+_LONGEST_LINE: Final = 1 << 20  # as in boxed/wire.py
+_BOXED: Final = Path(__file__).parent / "boxed"
+_ENV: Final = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+_NO_ANSWER: Final = b"\n"  # what the judge reads in the place of an answer once the suspect has ended
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """The tests that passed; `reasons` of those that did not, as far as they got to say it. `whole` is False where
+    the suspect ended early or the time was up: another run might end otherwise."""
+
+    passed: frozenset[str]
+    reasons: Mapping[str, str]
+    whole: bool = True
+
+
+class Judge:
+    """Judges sources in boxes of `backend`; the last `remembered` whole verdicts are kept, so that the same question
+    is not asked twice. Raises SandboxError where the boxes' host fails."""
+
+    def __init__(self, backend: SandboxBackend, *, remembered: int = 4096, limits: Limits = LIMITS) -> None:
+        self._backend, self._remembered, self._limits = backend, remembered, limits
+        self._known: OrderedDict[bytes, Verdicts] = OrderedDict()
+        self._slots = trio.CapacityLimiter(max(1, (os.cpu_count() or 1) - 1))  # two boxes each
+
+    async def run(self, sources: Mapping[str, bytes], tests: Mapping[str, bytes]) -> Verdicts:
+        """`sources` by path from the repository's root, `tests` by file name."""
+        key = _digest(sources, tests)
+        if key not in self._known:
+            async with self._slots:
+                verdicts = await self._run(sources, tests)
+            if not verdicts.whole or not self._remembered:
+                return verdicts
+            self._known[key] = verdicts
+        self._known.move_to_end(key)
+        if len(self._known) > self._remembered:
+            self._known.popitem(last=False)
+        return self._known[key]
+
+    async def _run(self, sources: Mapping[str, bytes], tests: Mapping[str, bytes]) -> Verdicts:
+        packages = sorted({path.split("/")[0].removesuffix(".py") for path in sources})
+        boxes: list[Sandbox] = []
+        try:
+            boxes.append(await self._box("suspect.py", {f"sources/{path}": data for path, data in sources.items()}))
+            boxes.append(await self._box("judge.py", {f"tests/{name}": data for name, data in tests.items()}))
+            suspect = await boxes[0].start(["python3", "-s", "-S", "box/suspect.py"], env=_ENV)
+            judge = await boxes[1].start(["python3", "-s", "-S", "box/judge.py", *packages], env=_ENV)
+            return await _Session(judge, suspect).run(_DEADLINE_S)
+        finally:
+            with trio.CancelScope(shield=True):
+                for box in boxes:
+                    await box.close()
+
+    async def _box(self, program: str, files: Mapping[str, bytes]) -> Sandbox:
+        ours = {f"box/{name}": (_BOXED / name).read_bytes() for name in ("wire.py", program)}
+        return await self._backend.create(SandboxSpec(limits=self._limits, files={**files, **ours}))
+
+
+def _digest(*trees: Mapping[str, bytes]) -> bytes:
+    digest = blake2b()
+    for tree in trees:
+        for name, data in sorted(tree.items()):
+            digest.update(f"{name}\0{len(data)}\0".encode())
+            digest.update(data)
+        digest.update(b"\0")
+    return digest.digest()
+
+
+class _Lines:
+    """The lines of a process; None at its end, or where a line is too long to be one of ours."""
+
+    def __init__(self, process: BoxProcess) -> None:
+        self._process, self._waiting = process, b""
+
+    async def next(self) -> bytes | None:
+        while b"\n" not in self._waiting:
+            more = await self._process.receive()
+            self._waiting += more
+            if not more or len(self._waiting) > _LONGEST_LINE:
+                return None
+        line, _, self._waiting = self._waiting.partition(b"\n")
+        return line + b"\n"
+
+
+class _Session:
+    """One run: relays the judge's questions to the suspect, the answers back, and keeps the verdicts."""
+
+    def __init__(self, judge: BoxProcess, suspect: BoxProcess) -> None:
+        self._judge, self._suspect = judge, suspect
+        self._questions, self._answers = _Lines(judge), _Lines(suspect)
+        self._passed: set[str] = set()
+        self._reasons: dict[str, str] = {}
+        self._ended = self._suspect_gone = False
+
+    async def run(self, deadline_s: float) -> Verdicts:
+        with trio.move_on_after(deadline_s):
+            while not self._ended and (line := await self._questions.next()) is not None:
+                if line.startswith(b">"):
+                    await self._judge.send(await self._answer(line[1:]))
+                elif line.startswith(b"="):
+                    self._note(*json.loads(line[1:]))
+        whole = self._ended and not self._suspect_gone
+        return Verdicts(frozenset(self._passed), dict(self._reasons), whole)
+
+    async def _answer(self, question: bytes) -> bytes:
+        if not self._suspect_gone:
+            await self._suspect.send(question)
+            line = await self._answers.next()
+            if line is not None:
+                return line
+            self._suspect_gone = True
+            await self._suspect.kill()
+        return _NO_ANSWER
+
+    def _note(self, test: str, passed: bool, reason: str) -> None:
+        if not test:
+            self._ended = True
+        elif passed:
+            self._passed.add(test)
+        else:
+            self._reasons[test] = reason
