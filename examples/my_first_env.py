@@ -1,4 +1,4 @@
-"""The whole of a first environment: a prompt, a tool, a grade."""
+"""The whole of a first environment: a prompt, a tool, a grade. Run it to check it and to train on it."""
 
 import agentrl
 
@@ -31,5 +31,26 @@ class Guess(agentrl.ToolEnv):
         return self.solved
 
 
+def main() -> None:
+    """Check the environment with gymnasium's checker and ours, then train the tiny model on it for ten steps."""
+    from gymnasium.utils.env_checker import check_env
+
+    from agentrl.runtime.live import LiveView
+
+    check_env(Guess(), skip_render_check=True)
+    print(agentrl.check_env(Guess))
+    config = {
+        "env": {"kwargs": {"parse_policy": {"structural_penalty": 0.1}}},  # a turn without a sound call costs a tenth
+        "rollout": {"group_size": 4, "max_running": 32, "max_turns": 4, "max_tokens_per_turn": 24, "max_context": 512},
+        "engine": {"max_batch": 32, "kv_cache_mb": 128},
+        "buffer": {"groups_per_step": 4},
+        "train": {"steps": 10, "lr": 1e-3},
+    }
+    out = "runs/my_first_env"
+    trainer = agentrl.Trainer("agentrl/tiny-coder", Guess, config=config, out=out, overwrite=True)
+    summary = trainer.train(LiveView())
+    print(f"trained {summary['steps']} steps on {summary['episodes']} episodes in {summary['wall_s']:.0f} s; see {out}")
+
+
 if __name__ == "__main__":
-    agentrl.check_env(Guess)
+    main()

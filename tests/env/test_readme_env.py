@@ -1,11 +1,15 @@
-"""The environment of the README: played to its end on both sides, and passed by gymnasium's checker."""
+"""The environment of the README: played to its end on both sides, passed by the checkers, and trained on."""
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
 from gymnasium.utils.env_checker import check_env
 
 from agentrl import registry
+from agentrl.store import RunStore
+from agentrl.store.audit import audit
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_first_env.py"
 Guess = registry.load_reference(f"{EXAMPLE}:Guess")
@@ -52,3 +56,14 @@ def test_passes_gymnasiums_checker_without_a_warning():
         env = Guess()
         check_env(env)
         env.close()
+
+
+def test_run_as_a_script_it_is_checked_and_trained_on_for_ten_steps(tmp_path):
+    argv = [sys.executable, str(EXAMPLE)]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Guess: 11 checks, 0 findings" in done.stdout
+    assert "trained 10 steps on 160 episodes" in done.stdout
+    with RunStore.open(tmp_path / "runs" / "my_first_env" / "store.sqlite") as store:
+        assert audit(store).violations == []
+        assert any(row.values["updated"] for row in store.metrics("step")), "there was something to learn from"
