@@ -64,6 +64,7 @@ def test_chunks_and_single_rows_continue_what_is_cached(model_dir: Path) -> None
         single_slots_N=torch.tensor([0, 2]),
         lengths_S=torch.tensor([40, 1, 60]),
         longest=60,
+        shortest=40,
         runs=(),
         wanted_N=torch.arange(2),
     )

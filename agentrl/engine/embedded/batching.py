@@ -19,6 +19,7 @@ import torch
 
 from agentrl.engine.embedded.model import KVStore, Model, Rows, Run
 from agentrl.engine.embedded.sampler import Settings, sample
+from agentrl.engine.embedded.sharing import share
 from agentrl.engine.embedded.slots import Slots
 from agentrl.records import Finish, SamplingParams, VersionSpan
 
@@ -260,8 +261,10 @@ class Batcher:
             single_slots_N=torch.tensor(single_slots, dtype=torch.long),
             lengths_S=torch.tensor(lengths, dtype=torch.long),
             longest=max(lengths, default=0),
+            shortest=min(positions[: len(singles)], default=-1) + 1,
             runs=tuple(planned),
             wanted_N=torch.tensor(wanted, dtype=torch.long),
+            shared=share(slots, single_slots),
         )
         return rows, sampling
 

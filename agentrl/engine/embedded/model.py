@@ -29,6 +29,16 @@ class Run:
     rows: slice
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The first `length` positions of all single rows, by family: rows `order_N[start:stop]` of a family
+    (slot, start, stop) have the bits of `slot` there."""
+
+    length: int
+    order_N: torch.Tensor
+    families: tuple[tuple[int, int, int], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
     """One pass. `single_slots_N` are the slots of the first rows; `lengths_S` says, for every slot below the highest
@@ -39,8 +49,10 @@ class Rows:
     single_slots_N: torch.Tensor
     lengths_S: torch.Tensor
     longest: int
+    shortest: int  # of the single rows
     runs: tuple[Run, ...]
     wanted_N: torch.Tensor  # rows whose logits are asked for
+    shared: Shared | None = None  # what single rows have in common; None: each reads its own
 
     @staticmethod
     def of_run(tokens: list[int], start: int, slot: int = 0) -> Rows:
@@ -52,6 +64,7 @@ class Rows:
             single_slots_N=none,
             lengths_S=none,
             longest=0,
+            shortest=0,
             runs=(Run(slot, start, slice(0, n)),),
             wanted_N=torch.arange(n),
         )
@@ -202,13 +215,49 @@ def _attend_singles(
     """Attention of one new token a slot, over all slots up to the highest one in use: no gather of the cache."""
     n, heads, size = q.shape
     kv_heads, hull, longest = keys.shape[1], rows.lengths_S.shape[0], rows.longest
+    first = rows.shared.length if rows.shared else 0
     queries = torch.zeros(hull, heads, size)
     queries[rows.single_slots_N] = q
-    flat_keys = keys[:hull].view(hull * kv_heads, size, -1)[:, :, :longest]
-    flat_values = values[:hull].view(hull * kv_heads, -1, size)[:, :longest]
-    scores = torch.baddbmm(mask, queries.view(hull * kv_heads, heads // kv_heads, size), flat_keys)
+    flat_keys = keys[:hull].view(hull * kv_heads, size, -1)[:, :, first:longest]
+    flat_values = values[:hull].view(hull * kv_heads, -1, size)[:, first:longest]
+    scores = torch.baddbmm(mask[:, :, first:], queries.view(hull * kv_heads, heads // kv_heads, size), flat_keys)
+    if rows.shared:
+        return _attend_shared(q, scores, rows, rows.shared, keys, values, flat_values)
     attended = torch.bmm(torch.softmax(scores, -1), flat_values)
     return attended.view(hull, heads * size)[rows.single_slots_N].view(n, heads * size)
+
+
+def _attend_shared(
+    q: torch.Tensor,
+    own_scores: torch.Tensor,
+    rows: Rows,
+    shared: Shared,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    own_values: torch.Tensor,
+) -> torch.Tensor:
+    """The rest of `_attend_singles`, the first positions read once a family. Rows are in the order of families here:
+    [K, N, G, …]."""
+    n, heads, size = q.shape
+    kv_heads, group, length = keys.shape[1], heads // keys.shape[1], shared.length
+    order_N, parts = shared.order_N, [(slot, slice(a * group, b * group)) for slot, a, b in shared.families]
+    slots_N = rows.single_slots_N[order_N]
+    queries = q[order_N].view(n, kv_heads, group, size).transpose(0, 1).reshape(kv_heads, n * group, size)
+    first = torch.cat([torch.bmm(queries[:, part], keys[slot, :, :, :length]) for slot, part in parts], 1)
+    first = first.view(kv_heads, n, group, length)
+    if rows.shortest <= length:  # a row that is alone may be shorter than what others share
+        unseen_NT = torch.arange(length) >= rows.lengths_S[slots_N].unsqueeze(1)
+        first.masked_fill_(unseen_NT.unsqueeze(1), float("-inf"))
+    own_scores = own_scores.view(-1, kv_heads, group, own_scores.shape[-1])
+    weights = torch.softmax(torch.cat([first, own_scores[slots_N].transpose(0, 1)], -1), -1)
+    first = weights[..., :length].reshape(kv_heads, n * group, length)
+    attended = torch.cat([torch.bmm(first[:, part], values[slot, :, :length]) for slot, part in parts], 1)
+    own_weights = torch.zeros_like(own_scores)
+    own_weights[slots_N] = weights[..., length:].transpose(0, 1)
+    own_attended = torch.bmm(own_weights.flatten(0, 1), own_values).view(-1, heads * size)[slots_N]
+    result = torch.empty(n, heads * size)
+    result[order_N] = attended.view(kv_heads, n, group, size).transpose(0, 1).reshape(n, heads * size) + own_attended
+    return result
 
 
 def _attend_run(q: torch.Tensor, mask: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

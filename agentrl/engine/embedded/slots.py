@@ -20,7 +20,8 @@ Ints = NDArray[np.int64]
 
 class Slots:
     """Invariants: `computed[s]` ≤ `known[s]`; `tokens[s, :known[s]]` are the slot's tokens, and the first
-    `computed[s]` of them have keys and values in `kv`, none older than `version[s]`."""
+    `computed[s]` of them have keys and values in `kv`, none older than `version[s]`. Slots of one `family` hold the
+    same bits at the positions below both their `kin` and `computed`."""
 
     def __init__(self, kv: KVStore) -> None:
         self.kv = kv
@@ -31,6 +32,9 @@ class Slots:
         self.version: Ints = np.zeros(count, dtype=np.int64)
         self.used: Ints = np.zeros(count, dtype=np.int64)  # time of last use, in `_clock` ticks
         self.busy = np.zeros(count, dtype=np.bool_)
+        self.family: Ints = np.arange(count, dtype=np.int64)
+        self.kin: Ints = np.full(count, length, dtype=np.int64)
+        self._families = count  # ids given so far
         self._clock = 0
 
     @property
@@ -54,7 +58,7 @@ class Slots:
             # The best donor is given up last: the prefix is copied from it.
             age = self.used[idle] + (valid[idle] == valid.max()) * (self._clock + 1)
             slot = int(free[0] if free.size else idle[np.argmin(age)])
-        self.computed[slot] = min(valid[slot], len(tokens) - 1)
+        self._cut(slot, min(int(valid[slot]), len(tokens) - 1))
         self.version[slot] = version
         self.tokens[slot, : len(tokens)] = tokens
         self.known[slot] = len(tokens)
@@ -70,6 +74,9 @@ class Slots:
         donor = int(valid.argmax())
         start, end = int(self.computed[slot]), int(valid[donor])
         if donor != slot and end > start:
+            if 2 * start < end:  # all of it rather than the rest, so that they are the same bits
+                start = 0
+                self._join(slot, donor, end)
             self.kv.copy(donor, slot, start, end)
             self.computed[slot] = end
             self._touch(donor)
@@ -89,8 +96,8 @@ class Slots:
 
     def forget(self, *, busy: bool) -> None:
         """Drop all kept keys and values; those of busy slots too, if asked."""
-        dropped = np.ones_like(self.busy) if busy else ~self.busy
-        self.computed[dropped] = 0
+        for slot in range(len(self.busy)) if busy else np.flatnonzero(~self.busy):
+            self._cut(int(slot), 0)
 
     def exchange(self, a: int, b: int) -> None:
         """Move the contents of two slots into each other's place."""
@@ -101,8 +108,38 @@ class Slots:
             self.kv.copy(b, a, 0, length)
         else:
             self.kv.swap(a, b, length)
-        for array in (self.tokens, self.known, self.computed, self.version, self.used, self.busy):
+        for array in (
+            self.tokens,
+            self.known,
+            self.computed,
+            self.version,
+            self.used,
+            self.busy,
+            self.family,
+            self.kin,
+        ):
             array[[a, b]] = array[[b, a]]
+
+    def _cut(self, slot: int, computed: int) -> None:
+        """Keep the first `computed` positions; with few of those that its family shared, the slot leaves it."""
+        kin = min(int(self.kin[slot]), int(self.computed[slot]))
+        self.computed[slot] = computed
+        self.kin[slot] = min(kin, computed)
+        if 2 * computed < kin or computed == 0:
+            self.family[slot], self.kin[slot] = self._families, self.length
+            self._families += 1
+
+    def _join(self, slot: int, donor: int, end: int) -> None:
+        """`slot` has the first `end` positions of `donor`: they become one family, unless that made the family's
+        common part much shorter; then the donor leaves for a new one, or `slot` stays alone."""
+        family = self.family == self.family[donor]
+        common = int(np.minimum(self.kin, self.computed)[family].min())
+        if 4 * min(end, int(self.kin[donor])) < 3 * end:
+            self.family[donor], self.kin[donor] = self._families, end
+            self._families += 1
+        elif 4 * end < 3 * common and np.count_nonzero(family) > 1:
+            return
+        self.family[slot], self.kin[slot] = self.family[donor], min(end, int(self.kin[donor]))
 
     def _touch(self, slot: int) -> None:
         self._clock += 1
