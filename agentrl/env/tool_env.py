@@ -210,6 +210,10 @@ class ToolEnv(Env):
         """Add to this turn's info: JSON-safe values that are equal on replay."""
         self._live().info.update(info)
 
+    def call(self, name: str, **arguments: Json) -> str:
+        """A call as the model has to write it, for oracles."""
+        return self._format.write(ToolCall(name, arguments))
+
     def add_tool(self, tool: Tool) -> None:
         """Offer one more tool. Raises UsageError for a second one of the same name or an invalid schema."""
         if tool.name in self._tools:

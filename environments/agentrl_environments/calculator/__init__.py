@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from agentrl.env import EpisodeLimits, ToolEnv, tool
+from agentrl.env.oracles import Oracle, say, script
 from agentrl_environments.calculator.arithmetic import ArithmeticRefused, evaluate, written
 
 
@@ -63,3 +64,11 @@ class Calculator(ToolEnv):
 
     def grade(self) -> bool:
         return self._answer == self._expected
+
+    def oracles(self) -> list[Oracle]:
+        right = written(self._expected)
+        return [
+            Oracle("gold", 1.0, script(self.call("calculate", expression=right), self.call("submit", answer=right))),
+            Oracle("off by one", 0.0, say(self.call("submit", answer=written(self._expected + 1)))),
+            Oracle("no-op", 0.0, say("")),
+        ]

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from agentrl.env.oracles import Oracle, say
 from agentrl.env.roles import OneRole, Policy, RolesEnv
 from agentrl.errors import ContentParseError, ToolError, UsageError
 from agentrl.records import Messages
@@ -86,6 +87,10 @@ class Nim(OneRole):
         if self._winnable:
             role = "first" if nim_sum(heaps) else "second"
         return role, {**options, "heaps": heaps}
+
+    def oracles(self) -> list[Oracle]:
+        perfect = Oracle("perfect play", 1.0, lambda heard: perfect_player(heard, self.np_random))
+        return [*([perfect] if self._winnable else []), Oracle("no-op", 0.0, say(""))]
 
 
 def draw(rng: np.random.Generator, heaps: int, largest: int) -> list[int]:
