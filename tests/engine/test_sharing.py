@@ -76,21 +76,23 @@ def test_one_short_common_beginning_does_not_spoil_a_long_one(
     assert shared is not None and shared.length == 24 and len(shared.families) == 2
 
 
-@given(st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
-def test_a_family_has_the_same_bits(architecture: Architecture, rng: random.Random) -> None:
+@given(st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None)
+def test_a_family_has_the_same_bits(architecture: Architecture, seed: int) -> None:
+    rng = random.Random(seed)
     slots, version, busy = Slots(KVStore(architecture, 6, LENGTH)), 0, set[int]()
-    for _ in range(40):
-        action = rng.choice(["admit", "admit", "admit", "grow", "release", "release", "exchange", "version", "forget"])
+    for _ in range(120):
+        often = ["admit", "admit", "grow", "grow", "release", "exchange"]
+        action = rng.choice(often * 5 + ["version", "forget"])
         if action == "admit":
-            tokens = [7] * rng.randrange(4) + [rng.randrange(2)] * rng.randrange(1, 15)
-            slot = slots.acquire([*tokens, *(rng.randrange(3) for _ in range(rng.randrange(12)))], version)
+            first, second = rng.randrange(2), rng.randrange(2)  # of four texts, all of which begin alike, a part
+            slot = slots.acquire([5] * 4 + [first] * 12 + [second] * rng.randrange(1, 20), version)
             if slot is not None:
                 busy.add(slot)
         elif action == "grow" and busy:
             slot = rng.choice(sorted(busy))
             slots.adopt(slot, version)
-            compute(slots, slot, rng.randrange(1, int(slots.known[slot]) + 1))
+            compute(slots, slot, rng.randint(int(slots.computed[slot]), int(slots.known[slot])))
         elif action == "release" and busy:
             slot = rng.choice(sorted(busy))
             busy.remove(slot)
