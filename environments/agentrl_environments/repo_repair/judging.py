@@ -53,10 +53,13 @@ class Judge:
     """Judges sources in boxes of `backend`; the last `remembered` whole verdicts are kept, so that the same question
     is not asked twice. Raises SandboxError where the boxes' host fails."""
 
-    def __init__(self, backend: SandboxBackend, *, remembered: int = 4096, limits: Limits = LIMITS) -> None:
+    def __init__(
+        self, backend: SandboxBackend, *, remembered: int = 4096, limits: Limits = LIMITS, slots: int | None = None
+    ) -> None:
+        """`slots`: runs at the same time, by default one for each processor."""
         self._backend, self._remembered, self._limits = backend, remembered, limits
         self._known: OrderedDict[bytes, Verdicts] = OrderedDict()
-        self._slots = trio.CapacityLimiter(max(1, (os.cpu_count() or 1) - 1))  # two boxes each
+        self._slots = trio.CapacityLimiter(slots or os.cpu_count() or 1)
 
     async def run(self, sources: Mapping[str, bytes], tests: Mapping[str, bytes]) -> Verdicts:
         """`sources` by path from the repository's root, `tests` by file name."""

@@ -245,9 +245,7 @@ def main() -> None:
     """`judge.py PACKAGE...`: run all tests of the tests folder."""
     court = Court(sys.argv[1:])
     sys.meta_path.insert(0, court)  # type: ignore[arg-type]
-    sys.path.insert(0, _TESTS)
-    names = sorted(name[:-3] for name in os.listdir(_TESTS) if name.startswith("test") and name.endswith(".py"))
-    unittest.TestLoader().loadTestsFromNames(names).run(Verdicts(court))
+    unittest.TestLoader().discover(_TESTS, "test*.py").run(Verdicts(court))
     court.verdict("", True, "end")
 
 

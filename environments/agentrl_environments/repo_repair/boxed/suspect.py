@@ -7,6 +7,7 @@ values: the most it can do is answer, and an answer helps only where it is the r
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib
 import operator
 import sys
@@ -92,7 +93,5 @@ class Suspect:
 
 if __name__ == "__main__":
     sys.path.insert(0, "/workspace/sources")
-    try:
+    with contextlib.suppress(Gone):
         Suspect().channel.serve()
-    except Gone:
-        pass
