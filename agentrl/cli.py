@@ -28,6 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train language-model agents with reinforcement learning.",
 )
+_new = typer.Typer(no_args_is_help=True, help="Begin something of your own.")
+app.add_typer(_new, name="new")
 _SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")]
 
 
@@ -163,6 +165,26 @@ def play(
     for setting in settings or []:
         apply_override(kwargs, setting)
     play_episode(env, seed=seed, kwargs=kwargs, read=input, write=print)
+
+
+@_new.callback()
+def _of_new() -> None:
+    """Keeps `env` a command of its own while it is the only one."""
+
+
+@_new.command("env")
+def new_env(
+    name: Annotated[str, typer.Argument(help="Name of the package, such as my_env")],
+    out: Annotated[Path | None, typer.Option(help="Its folder; default ./NAME")] = None,
+) -> None:
+    """Make a package with an environment, tools, tests and a run file."""
+    from agentrl.scaffold import new_env as write
+
+    folder = out or Path(name)
+    id, written = write(name, folder)
+    for path in written:
+        print(path)
+    print(f"{id} is ready: cd {folder} && pip install -e '.[dev]' && pytest")
 
 
 @app.command()
