@@ -14,6 +14,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("agentrl/Calculator-v0", {"terms": 1, "largest": 9, "tool_format": "react"}),
     ("agentrl/Nim-v0", {}),
     ("agentrl/Nim-v0", {"opponent": "random", "heaps": 5}),
+    ("agentrl/TextGame-v0", {}),
+    ("agentrl/TextGame-v0", {"rooms": 12, "locks": 3, "shaped": True}),
 ]
 
 
