@@ -1,7 +1,8 @@
-"""Files of a box: read, write, replace a text, apply a patch. Bytes that are not UTF-8 survive an edit elsewhere."""
+"""Files of a box: list, read, write, replace, patch. Bytes that are not UTF-8 survive an edit elsewhere."""
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping
 
 from agentrl.env.tools import readable
@@ -24,6 +25,28 @@ def _bytes(text: str) -> bytes:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
         raise ToolError(f"the text holds a character that cannot be written: {error.reason}") from error
+
+
+class ListFiles(SchemaChecked):
+    """`list_files(path?)`: the files below a folder, hidden ones and folders of bytecode left out."""
+
+    parallel = True
+
+    def __init__(self, sandbox: Sandbox, *, timeout_s: float = 10.0, output_bytes: int = OUTPUT_BYTES) -> None:
+        path: Json = {"type": "string", "description": "folder, by default the work folder", "minLength": 1}
+        super().__init__("list_files", "List files.", {"path": path})
+        self._sandbox, self.timeout_s, self._output_bytes = sandbox, timeout_s, output_bytes
+
+    async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
+        """Raises ToolArgumentError, ToolError, SandboxError."""
+        folder = self.checked(arguments).get("path", ".")
+        hidden = ["(", "-name", ".?*", "-o", "-name", "__pycache__", ")", "-prune"]
+        command = ["find", f"./{folder}", *hidden, "-o", "-type", "f", "-print"]
+        result = await self._sandbox.exec(command, timeout_s=self.timeout_s)
+        if result.exit_code != 0 and not result.stdout:
+            raise ToolError(readable(result.stderr).strip() or f"find ended with {result.exit_code}")
+        found = sorted(posixpath.normpath(line) for line in readable(result.stdout).splitlines())
+        return text_result("\n".join(found) or "no file", self._output_bytes, truncated=result.truncated)
 
 
 class ReadFile(SchemaChecked):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Final
@@ -16,6 +15,7 @@ from typing import Final
 import trio
 
 from agentrl.protocols import Limits, SandboxBackend, SandboxSpec
+from agentrl_environments.remembering import Remembered
 
 Values = tuple[str, ...] | str
 """What the calls returned, as `repr` (or the name of what they raised); one text where the module did not run."""
@@ -61,32 +61,19 @@ class Runner:
     was cut off (time, memory) is never remembered. Raises `SandboxError` where the box's host fails."""
 
     def __init__(self, backend: SandboxBackend, *, remembered: int = 4096) -> None:
-        self._backend, self._remembered = backend, remembered
-        self._results: OrderedDict[bytes, Values] = OrderedDict()
-        self._under_way: dict[bytes, trio.Event] = {}
+        self._backend = backend
+        self._results = Remembered[Values](remembered)
         self._slots = trio.CapacityLimiter(2 * (os.cpu_count() or 1))  # more at once would only eat each other's time
 
     async def run(self, source: str, calls: Sequence[str]) -> Values:
         """Execute `source` in a fresh box and evaluate each of `calls` (one line each) after it."""
         key = blake2b("\0".join([*calls, source]).encode("utf-8", "surrogatepass")).digest()
-        while key not in self._results:
-            if key in self._under_way:
-                await self._under_way[key].wait()
-                continue
-            done = self._under_way[key] = trio.Event()
-            try:
-                async with self._slots:  # waiting is not the module's doing: its clock has not started
-                    values, lasting = await self._run_in_box(source, calls)
-                if not lasting or not self._remembered:
-                    return values
-                self._results[key] = values
-            finally:
-                del self._under_way[key]
-                done.set()
-        self._results.move_to_end(key)
-        if len(self._results) > self._remembered:
-            self._results.popitem(last=False)
-        return self._results[key]
+
+        async def find() -> tuple[Values, bool]:
+            async with self._slots:  # waiting is not the module's doing: its clock has not started
+                return await self._run_in_box(source, calls)
+
+        return await self._results.get(key, find)
 
     async def _run_in_box(self, source: str, calls: Sequence[str]) -> tuple[Values, bool]:
         """The values, and whether another run would give the same."""

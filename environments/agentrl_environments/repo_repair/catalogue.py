@@ -23,8 +23,8 @@ import trio
 
 from agentrl.errors import UsageError
 from agentrl.sandbox import backend
+from agentrl_environments.judging import LIMITS, Judge
 from agentrl_environments.repo_repair.breaking import MUTATIONS, Breakage, Edit, applied, features, mutations, stubs
-from agentrl_environments.repo_repair.judging import LIMITS, Judge
 from agentrl_environments.repo_repair.repository import REPOSITORIES, Repository, encoded, load
 
 FILE: Final = Path(__file__).parent / "catalogue.jsonl"

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -30,6 +29,7 @@ from typing import Final
 import trio
 
 from agentrl.protocols import BoxProcess, Limits, Sandbox, SandboxBackend, SandboxSpec
+from agentrl_environments.remembering import Remembered
 
 LIMITS: Final = Limits(wall_s=30.0, cpu_s=5.0, memory_bytes=384 << 20, pids=16, output_bytes=2 << 20)
 _DEADLINE_S: Final = 30.0
@@ -57,23 +57,19 @@ class Judge:
         self, backend: SandboxBackend, *, remembered: int = 4096, limits: Limits = LIMITS, slots: int | None = None
     ) -> None:
         """`slots`: runs at the same time, by default one for each processor."""
-        self._backend, self._remembered, self._limits = backend, remembered, limits
-        self._known: OrderedDict[bytes, Verdicts] = OrderedDict()
+        self._backend, self._limits = backend, limits
+        self._verdicts = Remembered[Verdicts](remembered)
         self._slots = trio.CapacityLimiter(slots or os.cpu_count() or 1)
 
     async def run(self, sources: Mapping[str, bytes], tests: Mapping[str, bytes]) -> Verdicts:
         """`sources` by path from the repository's root, `tests` by file name."""
-        key = _digest(sources, tests)
-        if key not in self._known:
-            async with self._slots:
+
+        async def find() -> tuple[Verdicts, bool]:
+            async with self._slots:  # waiting is not the sources' doing: their clock has not started
                 verdicts = await self._run(sources, tests)
-            if not verdicts.whole or not self._remembered:
-                return verdicts
-            self._known[key] = verdicts
-        self._known.move_to_end(key)
-        if len(self._known) > self._remembered:
-            self._known.popitem(last=False)
-        return self._known[key]
+            return verdicts, verdicts.whole
+
+        return await self._verdicts.get(_digest(sources, tests), find)
 
     async def _run(self, sources: Mapping[str, bytes], tests: Mapping[str, bytes]) -> Verdicts:
         packages = sorted({path.split("/")[0].removesuffix(".py") for path in sources})

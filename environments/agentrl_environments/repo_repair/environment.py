@@ -1,0 +1,158 @@
+"""`RepoRepair`: a repository with something wrong or missing; the policy reads, edits, runs tests and submits.
+
+Outcome: all tests pass, the hidden ones too, on the declared source files alone, which are carried to fresh boxes and
+judged there (`agentrl_environments.judging`). No other file of the agent's box is looked at: no test, no history, no
+result. Process reward: potential-based (`agentrl_environments.rewards`). Knows nothing of models or tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+from trio.lowlevel import RunVar
+
+from agentrl.env import EpisodeLimits, Grade, ToolEnv
+from agentrl.env.core import ResetResult, StepResult
+from agentrl.env.oracles import Oracle, script
+from agentrl.errors import ConfigError
+from agentrl.protocols import Limits, SandboxBackend, SandboxSpec, ToolResult
+from agentrl.records import Json
+from agentrl.sandbox import backend
+from agentrl_environments.judging import Judge
+from agentrl_environments.repo_repair import texts
+from agentrl_environments.repo_repair.repository import SPLITS, Split, encoded
+from agentrl_environments.repo_repair.tasks import LEVELS, Level, RepoTask, make_task
+from agentrl_environments.rewards import LintDelta, PotentialDelta, TestDelta, carried
+from agentrl_tools.base import command_result
+from agentrl_tools.current import CurrentBox
+from agentrl_tools.editing import RunTests, Submit
+from agentrl_tools.files import ApplyPatch, ListFiles, ReadFile, ReplaceText, WriteFile
+from agentrl_tools.search import Search
+
+Process = Literal["tests", "lint"]
+_LIMITS: Final = Limits(wall_s=30.0, cpu_s=10.0, memory_bytes=384 << 20, pids=32)
+_TESTS_S: Final = 20.0
+_TEST_COMMAND: Final = ["python3", "-s", "-S", "-B", "-m", "unittest", "discover", "tests"]
+_OUTPUT_BYTES: Final = 8_192
+
+
+class RepoRepair(ToolEnv):
+    """One episode mends one repository; its seed, `split` and `level` decide which and what is wrong.
+
+    `split`: `train` or `held_out` (other repositories). `level`: `easy`, `medium`, `hard` or `all`. `process`: which
+    potentials give process rewards. `sandbox`: id of a sandbox backend; `remember`: how many verdicts a process keeps.
+    """
+
+    limits = EpisodeLimits(turns=30, tool_seconds=300.0)
+    blocking = False
+    replayable = True
+
+    def __init__(
+        self,
+        *,
+        split: Split = "train",
+        level: Level = "easy",
+        process: Sequence[Process] = ("tests",),
+        sandbox: str = "bubblewrap",
+        remember: int = 4096,
+        **settings: Any,
+    ) -> None:
+        for name, value, known in (("split", split, SPLITS), ("level", level, LEVELS)):
+            if value not in known:
+                raise ConfigError(name, value, f"choose one of {', '.join(known)}")
+        if unknown := set(process) - {"tests", "lint"}:
+            raise ConfigError("process", sorted(unknown), "choose among tests and lint")
+        self._split: Split = split
+        self._level: Level = level
+        self._process = tuple(process)
+        self._sandbox, self._remember = sandbox, remember
+        self._box = box = CurrentBox()
+        self._deltas: list[PotentialDelta] = []
+        looking = [ListFiles(box), ReadFile(box), Search(box)]
+        changing = [ReplaceText(box), WriteFile(box), ApplyPatch(box)]
+        super().__init__(tools=[*looking, *changing, RunTests(self._run_tests), Submit(self.finish)], **settings)
+
+    async def areset(self, *, seed: int | None = None, options: Mapping[str, Json] | None = None) -> ResetResult:
+        self._seed = seed
+        return await super().areset(seed=seed, options=options)
+
+    def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
+        """The seed of `reset` is the task; without one, a random one is drawn."""
+        seed = int(self.np_random.integers(2**31)) if self._seed is None else self._seed
+        return {"seed": seed}
+
+    async def setup(self, task: Mapping[str, Json]) -> None:
+        repair = self._repair = make_task(task["seed"], self._split, self._level)
+        boxes, self._judge = _shared(self._sandbox, self._remember)
+        tests = {f"tests/{name}": text for name, text in repair.visible.items()}
+        files = encoded({**repair.broken, **tests, "README.md": repair.readme})
+        self._box.box = await boxes.create(SandboxSpec(limits=_LIMITS, files=files))
+        self._deltas = [self._delta(kind, repair) for kind in self._process]
+        for delta in self._deltas:
+            await delta.begin(self._box)
+
+    def _delta(self, kind: Process, repair: RepoTask) -> PotentialDelta:
+        artifacts = sorted(repair.broken)
+        if kind == "lint":
+            return LintDelta(artifacts)
+        return TestDelta(self._judge, artifacts, encoded(repair.tests), [*repair.fails, *repair.passes])
+
+    async def teardown(self) -> None:
+        await self._box.close()
+
+    def prompt(self, task: Mapping[str, Json]) -> str:
+        self.note(repository=self._repair.repository, kind=self._repair.breakage.kind)
+        return texts.prompt(self._repair)
+
+    async def _run_tests(self) -> ToolResult:
+        """The tests as they stand in the box: feedback for the policy, and nothing that is judged by."""
+        result = await self._box.exec(_TEST_COMMAND, env={"PYTHONHASHSEED": "0"}, timeout_s=_TESTS_S)
+        shown = command_result(result, _OUTPUT_BYTES, _TESTS_S)
+        return ToolResult(content=texts.steady(shown.content), is_error=shown.is_error, truncated=shown.truncated)
+
+    async def astep(self, action: str) -> StepResult:
+        observation, reward, terminated, truncated, info = await super().astep(action)
+        for delta in self._deltas:
+            reward += await delta.step(self._box, over=terminated or truncated)
+        return observation, reward, terminated, truncated, info
+
+    async def grade(self) -> Grade:
+        """All tests pass on the declared files, in boxes that the agent has not seen."""
+        repair = self._repair
+        sources = await carried(self._box, sorted(repair.broken))
+        verdicts = await self._judge.run(sources, encoded(repair.tests))
+        success = verdicts.passed.issuperset([*repair.fails, *repair.passes])
+        mended = len(verdicts.passed.intersection(repair.fails)) / len(repair.fails)
+        kept = len(verdicts.passed.intersection(repair.passes)) / len(repair.passes)
+        return Grade(outcome=float(success), success=success, info={"mended": mended, "kept": kept})
+
+    def oracles(self) -> list[Oracle]:
+        repair, submit = self._repair, self.call("submit")
+        mended = [path for path, text in repair.gold.items() if text != repair.broken[path]]
+        mend = [self.call("write_file", path=path, content=repair.gold[path]) for path in mended]
+        wreck = [self.call("write_file", path=path, content="") for path in repair.broken]
+        pass_all = "import unittest\n\n\nclass Test(unittest.TestCase):\n    def test_all(self):\n        pass\n"
+        forget = [self.call("write_file", path=f"tests/{name}", content=pass_all) for name in repair.visible]
+        return [
+            Oracle("gold", 1.0, script("".join(mend), submit)),
+            Oracle("no-op", 0.0, script(submit)),
+            Oracle("delete the tests", 0.0, script("".join(forget), self.call("run_tests"), submit)),
+            Oracle("empty the sources", 0.0, script("".join(wreck), submit)),
+        ]
+
+
+_backends: RunVar[dict[tuple[str, int], tuple[SandboxBackend, Judge]]] = RunVar("agentrl_repo_repair_backends")
+
+
+def _shared(sandbox: str, remember: int) -> tuple[SandboxBackend, Judge]:
+    """One backend and one judge for all episodes of a trio loop, so that siblings share what was judged."""
+    try:
+        shared = _backends.get()
+    except LookupError:
+        shared = {}
+        _backends.set(shared)
+    if (sandbox, remember) not in shared:
+        boxes = backend(sandbox)
+        shared[sandbox, remember] = boxes, Judge(boxes, remembered=remember)
+    return shared[sandbox, remember]

@@ -1,0 +1,95 @@
+"""Repository tasks: a seed, a split and a level choose an entry of the catalogue and the tests that stay hidden.
+
+Owns: what the levels are, and which tests the policy may see. Knows nothing of boxes, prompts or rewards. The same
+seed gives the same task in every process.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, Literal, get_args
+
+from agentrl_environments.repo_repair.breaking import MUTATIONS, Breakage, applied
+from agentrl_environments.repo_repair.catalogue import Entry, entries
+from agentrl_environments.repo_repair.repository import REPOSITORIES, Split, load, without_tests
+
+Level = Literal["easy", "medium", "hard", "all"]
+LEVELS: Final[tuple[Level, ...]] = get_args(Level)
+_MANY_FAIL: Final = 3
+_HIDDEN_SHARE: Final = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class RepoTask:
+    """`broken` is what the policy gets beside `visible` tests, `gold` what it was before. Judged is by `tests`, all of
+    them: those in `fails` fail on `broken`, those in `passes` pass before and after. `hidden` ones are not `visible`.
+    """
+
+    seed: int
+    repository: str
+    readme: str
+    breakage: Breakage
+    broken: Mapping[str, str]
+    gold: Mapping[str, str]
+    visible: Mapping[str, str]
+    tests: Mapping[str, str]
+    fails: tuple[str, ...]
+    passes: tuple[str, ...]
+    hidden: frozenset[str]
+
+    @property
+    def shown_failing(self) -> tuple[str, ...]:
+        """The failing tests that the policy can see."""
+        return tuple(test for test in self.fails if test not in self.hidden)
+
+
+def level_of(entry: Entry) -> Level:
+    """`easy`: one small bug that three tests or more complain of. `medium`: one that fewer do, or a body to write anew.
+    `hard`: several bugs at once, or a function that is missing together with its tests."""
+    kind = entry.breakage.kind
+    if kind in ("several", "feature"):
+        return "hard"
+    return "easy" if kind in MUTATIONS and len(entry.fails) >= _MANY_FAIL else "medium"
+
+
+@lru_cache(maxsize=16)
+def choices(split: Split, level: Level) -> tuple[Entry, ...]:
+    """The catalogue's entries of a split and a level."""
+    return tuple(
+        entry for entry in entries() if entry.repository in REPOSITORIES[split] and level in ("all", level_of(entry))
+    )
+
+
+@lru_cache(maxsize=1024)
+def make_task(seed: int, split: Split = "train", level: Level = "easy") -> RepoTask:
+    """The task of a seed."""
+    rng = random.Random(f"{split}:{level}:{seed}")
+    return task_of(rng.choice(choices(split, level)), rng, seed)
+
+
+def task_of(entry: Entry, rng: random.Random, seed: int = 0) -> RepoTask:
+    """The task of a catalogue entry; `rng` draws the hidden tests. Of the failing tests at least one is shown, save for
+    features: there all of them are hidden, as no test of a missing feature would be in the repository yet."""
+    repository = load(entry.repository)
+    passes = tuple(test for test in repository.test_ids if test not in entry.fails)
+    hidden = set(rng.sample(passes, int(_HIDDEN_SHARE * len(passes))))
+    if entry.breakage.kind == "feature":
+        hidden.update(entry.fails)
+    else:
+        hidden.update(rng.sample(entry.fails, min(int(_HIDDEN_SHARE * len(entry.fails) + 0.5), len(entry.fails) - 1)))
+    return RepoTask(
+        seed=seed,
+        repository=repository.name,
+        readme=repository.readme,
+        breakage=entry.breakage,
+        broken=applied(repository.sources, entry.breakage.edits),
+        gold=repository.sources,
+        visible=without_tests(repository.tests, hidden),
+        tests=repository.tests,
+        fails=entry.fails,
+        passes=passes,
+        hidden=frozenset(hidden),
+    )

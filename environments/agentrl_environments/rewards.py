@@ -1,0 +1,120 @@
+"""Process rewards that leave the best policy what it is: differences of a potential, measured on a copy of the box.
+
+    r'(s, a, s') = r(s, a, s') + gamma * phi(s') - phi(s)        phi of the end of an episode is 0
+
+Rewards of this form, and no others, change no optimal policy whatever the task is (Ng, Harada and Russell 1999, "Policy
+invariance under reward transformations", theorem 1). At gamma = 1 an episode's rewards add up to -phi(first state): a
+policy that shows a high potential on the way and throws it away has won nothing. An episode that its driver ends from
+outside gets no last reward; there the sum is off by phi of where it stood.
+
+The potential is measured on a fork of the agent's box, so that measuring leaves no trace in it. Knows nothing of
+prompts, tools or tasks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final, Protocol
+
+import trio
+
+from agentrl.errors import SandboxPathError
+from agentrl.protocols import Sandbox
+from agentrl_environments.judging import Judge
+
+LARGEST_ARTIFACT: Final = 1 << 18  # bytes; what is larger is no source that anyone wrote
+_LINT: Final = (Path(__file__).parent / "boxed" / "lint.py").read_text("utf-8")
+_LINT_S: Final = 10.0
+
+
+class Potential(Protocol):
+    """Says how good a state of a box is, in a copy that it may do anything with. Equal states, equal values."""
+
+    async def __call__(self, copy: Sandbox) -> float: ...
+
+
+class PotentialDelta:
+    """The reward of each step of an episode: `weight * (gamma * phi(after) - phi(before))`."""
+
+    def __init__(self, potential: Potential, *, gamma: float = 1.0, weight: float = 1.0) -> None:
+        self._potential, self._gamma, self._weight = potential, gamma, weight
+        self._phi = 0.0
+
+    async def begin(self, box: Sandbox) -> None:
+        """An episode starts with the box as it is. Raises SandboxError."""
+        self._phi = await self._measured(box)
+
+    async def step(self, box: Sandbox, *, over: bool) -> float:
+        """The reward of the step that led to the box as it is; `over`: it ended the episode. Raises SandboxError."""
+        before = self._phi
+        self._phi = 0.0 if over else await self._measured(box)
+        return self._weight * (self._gamma * self._phi - before)
+
+    async def _measured(self, box: Sandbox) -> float:
+        async with forked(box) as copy:
+            return await self._potential(copy)
+
+
+class TestDelta(PotentialDelta):
+    """The potential is the share of `wanted` tests that pass; the tests are ours, whatever stands in the box."""
+
+    __test__ = False  # no test class, whatever pytest thinks of its name
+
+    def __init__(
+        self,
+        judge: Judge,
+        artifacts: Sequence[str],
+        tests: Mapping[str, bytes],
+        wanted: Sequence[str],
+        *,
+        gamma: float = 1.0,
+        weight: float = 1.0,
+    ) -> None:
+        """`artifacts` are the paths of the sources that are judged, `tests` the test files by name."""
+
+        async def share(copy: Sandbox) -> float:
+            verdicts = await judge.run(await carried(copy, artifacts), tests)
+            return len(verdicts.passed.intersection(wanted)) / len(wanted)
+
+        super().__init__(share, gamma=gamma, weight=weight)
+
+
+class LintDelta(PotentialDelta):
+    """The potential is 1 / (1 + findings): unused imports and variables, code that is never reached and the like; a
+    file that does not parse counts ten. `boxed/lint.py` has the list."""
+
+    def __init__(self, artifacts: Sequence[str], *, gamma: float = 1.0, weight: float = 1.0) -> None:
+        async def tidiness(copy: Sandbox) -> float:
+            command = ["python3", "-I", "-S", "-c", _LINT, *artifacts]
+            result = await copy.exec(command, timeout_s=_LINT_S)
+            return 1.0 / (1.0 + json.loads(result.stdout)) if result.exit_code == 0 else 0.0
+
+        super().__init__(tidiness, gamma=gamma, weight=weight)
+
+
+@asynccontextmanager
+async def forked(box: Sandbox) -> AsyncGenerator[Sandbox]:
+    """A copy of a box, closed afterwards."""
+    copy = await box.fork()
+    try:
+        yield copy
+    finally:
+        with trio.CancelScope(shield=True):
+            await copy.close()
+
+
+async def carried(box: Sandbox, artifacts: Sequence[str]) -> dict[str, bytes]:
+    """The declared files as they stand. What is missing, no plain file or too large is left out: that is the policy's
+    own doing, and what imports it will fail. Raises SandboxError."""
+    files: dict[str, bytes] = {}
+    for path in artifacts:
+        try:
+            data = await box.read(path)
+        except SandboxPathError:
+            continue
+        if len(data) <= LARGEST_ARTIFACT:
+            files[path] = data
+    return files
