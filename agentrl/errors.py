@@ -10,6 +10,7 @@ AgentRLError
 ├── RunFailed                  the run cannot go on (exit code 1); what was journaled stays
 ├── InfrastructureError        the policy could not have caused it: leaves loss and baseline
 │   ├── EngineError            ├── EngineUnavailable   ├── EngineTimeout   ├── WeightSyncError
+│   │                          └── CanaryMismatch      (a WeightSyncError)
 │   ├── SandboxError           ├── SandboxUnavailable
 │   ├── EnvError               an environment's own code raised
 │   └── StoreError             ├── LeaseLost           └── DiskFull
@@ -80,6 +81,10 @@ class EngineTimeout(EngineError):
 
 class WeightSyncError(EngineError):
     """New weights did not arrive whole, or the engine does not confirm their version."""
+
+
+class CanaryMismatch(WeightSyncError):
+    """An engine confirmed a version and samples from other weights: pushing again would not help."""
 
 
 class SandboxError(InfrastructureError):

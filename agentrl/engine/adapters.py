@@ -56,6 +56,15 @@ class AdapterClient(EngineClient):
                 raise EngineUnavailable(f"{self.url} has no adapter {adapter_name(version)!r}") from error
             raise
 
+    async def score(
+        self, token_ids: Sequence[int], *, deadline_s: float, model: str | None = None
+    ) -> tuple[float, ...]:
+        """As `EngineClient.score`, under the current adapter if no `model` is named."""
+        version = self._current()
+        if model is None and version is not None:
+            model = adapter_name(version)
+        return await super().score(token_ids, deadline_s=deadline_s, model=model)
+
     async def served_version(self, *, deadline_s: float = 5.0) -> int:
         """The newest adapter it has, or the version of the weights below."""
         found = await loaded(self, deadline_s=deadline_s)

@@ -18,7 +18,7 @@ from typing import Literal
 
 from agentrl.engine.client import EngineClient
 from agentrl.engine.wire import parse_json
-from agentrl.errors import EngineError, WeightSyncError
+from agentrl.errors import CanaryMismatch, EngineError, WeightSyncError
 from agentrl.records import Json
 
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -60,7 +60,8 @@ async def check(
     deadline_s: float = 30.0,
 ) -> float:
     """The largest |Δ| over all engines. `update_info` is that of the push, by which an engine names the layers it did
-    not take. Raises WeightSyncError if it is beyond the tolerance, or if an engine serves another version."""
+    not take. Raises CanaryMismatch if it is beyond the tolerance, WeightSyncError if an engine serves another
+    version."""
     allowed = TOLERANCE[canary.dtype] if tolerance is None else tolerance
     worst = 0.0
     for engine in engines:
@@ -70,7 +71,7 @@ async def check(
         found = await engine.score(canary.token_ids, deadline_s=deadline_s)
         apart, at = max((abs(a - b), at) for at, (a, b) in enumerate(zip(found, canary.logprobs, strict=True)))
         if not apart <= allowed:  # a NaN is beyond every tolerance
-            raise WeightSyncError(
+            raise CanaryMismatch(
                 f"canary: {engine.url} says it serves version {canary.version}, but the log-prob of probe token "
                 f"{at + 1} is {apart:.3g} nats from the learner's ({found[at]:.4f}, not {canary.logprobs[at]:.4f}; "
                 f"{canary.dtype} explains {allowed:g}): {await _layers(engine, update_info, deadline_s)}"

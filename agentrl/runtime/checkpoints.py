@@ -23,6 +23,11 @@ class StartPoint:
     checkpoint: Path | None
     version: WeightVersion
 
+    @property
+    def adapter(self) -> Path | None:
+        """The folder of the adapter, where an adapter was trained."""
+        return self.checkpoint / "adapter" if self.checkpoint else None
+
 
 def start_point(run: RunDir, store: RunStore) -> StartPoint:
     """Bring the store to the newest checkpoint (step 0 without one) and say where the run goes on."""

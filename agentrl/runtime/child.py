@@ -14,7 +14,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, RunFailed
+
+ENDS_THE_RUN = 3
+"""Exit status of a child that says, on purpose, that the run cannot go on: starting it again would not help."""
 
 _LIFELINE_GRACE_S = 5.0
 
@@ -41,7 +44,7 @@ def run_role(role: str, main: Callable[[], None]) -> int:
     except AgentRLError as error:
         _leave_note(str(error))
         print(f"agentrl {role}: {error}", file=sys.stderr)
-        return error.exit_code
+        return ENDS_THE_RUN if isinstance(error, RunFailed) else error.exit_code
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (0, None):
             return 0

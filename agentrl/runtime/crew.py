@@ -2,7 +2,7 @@
 
 It owns processes and nothing else: no task, no token, no weight. A worker that dies is simply started again (its leases
 expire, its episodes go on from the journal); an engine comes back on its port with the weights the store calls current;
-a learner goes on from its last checkpoint. A child that fails with a usage error is not retried.
+a learner goes on from its last checkpoint. A child that fails on purpose, as nothing would mend it, is not retried.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from agentrl.config import RunConfig
 from agentrl.errors import RunFailed, UsageError
 from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint
-from agentrl.runtime.engines import Replica, Weights, attach
+from agentrl.runtime.child import ENDS_THE_RUN
+from agentrl.runtime.engines import Replica, Weights, attach, current_weights
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import Child, RestartBudget
@@ -43,24 +44,17 @@ class Crew:
         """Start (or attach to) the engines and write their URLs into the store; all serve the current weights then."""
 
         def weights() -> Weights:
-            current = self.store.current_version()
-            file = self.store.weights_path(current.version)
-            if file is not None and not file.exists():
-                file = None
-            if file is None and current != start.version:
-                raise RunFailed(f"the weights of version {current.version} are gone: go on with --resume")
-            return Weights(model=start.model, base=start.version, current=current, file=file)
+            return current_weights(self.config, self.store, start)
 
         urls = list(self.config.engine.urls)
         for url in urls:
-            await attach(url, weights(), self.config.engine)
+            await attach(url, weights(), self.config)
         for index in range(0 if urls else self.config.engine.replicas):
             replica = Replica(
                 child=self._child(f"engine-{index}", [], self.config.engine.threads),
                 port=_free_port(),
                 scratch=self.run.scratch,
-                settings=self.config.engine,
-                max_context=self.config.rollout.max_context,
+                config=self.config,
                 weights=weights,
             )
             await self._serve(replica)
@@ -78,8 +72,7 @@ class Crew:
             child=self._child("engine-frozen", [], self.config.engine.threads),
             port=_free_port(),
             scratch=self.run.scratch,
-            settings=self.config.engine,
-            max_context=self.config.rollout.max_context,
+            config=self.config,
             weights=lambda: Weights(model=model, base=first, current=first, file=None),
         )
         await self._serve(replica)
@@ -147,7 +140,7 @@ class Crew:
                 done.set()
                 return
             why = child.failure(status)
-            if status == UsageError.exit_code:
+            if status in (UsageError.exit_code, ENDS_THE_RUN):
                 raise RunFailed(why)
             budget.spend(why)
             self.restarts[child.name] = self.restarts.get(child.name, 0) + 1

@@ -7,33 +7,53 @@ with the store's current version, also when it was started again in the middle o
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
 import trio
 
-from agentrl.config import EngineSettings
+from agentrl.config import EngineSettings, RunConfig
+from agentrl.engine import adapters
 from agentrl.engine.client import EngineClient
 from agentrl.engine.launch import embedded_argv
 from agentrl.engine.vllm import launch as vllm
-from agentrl.engine.vllm.probe import FOR_TRAINING, probe
+from agentrl.engine.vllm.probe import FOR_TRAINING, Need, probe
 from agentrl.engine.weights import push
 from agentrl.errors import ModelError, RunFailed
 from agentrl.records import WeightVersion
+from agentrl.runtime.checkpoints import StartPoint
+from agentrl.runtime.models import model_dir
 from agentrl.runtime.supervise import Child
+from agentrl.store import RunStore
 
 _POLL_S = 0.05
+_ADAPTERS = 4  # versions that turns of one batch may have begun with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """What an engine is to serve: a model folder that stands for version `base`, and the current version with the
-    file that holds it, where that is another one."""
+    weight file, or the folder of the adapter over `model`, that holds it where that is another one."""
 
     model: Path
     base: WeightVersion
     current: WeightVersion
-    file: Path | None
+    file: Path | None = None
+    adapter: Path | None = None
+
+
+def current_weights(config: RunConfig, store: RunStore, start: StartPoint) -> Weights:
+    """What the store calls current, in a run that began at `start`. Raises RunFailed if its files are gone."""
+    current = store.current_version()
+    path = store.weights_path(current.version)
+    found = path if path is not None and path.exists() else None
+    if found is None and current != start.version:
+        raise RunFailed(f"the weights of version {current.version} are gone: go on with --resume")
+    if config.sync != "adapter":
+        return Weights(model=start.model, base=start.version, current=current, file=found)
+    first = WeightVersion(version=0, step=0) if current.step else current  # an adapter's tokens carry its own version
+    return Weights(model=model_dir(config.model), base=first, current=current, adapter=found or start.adapter)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,8 +63,7 @@ class Replica:
     child: Child
     port: int
     scratch: Path
-    settings: EngineSettings
-    max_context: int
+    config: RunConfig
     weights: Callable[[], Weights]
 
     @property
@@ -53,7 +72,7 @@ class Replica:
 
     async def up(self) -> None:
         """Start it and wait until it serves the current weights. Raises RunFailed with what its log or error says."""
-        if self.settings.kind == "vllm":
+        if self.config.engine.kind == "vllm":
             await self._up_vllm(self.weights())
         else:
             await self._up_embedded(self.weights())
@@ -63,15 +82,15 @@ class Replica:
         ready_file.unlink(missing_ok=True)
         self.child.argv = embedded_argv(
             weights.model,
-            self.settings,
+            self.config.engine,
             ready_file=ready_file,
             port=self.port,
             version=weights.current.version,
             weights=weights.file,
-            max_context=self.max_context,
+            max_context=self.config.rollout.max_context,
         )[1:]
         self.child.start()
-        deadline_s = self.settings.start_deadline_s
+        deadline_s = self.config.engine.start_deadline_s
         with trio.move_on_after(deadline_s):
             while not ready_file.exists():
                 status = self.child.poll()
@@ -82,17 +101,20 @@ class Replica:
         raise RunFailed(f"{self.child.name} was not ready within {deadline_s:g} s (engine.start_deadline_s)")
 
     async def _up_vllm(self, weights: Weights) -> None:
+        settings = self.config.engine
         server = vllm.VLLMServer(
             model=weights.model,
             port=self.port,
             plugin_folder=self.scratch / f"{self.child.name}-plugin",
             build=vllm.find_build(),
-            max_model_len=self.max_context,
-            max_batch=self.settings.max_batch,
-            dtype=self.settings.dtype,
-            kv_cache_bytes=self.settings.kv_cache_mb << 20,
-            stream_tokens=self.settings.stream_tokens,
-            threads=self.settings.threads,
+            max_model_len=self.config.rollout.max_context,
+            max_batch=settings.max_batch,
+            dtype=settings.dtype,
+            kv_cache_bytes=settings.kv_cache_mb << 20,
+            stream_tokens=settings.stream_tokens,
+            threads=settings.threads,
+            lora_rank=self.config.train.lora_rank if self.config.sync == "adapter" else 0,
+            max_loras=_ADAPTERS,
         )
         server.prepare()
         self.child.python, self.child.argv, self.child.env = str(server.build.python), server.argv(), server.env()
@@ -100,29 +122,42 @@ class Replica:
         await vllm.ready(
             server,
             version=weights.base.version,
-            deadline_s=self.settings.start_deadline_s,
+            deadline_s=settings.start_deadline_s,
             ended=lambda: self.child.poll() is not None,
             log=self.child.log_path,
         )
         if weights.file is not None:
-            await push([self.url], weights.file, weights.current.version, deadline_s=self.settings.admin_deadline_s)
+            await push([self.url], weights.file, weights.current.version, deadline_s=settings.admin_deadline_s)
+        if weights.adapter is not None:
+            async with aclosing(EngineClient(self.url)) as client:
+                await _load_adapter(client, weights, settings)
 
 
-async def attach(url: str, weights: Weights, settings: EngineSettings) -> None:
+async def attach(url: str, weights: Weights, config: RunConfig) -> None:
     """Make an engine that somebody else started serve the current weights. Raises UsageError for a vLLM server that
     lacks what training needs, with the flags that mend it; WeightSyncError if it does not take the weights."""
-    if settings.kind == "vllm":
-        client = EngineClient(url)
-        try:
-            (await probe(client)).require(FOR_TRAINING)
-        finally:
-            await client.aclose()
-    await refit(url, weights, deadline_s=settings.admin_deadline_s)
+    settings, adapters_alone = config.engine, config.sync == "adapter"
+    deadline_s = settings.admin_deadline_s
+    async with aclosing(EngineClient(url)) as client:
+        if settings.kind == "vllm":
+            (await probe(client)).require({*FOR_TRAINING, Need.LORA} if adapters_alone else FOR_TRAINING)
+        if adapters_alone:
+            await adapters.retire([client], keep=(), deadline_s=deadline_s)  # those of a run before this one
+        below = weights.base if adapters_alone else weights.current
+        await push([client], _whole(weights), below.version, deadline_s=deadline_s)
+        if weights.adapter is not None:
+            await _load_adapter(client, weights, settings)
 
 
-async def refit(url: str, weights: Weights, *, deadline_s: float) -> None:
-    """Push the current weights to one engine. Raises WeightSyncError if it does not confirm them."""
+async def _load_adapter(client: EngineClient, weights: Weights, settings: EngineSettings) -> None:
+    assert weights.adapter is not None
+    version = weights.current.version
+    await adapters.load([client], weights.adapter, version, deadline_s=settings.admin_deadline_s)
+
+
+def _whole(weights: Weights) -> Path:
+    """A file with all weights, those below an adapter. Raises ModelError if there is none."""
     file = weights.file or weights.model / "model.safetensors"
     if not file.is_file():
         raise ModelError(f"{weights.model} has no model.safetensors: save it as one file to attach engines by URL")
-    await push([url], file, weights.current.version, deadline_s=deadline_s)
+    return file

@@ -1,4 +1,4 @@
-"""The learner's process: take a batch, step, mint a version, push it, confirm it; checkpoint now and then.
+"""The learner's process: take a batch, step, mint a version, send it, confirm it; checkpoint now and then.
 
 It is the only process that loads torch besides the engine. A push overlaps the next step, on a thread: neither side
 waits for the other (law 6). What the learner does wait for, groups or the push before, is measured as idle time: that
@@ -18,21 +18,19 @@ from typing import Any
 import trio
 
 from agentrl.config import RunConfig
-from agentrl.engine.weights import PushReport, push
-from agentrl.errors import EngineError
+from agentrl.engine.canary import Canary, probe_tokens
 from agentrl.records import Group, WeightVersion
 from agentrl.runtime.checkpoints import start_point
 from agentrl.runtime.child import watch_lifeline
+from agentrl.runtime.courier import Courier, Parcel
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.telemetry import Telemetry
-from agentrl.train.export import WeightFile
 from agentrl.train.learner import Learner
 
 _POLL_S = 0.005
-_SYNC_TRIES = 20
-_SYNC_RETRY_S = 0.5
+_PROBE = 128  # tokens that the canary compares
 
 
 def learn(path: Path) -> None:
@@ -57,6 +55,7 @@ class _Learning:
         if start.checkpoint is not None:
             self._learner.load(start.checkpoint)
         self._telemetry = Telemetry(store, run.metrics, "learner")
+        self._courier = Courier(self._config)
         self._pushes = ThreadPoolExecutor(1, "push")
         self._push: Future[None] | None = None
         store.set_meta("model_params", str(sum(p.numel() for p in self._learner.model.parameters())))
@@ -94,13 +93,28 @@ class _Learning:
         raise SystemExit(0)
 
     def _publish(self, row: dict[str, Any]) -> WeightVersion:
-        """Write the weights to shared memory and start to push them. The step's metrics `row` is recorded when every
+        """Write the weights to shared memory and start to send them. The step's metrics `row` is recorded when every
         engine has them."""
-        path = self._run.scratch / "weights" / f"{time.time_ns()}.safetensors"
-        file = self._learner.export(path)
+        path = self._run.scratch / "weights" / str(time.time_ns())
+        sha256 = ""
+        if self._config.sync == "adapter":
+            self._learner.export_adapter(path)
+        else:
+            path = path.with_suffix(".safetensors")
+            sha256 = self._learner.export(path).sha256
         version = self._store.mint_version(self._learner.step_index, path)
-        self._push = self._pushes.submit(self._send, version, file, row)
+        parcel = Parcel(version=version.version, path=path, sha256=sha256, canary=self._canary(version))
+        self._push = self._pushes.submit(self._send, version, parcel, row)
         return version
+
+    def _canary(self, version: WeightVersion) -> Canary | None:
+        """What a fixed probe costs under the weights that are sent."""
+        settings = self._config.engine
+        if not settings.canary:
+            return None
+        tokens = probe_tokens(self._learner.model.vocab, min(_PROBE, self._config.rollout.max_context - 1))
+        dtype = "float32" if settings.kind == "embedded" or settings.dtype == "float32" else "bfloat16"
+        return Canary(version=version.version, token_ids=tokens, logprobs=self._learner.score(tokens), dtype=dtype)
 
     def _settle(self) -> float:
         """Wait for the push under way; how long that took. Raises what it raised."""
@@ -110,35 +124,14 @@ class _Learning:
             push.result()
         return time.perf_counter() - started
 
-    def _send(self, version: WeightVersion, file: WeightFile, row: dict[str, Any]) -> None:
-        """Have every engine load the weights, confirm the version, drop the files that nobody needs any more."""
+    def _send(self, version: WeightVersion, parcel: Parcel, row: dict[str, Any]) -> None:
+        """Have every engine take the weights, confirm the version, drop what nobody needs any more."""
         urls: list[str] = json.loads(self._store.meta("engine_urls") or "[]")
-        report = trio.run(self._everywhere, urls, file, version)
+        sync = trio.run(self._courier.deliver, urls, parcel)
         self._store.confirm_version(version)
         if row:
-            sync = {"pause_s": report.pause_s, "sync_s": report.total_s, "sync_bytes": report.bytes}
             self._telemetry.record("step", version.step, {**row, **sync, "version": version.version})
-        for old in sorted(file.path.parent.glob("*.safetensors"))[:-2]:
-            old.unlink()
-
-    async def _everywhere(self, urls: list[str], file: WeightFile, version: WeightVersion) -> PushReport:
-        """Push to all engines; one that is being restarted gets a few chances."""
-        settings = self._config.engine
-        for attempt in range(_SYNC_TRIES):
-            try:
-                return await push(
-                    urls,
-                    file.path,
-                    version.version,
-                    sha256=file.sha256,
-                    deadline_s=settings.admin_deadline_s,
-                    clear_cache=settings.recompute_kv,
-                )
-            except EngineError:
-                if attempt == _SYNC_TRIES - 1:
-                    raise
-                await trio.sleep(_SYNC_RETRY_S)
-        raise AssertionError("unreachable")
+        trio.run(self._courier.tidy, urls)
 
     def _checkpoint(self, version: WeightVersion) -> None:
         """Folder first, then the store: `start_point` mends a kill in between."""

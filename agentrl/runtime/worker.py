@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import tempfile
@@ -13,7 +14,9 @@ import trio
 
 from agentrl import registry
 from agentrl.config import RunConfig
+from agentrl.engine.adapters import AdapterClient
 from agentrl.engine.client import EngineClient
+from agentrl.engine.concurrency import Aimd
 from agentrl.engine.fleet import Fleet
 from agentrl.engine.renderer import Renderer
 from agentrl.env import as_async
@@ -45,8 +48,7 @@ def serve(path: Path, index: int) -> None:
 
 async def _serve(run: RunDir, config: RunConfig, name: str) -> None:
     store = RunStore.open(run.store_path)
-    urls = json.loads(store.meta("engine_urls") or "[]")
-    fleet = Fleet([EngineClient(url) for url in urls])
+    fleet = _fleet(config, store)
     rewarder: Callable[..., float] | None = registry.load_reference(config.env.reward) if config.env.reward else None
     seat = Seat(
         engine=fleet,
@@ -61,6 +63,8 @@ async def _serve(run: RunDir, config: RunConfig, name: str) -> None:
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
+            if config.engine.kind == "vllm":
+                nursery.start_soon(lambda: fleet.control(start=_concurrency(config)))
             await worker.run()
             nursery.cancel_scope.cancel()
     finally:
@@ -68,6 +72,25 @@ async def _serve(run: RunDir, config: RunConfig, name: str) -> None:
             for engine in (fleet, *seat.given.values()):
                 await engine.aclose()
         store.close()
+
+
+def _fleet(config: RunConfig, store: RunStore) -> Fleet:
+    """The run's engines. Where adapters travel alone, a turn begins with the newest one that the learner confirmed."""
+
+    def adapter() -> int | None:
+        current = store.current_version()
+        return current.version if current.step else None  # before the first step there is none
+
+    urls: list[str] = json.loads(store.meta("engine_urls") or "[]")
+    if config.sync == "adapter":
+        return Fleet([AdapterClient(url, current=adapter) for url in urls])
+    return Fleet([EngineClient(url) for url in urls])
+
+
+def _concurrency(config: RunConfig) -> Aimd:
+    """A worker's requests at one vLLM server: what it runs at once to begin with, its share of the run at most."""
+    share = math.ceil(config.rollout.max_running / config.rollout.workers)
+    return Aimd(limit=min(share, config.engine.max_batch), ceiling=share)
 
 
 def _given(config: RunConfig, store: RunStore) -> dict[str, Engine]:

@@ -51,6 +51,7 @@ def test_lora_is_there_only_when_asked_for() -> None:
     assert "--enable-lora" not in options(server())
     found = options(server(lora_rank=16, max_loras=3))
     assert (found["--max-lora-rank"], found["--max-loras"]) == ("16", "3")
+    assert options(server(lora_rank=9))["--max-lora-rank"] == "16"  # vLLM knows a few ranks only
     assert server(lora_rank=16).env()["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in server().env()
 

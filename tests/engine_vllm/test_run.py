@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from agentrl.engine.canary import TOLERANCE
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
@@ -18,6 +23,7 @@ from .test_fleet import alive
 pytestmark = pytest.mark.vllm
 
 ENVS = Path(__file__).parents[1] / "runtime" / "envs.py"
+ADAPTERS = ("train.lora_rank=4", "train.steps=8", "rollout.turn_deadline_s=250")
 RUN = f"""
 model = "agentrl/tiny-coder"
 [env]
@@ -53,19 +59,77 @@ def processes_of(run: RunDir) -> list[int]:
     return found
 
 
-def test_a_run_with_vllm_learns_from_tokens_of_every_version(tmp_path: Path) -> None:
-    file, out = tmp_path / "run.toml", tmp_path / "run"
+def train(out: Path, *settings: str, **environment: str) -> subprocess.Popen[str]:
+    """A run that has begun; its engines take part in what it was started with."""
+    file = out.with_suffix(".toml")
     file.write_text(RUN)
-    code = "from agentrl.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "train", str(file), "--out", str(out)], capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
-    run = RunDir.open(out)
-    summary = json.loads(run.summary.read_text())
-    assert summary["steps"] == 3
+    chosen = [word for setting in settings for word in ("--set", setting)]
+    command = [sys.executable, "-c", "from agentrl.cli import main; main()", "train", str(file), "--out", str(out)]
+    pipe = subprocess.PIPE
+    env = {**os.environ, **environment}
+    return subprocess.Popen([*command, *chosen], stdout=pipe, stderr=pipe, text=True, env=env)
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Its exit status and what it said."""
+    try:
+        output, errors = process.communicate(timeout=280)
+    finally:
+        process.kill()
+    return process.returncode, errors[-2000:] + output[-2000:]
+
+
+def steps_of(run: RunDir) -> list[dict[str, Any]]:
+    lines = run.metrics.read_text().splitlines() if run.metrics.exists() else []
+    return [row for row in map(json.loads, lines) if "sync_bytes" in row]
+
+
+def wait_for_step(step: int, run: RunDir, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 200
+    while len(steps_of(run)) < step and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)  # on another process
+
+
+@pytest.mark.parametrize("sync", ["full", "delta"])
+def test_a_run_with_vllm_learns_from_tokens_of_every_version(tmp_path: Path, sync: str) -> None:
+    status, said = end(train(tmp_path / "run", f"engine.sync={sync}"))
+    assert status == 0, said
+    run = RunDir.open(tmp_path / "run")
+    assert json.loads(run.summary.read_text())["steps"] == 3
     with RunStore.open(run.store_path) as store:
         assert not audit(store).violations
-    steps = [row for row in map(json.loads, run.metrics.read_text().splitlines()) if "sync_bytes" in row]
+    steps = steps_of(run)
     assert [row["version"] for row in steps] == [2, 3, 4]  # 1 is what the run started from
+    assert max(row["canary_error"] for row in steps) < TOLERANCE["float32"]
+    first, *later = (row["sync_bytes"] for row in steps)
+    assert all(size < first for size in later) if sync == "delta" else all(size == first for size in later)
     assert processes_of(run) == []
+
+
+def test_adapters_are_trained_without_a_pause_and_a_new_engine_gets_the_current_one(tmp_path: Path) -> None:
+    process, run = train(tmp_path / "run", *ADAPTERS), RunDir(tmp_path / "run")
+    try:
+        wait_for_step(2, run, process)
+        (engine,) = (pid for pid in processes_of(run) if "plugin.host" in Path(f"/proc/{pid}/cmdline").read_text())
+        os.kill(engine, signal.SIGKILL)
+    finally:
+        status, said = end(process)
+    assert status == 0, said
+    with RunStore.open(run.store_path) as store:
+        assert not audit(store).violations
+    steps = steps_of(run)
+    assert [row["step"] for row in steps] == list(range(1, 9))
+    assert {row["pause_s"] for row in steps} == {0.0}
+    assert max(row["canary_error"] for row in steps) < TOLERANCE["float32"]
+    newest = run.checkpoints / "step-00000008"
+    assert max(row["sync_bytes"] for row in steps) < newest.joinpath("model.safetensors").stat().st_size / 4
+    assert newest.joinpath("adapter/adapter_model.safetensors").is_file()
+    assert json.loads(run.summary.read_text())["restarts"] == {"engine-0": 1}
+    assert processes_of(run) == []
+
+
+def test_weights_that_an_engine_did_not_take_end_the_run_and_are_named(tmp_path: Path) -> None:
+    status, said = end(train(tmp_path / "run", "train.lr=0.01", AGENTRL_VLLM_MEND="0"))
+    assert status == 1
+    assert "canary" in said and "not taken: lm_head (tied to model.embed_tokens.weight)" in said
+    assert processes_of(RunDir(tmp_path / "run")) == []

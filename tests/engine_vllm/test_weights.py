@@ -230,7 +230,7 @@ async def _seen_and_mended(client: EngineClient, policy: Policy, named: str) -> 
         assert await canary.check([client], probe_of(policy, version)) <= EXACT
 
         await mend(client, False)
-        version, file = policy.update()
+        version, file = policy.update(scale=0.005)  # about what an optimizer step does
         info = update_info(file.path, file.sha256)
         await push([client], file.path, version, sha256=file.sha256, deadline_s=ADMIN_S, clear_cache=True)
         with pytest.raises(WeightSyncError, match="nats from the learner's") as caught:

@@ -13,6 +13,7 @@ import trio
 from trio.testing import MockClock
 
 from agentrl.errors import RunFailed
+from agentrl.runtime.child import ENDS_THE_RUN
 from agentrl.runtime.supervise import Child, RestartBudget
 
 DEADLINE_S = 60
@@ -59,7 +60,7 @@ async def test_a_child_that_will_not_end_is_killed(tmp_path: Path, monkeypatch: 
     ("raised", "status", "line"),
     [
         ("UsageError('bad thing: mend it')", 2, "part: bad thing: mend it"),
-        ("RunFailed('went wrong')", 1, "part: went wrong"),
+        ("RunFailed('went wrong')", ENDS_THE_RUN, "part: went wrong"),
         ("ZeroDivisionError('two\\nlines')", 1, "part: ZeroDivisionError: two lines"),
     ],
 )

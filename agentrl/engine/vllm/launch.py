@@ -37,6 +37,7 @@ OLDEST, BELOW = (0, 32), (0, 33)
 _POLL_S = 0.1
 _GRACE_S = 8.0  # between asking a server to end and killing it
 _MIN_HEAD_DIM = 32  # of the CPU build: a smaller one fails at the first request
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 _BLOCK = 32  # tokens of one KV block; the CPU build's smallest that is fast
 _ASK = """
 import importlib.metadata, json, sys
@@ -140,7 +141,8 @@ class VLLMServer:
             options["kv-cache-memory-bytes"] = self.kv_cache_bytes
         if self.lora_rank:
             flags.append("enable-lora")
-            options |= {"max-lora-rank": self.lora_rank, "max-loras": self.max_loras}
+            room = next((rank for rank in _LORA_RANKS if rank >= self.lora_rank), self.lora_rank)
+            options |= {"max-lora-rank": room, "max-loras": self.max_loras}
         if self.build.cpu:
             flags.append("enforce-eager")  # compiling doubles the start and gains nothing on small models
             options |= {"block-size": _BLOCK, "distributed-executor-backend": "uni"}
