@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -188,6 +188,31 @@ def new_env(
 
 
 @app.command()
+def validate(
+    env: Annotated[str, typer.Argument(help="Environment id")],
+    n: Annotated[int, typer.Option(min=1, help="Tasks")] = 20,
+    seed: Annotated[int, typer.Option(help="Seed of the first task")] = 0,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Constructor argument: key=value")] = None,
+) -> None:
+    """Play an environment's oracles (gold, no-op …) for real; exit code 1 if one does not get what it must."""
+    from agentrl.config import apply_override
+    from agentrl.runtime.validate import validate as play_oracles
+
+    kwargs: dict[str, Any] = {}
+    for setting in settings or []:
+        apply_override(kwargs, setting)
+    tallies = play_oracles(env, seeds=range(seed, seed + n), kwargs=kwargs)
+    table = Table("oracle", "must get", "episodes", "held", "turns", "seeds where it did not")
+    for tally in tallies:
+        missed = ", ".join(f"{at} (got {got})" for at, got in list(tally.missed.items())[:10])
+        turns = f"{tally.turns / tally.episodes:.1f}"
+        table.add_row(tally.name, f"{tally.expected:g}", str(tally.episodes), str(tally.held), turns, missed or "-")
+    Console().print(table)
+    if any(tally.missed for tally in tallies):
+        raise SystemExit(1)
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine has and what to do about what is missing."""
     from agentrl.runtime.doctor import examine
@@ -205,15 +230,27 @@ def doctor() -> None:
 @app.command()
 def serve(
     model: Annotated[str, typer.Argument(help="A model folder or a registered model id")],
+    kind: Annotated[Literal["embedded", "vllm"], typer.Option(help="Which engine")] = "embedded",
     port: Annotated[int, typer.Option(help="0 takes a free one")] = 8000,
     host: str = "127.0.0.1",
     threads: Annotated[int, typer.Option(min=1)] = 1,
+    max_context: Annotated[int, typer.Option(min=2, help="Tokens of prompt and answer together")] = 2048,
+    max_batch: Annotated[int, typer.Option(min=1, help="Requests computed at once")] = 128,
+    kv_cache_mb: Annotated[int, typer.Option(min=1)] = 512,
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Of vLLM's weights")] = "float32",
+    lora_rank: Annotated[int, typer.Option(min=0, help="Take adapters up to this rank (vLLM)")] = 0,
 ) -> None:
-    """Serve a model with the embedded engine, which speaks the part of vLLM's API that agentrl uses."""
+    """Serve a model until Ctrl-C. A run attaches with --set engine.kind=… --set 'engine.urls=["URL"]'."""
+    from agentrl.config import EngineSettings
     from agentrl.runtime.models import model_dir
+    from agentrl.runtime.serving import serve as serve_model
 
-    argv = ["-m", "agentrl.engine.embedded", "--model", str(model_dir(model)), "--host", host, "--port", str(port)]
-    raise SystemExit(subprocess.run([sys.executable, *argv, "--threads", str(threads)], check=False).returncode)
+    if lora_rank and kind == "embedded":
+        raise UsageError("--lora-rank is for --kind vllm; to the embedded engine adapters come merged")
+    settings = EngineSettings(
+        kind=kind, threads=threads, max_batch=max_batch, kv_cache_mb=kv_cache_mb, dtype=dtype, start_deadline_s=600.0
+    )
+    serve_model(model_dir(model), settings, host=host, port=port, max_context=max_context, lora_rank=lora_rank)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -6,7 +6,7 @@ of a turn: the change in the share of visible tests that pass. Knows nothing of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from trio.lowlevel import RunVar
 
 from agentrl.env import CallResult, EpisodeLimits, Grade, ToolEnv
 from agentrl.env.core import ResetResult
+from agentrl.env.oracles import Oracle, script
 from agentrl.errors import ConfigError
 from agentrl.protocols import ToolResult
 from agentrl.records import Json, Messages
@@ -104,6 +105,19 @@ class CodeRepair(ToolEnv):
         values = await self._runner.run(self._document.text, [check.call for check in hidden])
         success = texts.passed(hidden, values) == len(hidden)
         return Grade(outcome=float(success), success=success, info={"visible": self._share})
+
+    def oracles(self) -> list[Oracle]:
+        repair, submit = self._repair, self.call("submit")
+
+        def replaced(line: int, text: str) -> Callable[[Messages], str]:
+            return script(self.call("replace_line", line=line, text=text) + submit)
+
+        return [
+            Oracle("gold", 1.0, replaced(repair.fix_line, repair.fix_text)),
+            Oracle("no-op", 0.0, script(submit)),
+            Oracle("empty the module", 0.0, replaced(1, "raise SystemExit(0)")),
+            Oracle("end the test run", 0.0, replaced(1, f"import os; os._exit(0)\n{repair.source.split(chr(10))[0]}")),
+        ]
 
 
 _runners: RunVar[dict[tuple[str, int], Runner]] = RunVar("agentrl_code_repair_runners")
