@@ -113,7 +113,7 @@ def plot(run: RunDir, config: RunConfig, store: RunStore) -> Path:
     share = [row["idle_s"] / (row["idle_s"] + row["busy_s"]) for row in rows]
     bottom.plot(steps, share, color="#7f8c8d", linewidth=1, label="learner idle share")
     bottom.set_xlabel("optimizer step")
-    bottom.legend(loc="upper right", frameon=False)
+    bottom.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.2)
