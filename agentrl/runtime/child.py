@@ -1,7 +1,7 @@
 """The child side of supervision: `python -m agentrl.runtime.child ROLE RUN_DIR [INDEX]`.
 
-A child ignores Ctrl-C (its owner ends it), ends when its lifeline on standard input closes, and leaves the one line it
-failed with where its owner looks for it.
+A child ignores Ctrl-C (its owner ends it), watches its lifeline, and leaves the one line it failed with where its owner
+looks for it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -18,22 +17,6 @@ from agentrl.errors import AgentRLError, RunFailed
 
 ENDS_THE_RUN = 3
 """Exit status of a child that says, on purpose, that the run cannot go on: starting it again would not help."""
-
-_LIFELINE_GRACE_S = 5.0
-
-
-def watch_lifeline(on_end: Callable[[], None]) -> None:
-    """Call `on_end` when standard input ends, and exit for good a grace later whatever happened meanwhile."""
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        timer = threading.Timer(_LIFELINE_GRACE_S, os._exit, args=(70,))
-        timer.daemon = True
-        timer.start()
-        on_end()
-
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
 def run_role(role: str, main: Callable[[], None]) -> int:

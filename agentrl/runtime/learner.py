@@ -21,8 +21,8 @@ from agentrl.config import RunConfig
 from agentrl.engine.canary import Canary, probe_tokens
 from agentrl.records import Group, WeightVersion
 from agentrl.runtime.checkpoints import start_point
-from agentrl.runtime.child import watch_lifeline
 from agentrl.runtime.courier import Courier, Parcel
+from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore

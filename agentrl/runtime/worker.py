@@ -24,7 +24,7 @@ from agentrl.protocols import AsyncEnv, Engine
 from agentrl.records import Task
 from agentrl.rollout.episode import Seat
 from agentrl.rollout.worker import Worker
-from agentrl.runtime.child import watch_lifeline
+from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.sources import task_source
