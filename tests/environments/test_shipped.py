@@ -14,6 +14,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("agentrl/Calculator-v0", {"terms": 1, "largest": 9, "tool_format": "react"}),
     ("agentrl/Nim-v0", {}),
     ("agentrl/Nim-v0", {"opponent": "random", "heaps": 5}),
+    ("agentrl/Retrieval-v0", {}),
+    ("agentrl/Retrieval-v0", {"split": "held_out", "tool_format": "json"}),
     ("agentrl/TextGame-v0", {}),
     ("agentrl/TextGame-v0", {"rooms": 12, "locks": 3, "shaped": True}),
 ]
@@ -23,5 +25,5 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 async def test_oracles_get_what_they_must(id: str, kwargs: dict[str, Any]) -> None:
     for seed in range(25):
         verdicts = await judge(lambda: agentrl.make(id, **kwargs), seed)
-        assert {verdict.expected for verdict in verdicts} == {0.0, 1.0}
+        assert {verdict.expected for verdict in verdicts} >= {0.0, 1.0}
         assert all(verdict.holds for verdict in verdicts), (seed, verdicts)
