@@ -33,13 +33,24 @@ def embedded_argv(
     settings: EngineSettings,
     *,
     ready_file: Path,
+    host: str = "127.0.0.1",
     port: int = 0,
     version: int = 0,
     weights: Path | None = None,
     max_context: int | None = None,
 ) -> list[str]:
     """The command that serves `model_dir` until its standard input ends; it writes `ready_file` once it answers."""
-    argv = [sys.executable, "-m", "agentrl.engine.embedded", "--model", str(model_dir), "--port", str(port)]
+    argv = [
+        sys.executable,
+        "-m",
+        "agentrl.engine.embedded",
+        "--model",
+        str(model_dir),
+        "--host",
+        host,
+        "--port",
+        str(port),
+    ]
     argv += ["--threads", str(settings.threads), "--max-batch", str(settings.max_batch)]
     argv += ["--kv-cache-mb", str(settings.kv_cache_mb), "--stream-tokens", str(settings.stream_tokens)]
     argv += ["--served-version", str(version), "--ready-file", str(ready_file), "--lifeline"]
@@ -55,6 +66,7 @@ async def launch_embedded(
     model_dir: Path,
     settings: EngineSettings | None = None,
     *,
+    host: str = "127.0.0.1",
     port: int = 0,
     version: int = 0,
     weights: Path | None = None,
@@ -72,6 +84,7 @@ async def launch_embedded(
             model_dir,
             settings,
             ready_file=ready_file,
+            host=host,
             port=port,
             version=version,
             weights=weights,

@@ -102,19 +102,13 @@ class Replica:
 
     async def _up_vllm(self, weights: Weights) -> None:
         settings = self.config.engine
-        server = vllm.VLLMServer(
-            model=weights.model,
+        server = vllm_server(
+            weights.model,
+            settings,
             port=self.port,
             plugin_folder=self.scratch / f"{self.child.name}-plugin",
-            build=vllm.find_build(),
-            max_model_len=self.config.rollout.max_context,
-            max_batch=settings.max_batch,
-            dtype=settings.dtype,
-            kv_cache_bytes=settings.kv_cache_mb << 20,
-            stream_tokens=settings.stream_tokens,
-            threads=settings.threads,
+            max_context=self.config.rollout.max_context,
             lora_rank=self.config.train.lora_rank if self.config.sync == "adapter" else 0,
-            max_loras=_ADAPTERS,
         )
         server.prepare()
         self.child.python, self.child.argv, self.child.env = str(server.build.python), server.argv(), server.env()
@@ -131,6 +125,26 @@ class Replica:
         if weights.adapter is not None:
             async with aclosing(EngineClient(self.url)) as client:
                 await _load_adapter(client, weights, settings)
+
+
+def vllm_server(
+    model: Path, settings: EngineSettings, *, port: int, plugin_folder: Path, max_context: int, lora_rank: int = 0
+) -> vllm.VLLMServer:
+    """A vLLM server with all that training needs. Raises UsageError where there is no vLLM."""
+    return vllm.VLLMServer(
+        model=model,
+        port=port,
+        plugin_folder=plugin_folder,
+        build=vllm.find_build(),
+        max_model_len=max_context,
+        max_batch=settings.max_batch,
+        dtype=settings.dtype,
+        kv_cache_bytes=settings.kv_cache_mb << 20,
+        stream_tokens=settings.stream_tokens,
+        threads=settings.threads,
+        lora_rank=lora_rank,
+        max_loras=_ADAPTERS,
+    )
 
 
 async def attach(url: str, weights: Weights, config: RunConfig) -> None:

@@ -1,0 +1,69 @@
+"""An engine by itself: started, announced, ended with its owner. Other runs attach to it by its URL.
+
+It holds no weights but those of the model's folder; a run that attaches sends its own. The engine lives no longer than
+this process, however that ends.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import trio
+
+from agentrl.config import EngineSettings
+from agentrl.engine.launch import launch_embedded
+from agentrl.engine.vllm import launch as vllm
+from agentrl.errors import EngineUnavailable
+from agentrl.runtime.engines import vllm_server
+
+
+def serve(model: Path, settings: EngineSettings, *, host: str, port: int, max_context: int, lora_rank: int = 0) -> None:
+    """Serve `model` until SIGINT or SIGTERM; `port` 0 takes a free one. Prints the URL on a line of its own when the
+    engine answers. Raises UsageError or RunFailed if it does not start, EngineUnavailable if it ends by itself."""
+
+    async def main() -> int | None:
+        status = None
+        async with _engine(model, settings, host, port, max_context, lora_rank) as (url, process):
+            print(url, flush=True)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_end_on_signal, nursery.cancel_scope)
+                status = await process.wait()
+                nursery.cancel_scope.cancel()
+        return status
+
+    with suppress(KeyboardInterrupt):  # while it started
+        status = trio.run(main)
+        if status is not None:
+            raise EngineUnavailable(f"the engine ended by itself with exit status {status}")
+
+
+@asynccontextmanager
+async def _engine(
+    model: Path, settings: EngineSettings, host: str, port: int, max_context: int, lora_rank: int
+) -> AsyncGenerator[tuple[str, trio.Process]]:
+    if settings.kind == "embedded":
+        async with launch_embedded(model, settings, host=host, port=port, max_context=max_context) as engine:
+            yield engine.url, engine.process
+        return
+    with tempfile.TemporaryDirectory(prefix="agentrl-plugin-") as folder:
+        server = vllm_server(
+            model, settings, port=port, plugin_folder=Path(folder), max_context=max_context, lora_rank=lora_rank
+        )
+        server = replace(server, host=host)
+        server = server if port else server.on_free_port()
+        log = Path(tempfile.gettempdir()) / f"agentrl-vllm-{server.port}.log"
+        print(f"starting vLLM {server.build.version}; its log is {log}", flush=True)
+        async with vllm.running(server, log=log, deadline_s=settings.start_deadline_s) as process:
+            yield server.url, process
+
+
+async def _end_on_signal(scope: trio.CancelScope) -> None:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for _ in signals:
+            scope.cancel()
+            return

@@ -1,0 +1,69 @@
+"""`agentrl serve`: it says where it answers, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+DEADLINE_S = 280
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command and the URL that it printed."""
+    command = [sys.executable, "-c", "from agentrl.cli import main; main()", "serve", "agentrl/tiny-coder", *arguments]
+    process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)
+    watch = threading.Timer(DEADLINE_S, process.kill)
+    watch.start()
+    assert process.stdout is not None
+    try:
+        url = next((line.strip() for line in process.stdout if line.startswith("http://")), "")
+        assert url, f"it ended with {process.wait()}"
+        yield process, url
+    finally:
+        watch.cancel()
+        process.kill()
+        process.communicate()
+
+
+def children_of(pid: int) -> list[int]:
+    lists = Path(f"/proc/{pid}/task").glob("*/children")  # a thread's children are its own
+    return [int(child) for found in lists for child in found.read_text().split()]
+
+
+def wait_until_gone(pid: int) -> None:
+    """A process that is no child of ours ends on its own time."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        import select
+
+        assert select.select([descriptor], [], [], 60)[0], f"process {pid} lives on"
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("kind", ["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_the_engine_ends_with_its_owner(kind: str, how: signal.Signals) -> None:
+    with serving("--kind", kind, "--kv-cache-mb", "64", "--max-context", "256") as (process, url):
+        model = httpx.get(f"{url}/v1/models").json()["data"][0]
+        assert model["max_model_len"] == 256
+        (engine,) = children_of(process.pid)
+        process.send_signal(how)
+        wait_until_gone(engine)
+        assert process.wait() == (0 if how == signal.SIGTERM else -signal.SIGKILL)
+
+
+def test_adapters_are_not_for_the_embedded_engine() -> None:
+    command = [sys.executable, "-c", "from agentrl.cli import main; main()", "serve", "agentrl/tiny-coder"]
+    done = subprocess.run([*command, "--lora-rank", "8"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "--kind vllm" in done.stderr
