@@ -98,6 +98,7 @@ def main() -> None:
             "audit_ok": audit.returncode == 0,
             "violations": checked.get("violations", []),
             "groups": checked["groups"]["train"],
+            "drops": checked["drops"],
             "success_before": summary["eval"]["before"]["success"],
             "success_after": summary["eval"]["after"]["success"],
             "left_over": left_over(run),
