@@ -1,12 +1,16 @@
-"""Every shipped environment that offers oracles keeps to them over many seeds."""
+"""Every shipped environment passes gymnasium's own checker, and keeps to the oracles that it offers."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import gymnasium
 import pytest
+from gymnasium.utils.env_checker import check_env
 
 import agentrl
+from agentrl import registry
 from agentrl.env.oracles import judge
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -20,10 +24,46 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("agentrl/TextGame-v0", {"rooms": 12, "locks": 3, "shaped": True}),
 ]
 
+MADE: dict[str, dict[str, Any]] = {
+    "Blackjack": {},
+    "Calculator": {},
+    "CodeRepair": {},
+    "FrozenLake": {},
+    "Gymnasium": {"env": "CliffWalking-v1"},
+    "Nim": {},
+    "NimTable": {},
+    "RepoRepair": {},
+    "Retrieval": {},
+    "Taxi": {},
+    "TextGame": {},
+}
+"""What makes each environment that needs no other package; those that do are checked beside their adapters' tests."""
+ADAPTERS = {"OpenEnv", "PettingZoo", "Program", "ReasoningGym", "TRL", "TextArena", "Verifiers"}
+BOXED = {"CodeRepair", "RepoRepair"}
+
+
+def test_no_shipped_environment_is_forgotten() -> None:
+    shipped = {id.removeprefix("agentrl/").removesuffix("-v0") for id in registry.ids("environments")}
+    assert {name for name in shipped if "/" not in name} == set(MADE) | ADAPTERS
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.bubblewrap] if name in BOXED else []) for name in MADE]
+)
+def test_gymnasiums_checker_passes_without_a_warning(name: str) -> None:
+    env = gymnasium.make(f"agentrl/{name}-v0", disable_env_checker=True, **MADE[name])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", message=".*render modes.*")
+            check_env(env.unwrapped)
+    finally:
+        env.close()
+
 
 @pytest.mark.parametrize(("id", "kwargs"), CASES, ids=str)
 async def test_oracles_get_what_they_must(id: str, kwargs: dict[str, Any]) -> None:
-    for seed in range(25):
+    for seed in range(10):
         verdicts = await judge(lambda: agentrl.make(id, **kwargs), seed)
         assert {verdict.expected for verdict in verdicts} >= {0.0, 1.0}
         assert all(verdict.holds for verdict in verdicts), (seed, verdicts)
