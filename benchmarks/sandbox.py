@@ -1,20 +1,16 @@
 """First command in a box from the warm pool, beside a bare loop of the same program, in the same run.
 
     agentrl bench sandbox [--backend bubblewrap] [--image IMAGE] [--rounds 200] [--out FILE.json]
-    agentrl bench sandbox --episodes 10000 [--concurrency 8]
 
 The bare loop is `bwrap --unshare-all --ro-bind / /` (bubblewrap) or the engine's own `docker exec` in one running
 container (docker): the peer without limits, files, output bounds or clean-up. The sides take turns, so that a busy
-machine slows both; read the ratio. With `--episodes` each episode takes a box, writes a file, runs three commands and
-closes it; what is left of processes, descriptors and folders, and the growth of memory, is printed.
+machine slows both; read the ratio. What thousands of episodes leave behind is `agentrl bench episodes`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
 import shutil
 import statistics
 import subprocess
@@ -103,66 +99,15 @@ def summary(seconds: list[float]) -> dict[str, float]:
     return {"p50_ms": round(1e3 * statistics.median(seconds), 2), "p95_ms": round(1e3 * cuts[-1], 2)}
 
 
-def own_state() -> dict[str, int]:
-    """Children, descriptors, folders of boxes and current memory (KiB) of this process."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    status = Path("/proc/self/status").read_text().split()
-    return {
-        "children": len(children),
-        "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
-        "folders": sum(1 for _ in Path("/dev/shm").glob(f"agentrl-boxes-*/{os.getpid()}.*")),
-        "memory_kib": int(status[status.index("VmRSS:") + 1]),
-    }
-
-
-async def episodes(name: str, options: dict[str, Any], count: int, concurrency: int) -> dict[str, Any]:
-    """Run `count` episodes; the state of this process before, at a tenth, and after."""
-    before = own_state()
-    marks: dict[str, dict[str, int]] = {}
-    done = 0
-
-    async with Pool(backend(name, **options), ready=concurrency, creating=concurrency, per_second=1000) as pool:
-
-        async def work() -> None:
-            nonlocal done
-            while done < count:
-                done += 1
-                if done == max(1, count // 10):
-                    marks["tenth"] = own_state()
-                box = await pool.take(SPEC)
-                try:
-                    await box.write("a/task.py", b"print(1)\n")
-                    for command in (["python3", "-I", "-S", "a/task.py"], ["sh", "-c", "sleep 9 & echo x"], ["false"]):
-                        await box.exec(command)
-                finally:
-                    await box.close()
-
-        began = time.monotonic()
-        async with trio.open_nursery() as nursery:
-            for _ in range(concurrency):
-                nursery.start_soon(work)
-        seconds = time.monotonic() - began
-        marks["end, pool open"] = own_state()
-    marks["end"] = own_state()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    rate = round(count / seconds, 1)
-    return {"backend": name, "episodes": count, "per_second": rate, "before": before, **marks, "peak_kib": peak}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="bubblewrap")
     parser.add_argument("--image", help="for docker: an image that the engine has")
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--episodes", type=int, default=0)
-    parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     options = {"image": chosen.image} if chosen.image else {}
-    if chosen.episodes:
-        said = trio.run(episodes, chosen.backend, options, chosen.episodes, chosen.concurrency)
-    else:
-        said = trio.run(latency, chosen.backend, options, chosen.rounds)
+    said = trio.run(latency, chosen.backend, options, chosen.rounds)
     text = json.dumps(said, indent=2)
     print(text)
     if chosen.out:
