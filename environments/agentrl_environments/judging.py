@@ -34,7 +34,7 @@ from agentrl_environments.remembering import Remembered
 LIMITS: Final = Limits(wall_s=30.0, cpu_s=5.0, memory_bytes=384 << 20, pids=16, output_bytes=2 << 20)
 _DEADLINE_S: Final = 30.0
 _LONGEST_LINE: Final = 1 << 20  # as in boxed/wire.py
-_BOXED: Final = Path(__file__).parent / "boxed"
+BOXED: Final = Path(__file__).parent / "boxed"
 _ENV: Final = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
 _NO_ANSWER: Final = b"\n"  # what the judge reads in the place of an answer once the suspect has ended
 
@@ -86,7 +86,7 @@ class Judge:
                     await box.close()
 
     async def _box(self, program: str, files: Mapping[str, bytes]) -> Sandbox:
-        ours = {f"box/{name}": (_BOXED / name).read_bytes() for name in ("wire.py", program)}
+        ours = {f"box/{name}": (BOXED / name).read_bytes() for name in ("wire.py", program)}
         return await self._backend.create(SandboxSpec(limits=self._limits, files={**files, **ours}))
 
 
