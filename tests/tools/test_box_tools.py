@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from agentrl.errors import SandboxPathError, ToolArgumentError, ToolError
+from agentrl.errors import SandboxError, SandboxPathError, ToolArgumentError, ToolError
 from agentrl.protocols import ExecResult, Sandbox, SandboxSpec, Tool
 from agentrl.testing.fake_sandbox import FakeSandbox
 from agentrl_tools.base import command_result
-from agentrl_tools.files import ApplyPatch, ReadFile, ReplaceText, WriteFile
+from agentrl_tools.current import CurrentBox
+from agentrl_tools.files import ApplyPatch, ListFiles, ReadFile, ReplaceText, WriteFile
 from agentrl_tools.python import Python
 from agentrl_tools.search import Search
 from agentrl_tools.shell import Shell
@@ -188,3 +189,34 @@ def test_is_a_tool_of_the_protocol(make: Callable[[Sandbox], Tool]) -> None:
     tool: Tool = make(FakeSandbox(SandboxSpec()))
     assert tool.schema["name"] == tool.name and tool.schema["description"]
     assert tool.schema["parameters"]["type"] == "object"
+
+
+async def test_list_files_leaves_out_what_nobody_wrote(box: Sandbox) -> None:
+    for path in ("a/b.py", "a/c/d.txt", "z", ".git/config", "a/__pycache__/b.pyc", "a/.hidden"):
+        await box.write(path, b"")
+    assert (await ListFiles(box).call({})).content.split("\n") == ["a/b.py", "a/c/d.txt", "z"]
+    assert (await ListFiles(box).call({"path": "a/c"})).content == "a/c/d.txt"
+    await box.exec(["mkdir", "empty"])
+    assert (await ListFiles(box).call({"path": "empty"})).content == "no file"
+    for path in ("nowhere", "-delete"):
+        with pytest.raises(ToolError):
+            await ListFiles(box).call({"path": path})
+
+
+async def test_search_names_the_file_also_if_it_was_given(box: Sandbox) -> None:
+    await box.write("a.py", b"x = 1\n")
+    assert (await Search(box).call({"pattern": "x", "path": "a.py"})).content == "a.py:1:x = 1"
+
+
+async def test_a_current_box_is_the_one_of_the_episode() -> None:
+    current = CurrentBox()
+    with pytest.raises(SandboxError, match="no episode"):
+        await current.read("a")
+    first, second = FakeSandbox(SandboxSpec()), FakeSandbox(SandboxSpec())
+    for box in (first, second):
+        current.box = box
+        await WriteFile(current).call({"path": "a", "content": "x"})
+        assert box.files == {"a": b"x"}
+        await current.close()
+        await current.close()
+        assert box.closed and current.box is None

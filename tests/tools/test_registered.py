@@ -6,7 +6,7 @@ import pytest
 
 from agentrl import registry
 
-IDS = "apply_patch calculator fetch mcp python read_file replace_text search shell write_file".split()  # noqa: SIM905
+IDS = "apply_patch calculator fetch list_files mcp python read_file replace_text search shell write_file".split()  # noqa: SIM905
 
 
 @pytest.mark.parametrize("id", IDS)

@@ -33,7 +33,7 @@ class Search(SchemaChecked):
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
         """Raises ToolArgumentError, ToolError, SandboxError."""
         given = self.checked(arguments)
-        command = ["grep", "-rnIE", "-m", str(self._matches), *(["-i"] if given.get("ignore_case") else [])]
+        command = ["grep", "-rnHIE", "-m", str(self._matches), *(["-i"] if given.get("ignore_case") else [])]
         if "glob" in given:
             command.append(f"--include={given['glob']}")
         command += ["-e", given["pattern"], "--", given.get("path") or "."]

@@ -18,11 +18,11 @@ from agentrl.env.oracles import Oracle, script
 from agentrl.errors import ConfigError
 from agentrl.protocols import ToolResult
 from agentrl.records import Json, Messages
-from agentrl.sandbox import backend
 from agentrl_environments.code_repair import texts
 from agentrl_environments.code_repair.running import Runner, Values
 from agentrl_environments.code_repair.tasks import SPLITS, RepairTask, Split, make_task
 from agentrl_environments.code_repair.templates import LEVELS, Level
+from agentrl_environments.sharing import SharedBackend
 from agentrl_tools.editing import Document, ReplaceLine, RunTests, Submit
 
 _task = lru_cache(maxsize=1024)(make_task)
@@ -58,6 +58,7 @@ class CodeRepair(ToolEnv):
         self._level: Level = level
         self._shuffle = shuffle_tests
         self._sandbox, self._remember = sandbox, remember
+        self._boxes: SharedBackend | None = None
         self._document = Document("")
         super().__init__(
             tools=[ReplaceLine(self._document), RunTests(self._run_tests), Submit(self.finish)], **settings
@@ -74,8 +75,15 @@ class CodeRepair(ToolEnv):
 
     async def setup(self, task: Mapping[str, Json]) -> None:
         self._repair: RepairTask = _task(task["seed"], self._split, level=self._level, shuffle_tests=self._shuffle)
-        self._runner = _runner(self._sandbox, self._remember)
+        boxes, self._runner = _shared(self._sandbox, self._remember)
+        await boxes.enter()
+        self._boxes = boxes
         self._document.load(self._repair.source)
+
+    async def teardown(self) -> None:
+        boxes, self._boxes = self._boxes, None
+        if boxes is not None:
+            await boxes.leave()
 
     async def prompt(self, task: Mapping[str, Json]) -> Messages:
         values = await self._visible()
@@ -120,16 +128,17 @@ class CodeRepair(ToolEnv):
         ]
 
 
-_runners: RunVar[dict[tuple[str, int], Runner]] = RunVar("agentrl_code_repair_runners")
+_runners: RunVar[dict[tuple[str, int], tuple[SharedBackend, Runner]]] = RunVar("agentrl_code_repair_runners")
 
 
-def _runner(sandbox: str, remember: int) -> Runner:
-    """One runner for all episodes of a trio loop, so that siblings share what was run."""
+def _shared(sandbox: str, remember: int) -> tuple[SharedBackend, Runner]:
+    """One backend and one runner for all episodes of a trio loop, so that siblings share what was run."""
     try:
-        runners = _runners.get()
+        shared = _runners.get()
     except LookupError:
-        runners = {}
-        _runners.set(runners)
-    if (sandbox, remember) not in runners:
-        runners[sandbox, remember] = Runner(backend(sandbox), remembered=remember)
-    return runners[sandbox, remember]
+        shared = {}
+        _runners.set(shared)
+    if (sandbox, remember) not in shared:
+        boxes = SharedBackend(sandbox)
+        shared[sandbox, remember] = boxes, Runner(boxes, remembered=remember)
+    return shared[sandbox, remember]

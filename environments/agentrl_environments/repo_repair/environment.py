@@ -16,14 +16,14 @@ from agentrl.env import EpisodeLimits, Grade, ToolEnv
 from agentrl.env.core import ResetResult, StepResult
 from agentrl.env.oracles import Oracle, script
 from agentrl.errors import ConfigError
-from agentrl.protocols import Limits, SandboxBackend, SandboxSpec, ToolResult
+from agentrl.protocols import Limits, SandboxSpec, ToolResult
 from agentrl.records import Json
-from agentrl.sandbox import backend
 from agentrl_environments.judging import Judge
 from agentrl_environments.repo_repair import texts
 from agentrl_environments.repo_repair.repository import SPLITS, Split, encoded
 from agentrl_environments.repo_repair.tasks import LEVELS, Level, RepoTask, make_task
 from agentrl_environments.rewards import LintDelta, PotentialDelta, TestDelta, carried
+from agentrl_environments.sharing import SharedBackend
 from agentrl_tools.base import command_result
 from agentrl_tools.current import CurrentBox
 from agentrl_tools.editing import RunTests, Submit
@@ -68,6 +68,7 @@ class RepoRepair(ToolEnv):
         self._process = tuple(process)
         self._sandbox, self._remember = sandbox, remember
         self._box = box = CurrentBox()
+        self._boxes: SharedBackend | None = None
         self._deltas: list[PotentialDelta] = []
         looking = [ListFiles(box), ReadFile(box), Search(box)]
         changing = [ReplaceText(box), WriteFile(box), ApplyPatch(box)]
@@ -85,6 +86,8 @@ class RepoRepair(ToolEnv):
     async def setup(self, task: Mapping[str, Json]) -> None:
         repair = self._repair = make_task(task["seed"], self._split, self._level)
         boxes, self._judge = _shared(self._sandbox, self._remember)
+        await boxes.enter()
+        self._boxes = boxes
         tests = {f"tests/{name}": text for name, text in repair.visible.items()}
         files = encoded({**repair.broken, **tests, "README.md": repair.readme})
         self._box.box = await boxes.create(SandboxSpec(limits=_LIMITS, files=files))
@@ -99,7 +102,12 @@ class RepoRepair(ToolEnv):
         return TestDelta(self._judge, artifacts, encoded(repair.tests), [*repair.fails, *repair.passes])
 
     async def teardown(self) -> None:
-        await self._box.close()
+        boxes, self._boxes = self._boxes, None
+        if boxes is not None:
+            try:
+                await self._box.close()
+            finally:
+                await boxes.leave()
 
     def prompt(self, task: Mapping[str, Json]) -> str:
         self.note(repository=self._repair.repository, kind=self._repair.breakage.kind)
@@ -142,10 +150,10 @@ class RepoRepair(ToolEnv):
         ]
 
 
-_backends: RunVar[dict[tuple[str, int], tuple[SandboxBackend, Judge]]] = RunVar("agentrl_repo_repair_backends")
+_backends: RunVar[dict[tuple[str, int], tuple[SharedBackend, Judge]]] = RunVar("agentrl_repo_repair_backends")
 
 
-def _shared(sandbox: str, remember: int) -> tuple[SandboxBackend, Judge]:
+def _shared(sandbox: str, remember: int) -> tuple[SharedBackend, Judge]:
     """One backend and one judge for all episodes of a trio loop, so that siblings share what was judged."""
     try:
         shared = _backends.get()
@@ -153,6 +161,6 @@ def _shared(sandbox: str, remember: int) -> tuple[SandboxBackend, Judge]:
         shared = {}
         _backends.set(shared)
     if (sandbox, remember) not in shared:
-        boxes = backend(sandbox)
+        boxes = SharedBackend(sandbox)
         shared[sandbox, remember] = boxes, Judge(boxes, remembered=remember)
     return shared[sandbox, remember]

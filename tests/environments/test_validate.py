@@ -1,0 +1,94 @@
+"""`agentrl validate`: a table of what each oracle got, and an exit code that says whether all of them held."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import UsageError
+from agentrl.runtime.validate import validate
+
+ENV = """
+import agentrl
+from agentrl.env.oracles import Oracle, say
+
+class Parity(agentrl.ToolEnv):
+    '''Say whether the seed is odd; `wrong_for` is a seed whose key is wrong.'''
+    limits = agentrl.env.EpisodeLimits(turns=1)
+    blocking = False
+
+    def __init__(self, *, wrong_for=-1, **settings):
+        super().__init__(**settings)
+        self.wrong_for = wrong_for
+
+    async def areset(self, *, seed=None, options=None):
+        self.seed = seed
+        return await super().areset(seed=seed, options=options)
+
+    def prompt(self, task):
+        self.said = ""
+        return "odd or even?"
+
+    def on_text(self, text):
+        self.said = text
+        return ""
+
+    def grade(self):
+        key = self.seed % 2 if self.seed != self.wrong_for else 1 - self.seed % 2
+        return self.said == ("even", "odd")[key]
+
+    def oracles(self):
+        right = ("even", "odd")[self.seed % 2]
+        return [Oracle("gold", 1.0, say(right)), Oracle("no-op", 0.0, say("")), Oracle("both", 0.0, say("odd even"))]
+"""
+
+
+@pytest.fixture
+def parity(tmp_path: Path) -> str:
+    (tmp_path / "parity.py").write_text(ENV)
+    return f"{tmp_path / 'parity.py'}:Parity"
+
+
+def agentrl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "from agentrl.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={"COLUMNS": "120", "PATH": "/usr/bin:/bin"},
+    )
+
+
+def test_all_oracles_hold(parity: str) -> None:
+    tallies = validate(parity, seeds=range(4), kwargs={})
+    assert [(tally.name, tally.expected, tally.episodes, tally.held, tally.turns) for tally in tallies] == [
+        ("gold", 1.0, 4, 4, 4),
+        ("no-op", 0.0, 4, 4, 4),
+        ("both", 0.0, 4, 4, 4),
+    ]
+
+
+def test_the_seeds_that_do_not_hold_are_named(parity: str) -> None:
+    gold, *others = validate(parity, seeds=range(5, 9), kwargs={"wrong_for": 7})
+    assert (gold.held, gold.missed) == (3, {7: 0.0})
+    assert [other.missed for other in others] == [{}, {}]
+
+
+def test_an_environment_without_oracles_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="offers no oracles"):
+        validate("agentrl/FrozenLake-v0", seeds=[0], kwargs={})
+
+
+def test_the_command(parity: str) -> None:
+    good = agentrl("validate", parity, "--n", "3")
+    assert good.returncode == 0, good.stderr
+    assert [line.split("│")[4].strip() for line in good.stdout.splitlines() if "│" in line] == ["3", "3", "3"]
+    bad = agentrl("validate", parity, "--n", "3", "--seed", "6", "--set", "wrong_for=7")
+    assert bad.returncode == 1 and "7 (got 0.0)" in bad.stdout
+    none = agentrl("validate", "agentrl/FrozenLake-v0", "--n", "1")
+    assert none.returncode == 2 and "offers no oracles" in none.stderr
