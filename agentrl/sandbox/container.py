@@ -250,13 +250,14 @@ class Container:
         """See that nothing of it is left, and learn how it ended."""
         if self._closed:
             return
-        running, _ = await self._engine.state(command.execution)
+        running, command.exit_code = await self._engine.state(command.execution)
         alone = self._running == {command}
         if running or (not ours and (not alone or await self._engine.processes(self.name) > _OWN_PROCESSES)):
             await self._sweep(command)
         with trio.move_on_after(_END_S):
             await command.streams.ended.wait()
-        running, command.exit_code = await self._engine.state(command.execution)
+        if running:
+            running, command.exit_code = await self._engine.state(command.execution)
         if running or not command.streams.drained:
             await self._break("sandbox: the processes of a command could not be ended; the box was destroyed")
             command.exit_code = 137

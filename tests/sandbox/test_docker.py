@@ -116,3 +116,21 @@ async def test_container_that_vanished_is_the_host_s_failure(docker_engine: str,
     command_line(docker_engine, "rm", "-f", box.name)
     with pytest.raises(SandboxError):
         await box.exec(["true"])
+
+
+async def test_processes_are_counted_without_asking_the_engine_where_its_groups_can_be_read(backend: Docker) -> None:
+    box = await backend.create()
+    engine = backend._engine
+    assert engine is not None
+    counter = engine._counters[box.name]
+    idle = len(engine._client.api.top(box.name)["Processes"])
+    assert await engine.processes(box.name) == idle
+    process = await box.start(["sh", "-c", "sleep 60 & echo up; sleep 60"])
+    assert await process.receive() == b"up\n"
+    more = len(engine._client.api.top(box.name)["Processes"])
+    assert more > idle
+    assert counter is None or int(counter.read_text()) >= more
+    engine._counters[box.name] = None
+    assert await engine.processes(box.name) == more
+    await box.close()
+    assert box.name not in engine._counters
