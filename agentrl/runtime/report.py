@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from agentrl.config import RunConfig
-from agentrl.records import Messages, Trajectory
+from agentrl.records import POLICY, Messages, Trajectory
 from agentrl.runtime import evaluation
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
@@ -75,11 +75,14 @@ def during(store: RunStore, config: RunConfig) -> Iterator[tuple[int, float]]:
     if not config.eval.sets:
         return
     name = config.eval.sets[0].name
-    found: dict[int, str] = {0: evaluation.label(name, "before"), config.train.steps: evaluation.label(name, "after")}
+    found: dict[int, str] = {0: evaluation.label(name, "before")}
     for purpose in store.purposes():
         head, _, step = purpose.partition(f"eval:{name}:during@")
         if not head and step.isdigit():
             found[int(step)] = purpose
+    after = evaluation.label(name, "after")
+    if store.counts(after):
+        found[store.current_version().step] = after
     for step in sorted(found):
         result = evaluation.result(store, name, found[step])
         if result is not None and evaluation.finished(store, found[step]):
@@ -151,7 +154,8 @@ def transcript(trajectory: Trajectory) -> str:
     """An episode as text: every message, indented so that nothing in it can be markup."""
     lines = list(_quoted(trajectory.start))
     for turn in trajectory.turns:
-        lines += _quoted(({"role": "assistant", "content": turn.text},))
+        role = "assistant" if turn.role == POLICY else turn.role
+        lines += _quoted(({"role": role, "content": turn.text},))
         if turn.step is not None:
             lines += _quoted(turn.step.observation)
             if turn.step.reward:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from agentrl.runtime.trainer import Trainer
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
 
-from .test_run import ENVS, SMALL, assert_nothing_remains
+from .test_run import DEADLINE_S, ENVS, SMALL, assert_nothing_remains, started, wait_for_step
 
 ROWS = [{"question": f"q{n}"} for n in range(6)]
 
@@ -135,3 +137,29 @@ def test_a_run_ends_with_its_tasks_and_trains_each_once(tmp_path: Path) -> None:
     assert_nothing_remains(run)
     again = Trainer.resume(run.path)
     assert (again["steps"], again["episodes"]) == (4, 28), "nothing is left to do"
+
+
+def test_law_2_killed_in_the_middle_of_its_tasks_a_run_plays_each_of_them_once(tmp_path: Path) -> None:
+    """The lag bound is wide: a group that the crash left behind must not be dropped for its age."""
+    settings = {**SMALL, "train": {"steps": 50, "checkpoint_every": 1}, "buffer": {"groups_per_step": 2, "max_lag": 9}}
+    lines = [f"model = {json.dumps(SMALL['model'])}", "[[tasks]]", f"id = {json.dumps(f'{ENVS}:Vowels')}"]
+    lines += ["seeds = 13", "epochs = 1", "first_seed = 70"]
+    for section in ("rollout", "engine", "buffer", "train"):
+        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in settings[section].items())]
+    file = tmp_path / "run.toml"
+    file.write_text("\n".join(lines))
+    run = RunDir(tmp_path / "run")
+    with started("train", file, "--out", run.path) as process:
+        wait_for_step(run.path, 2, process)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(DEADLINE_S)
+    with started("train", "--resume", run.path) as process:
+        _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    with RunStore.open(run.store_path) as store:
+        assert audit(store).violations == []
+        assert store.attempt >= 2
+        assert store.counts() == {GroupState.TRAINED: 13}
+        trained = [store.group(id).task.seed for step in range(1, 8) for id in store.lineage(step)]
+        assert sorted(trained) == list(range(70, 83))
+    assert_nothing_remains(run)
