@@ -19,7 +19,7 @@ from agentrl_environments.repo_repair.breaking import MUTATIONS, applied, featur
 from agentrl_environments.repo_repair.catalogue import entries
 from agentrl_environments.repo_repair.repository import REPOSITORIES, encoded, load
 from agentrl_environments.repo_repair.tasks import choices, level_of, task_of
-from agentrl_environments.repo_repair.texts import prompt, steady
+from agentrl_environments.repo_repair.texts import prompt, report, steady
 
 
 @asynccontextmanager
@@ -137,6 +137,11 @@ def test_what_differs_from_run_to_run_is_not_shown() -> None:
     )
 
 
+def test_the_verdict_comes_first() -> None:
+    assert report("..F\nRan 3 tests in 1.2s\n\nFAILED (failures=1)").startswith("FAILED (failures=1)\n\n..F\n")
+    assert report("[ended after 20 s]") == "[ended after 20 s]"
+
+
 def test_bad_settings_are_named() -> None:
     for wrong in ({"split": "test"}, {"level": "harder"}, {"process": ["style"]}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
@@ -184,10 +189,10 @@ async def test_an_episode_with_all_tools() -> None:
         assert f"{edit.path}:{edit.line}:" in content(observation, 1)
         assert content(observation, 2) == f"{edit.line}\t{edit.new[0]}"
         observation, reward, *_ = await env.astep(env.call("run_tests"))
-        assert f"FAILED (failures={len(task.shown_failing)})" in content(observation) and reward == 0.0
+        assert content(observation).startswith(f"FAILED (failures={len(task.shown_failing)})\n") and reward == 0.0
         patch = f"--- a/{edit.path}\n+++ b/{edit.path}\n@@ -{edit.line},1 +{edit.line},1 @@\n-{edit.new[0]}\n+{right}\n"
         observation, reward, *_ = await env.astep(env.call("apply_patch", patch=patch) + env.call("run_tests"))
-        assert content(observation, 1).endswith("OK")
+        assert content(observation, 1).startswith("OK\n")
         assert reward == pytest.approx(len(task.fails) / (len(task.fails) + len(task.passes)))
         _, _, terminated, _, info = await env.astep(env.call("submit"))
         assert terminated and (info["outcome"], info["mended"], info["kept"]) == (1.0, 1.0, 1.0)
@@ -201,7 +206,7 @@ async def test_a_feature_is_described_and_its_tests_are_hidden() -> None:
         assert f"Add {task.breakage.subject} to {task.breakage.edits[0].path}" in opening
         assert task.breakage.wanted in opening
         observation, *_ = await env.astep(env.call("run_tests"))
-        assert content(observation).endswith("OK")  # nothing that is visible misses it
+        assert content(observation).startswith("OK\n")  # nothing that is visible misses it
         *_, info = await env.astep(env.call("submit"))
         assert (info["outcome"], info["mended"], info["kept"]) == (0.0, 0.0, 1.0)
 

@@ -24,7 +24,7 @@ from agentrl_environments.repo_repair.repository import SPLITS, Split, encoded
 from agentrl_environments.repo_repair.tasks import LEVELS, Level, RepoTask, make_task
 from agentrl_environments.rewards import LintDelta, PotentialDelta, TestDelta, carried
 from agentrl_environments.sharing import SharedBackend
-from agentrl_tools.base import command_result
+from agentrl_tools.base import command_result, text_result
 from agentrl_tools.current import CurrentBox
 from agentrl_tools.editing import RunTests, Submit
 from agentrl_tools.files import ApplyPatch, ListFiles, ReadFile, ReplaceText, WriteFile
@@ -116,8 +116,8 @@ class RepoRepair(ToolEnv):
     async def _run_tests(self) -> ToolResult:
         """The tests as they stand in the box: feedback for the policy, and nothing that is judged by."""
         result = await self._box.exec(_TEST_COMMAND, env={"PYTHONHASHSEED": "0"}, timeout_s=_TESTS_S)
-        shown = command_result(result, _OUTPUT_BYTES, _TESTS_S)
-        return ToolResult(content=texts.steady(shown.content), is_error=shown.is_error, truncated=shown.truncated)
+        said = command_result(result, _LIMITS.output_bytes, _TESTS_S)
+        return text_result(texts.report(said.content), _OUTPUT_BYTES, is_error=said.is_error, truncated=said.truncated)
 
     async def astep(self, action: str) -> StepResult:
         observation, reward, terminated, truncated, info = await super().astep(action)

@@ -9,6 +9,7 @@ from agentrl_environments.repo_repair.tasks import RepoTask
 
 _MOST_NAMED: Final = 20
 _TIMES: Final = re.compile(r"(?m)^(Ran \d+ tests?) in [0-9.]+s$")
+_VERDICTS: Final = ("OK", "FAILED (", "NO TESTS RAN")
 _ADDRESSES: Final = re.compile(r"\b0x[0-9a-f]{6,}\b")
 
 
@@ -28,6 +29,13 @@ def prompt(task: RepoTask) -> str:
     files = ", ".join(sorted(task.broken))
     parts.append(f"Handed in are {files}, and nothing else; they are judged by these and further tests.")
     return "\n\n".join(parts)
+
+
+def report(output: str) -> str:
+    """A test run's output with its verdict on top, where a long output is not cut."""
+    output = steady(output)
+    verdicts = [line for line in output.splitlines() if line.startswith(_VERDICTS)]
+    return f"{verdicts[-1]}\n\n{output}" if verdicts else output
 
 
 def steady(output: str) -> str:
