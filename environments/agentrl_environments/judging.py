@@ -13,7 +13,9 @@ print, pre-seed or leave running, they can only answer calls, and an answer help
 Limits: what a test hands over and gets back is plain data (see `boxed/wire.py`) or a handle, so a test that needs
 `isinstance` on a class of the repository, patches its modules or mutates a list in place cannot be judged this way.
 An `__eq__` of the repository runs in the suspect: a test must not rest on it alone. A run that outlasts its deadline
-is the sources' own doing. Knows nothing of tasks, prompts or rewards.
+is the sources' own doing. Boxes of a backend without walls (`local-unsafe`) keep nobody out.
+
+Knows nothing of tasks, prompts or rewards.
 """
 
 from __future__ import annotations

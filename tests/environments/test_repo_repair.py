@@ -244,3 +244,9 @@ def test_it_keeps_the_contract() -> None:
     env = RepoRepair()
     actions = [env.call("list_files"), env.call("run_tests"), env.call("write_file", path="lru/cache.py", content="x")]
     assert agentrl.check_env("agentrl/RepoRepair-v0", actions=actions).findings == ()
+
+
+async def test_it_also_plays_without_walls() -> None:
+    """On a machine that has no sandbox, if its user says so."""
+    verdicts = await play_oracles(lambda: RepoRepair(sandbox="local-unsafe"), 1)
+    assert [verdict.got for verdict in verdicts] == [1, 0, 0, 0]

@@ -20,7 +20,7 @@ from typing import Any
 
 from wire import Channel, Gone, ProtocolError, decode, encode, private_pipes
 
-_TESTS = "/workspace/tests"
+_TESTS = "tests"
 _SHORT = 300
 
 
