@@ -56,10 +56,17 @@ class Judge:
     is not asked twice. Raises SandboxError where the boxes' host fails."""
 
     def __init__(
-        self, backend: SandboxBackend, *, remembered: int = 4096, limits: Limits = LIMITS, slots: int | None = None
+        self,
+        backend: SandboxBackend,
+        *,
+        image: str | None = None,
+        remembered: int = 4096,
+        limits: Limits = LIMITS,
+        slots: int | None = None,
     ) -> None:
-        """`slots`: runs at the same time, by default one for each processor."""
-        self._backend, self._limits = backend, limits
+        """`image`: what the boxes are made of, with a `python3` in it. `slots`: runs at the same time, by default one
+        for each processor."""
+        self._backend, self._image, self._limits = backend, image, limits
         self._verdicts = Remembered[Verdicts](remembered)
         self._slots = trio.CapacityLimiter(slots or os.cpu_count() or 1)
 
@@ -89,7 +96,7 @@ class Judge:
 
     async def _box(self, program: str, files: Mapping[str, bytes]) -> Sandbox:
         ours = {f"box/{name}": (BOXED / name).read_bytes() for name in ("wire.py", program)}
-        return await self._backend.create(SandboxSpec(limits=self._limits, files={**files, **ours}))
+        return await self._backend.create(SandboxSpec(image=self._image, limits=self._limits, files={**files, **ours}))
 
 
 def _digest(*trees: Mapping[str, bytes]) -> bytes:

@@ -41,8 +41,8 @@ class RepoRepair(ToolEnv):
     """One episode mends one repository; its seed, `split` and `level` decide which and what is wrong.
 
     `split`: `train` or `held_out` (other repositories). `level`: `easy`, `medium`, `hard` or `all`. `process`: which
-    potentials give process rewards. `sandbox`: id of a sandbox backend; `remember`: how many verdicts a process keeps.
-    """
+    potentials give process rewards. `sandbox`: id of a sandbox backend; `image`: what its boxes are made of, with a
+    `python3` in it; `remember`: how many verdicts a process keeps."""
 
     limits = EpisodeLimits(turns=30, tool_seconds=300.0)
     blocking = False
@@ -55,6 +55,7 @@ class RepoRepair(ToolEnv):
         level: Level = "easy",
         process: Sequence[Process] = ("tests",),
         sandbox: str = "bubblewrap",
+        image: str | None = None,
         remember: int = 4096,
         **settings: Any,
     ) -> None:
@@ -66,7 +67,7 @@ class RepoRepair(ToolEnv):
         self._split: Split = split
         self._level: Level = level
         self._process = tuple(process)
-        self._sandbox, self._remember = sandbox, remember
+        self._sandbox, self._image, self._remember = sandbox, image, remember
         self._box = box = CurrentBox()
         self._boxes: SharedBackend | None = None
         self._deltas: list[PotentialDelta] = []
@@ -85,12 +86,12 @@ class RepoRepair(ToolEnv):
 
     async def setup(self, task: Mapping[str, Json]) -> None:
         repair = self._repair = make_task(task["seed"], self._split, self._level)
-        boxes, self._judge = _shared(self._sandbox, self._remember)
+        boxes, self._judge = _shared(self._sandbox, self._image, self._remember)
         await boxes.enter()
         self._boxes = boxes
         tests = {f"tests/{name}": text for name, text in repair.visible.items()}
         files = encoded({**repair.broken, **tests, "README.md": repair.readme})
-        self._box.box = await boxes.create(SandboxSpec(limits=_LIMITS, files=files))
+        self._box.box = await boxes.create(SandboxSpec(image=self._image, limits=_LIMITS, files=files))
         self._deltas = [self._delta(kind, repair) for kind in self._process]
         for delta in self._deltas:
             await delta.begin(self._box)
@@ -150,17 +151,19 @@ class RepoRepair(ToolEnv):
         ]
 
 
-_backends: RunVar[dict[tuple[str, int], tuple[SharedBackend, Judge]]] = RunVar("agentrl_repo_repair_backends")
+_Shared = dict[tuple[str, str | None, int], tuple[SharedBackend, Judge]]
+_shared_parts: RunVar[_Shared] = RunVar("agentrl_repo_repair")
 
 
-def _shared(sandbox: str, remember: int) -> tuple[SharedBackend, Judge]:
+def _shared(sandbox: str, image: str | None, remember: int) -> tuple[SharedBackend, Judge]:
     """One backend and one judge for all episodes of a trio loop, so that siblings share what was judged."""
     try:
-        shared = _backends.get()
+        shared = _shared_parts.get()
     except LookupError:
         shared = {}
-        _backends.set(shared)
-    if (sandbox, remember) not in shared:
+        _shared_parts.set(shared)
+    key = sandbox, image, remember
+    if key not in shared:
         boxes = SharedBackend(sandbox)
-        shared[sandbox, remember] = boxes, Judge(boxes, remembered=remember)
-    return shared[sandbox, remember]
+        shared[key] = boxes, Judge(boxes, image=image, remembered=remember)
+    return shared[key]
