@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import gymnasium
 import pytest
 
-import agentrl  # noqa: F401  (gymnasium learns our ids)
+import agentrl
+from agentrl.env.oracles import judge as play_oracles
 from agentrl.errors import ConfigError
 from agentrl.protocols import ExecResult, SandboxSpec
 from agentrl_environments.code_repair import CodeRepair, make_task
@@ -178,3 +180,14 @@ def test_it_is_a_gymnasium_environment() -> None:
     observation, _ = environment.reset(seed=1)
     assert observation[0]["role"] == "system"
     environment.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"split": "held_out", "level": "medium"}, {"split": "held_out_templates"}])
+async def test_oracles_get_what_they_must(settings: dict[str, Any]) -> None:
+    for seed in range(6):
+        verdicts = await play_oracles(lambda: CodeRepair(**settings), seed)
+        assert [verdict.got for verdict in verdicts] == [1.0, 0.0, 0.0, 0.0], (seed, verdicts)
+
+
+def test_it_keeps_the_contract() -> None:
+    assert agentrl.check_env("agentrl/CodeRepair-v0").findings == ()
