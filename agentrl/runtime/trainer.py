@@ -87,12 +87,16 @@ def check_startable(config: RunConfig) -> None:
 
 
 def _check_roles(config: RunConfig) -> None:
-    """Roles that the run binds must be roles of its environment, where that says which it has; one has to learn."""
-    known: object = getattr(registry.resolve("environments", config.env.id), "roles", None)
-    if not isinstance(known, tuple):
+    """Roles that the run binds must be roles of its environment (its `roles`), and one has to learn."""
+    bound, given = config.rollout.roles, config.rollout.given_roles()
+    if not bound:
         return
-    roles, given = cast("tuple[str, ...]", known), config.rollout.given_roles()
-    for role, policy in config.rollout.roles.items():
+    env = registry.resolve("environments", config.env.id)(**config.env.kwargs)
+    roles: tuple[str, ...] = tuple(getattr(env, "roles", ()))
+    env.close()
+    if not roles:
+        raise ConfigError("rollout.roles", bound, f"{config.env.id} names no roles: leave it out")
+    for role, policy in bound.items():
         if role not in roles:
             raise ConfigError(f"rollout.roles.{role}", policy, f"{config.env.id} has the roles {', '.join(roles)}")
     if set(roles) == set(given):

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from agentrl.config import Algo
@@ -16,7 +23,7 @@ from agentrl.store import RunStore
 from agentrl.store.audit import audit
 from agentrl.train.samples import group_rows
 
-from .test_run import ENVS, SMALL
+from .test_run import DEADLINE_S, ENVS, SMALL, started
 
 TRAINING: dict[str, Any] = {**SMALL, "train": {"steps": 2, "checkpoint_every": 2}, "eval": {}}
 
@@ -49,6 +56,39 @@ def test_law_3_a_broken_host_leaves_loss_and_baseline_a_missing_file_stays(tmp_p
         assert sum(row.values["episodes_left_out"] for row in store.metrics("step")) == lost
 
 
+@contextmanager
+def served() -> Iterator[str]:
+    """The address of an engine that somebody else runs."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with started("serve", SMALL["model"], "--port", port) as process:
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + DEADLINE_S
+        while True:
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{url}/health", timeout=5).is_success:
+                    break
+            assert process.poll() is None and time.monotonic() < deadline, "the engine does not come up"
+            time.sleep(0.05)
+        try:
+            yield url
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(DEADLINE_S)
+
+
+def test_a_role_may_be_played_by_an_engine_of_ones_own(tmp_path: Path) -> None:
+    with served() as url:
+        config = {**TRAINING, "rollout": {**TRAINING["rollout"], "roles": {"first": url}, "max_turns": 4}}
+        Trainer(env=f"{ENVS}:Duel", config=config, out=tmp_path / "run").train()
+    with RunStore.open(RunDir.open(tmp_path / "run").store_path) as store:
+        assert audit(store).violations == []
+        turns = [turn for trajectory in store.trajectories("train") for turn in trajectory.turns]
+        assert {(turn.role, turn.learns) for turn in turns} == {("first", False), ("second", True)}
+        one = next(each for each in store.trajectories("train") if each.scored)
+        assert one.outcome == one.outcomes["second"]
+
+
 def test_a_frozen_opponent_plays_and_is_not_trained(tmp_path: Path) -> None:
     config = {**TRAINING, "rollout": {**TRAINING["rollout"], "roles": {"second": "frozen"}, "max_turns": 4}}
     config["eval"] = {"sets": [{"name": "held_out", "n": 4}]}
@@ -76,10 +116,12 @@ def test_a_frozen_opponent_plays_and_is_not_trained(tmp_path: Path) -> None:
         ({"third": "frozen"}, r"rollout.roles.third = 'frozen': agentrl/NimTable-v0 has the roles first, second"),
         ({"second": "random"}, r"rollout.roles.second = 'random': give 'trained', 'frozen' or the URL of an engine"),
         ({"first": "frozen", "second": "http://127.0.0.1:1"}, r"no role is left to learn"),
+        ({"policy": "frozen"}, r"agentrl/Nim-v0 names no roles: leave it out"),
     ],
 )
 def test_roles_that_cannot_be_bound_are_refused(tmp_path: Path, roles: dict[str, str], said: str) -> None:
     config = {**TRAINING, "rollout": {**TRAINING["rollout"], "roles": roles}}
+    env = "agentrl/Nim-v0" if "policy" in roles else "agentrl/NimTable-v0"
     with pytest.raises(ConfigError, match=said):
-        Trainer(env="agentrl/NimTable-v0", config=config, out=tmp_path / "run").train()
+        Trainer(env=env, config=config, out=tmp_path / "run").train()
     assert not (tmp_path / "run").exists()
