@@ -54,8 +54,11 @@ class PotentialDelta:
         return self._weight * (self._gamma * self._phi - before)
 
     async def _measured(self, box: Sandbox) -> float:
-        async with forked(box) as copy:
-            return await self._potential(copy)
+        try:
+            async with forked(box) as copy:
+                return await self._potential(copy)
+        except SandboxPathError:  # the policy's own doing: folders too deep to copy, files where folders should be
+            return 0.0
 
 
 class TestDelta(PotentialDelta):

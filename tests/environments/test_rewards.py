@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from agentrl.errors import SandboxPathError
+from agentrl.errors import AgentRLError, SandboxError, SandboxPathError
 from agentrl.protocols import Sandbox, SandboxSpec
 from agentrl.sandbox.bubblewrap import Bubblewrap
 from agentrl.testing.fake_sandbox import FakeSandbox
@@ -51,16 +51,37 @@ async def test_an_episode_adds_up_to_minus_its_first_potential(gamma: float) -> 
         assert sum(gamma**at * reward for at, reward in enumerate(rewards)) == pytest.approx(-3.0)
 
 
-async def test_copies_are_closed_also_if_measuring_fails() -> None:
+@pytest.mark.parametrize("error", [SandboxError("the host failed"), SandboxPathError("no such file")])
+async def test_copies_are_closed_also_if_measuring_fails(error: AgentRLError) -> None:
+    """What the host did is raised; what the policy did to its box has no potential."""
     copies: list[Sandbox] = []
 
     async def failing(copy: Sandbox) -> float:
         copies.append(copy)
-        return float(len(await copy.read("missing")))
+        if len(copies) > 1:
+            raise error
+        return 5.0
 
-    with pytest.raises(SandboxPathError):
-        await PotentialDelta(failing).begin(FakeSandbox(SandboxSpec()))
-    assert [copy.closed for copy in copies] == [True]  # type: ignore[attr-defined]
+    box, delta = FakeSandbox(SandboxSpec()), PotentialDelta(failing)
+    await delta.begin(box)
+    if isinstance(error, SandboxPathError):
+        assert await delta.step(box, over=False) == -5.0
+    else:
+        with pytest.raises(SandboxError, match="the host failed"):
+            await delta.step(box, over=False)
+    assert [copy.closed for copy in copies] == [True, True]  # type: ignore[attr-defined]
+
+
+@pytest.mark.bubblewrap
+async def test_a_box_that_cannot_be_copied_has_no_potential() -> None:
+    boxes = Bubblewrap()
+    box = await boxes.create(SandboxSpec())
+    delta = LintDelta(["a.py"])
+    await box.write("a.py", b"")
+    await delta.begin(box)
+    await box.write("/".join("d" * 120) + "/x", b"")
+    assert await delta.step(box, over=False) == -1.0
+    await boxes.aclose()
 
 
 async def test_only_declared_files_are_carried() -> None:
