@@ -22,6 +22,7 @@ from .test_fleet import alive
 
 pytestmark = pytest.mark.vllm
 
+RUN_S = 280
 ENVS = Path(__file__).parents[1] / "runtime" / "envs.py"
 ADAPTERS = ("train.lora_rank=4", "train.steps=8", "rollout.turn_deadline_s=250")
 RUN = f"""
@@ -70,10 +71,10 @@ def train(out: Path, *settings: str, **environment: str) -> subprocess.Popen[str
     return subprocess.Popen([*command, *chosen], stdout=pipe, stderr=pipe, text=True, env=env)
 
 
-def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+def end(process: subprocess.Popen[str], deadline_s: float = RUN_S) -> tuple[int, str]:
     """Its exit status and what it said."""
     try:
-        output, errors = process.communicate(timeout=280)
+        output, errors = process.communicate(timeout=deadline_s)
     finally:
         process.kill()
     return process.returncode, errors[-2000:] + output[-2000:]
@@ -106,6 +107,7 @@ def test_a_run_with_vllm_learns_from_tokens_of_every_version(tmp_path: Path, syn
     assert processes_of(run) == []
 
 
+@pytest.mark.timeout(600)  # vLLM starts twice
 def test_adapters_are_trained_without_a_pause_and_a_new_engine_gets_the_current_one(tmp_path: Path) -> None:
     process, run = train(tmp_path / "run", *ADAPTERS), RunDir(tmp_path / "run")
     try:
@@ -113,7 +115,7 @@ def test_adapters_are_trained_without_a_pause_and_a_new_engine_gets_the_current_
         (engine,) = (pid for pid in processes_of(run) if "plugin.host" in Path(f"/proc/{pid}/cmdline").read_text())
         os.kill(engine, signal.SIGKILL)
     finally:
-        status, said = end(process)
+        status, said = end(process, 2 * RUN_S)
     assert status == 0, said
     with RunStore.open(run.store_path) as store:
         assert not audit(store).violations
