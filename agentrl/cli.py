@@ -110,6 +110,9 @@ def _evaluation_config(what: str, env: str | None, n: int, settings: list[str]) 
         document = run.config().model_dump(mode="json")
         checkpoint = newest(run.checkpoints)
         if checkpoint is not None:
+            roles: dict[str, str] = document["rollout"]["roles"]
+            first = document["model"]  # who is frozen stays what the run began with
+            roles.update({role: first for role, policy in roles.items() if policy == "frozen"})
             document["model"] = str(checkpoint)
     else:
         if env is None:

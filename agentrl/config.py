@@ -21,10 +21,6 @@ MAX_LORA_RANK = 512  # that vLLM takes
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 
-ROLE_POLICIES = ("trained", "frozen")
-"""What may play a role: the policy that learns, or the model as the run began with it; or, by its URL, an engine that
-somebody else runs, whose model has the same tokenizer."""
-
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
@@ -95,11 +91,17 @@ class Rollout(_Section):
     group_deadline_s: Positive = 600.0
     lease_s: Positive = 30.0
     failure_budget: Annotated[float, Field(ge=0, le=1)] = 0.1  # share of episodes that infrastructure may fail
-    roles: dict[str, str] = Field(default_factory=dict)  # who plays a role of the environment, see ROLE_POLICIES
+    roles: dict[str, str] = Field(default_factory=dict)  # who plays a role of the environment, see `given_roles`
 
     def given_roles(self) -> dict[str, str]:
-        """The roles that the policy which learns does not play."""
+        """The roles that the policy which learns (`"trained"`) does not play, and who does: `"frozen"`, the model as
+        the run began with it; another model, by its id or folder; or, by its URL, an engine that somebody else runs.
+        All must have the tokenizer of the run's model."""
         return {role: policy for role, policy in self.roles.items() if policy != "trained"}
+
+    def given_models(self) -> set[str]:
+        """What of `given_roles` the run has to start an engine for."""
+        return {policy for policy in self.given_roles().values() if not policy.startswith(("http://", "https://"))}
 
 
 class EngineSettings(_Section):
@@ -248,9 +250,6 @@ class RunConfig(_Section):
                 rollout.max_running,
                 f"must be at least rollout.group_size = {rollout.group_size}, or no group can finish",
             )
-        for role, policy in rollout.roles.items():
-            if policy not in ROLE_POLICIES and not policy.startswith(("http://", "https://")):
-                raise ConfigError(f"rollout.roles.{role}", policy, "give 'trained', 'frozen' or the URL of an engine")
         if self.train.tokens_per_batch < rollout.max_context:
             raise ConfigError(
                 "train.tokens_per_batch",

@@ -20,7 +20,7 @@ from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint
 from agentrl.runtime.child import ENDS_THE_RUN
 from agentrl.runtime.engines import Replica, Weights, attach, current_weights
-from agentrl.runtime.models import model_dir
+from agentrl.runtime.models import given_model_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import Child, RestartBudget
 from agentrl.store import RunStore
@@ -60,23 +60,24 @@ class Crew:
             await self._serve(replica)
             urls.append(replica.url)
         self.store.set_meta("engine_urls", json.dumps(urls))
-        await self._start_frozen()
+        await self._start_given()
 
-    async def _start_frozen(self) -> None:
-        """An engine for the roles that the run's first model plays to the end; no weights are ever pushed to it."""
-        if "frozen" not in self.config.rollout.roles.values():
-            return
+    async def _start_given(self) -> None:
+        """An engine for each model that plays a role and does not learn; no weights are ever pushed to it."""
         first = WeightVersion(version=0, step=0)  # of no run: what it samples is never trained
-        model = model_dir(self.config.model)
-        replica = Replica(
-            child=self._child("engine-frozen", [], self.config.engine.threads),
-            port=_free_port(),
-            scratch=self.run.scratch,
-            config=self.config,
-            weights=lambda: Weights(model=model, base=first, current=first, file=None),
-        )
-        await self._serve(replica)
-        self.store.set_meta("frozen_url", replica.url)
+        urls: dict[str, str] = {}
+        for number, policy in enumerate(sorted(self.config.rollout.given_models())):
+            weights = Weights(model=given_model_dir(self.config, policy), base=first, current=first)
+            replica = Replica(
+                child=self._child(f"engine-given-{number}", [], self.config.engine.threads),
+                port=_free_port(),
+                scratch=self.run.scratch,
+                config=self.config,
+                weights=lambda weights=weights: weights,
+            )
+            await self._serve(replica)
+            urls[policy] = replica.url
+        self.store.set_meta("given_urls", json.dumps(urls))
 
     async def _serve(self, replica: Replica) -> None:
         await replica.up()

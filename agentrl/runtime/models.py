@@ -5,7 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl import registry
+from agentrl.config import RunConfig
 from agentrl.errors import ModelError, UnknownIdError
+
+
+def given_model_dir(config: RunConfig, policy: str) -> Path:
+    """The folder of a model that plays a role and does not learn: the run's own for `"frozen"`. Raises ModelError, also
+    for one that has another tokenizer: the run's renderer writes and reads for all of them."""
+    own = model_dir(config.model)
+    if policy == "frozen":
+        return own
+    given = model_dir(policy)
+    if (given / "tokenizer.json").read_bytes() != (own / "tokenizer.json").read_bytes():
+        raise ModelError(f"model {policy!r} has another tokenizer.json than {config.model!r}: it cannot play a role")
+    return given
 
 
 def model_dir(name: str) -> Path:

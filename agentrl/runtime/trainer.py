@@ -15,10 +15,10 @@ from typing import Any, Protocol, cast
 from agentrl import config as configuration
 from agentrl import registry
 from agentrl.config import RunConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, ModelError
 from agentrl.records import Trajectory
 from agentrl.runtime import evaluation, report
-from agentrl.runtime.models import model_dir
+from agentrl.runtime.models import given_model_dir, model_dir
 from agentrl.runtime.pipeline import Supervisor, run_to_end
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.sources import task_source
@@ -99,6 +99,13 @@ def _check_roles(config: RunConfig) -> None:
     for role, policy in bound.items():
         if role not in roles:
             raise ConfigError(f"rollout.roles.{role}", policy, f"{config.env.id} has the roles {', '.join(roles)}")
+    for role, policy in given.items():
+        if policy in config.rollout.given_models():
+            try:
+                given_model_dir(config, policy)
+            except ModelError as error:
+                mend = f"give 'trained', 'frozen', the URL of an engine, or a model ({error})"
+                raise ConfigError(f"rollout.roles.{role}", policy, mend) from None
     if set(roles) == set(given):
         raise ConfigError("rollout.roles", given, "no role is left to learn: give one 'trained'")
 

@@ -95,9 +95,9 @@ def _concurrency(config: RunConfig) -> Aimd:
 
 def _given(config: RunConfig, store: RunStore) -> dict[str, Engine]:
     """An engine for each role that the policy which learns does not play."""
+    urls: dict[str, str] = json.loads(store.meta("given_urls") or "{}")
     given = config.rollout.given_roles()
-    urls = {role: store.meta("frozen_url") or "" if policy == "frozen" else policy for role, policy in given.items()}
-    return {role: Fleet([EngineClient(url)]) for role, url in urls.items()}
+    return {role: Fleet([EngineClient(urls.get(policy, policy))]) for role, policy in given.items()}
 
 
 async def _end_on_sigterm(scope: trio.CancelScope) -> None:

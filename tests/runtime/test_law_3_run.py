@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import time
@@ -14,11 +15,13 @@ from typing import Any
 import httpx
 import pytest
 
-from agentrl.config import Algo
+from agentrl.cli import _evaluation_config
+from agentrl.config import Algo, parse
 from agentrl.errors import ConfigError
 from agentrl.records import GroupState, StopReason
+from agentrl.runtime.models import given_model_dir, model_dir
 from agentrl.runtime.rundir import RunDir
-from agentrl.runtime.trainer import Trainer
+from agentrl.runtime.trainer import Trainer, evaluate
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
 from agentrl.train.samples import group_rows
@@ -108,13 +111,31 @@ def test_a_frozen_opponent_plays_and_is_not_trained(tmp_path: Path) -> None:
         assert {(turn.role, turn.learns) for turn in turns} == {("first", True), ("second", False)}
         assert scored == sum(len(turn.token_ids) for turn in turns if turn.role == "first")
         assert {version for turn in turns if turn.role == "second" for version in turn.versions} == {0}
+    measured = _evaluation_config(str(tmp_path / "run"), None, 2, [])
+    assert measured.model == str(tmp_path / "run" / "checkpoints" / "step-00000002")
+    assert measured.rollout.roles == {"second": "agentrl/tiny-coder"}, "the opponent stays what it was"
+    (result,) = evaluate(measured, out=tmp_path / "eval")
+    assert result.n == 2
+
+
+def test_a_model_with_another_tokenizer_cannot_play_a_role(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model_dir(SMALL["model"]), other)
+    assert given_model_dir(parse({**TRAINING, "env": {"id": "agentrl/NimTable-v0"}}), str(other)) == other
+    (other / "tokenizer.json").write_text("{}")
+    config = {**TRAINING, "rollout": {**TRAINING["rollout"], "roles": {"second": str(other)}}}
+    with pytest.raises(ConfigError, match=r"has another tokenizer.json than 'agentrl/tiny-coder'"):
+        Trainer(env="agentrl/NimTable-v0", config=config, out=tmp_path / "run").train()
 
 
 @pytest.mark.parametrize(
     ("roles", "said"),
     [
         ({"third": "frozen"}, r"rollout.roles.third = 'frozen': agentrl/NimTable-v0 has the roles first, second"),
-        ({"second": "random"}, r"rollout.roles.second = 'random': give 'trained', 'frozen' or the URL of an engine"),
+        (
+            {"second": "random"},
+            r"rollout.roles.second = 'random': give 'trained', 'frozen', the URL of an engine, or",
+        ),
         ({"first": "frozen", "second": "http://127.0.0.1:1"}, r"no role is left to learn"),
         ({"policy": "frozen"}, r"agentrl/Nim-v0 names no roles: leave it out"),
     ],
