@@ -72,3 +72,47 @@ def test_tests_can_be_left_out(tmp_path: Path) -> None:
     assert done.returncode == 0 and f"Ran {len(repository.test_ids) - len(hidden)} tests" in done.stderr
     whole_file = {test for test in repository.test_ids if test.startswith("test_cache.")}
     assert list(without_tests(repository.tests, whole_file)) == ["test_ttl_and_memo.py"]
+
+
+TWO_CLASSES = """import unittest
+
+
+class A(unittest.TestCase):
+    def test_1(self):
+        pass
+
+    @unittest.skip("x")
+    def test_2(self):
+        pass
+
+    def test_3(self):
+        pass
+
+
+class B(unittest.TestCase):
+    def test_4(self):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("gone", "left"),
+    [
+        ("1", '    @unittest.skip("x")\n    def test_2(self):\n        pass\n\n    def test_3(self):\n        pass\n'),
+        ("12", "    def test_3(self):\n        pass\n"),
+        ("23", "    def test_1(self):\n        pass\n"),
+        ("2", "    def test_1(self):\n        pass\n\n    def test_3(self):\n        pass\n"),
+    ],
+)
+def test_what_is_left_looks_as_if_it_had_been_written_so(gone: str, left: str) -> None:
+    head, tail = (
+        "import unittest\n\n\nclass A(unittest.TestCase):\n",
+        "\n\n" + TWO_CLASSES[TWO_CLASSES.index("class B") :],
+    )
+    found = without_tests({"test_x.py": TWO_CLASSES}, {f"test_x.A.test_{number}" for number in gone})
+    assert found["test_x.py"] == head + left + tail
+
+
+def test_a_class_without_tests_goes() -> None:
+    found = without_tests({"test_x.py": TWO_CLASSES}, {"test_x.B.test_4"})["test_x.py"]
+    assert found == TWO_CLASSES[: TWO_CLASSES.index("\n\nclass B")]

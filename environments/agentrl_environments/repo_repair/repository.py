@@ -70,7 +70,7 @@ def without_tests(tests: Mapping[str, str], hidden: Collection[str]) -> dict[str
             gone = [method for method in methods if _name(file, node, method) in hidden]
             left += len(methods) - len(gone)
             for part in [node] if methods and len(gone) == len(methods) else reversed(gone):
-                del lines[_first_line(part) - 1 : _end_of(part, lines)]
+                _cut(lines, part)
         if left:
             kept[file] = "\n".join(lines).rstrip("\n") + "\n"
     return kept
@@ -94,13 +94,14 @@ def _name(file: str, owner: ast.ClassDef, method: ast.FunctionDef) -> str:
     return f"{file.removesuffix('.py')}.{owner.name}.{method.name}"
 
 
-def _first_line(node: ast.ClassDef | ast.FunctionDef) -> int:
-    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-
-
-def _end_of(node: ast.ClassDef | ast.FunctionDef, lines: list[str]) -> int:
-    """The node's last line and the empty ones behind it."""
+def _cut(lines: list[str], node: ast.ClassDef | ast.FunctionDef) -> None:
+    """Take out the node and the empty lines before it, or behind it if there are none before."""
+    start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
     end = node.end_lineno or node.lineno
-    while end < len(lines) and not lines[end].strip():
-        end += 1
-    return end
+    before = start
+    while before and not lines[before - 1].strip():
+        before -= 1
+    if before == start:
+        while end < len(lines) and not lines[end].strip():
+            end += 1
+    del lines[before:end]
