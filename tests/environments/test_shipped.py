@@ -30,16 +30,18 @@ MADE: dict[str, dict[str, Any]] = {
     "CodeRepair": {},
     "FrozenLake": {},
     "Gymnasium": {"env": "CliffWalking-v1"},
+    "Harbor": {},
     "Nim": {},
     "NimTable": {},
     "RepoRepair": {},
     "Retrieval": {},
+    "SWE": {},
     "Taxi": {},
     "TextGame": {},
 }
 """What makes each environment that needs no other package; those that do are checked beside their adapters' tests."""
 ADAPTERS = {"OpenEnv", "PettingZoo", "Program", "ReasoningGym", "TRL", "TextArena", "Verifiers"}
-BOXED = {"CodeRepair", "RepoRepair"}
+BOXED = {"CodeRepair", "Harbor", "RepoRepair", "SWE"}
 
 
 def test_no_shipped_environment_is_forgotten() -> None:

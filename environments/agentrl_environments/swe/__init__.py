@@ -1,0 +1,11 @@
+"""Coding tasks that others collected: rows of SWE-bench or SWE-smith, and Harbor task folders, played in boxes.
+
+task         what a task is        trees        the work folder at the start    carrying   what is taken to grading
+jsonl        SWE rows as tasks     harbor       task folders as tasks           dockerfile what needs no building
+verdicts     test logs             environment  `SWE` and `Harbor`
+"""
+
+from agentrl_environments.swe.environment import SWE, CodingTasks, Harbor
+from agentrl_environments.swe.task import Task
+
+__all__ = ["SWE", "CodingTasks", "Harbor", "Task"]

@@ -1,0 +1,217 @@
+"""`SWE` and `Harbor`: one task an episode, with coding tools in a box, graded in another.
+
+    start in the agent's box ─► tools ─► changed declared files ─► a fresh box ─► hidden tests ─► outcome
+
+Nothing else of the agent's box is looked at. Which format a task came in is the loaders' matter. Knows nothing of
+models or tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+from trio.lowlevel import RunVar
+
+from agentrl.env import EpisodeLimits, Grade, ToolEnv
+from agentrl.env.core import ResetResult
+from agentrl.env.oracles import Oracle, script
+from agentrl.errors import ConfigError
+from agentrl.protocols import Limits, Sandbox, SandboxSpec
+from agentrl.records import Json
+from agentrl_environments.sharing import SharedBackend
+from agentrl_environments.swe import carrying, harbor, jsonl
+from agentrl_environments.swe.task import Act, Task
+from agentrl_tools.current import CurrentBox
+from agentrl_tools.editing import Submit
+from agentrl_tools.files import ApplyPatch, ListFiles, ReadFile, ReplaceText, WriteFile
+from agentrl_tools.search import Search
+from agentrl_tools.shell import Shell
+
+_HERE: Final = Path(__file__).parent
+_LIMITS: Final = Limits(wall_s=60.0, cpu_s=600.0, memory_bytes=1 << 30, pids=128, output_bytes=4 << 20)
+_PATH: Final = "/workspace:/workspace/src:/workspace/lib"  # in front of what an image installed from its own folder
+_WALL_LESS: Final = ("bubblewrap", "local-unsafe")  # backends for which the name of a docker image means nothing
+
+
+class CodingTasks(ToolEnv):
+    """The seed of a reset chooses the task, or the option `task` names one by its id.
+
+    `sandbox`: id of a sandbox backend. `box`: fields of `agentrl.protocols.Limits` for the boxes. `shell_s`: the most
+    seconds of one command of the agent."""
+
+    limits = EpisodeLimits(turns=60, tool_seconds=1800.0)
+    blocking = False
+
+    def __init__(
+        self,
+        *,
+        tasks: Sequence[Task],
+        sandbox: str = "bubblewrap",
+        box: Mapping[str, Any] | None = None,
+        shell_s: float = 60.0,
+        **settings: Any,
+    ) -> None:
+        if not tasks:
+            raise ConfigError("tasks", [], "there is no task in this place")
+        self._tasks = tasks
+        self._by_id = {task.id: task for task in tasks}
+        if len(self._by_id) < len(tasks):
+            raise ConfigError("tasks", len(tasks), f"only {len(self._by_id)} different ids: give each task its own")
+        self._sandbox, self._box = sandbox, CurrentBox()
+        self._box_limits = dataclasses.replace(_LIMITS, **(box or {}))
+        self._boxes: SharedBackend | None = None
+        editing = [ReplaceText(self._box), WriteFile(self._box), ApplyPatch(self._box)]
+        looking = [ListFiles(self._box), ReadFile(self._box), Search(self._box), Shell(self._box, timeout_s=shell_s)]
+        super().__init__(tools=[*looking, *editing, Submit(self.finish)], **settings)
+
+    async def areset(self, *, seed: int | None = None, options: Mapping[str, Json] | None = None) -> ResetResult:
+        self._seed = seed
+        return await super().areset(seed=seed, options=options)
+
+    def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
+        """`{"task": id}`. Raises ConfigError for an id that is not there."""
+        if "task" in options:
+            if options["task"] not in self._by_id:
+                raise ConfigError("task", options["task"], "no task has this id")
+            return {"task": options["task"]}
+        at = int(self.np_random.integers(len(self._tasks))) if self._seed is None else self._seed
+        return {"task": self._tasks[at % len(self._tasks)].id}
+
+    async def setup(self, task: Mapping[str, Json]) -> None:
+        self._playing = self._by_id[task["task"]]
+        boxes = _shared(self._sandbox)
+        await boxes.enter()
+        self._boxes = boxes
+        self._box.box = await self._started(boxes)
+        start = await carrying.listing(self._box)
+        if start is None:
+            raise ConfigError("box", self._playing.id, "the task's files cannot be listed: give larger limits")
+        self._start = start
+
+    async def teardown(self) -> None:
+        boxes, self._boxes = self._boxes, None
+        if boxes is not None:
+            try:
+                await self._box.close()
+            finally:
+                await boxes.leave()
+
+    async def _started(self, boxes: SharedBackend) -> Sandbox:
+        """A box with the task's files as they are at first."""
+        spec = SandboxSpec(image=self._playing.image, limits=self._box_limits, env={"PYTHONPATH": _PATH})
+        box = await boxes.create(spec)
+        try:
+            await self._playing.tree.lay(box)
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await box.close()
+            raise
+        return box
+
+    def prompt(self, task: Mapping[str, Json]) -> str:
+        self.note(task=self._playing.id)
+        return self._playing.instruction
+
+    async def grade(self) -> Grade:
+        """What the task's own grading says of the declared files, in a box that the agent has not seen."""
+        work = await carrying.work(self._box, self._start, self._playing.declared)
+        if work is None:
+            return Grade(outcome=0.0, success=False)
+        assert self._boxes is not None
+        box = await self._started(self._boxes)
+        try:
+            await work.lay(box)
+            return await self._playing.grade(box)
+        finally:
+            with trio.CancelScope(shield=True):
+                await box.close()
+
+    def oracles(self) -> list[Oracle]:
+        submit = self.call("submit")
+        oracles = [Oracle("no-op", 0.0, script(submit))]
+        if self._playing.gold:
+            oracles.insert(0, Oracle("gold", 1.0, script(self._acted(self._playing.gold), submit)))
+        for name, acts in self._playing.cheats.items():
+            oracles.append(Oracle(name, 0.0, script(self._acted(acts), submit)))
+        return oracles
+
+    def _acted(self, acts: Sequence[Act]) -> str:
+        arguments = {"shell": "command", "apply_patch": "patch"}
+        return "".join(self.call(act.tool, **{arguments[act.tool]: act.argument}) for act in acts)
+
+
+class SWE(CodingTasks):
+    """Tasks in the format of SWE-bench or SWE-smith. `tasks` is a JSONL file, by default a small set of ours.
+
+    `repositories` is a folder with the repositories; without it each image has its own in `in_image`. `patch_is`: `fix`
+    (SWE-bench) or `bug` (SWE-smith). `image` and `test_command` are for rows that name none; `tests_s` is the deadline
+    of a test run."""
+
+    def __init__(
+        self,
+        *,
+        tasks: str | None = None,
+        repositories: str | None = None,
+        patch_is: jsonl.PatchIs = "fix",
+        image: str | None = None,
+        in_image: str = "/testbed",
+        test_command: str = jsonl.TEST_COMMAND,
+        tests_s: float = 600.0,
+        **settings: Any,
+    ) -> None:
+        ours = _HERE.parent / "repositories" if tasks is None else None
+        defaults = jsonl.Defaults(
+            patch_is=patch_is,
+            test_command=test_command,
+            tests_s=tests_s,
+            image=image,
+            in_image=in_image,
+            repositories=Path(repositories) if repositories else ours,
+        )
+        file = _existing(Path(tasks) if tasks else _HERE / "tasks.jsonl", Path.is_file, "give a JSONL file")
+        super().__init__(tasks=jsonl.load(file, defaults), **settings)
+
+
+class Harbor(CodingTasks):
+    """Harbor task folders. `tasks` is a folder of them, by default a small set of ours.
+
+    `images` names the built image of a task by the task's folder; `image` is what tasks run on whose Dockerfile only
+    copies files (on bubblewrap by default this machine's own programs, on docker the Dockerfile's base)."""
+
+    def __init__(
+        self,
+        *,
+        tasks: str | None = None,
+        images: Mapping[str, str] | None = None,
+        image: str | None = None,
+        sandbox: str = "bubblewrap",
+        **settings: Any,
+    ) -> None:
+        defaults = harbor.Defaults(images=images or {}, image=image, use_base=sandbox not in _WALL_LESS)
+        folder = _existing(Path(tasks) if tasks else _HERE / "harbor_tasks", Path.is_dir, "give a folder of tasks")
+        super().__init__(tasks=harbor.load(folder, defaults), sandbox=sandbox, **settings)
+
+
+def _existing(path: Path, exists: Callable[[Path], bool], mend: str) -> Path:
+    if not exists(path):
+        raise ConfigError("tasks", str(path), mend)
+    return path
+
+
+_backends: RunVar[dict[str, SharedBackend]] = RunVar("agentrl_swe_backends")
+
+
+def _shared(sandbox: str) -> SharedBackend:
+    """One backend for all episodes of a trio loop."""
+    try:
+        shared = _backends.get()
+    except LookupError:
+        shared = {}
+        _backends.set(shared)
+    if sandbox not in shared:
+        shared[sandbox] = SharedBackend(sandbox)
+    return shared[sandbox]

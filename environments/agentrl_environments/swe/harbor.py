@@ -1,0 +1,146 @@
+"""Harbor task folders as tasks: `task.toml`, `instruction.md`, `environment/`, `tests/test.sh`, `solution/solve.sh`.
+
+Boxes have one folder that can be written, so Harbor's own folders move: the image's WORKDIR (`/app`) is the work
+folder, `/tests`, `/logs` and `/solution` stand in `.harbor` below it, and texts that name them are changed alike.
+
+The reward is what `test.sh` writes into the logs of the grading box, which is new; nothing below `.harbor` comes from
+the agent's box. `[agentrl] carry` in `task.toml` lists patterns of what is carried over; by default all that the agent
+changed, save what decides how Python finds its modules and pytest its tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, cast
+
+from agentrl.env import Grade
+from agentrl.errors import ConfigError, SandboxPathError
+from agentrl.protocols import Sandbox
+from agentrl.sandbox.folder import WORKSPACE
+from agentrl_environments.swe.carrying import is_artifact, matching
+from agentrl_environments.swe.dockerfile import recipe, workdir_of
+from agentrl_environments.swe.task import Act, Task
+from agentrl_environments.swe.trees import Tree
+
+_OWN: Final = ".harbor"
+_REWARDS: Final = f"{_OWN}/logs/verifier"
+_VERIFIER_S: Final = 600.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """`images` by name of the task folder, each built from its Dockerfile; `image` stands for the base of tasks that
+    need no building, which `use_base` would else take from the Dockerfile."""
+
+    images: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    image: str | None = None
+    use_base: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verifier:
+    """Grades by the task's own `test.sh` in a fresh box. A run that leaves no number has earned 0."""
+
+    tests: Path
+    workdir: str
+    deadline_s: float
+
+    async def __call__(self, box: Sandbox) -> Grade:
+        await box.exec(["rm", "-rf", _OWN])  # an image may have one; what is read below was written here
+        for path in sorted(self.tests.rglob("*")):
+            if path.is_file():
+                data = moved_bytes(path.read_bytes(), self.workdir)
+                await box.write(f"{_OWN}/tests/{path.relative_to(self.tests).as_posix()}", data)
+        await box.write(f"{_REWARDS}/.keep", b"")
+        script = (self.tests / "test.sh").read_text("utf-8")
+        shell = "bash" if "bash" in script.partition("\n")[0] else "sh"
+        result = await box.exec([shell, f"{_OWN}/tests/test.sh"], timeout_s=self.deadline_s)
+        reward = 0.0 if result.timed_out else await _reward(box)
+        return Grade(outcome=reward, success=reward >= 1.0)
+
+
+def load(folder: Path, defaults: Defaults) -> list[Task]:
+    """The tasks of a folder of task folders, by name. Raises ConfigError that names the file."""
+    found = sorted(path.parent for path in folder.glob("*/task.toml"))
+    return [task_of(path, defaults) for path in found]
+
+
+def task_of(folder: Path, defaults: Defaults) -> Task:
+    """The task of a folder. Raises ConfigError that says what it lacks."""
+    for name in ("task.toml", "instruction.md", "environment/Dockerfile", "tests/test.sh"):
+        if not (folder / name).is_file():
+            raise ConfigError(str(folder), name, "a Harbor task needs this file")
+    try:
+        settings = tomllib.loads((folder / "task.toml").read_text("utf-8"))
+    except ValueError as error:
+        raise ConfigError(str(folder / "task.toml"), "", f"no TOML: {error}") from error
+    workdir = workdir_of(folder / "environment" / "Dockerfile")
+    image, tree = _environment(folder, settings, defaults)
+    carry = _table(settings, "agentrl").get("carry")
+    solution = folder / "solution" / "solve.sh"
+    solve = moved(solution.read_text("utf-8"), workdir) if solution.is_file() else ""
+    instruction = moved((folder / "instruction.md").read_text("utf-8"), workdir).strip()
+    return Task(
+        id=folder.name,
+        instruction=f"{instruction}\n\nThe work folder is {WORKSPACE}. Call submit when you are done.",
+        tree=tree,
+        declared=matching(carry) if carry else is_artifact,
+        grade=Verifier(folder / "tests", workdir, float(_table(settings, "verifier").get("timeout_sec", _VERIFIER_S))),
+        image=image,
+        gold=(Act.shell(solve),) if solve else (),
+        cheats={
+            "delete the tests": (Act.shell(f"rm -rf tests {_OWN}"),),
+            "leave a reward": (Act.shell(f"mkdir -p {_REWARDS} && echo 1 > {_REWARDS}/reward.txt"),),
+        },
+    )
+
+
+def moved(text: str, workdir: str) -> str:
+    """A text with Harbor's folders where a box has them."""
+    places = {"/tests": f"{WORKSPACE}/{_OWN}/tests", "/logs": f"{WORKSPACE}/{_OWN}/logs"}
+    places |= {"/solution": f"{WORKSPACE}/{_OWN}/solution", workdir: WORKSPACE}
+    names = "|".join(re.escape(name) for name in sorted(places, key=len, reverse=True))
+    return re.sub(rf"(?<![\w.}})*/-])({names})(?![\w-]|\.\w)", lambda found: places[found[1]], text)
+
+
+def moved_bytes(data: bytes, workdir: str) -> bytes:
+    """The same for a file, which may be no text."""
+    try:
+        return moved(data.decode("utf-8"), workdir).encode()
+    except UnicodeDecodeError:
+        return data
+
+
+def _environment(folder: Path, settings: Mapping[str, Any], defaults: Defaults) -> tuple[str | None, Tree]:
+    """The image of a task's boxes, and what is in the work folder."""
+    file = folder / "environment" / "Dockerfile"
+    built = defaults.images.get(folder.name) or _table(settings, "environment").get("docker_image")
+    if built:
+        return built, Tree(in_image=workdir_of(file))
+    plan = recipe(file)
+    return defaults.image or (plan.base if defaults.use_base else None), Tree(files=plan.files)
+
+
+def _table(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    table = settings.get(name, {})
+    return cast("Mapping[str, Any]", table) if isinstance(table, dict) else {}
+
+
+async def _reward(box: Sandbox) -> float:
+    """`reward.txt`, or `reward` of `reward.json`, of a box that the agent has not seen."""
+    with suppress(SandboxPathError, ValueError, KeyError, TypeError):
+        return _finite(float(await box.read(f"{_REWARDS}/reward.txt")))
+    with suppress(SandboxPathError, ValueError, KeyError, TypeError):
+        return _finite(float(json.loads(await box.read(f"{_REWARDS}/reward.json"))["reward"]))
+    return 0.0
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else 0.0

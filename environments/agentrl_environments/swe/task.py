@@ -1,0 +1,44 @@
+"""What a coding task is, whichever format it came in. Knows nothing of formats, prompts, tools or backends."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence, Set
+from dataclasses import dataclass, field
+
+from agentrl.env import Grade
+from agentrl.protocols import Sandbox
+from agentrl_environments.swe.trees import Tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """`tree` is the work folder as the agent finds it, in a box of `image`. `declared(path, start)` says whether a file
+    that the agent changed is carried to grading; `start` are the paths that were there at first. `grade` judges the
+    work in a fresh box that has the tree and the carried files, and adds whatever was hidden.
+
+    `gold` and `cheats` are shell commands or unified diffs for the oracles: the solution, and what must get 0."""
+
+    id: str
+    instruction: str
+    tree: Tree
+    declared: Callable[[str, Set[str]], bool]
+    grade: Callable[[Sandbox], Awaitable[Grade]]
+    image: str | None = None
+    gold: Sequence[Act] = ()
+    cheats: dict[str, Sequence[Act]] = field(default_factory=dict[str, "Sequence[Act]"])
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """A call of a tool that an oracle makes."""
+
+    tool: str
+    argument: str
+
+    @classmethod
+    def shell(cls, command: str) -> Act:
+        return cls("shell", command)
+
+    @classmethod
+    def patch(cls, diff: str) -> Act:
+        return cls("apply_patch", diff)

@@ -1,0 +1,81 @@
+"""The work folder of a task at its start: from this machine or from the image, and never with a history.
+
+Two dangers live in an image's own copy of a repository, which every box of the image can read: a `.git` with the
+commit that mended it, and sources that are whole where the work folder's are broken on purpose. Both are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from agentrl.errors import ConfigError, PolicyFault, SandboxError
+from agentrl.protocols import Sandbox
+from agentrl_tools.files import ApplyPatch
+
+_COPY_S: Final = 120.0
+_HUNK: Final = re.compile(r"^@@ -(\S+) \+(\S+) @@")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    """Laid one over the other: `in_image`, a folder of the image; the host's `folder` and `files`; then diffs."""
+
+    in_image: str | None = None
+    folder: Path | None = None
+    files: Mapping[str, Path] = field(default_factory=dict[str, Path])
+    patches: tuple[str, ...] = ()
+
+    async def lay(self, box: Sandbox) -> None:
+        """Fill an empty work folder. Raises ConfigError where the tree cannot be used, SandboxError."""
+        if self.in_image is not None:
+            await self._copy(box, self.in_image)
+        if self.folder is not None:
+            await box.upload(self.folder, ".")
+            await box.exec(["find", ".", "-name", ".git", "-prune", "-exec", "rm", "-rf", "{}", "+"])
+        for target, source in self.files.items():
+            await box.upload(source, target)
+        for patch in self.patches:
+            await apply_patch(box, patch)
+
+    async def _copy(self, box: Sandbox, folder: str) -> None:
+        history = await box.exec(["test", "-e", f"{folder}/.git"])
+        if history.exit_code == 0:
+            raise ConfigError(
+                "image", f"{folder}/.git", f"the agent could read the solution there: RUN rm -rf {folder}/.git"
+            )
+        copied = await box.exec(["cp", "-R", f"{folder}/.", "."], timeout_s=_COPY_S)
+        if copied.exit_code != 0:
+            said = copied.stderr.decode(errors="replace").strip().splitlines()
+            raise ConfigError("image", folder, f"its tree cannot be copied: {said[-1] if said else 'no time left'}")
+
+
+async def apply_patch(box: Sandbox, patch: str) -> None:
+    """Apply a diff of the task's author. Raises ConfigError where it does not fit, SandboxError."""
+    try:
+        await ApplyPatch(box).call({"patch": patch})
+    except SandboxError:
+        raise
+    except PolicyFault as error:  # none of the policy's: nobody has touched these files
+        raise ConfigError("patch", patch.partition("\n")[0], str(error)) from error
+
+
+def reversed_patch(patch: str) -> str:
+    """The diff that takes a diff back."""
+    lines: list[str] = []
+    given = patch.split("\n")
+    for line, following in zip(given, [*given[1:], ""], strict=True):
+        if line.startswith("--- ") and following.startswith("+++ "):
+            lines += [f"--- {following[4:]}", f"+++ {line[4:]}"]
+        elif line.startswith("+++ ") and lines and lines[-1].startswith("+++ "):
+            continue
+        elif (found := _HUNK.match(line)) is not None:
+            lines.append(f"@@ -{found[2]} +{found[1]} @@")
+        elif line[:1] in ("+", "-"):
+            lines.append(("-" if line[0] == "+" else "+") + line[1:])
+        elif line[:1] in (" ", "\\", ""):
+            lines.append(line)
+    return "\n".join(lines)
