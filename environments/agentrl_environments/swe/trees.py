@@ -6,6 +6,7 @@ commit that mended it, and sources that are whole where the work folder's are br
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -42,15 +43,16 @@ class Tree:
             await apply_patch(box, patch)
 
     async def _copy(self, box: Sandbox, folder: str) -> None:
-        history = await box.exec(["test", "-e", f"{folder}/.git"])
-        if history.exit_code == 0:
-            raise ConfigError(
-                "image", f"{folder}/.git", f"the agent could read the solution there: RUN rm -rf {folder}/.git"
-            )
         copied = await box.exec(["cp", "-R", f"{folder}/.", "."], timeout_s=_COPY_S)
         if copied.exit_code != 0:
             said = copied.stderr.decode(errors="replace").strip().splitlines()
             raise ConfigError("image", folder, f"its tree cannot be copied: {said[-1] if said else 'no time left'}")
+        found = await box.exec(["find", ".", "-name", ".git", "-prune", "-print", "-quit"])
+        if found.stdout or found.exit_code != 0:
+            at = posixpath.normpath(f"{folder}/{found.stdout.decode(errors='replace').strip()}")
+            raise ConfigError(
+                "image", at, f"the agent could read the solution there: RUN rm -rf {at} in its Dockerfile"
+            )
 
 
 async def apply_patch(box: Sandbox, patch: str) -> None:

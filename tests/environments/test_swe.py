@@ -1,0 +1,218 @@
+"""`SWE` and `Harbor` played in real boxes: the oracles, what an agent may not see, and cheats that must get 0."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sandbox import rootfs
+from sandbox.conftest import IMAGE, docker_engine, env  # noqa: F401  (a fixture)
+
+import agentrl
+from agentrl.env.oracles import judge
+from agentrl.errors import ConfigError
+from agentrl_environments.swe import SWE, CodingTasks, Harbor
+
+boxed = pytest.mark.bubblewrap
+LRU, BUG = "agentrl__lru-1", "agentrl__lru.evict"
+
+
+async def played(env: CodingTasks, task: str, *actions: str) -> tuple[list[str], dict[str, Any]]:
+    """What the agent reads of each action, and the last info; then the episode is submitted."""
+    try:
+        await env.areset(options={"task": task})
+        said: list[str] = []
+        for action in actions:
+            observation, *_ = await env.astep(action)
+            said.append(observation[0]["content"])
+        *_, info = await env.astep(env.call("submit"))
+        return said, info
+    finally:
+        await env.aclose()
+
+
+def shell(env: CodingTasks, command: str) -> str:
+    return env.call("shell", command=command)
+
+
+async def gold_of(new: type[CodingTasks], task: str) -> str:
+    """The action of the oracle that solves a task."""
+    env = new()
+    try:
+        await env.areset(options={"task": task})
+        gold = next(oracle for oracle in env.oracles() if oracle.name == "gold")
+        text = gold.policy(())
+        assert isinstance(text, str)
+        return text
+    finally:
+        await env.aclose()
+
+
+@boxed
+@pytest.mark.parametrize(("id", "count"), [("agentrl/SWE-v0", 5), ("agentrl/Harbor-v0", 3)])
+async def test_oracles_of_the_shipped_tasks_get_what_they_must(id: str, count: int) -> None:
+    for seed in range(count):
+        verdicts = {verdict.name: verdict for verdict in await judge(lambda: agentrl.make(id), seed)}
+        assert all(verdict.holds for verdict in verdicts.values()), (seed, verdicts)
+        assert verdicts["gold"].got == 1.0 and {"no-op", "delete the tests"} <= verdicts.keys()
+
+
+@boxed
+async def test_seeds_are_tasks_and_ids_name_them() -> None:
+    env = SWE()
+    try:
+        names = [(await env.areset(seed=seed))[1]["task"] for seed in range(6)]
+        assert len(set(names)) == 5 and names[0] == names[5] == LRU
+        opening, info = await env.areset(options={"task": BUG})
+        assert info["task"] == BUG and "throws away what I have just put in" in opening[-1]["content"]
+        with pytest.raises(ConfigError, match="no task has this id"):
+            await env.areset(options={"task": "nowhere"})
+    finally:
+        await env.aclose()
+
+
+@boxed
+async def test_the_agent_sees_neither_hidden_tests_nor_a_history(tmp_path: Path) -> None:
+    repository = tmp_path / "lru"
+    (repository / "inner").mkdir(parents=True)
+    for folder in (repository, repository / "inner"):
+        (folder / ".git").mkdir()
+        (folder / ".git" / "HEAD").write_text("ref: refs/heads/main\n")
+    (repository / "m.py").write_text("a\nb\nd\n")
+    row = {
+        "instance_id": "x",
+        "repo": "lru",
+        "problem_statement": "b",
+        "patch": "--- a/m.py\n+++ b/m.py\n@@ -2 +2 @@\n-b\n+c\n",
+        "test_patch": "--- /dev/null\n+++ b/tests/test_secret.py\n@@ -0,0 +1 @@\n+x = 1\n",
+        "FAIL_TO_PASS": ["t.T.t"],
+    }
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    swe = SWE(tasks=str(tmp_path / "rows.jsonl"), repositories=str(tmp_path), test_command="true")
+    said, info = await played(swe, "x", shell(swe, "find . | sort"))
+    assert said[0].split() == [".", "./inner", "./m.py"] and info["outcome"] == 0.0
+
+
+@boxed
+async def test_a_solution_counts_with_the_tests_deleted_and_half_of_one_does_not() -> None:
+    env, gold = SWE(), await gold_of(SWE, LRU)
+    _, info = await played(env, LRU, gold, shell(env, "rm -r tests; rm README.md"))
+    assert info["outcome"] == 1.0 and info["mended"] == 1.0 and info["kept"] == 1.0
+    _, info = await played(SWE(), LRU, gold, shell(env, "echo 'LRUCache.resize = None' >> lru/__init__.py"))
+    assert (info["outcome"], info["mended"]) == (0.0, 1.0) and 0.0 < info["kept"] < 1.0
+
+
+PASS_ALL = (
+    "import os; os.write(2, b'test_x (test_cache.LRUCacheTest.test_touching_is_no_lookup) ... ok\\n'); os._exit(0)"
+)
+CHEATS = {
+    "unittest of one's own": f'echo "{PASS_ALL}" > unittest.py',
+    "a package in front": f'mkdir unittest src; echo "{PASS_ALL}" > unittest/__init__.py; cp -r unittest src',
+    "sitecustomize": f'echo "{PASS_ALL}" | tee sitecustomize.py usercustomize.py',
+    "tests that pass": "echo 'import unittest' > tests/test_cache.py",
+    "the package is a link": "mv lru /tmp/lru; ln -s /tmp/lru lru",
+    "no source left": "rm -rf lru README.md",
+    "a folder in a file's place": "rm lru/cache.py; mkdir lru/cache.py",
+    "a writer in the background": f'(while true; do echo "{PASS_ALL}" > unittest.py; done) >/dev/null 2>&1 &',
+    "more files than anyone reviews": "for i in $(seq 600); do echo > lru/m$i.py; done",
+}
+
+
+@boxed
+@pytest.mark.parametrize("cheat", CHEATS)
+async def test_a_cheat_gets_nothing(cheat: str) -> None:
+    env = SWE()
+    _, info = await played(env, LRU, shell(env, CHEATS[cheat]))
+    assert info["outcome"] == 0.0
+
+
+@boxed
+async def test_harbor_reads_no_reward_but_the_graders() -> None:
+    env = Harbor()
+    seed = "mkdir -p .harbor/logs/verifier .harbor/tests logs/verifier; printf 'exit 0' > .harbor/tests/test.sh\n"
+    rewards = 'for f in .harbor logs; do echo 1 > "$f"/reward.txt; done; echo 1 > .harbor/logs/verifier/reward.txt'
+    module = "; echo 'def load(*_): return None' > json.py; echo 'import os; os._exit(0)' > pathlib.py"
+    _, info = await played(env, "count-words", shell(env, seed + rewards + module))
+    assert info["outcome"] == 0.0 and info["success"] is False
+
+
+@pytest.fixture(scope="module")
+def root() -> Iterator[Path]:
+    """A root file system whose /testbed and /app are trees of tasks."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        rootfs.build(Path(name, "root"))
+        for folder in ("testbed", "app"):
+            tree = Path(name, "root", folder)
+            tree.mkdir()
+            (tree / "m.py").write_text("a = 1\nb = 2\n")
+        yield Path(name, "root")
+
+
+def image_row(folder: Path) -> str:
+    """A file with one row whose repository is in the image."""
+    test = "import unittest, m\nclass T(unittest.TestCase):\n    def test_b(self):\n        self.assertEqual(m.b, 3)\n"
+    added = "".join(f"+{line}\n" for line in test.splitlines())
+    row = {
+        "instance_id": "in-image",
+        "repo": "m",
+        "problem_statement": "b is 3.",
+        "patch": "--- a/m.py\n+++ b/m.py\n@@ -1,2 +1,2 @@\n a = 1\n-b = 2\n+b = 3\n",
+        "test_patch": f"--- /dev/null\n+++ b/test_m.py\n@@ -0,0 +1,4 @@\n{added}",
+        "FAIL_TO_PASS": '["test_b (test_m.T)"]',
+        "test_command": "python3 -s -S -B -m unittest -v {tests}",
+    }
+    (folder / "rows.jsonl").write_text(json.dumps(row))
+    return str(folder / "rows.jsonl")
+
+
+@boxed
+async def test_a_repository_of_the_image_is_played_without_its_history(root: Path, tmp_path: Path) -> None:
+    kwargs = {"tasks": image_row(tmp_path), "image": str(root)}
+    verdicts = await judge(lambda: agentrl.make("agentrl/SWE-v0", **kwargs), 0)
+    assert [verdict.got for verdict in verdicts] == [1.0, 0.0, 0.0]
+    (root / "testbed/.git").mkdir()
+    env = SWE(**kwargs)
+    try:
+        with pytest.raises(ConfigError, match=r"RUN rm -rf /testbed/\.git"):
+            await env.areset(seed=0)
+    finally:
+        await env.aclose()
+        (root / "testbed/.git").rmdir()
+
+
+@pytest.fixture
+def image(docker_engine: str, root: Path) -> str:  # noqa: F811
+    """The same as an image of the engine."""
+    settings = ["-c", "ENV PATH=/usr/bin:/bin", "-c", "WORKDIR /workspace", "-", "agentrl-swe-test:1"]
+    with subprocess.Popen(["tar", "-C", str(root), "-c", "."], stdout=subprocess.PIPE) as tar:
+        command = ["docker", "import", *settings]
+        subprocess.run(command, stdin=tar.stdout, env=env(docker_engine), check=True, capture_output=True, timeout=120)
+    return settings[-1]
+
+
+@pytest.mark.docker
+@pytest.mark.timeout(300)
+async def test_oracles_hold_on_docker(
+    docker_engine: str,  # noqa: F811
+    image: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Repositories and folders that are uploaded, and a repository of the image."""
+    monkeypatch.setenv("DOCKER_HOST", docker_engine)
+    cases: list[tuple[str, int, dict[str, Any]]] = [
+        ("SWE", 0, {"image": IMAGE}),
+        ("SWE", 3, {"image": IMAGE}),
+        ("Harbor", 1, {"image": IMAGE}),
+        ("SWE", 0, {"image": image, "tasks": image_row(tmp_path)}),
+    ]
+    for name, seed, kwargs in cases:
+        made = {**kwargs, "sandbox": "docker", "box": {"disk_bytes": 64 << 20, "memory_bytes": 256 << 20}}
+        verdicts = await judge(lambda name=name, made=made: agentrl.make(f"agentrl/{name}-v0", **made), seed)
+        assert len(verdicts) >= 3 and all(verdict.holds for verdict in verdicts), (name, seed, verdicts)

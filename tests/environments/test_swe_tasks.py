@@ -1,0 +1,214 @@
+"""SWE rows and Harbor folders as tasks: what is read, what is refused and how it says so, what is carried."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentrl_environments.swe.environment as shipped
+from agentrl.errors import ConfigError
+from agentrl_environments.swe import SWE, Harbor, harbor, jsonl
+from agentrl_environments.swe.carrying import is_artifact, is_source, matching
+from agentrl_environments.swe.dockerfile import recipe
+from agentrl_environments.swe.harbor import moved
+from agentrl_environments.swe.trees import reversed_patch
+from agentrl_tools.patching import apply_hunks, parse_patch
+
+HERE = Path(shipped.__file__).parent
+FIX = "--- a/m.py\n+++ b/m.py\n@@ -1,3 +1,3 @@\n a\n-b\n+c\n d\n"
+TESTS = "--- /dev/null\n+++ b/tests/test_m.py\n@@ -0,0 +1 @@\n+x = 1\n"
+ROW: dict[str, Any] = {
+    "instance_id": "owner__name-1",
+    "repo": "owner/name",
+    "problem_statement": "It is broken.",
+    "image_name": "swe:1",
+    "patch": FIX,
+    "test_patch": TESTS,
+    "FAIL_TO_PASS": ["test_x (test_m.Case)"],
+    "PASS_TO_PASS": '["test_m.Case.test_y"]',
+}
+
+
+def of_row(**changed: Any) -> Any:
+    return jsonl.task_of({**ROW, **changed}, jsonl.Defaults())
+
+
+def test_a_row_is_a_task() -> None:
+    task = of_row()
+    assert (task.id, task.image, task.tree.in_image) == ("owner__name-1", "swe:1", "/testbed")
+    assert task.instruction.startswith("It is broken.\n") and "test_m" not in task.instruction
+    assert task.grade.fails == ("test_m.Case.test_x",) and task.grade.passes == ("test_m.Case.test_y",)
+    assert task.grade.command == "python3 -m pytest -rA -p no:cacheprovider tests/test_m.py"
+
+
+@pytest.mark.parametrize(
+    ("changed", "field", "mend"),
+    [
+        ({"FAIL_TO_PASS": []}, "FAIL_TO_PASS", "at least one test"),
+        ({"FAIL_TO_PASS": "[]"}, "FAIL_TO_PASS", "at least one test"),
+        ({"FAIL_TO_PASS": None}, "FAIL_TO_PASS", "at least one test"),
+        ({"PASS_TO_PASS": "test_y"}, "PASS_TO_PASS", "JSON"),
+        ({"PASS_TO_PASS": [3]}, "PASS_TO_PASS", "a list of tests"),
+        ({"patch": "nothing"}, "patch", "no hunk found"),
+        ({"test_patch": "nothing"}, "test_patch", "no hunk found"),
+        ({"problem_statement": None}, "problem_statement", "needs this text"),
+        ({"image_name": None}, "image_name", "repositories="),
+        ({"patch_is": "bug"}, "patch_is", "repositories="),
+        ({"patch_is": "both"}, "patch_is", "choose fix"),
+    ],
+)
+def test_a_row_that_makes_no_task_is_refused(changed: dict[str, Any], field: str, mend: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        of_row(**changed)
+    assert raised.value.field.endswith(field) and mend in raised.value.mend
+
+
+def test_a_broken_file_names_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(ROW) + "\n\n{broken\n")
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:3 = '\{broken': no JSON"):
+        SWE(tasks=str(file))
+    file.write_text(f"{json.dumps(ROW)}\n{json.dumps(ROW)}\n")
+    with pytest.raises(ConfigError, match="only 1 different ids"):
+        SWE(tasks=str(file))
+    with pytest.raises(ConfigError, match="give a JSONL file"):
+        SWE(tasks=str(tmp_path / "nowhere"))
+
+
+def test_repositories_are_found_by_any_of_their_names(tmp_path: Path) -> None:
+    for name in ("owner/name", "owner__name", "name"):
+        (tmp_path / name).mkdir(parents=True)
+        task = jsonl.task_of({**ROW, "patch_is": "bug"}, jsonl.Defaults(repositories=tmp_path))
+        assert task.tree.folder == tmp_path / name and task.tree.patches == (FIX,)
+        shutil.rmtree(tmp_path / name.split("/")[0])
+    with pytest.raises(ConfigError, match="has no folder owner/name or owner__name or name"):
+        jsonl.task_of(ROW, jsonl.Defaults(repositories=tmp_path))
+
+
+def test_a_reversed_patch_takes_a_patch_back() -> None:
+    before = "a\n-- b\nd\n"
+    patch = "--- a/m\n+++ b/m\n@@ -1,3 +1,3 @@\n a\n--- b\n+C\n d\n"  # a line of the hunk starts as a header does
+    (there,), (back,) = parse_patch(patch), parse_patch(reversed_patch(patch))
+    after = apply_hunks(before, there.hunks, "m")
+    assert after == "a\nC\nd\n" and apply_hunks(after, back.hunks, "m") == before
+    (made,) = parse_patch(reversed_patch(TESTS))
+    assert (made.old, made.new) == ("tests/test_m.py", None)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("pkg/core.py", True),
+        ("pkg/new/module.py", True),
+        ("pkg/queue.py", True),
+        ("README.md", True),
+        ("old/unittest/x.py", True),
+        ("tests/helper.py", False),
+        ("pkg/tests/data.txt", False),
+        ("pkg/test_core.py", False),
+        ("pkg/core_test.py", False),
+        ("conftest.py", False),
+        ("pkg/conftest.py", False),
+        ("pyproject.toml", False),
+        ("setup.cfg", False),
+        (".git/config", False),
+        ("pkg/__pycache__/core.cpython-311.pyc", False),
+        ("unittest.py", False),
+        ("unittest/__init__.py", False),
+        ("src/pytest.py", False),
+        ("sitecustomize.py", False),
+        ("x.pth", False),
+    ],
+)
+def test_what_counts_as_a_source(path: str, source: bool) -> None:
+    assert is_source(path, {"pkg/core.py"}) is source
+
+
+def test_a_module_that_was_there_may_have_the_name_of_one_of_pythons() -> None:
+    assert is_source("calendar/core.py", {"calendar/core.py"}) and not is_source("calendar/new.py", set())
+
+
+def test_artifacts_and_patterns() -> None:
+    assert is_artifact("out/answer.txt", set()) and is_artifact("tests/mine.py", set())
+    for path in (".harbor/logs/verifier/reward.txt", "conftest.py", "json.py", "a/b.pyc"):
+        assert not is_artifact(path, set())
+    declared = matching(["pkg/*.py"])
+    assert declared("pkg/a/b.py", set()) and not declared("setup.py", set())
+
+
+# --- Harbor
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of one task that needs no building."""
+    shutil.copytree(HERE / "harbor_tasks" / "merge-logs", tmp_path / "merge-logs")
+    return tmp_path
+
+
+def test_a_dockerfile_that_only_copies_needs_no_builder(folder: Path) -> None:
+    plan = recipe(folder / "merge-logs/environment/Dockerfile")
+    assert (plan.base, plan.workdir) == ("python:3.11-slim", "/app")
+    assert sorted(plan.files) == ["logs/db.log", "logs/mail.log", "logs/web.log"]
+    (task,) = harbor.load(folder, harbor.Defaults())
+    assert (task.id, task.image) == ("merge-logs", "python:3.11-slim")
+    (task,) = harbor.load(folder, harbor.Defaults(image="mine:1"))
+    assert task.image == "mine:1"
+    (task,) = harbor.load(folder, harbor.Defaults(use_base=False))
+    assert task.image is None
+
+
+def test_copies_go_where_docker_puts_them(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("a.txt", "data/b.txt"):
+        (tmp_path / name).write_text(name)
+    file = tmp_path / "Dockerfile"
+    file.write_text(
+        "# what\nFROM x\nWORKDIR /w\nCOPY a.txt \\\n  /w/in/\nCOPY a.txt c.txt\nCOPY data /w/deep\nCMD true\n"
+    )
+    assert {path: source.name for path, source in recipe(file).files.items()} == {
+        "in/a.txt": "a.txt",
+        "c.txt": "a.txt",
+        "deep/b.txt": "b.txt",
+    }
+    for line in ("COPY a.txt /etc/", "COPY ../x .", "COPY nothing .", "COPY --from=y a.txt .", "RUN make", "ADD u ."):
+        file.write_text(f"FROM x\nWORKDIR /w\n{line}\n")
+        with pytest.raises(ConfigError):
+            recipe(file)
+
+
+def test_a_dockerfile_that_needs_a_builder_needs_an_image(folder: Path) -> None:
+    dockerfile = folder / "merge-logs/environment/Dockerfile"
+    dockerfile.write_text("FROM python:3.11\nWORKDIR /srv\nRUN pip install numpy\n")
+    with pytest.raises(ConfigError, match=r"RUN pip install numpy.*docker build -t NAME .*docker_image or images="):
+        Harbor(tasks=str(folder))
+    (task,) = harbor.load(folder, harbor.Defaults(images={"merge-logs": "built:1"}))
+    assert (task.image, task.tree.in_image) == ("built:1", "/srv")
+    with (folder / "merge-logs/task.toml").open("a") as file:
+        file.write('docker_image = "named:1"\n')
+    (task,) = harbor.load(folder, harbor.Defaults())
+    assert task.image == "named:1"
+
+
+@pytest.mark.parametrize("name", ["instruction.md", "tests/test.sh", "environment/Dockerfile"])
+def test_a_folder_that_lacks_a_file_says_which(folder: Path, name: str) -> None:
+    (folder / "merge-logs" / name).unlink()
+    with pytest.raises(ConfigError, match=name):
+        Harbor(tasks=str(folder))
+
+
+def test_an_empty_folder_has_no_task(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no task"):
+        Harbor(tasks=str(tmp_path))
+
+
+def test_harbors_folders_move() -> None:
+    text = "cat /app/tests/x /tests/check.py > /logs/verifier/reward.txt; ls /application $D/tests ${D}/logs in /app."
+    assert moved(text, "/app") == (
+        "cat /workspace/tests/x /workspace/.harbor/tests/check.py > /workspace/.harbor/logs/verifier/reward.txt; "
+        "ls /application $D/tests ${D}/logs in /workspace."
+    )
