@@ -14,6 +14,7 @@ from sandbox import rootfs
 from sandbox.conftest import IMAGE, docker_engine, env  # noqa: F401  (a fixture)
 
 import agentrl
+import agentrl_environments.swe
 from agentrl.env.oracles import judge
 from agentrl.errors import ConfigError
 from agentrl_environments.swe import SWE, CodingTasks, Harbor
@@ -107,27 +108,36 @@ async def test_a_solution_counts_with_the_tests_deleted_and_half_of_one_does_not
     assert (info["outcome"], info["mended"]) == (0.0, 1.0) and 0.0 < info["kept"] < 1.0
 
 
-PASS_ALL = (
-    "import os; os.write(2, b'test_x (test_cache.LRUCacheTest.test_touching_is_no_lookup) ... ok\\n'); os._exit(0)"
-)
 CHEATS = {
-    "unittest of one's own": f'echo "{PASS_ALL}" > unittest.py',
-    "a package in front": f'mkdir unittest src; echo "{PASS_ALL}" > unittest/__init__.py; cp -r unittest src',
-    "sitecustomize": f'echo "{PASS_ALL}" | tee sitecustomize.py usercustomize.py',
+    "unittest of one's own": "cp forgery unittest.py",
+    "a package in front": "mkdir unittest src; cp forgery unittest/__init__.py; cp -r unittest src",
+    "sitecustomize": "cp forgery sitecustomize.py; cp forgery usercustomize.py; cp forgery conftest.py",
+    "a test that forges": "cp forgery tests/test_aaa.py; cp forgery tests/__init__.py",
     "tests that pass": "echo 'import unittest' > tests/test_cache.py",
-    "the package is a link": "mv lru /tmp/lru; ln -s /tmp/lru lru",
+    "the package is a link": "mv lru /tmp/lru; cp forgery /tmp/lru/__init__.py; ln -s /tmp/lru lru",
     "no source left": "rm -rf lru README.md",
     "a folder in a file's place": "rm lru/cache.py; mkdir lru/cache.py",
-    "a writer in the background": f'(while true; do echo "{PASS_ALL}" > unittest.py; done) >/dev/null 2>&1 &',
+    "a writer in the background": "(while true; do cp forgery unittest.py; done) >/dev/null 2>&1 &",
     "more files than anyone reviews": "for i in $(seq 600); do echo > lru/m$i.py; done",
 }
+
+
+def forgery() -> str:
+    """A module that prints a verdict for every test of `LRU` and ends the run."""
+    rows = [json.loads(line) for line in (Path(agentrl_environments.swe.__file__).parent / "tasks.jsonl").open()]
+    (row,) = (row for row in rows if row["instance_id"] == LRU)
+    tests = [*json.loads(row["FAIL_TO_PASS"]), *json.loads(row["PASS_TO_PASS"])]
+    log = "".join(f"{test.split('.')[-1]} ({test}) ... ok\n" for test in tests)
+    return f"import os\nos.write(2, {log.encode()!r})\nos._exit(0)\n"
 
 
 @boxed
 @pytest.mark.parametrize("cheat", CHEATS)
 async def test_a_cheat_gets_nothing(cheat: str) -> None:
     env = SWE()
-    _, info = await played(env, LRU, shell(env, CHEATS[cheat]))
+    _, info = await played(
+        env, LRU, env.call("write_file", path="forgery", content=forgery()), shell(env, CHEATS[cheat])
+    )
     assert info["outcome"] == 0.0
 
 
