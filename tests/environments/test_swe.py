@@ -41,9 +41,9 @@ def shell(env: CodingTasks, command: str) -> str:
     return env.call("shell", command=command)
 
 
-async def gold_of(new: type[CodingTasks], task: str) -> str:
+async def gold_of(new: type[CodingTasks], task: str, **kwargs: Any) -> str:
     """The action of the oracle that solves a task."""
-    env = new()
+    env = new(**kwargs)
     try:
         await env.areset(options={"task": task})
         gold = next(oracle for oracle in env.oracles() if oracle.name == "gold")
@@ -118,6 +118,7 @@ CHEATS = {
     "no source left": "rm -rf lru README.md",
     "a folder in a file's place": "rm lru/cache.py; mkdir lru/cache.py",
     "a writer in the background": "(while true; do cp forgery unittest.py; done) >/dev/null 2>&1 &",
+    "names that no tool would write": "for n in 'a\\nb' '\\377'; do echo > \"lru/$(printf $n).py\"; done",
     "more files than anyone reviews": "for i in $(seq 600); do echo > lru/m$i.py; done",
 }
 
@@ -139,6 +140,22 @@ async def test_a_cheat_gets_nothing(cheat: str) -> None:
         env, LRU, env.call("write_file", path="forgery", content=forgery()), shell(env, CHEATS[cheat])
     )
     assert info["outcome"] == 0.0
+
+
+@boxed
+async def test_work_in_the_way_of_hidden_tests_is_left_out(tmp_path: Path) -> None:
+    """A folder named as the hidden test file is, and a file named as its folder: the tests run all the same."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/m.py").write_text("a = 1\nb = 2\n")
+    for hidden, cheat in (
+        ("check_m.py", "mkdir check_m.py; echo > check_m.py/x.py"),
+        ("deep/check_m.py", "echo > deep"),
+    ):
+        file = image_row(tmp_path, hidden)
+        swe = SWE(tasks=file, repositories=str(tmp_path))
+        gold = await gold_of(SWE, "in-image", tasks=file, repositories=str(tmp_path))
+        _, info = await played(swe, "in-image", gold, shell(swe, cheat))
+        assert info["outcome"] == 1.0
 
 
 @boxed
@@ -164,7 +181,7 @@ def root() -> Iterator[Path]:
         yield Path(name, "root")
 
 
-def image_row(folder: Path) -> str:
+def image_row(folder: Path, hidden: str = "test_m.py") -> str:
     """A file with one row whose repository is in the image."""
     test = "import unittest, m\nclass T(unittest.TestCase):\n    def test_b(self):\n        self.assertEqual(m.b, 3)\n"
     added = "".join(f"+{line}\n" for line in test.splitlines())
@@ -173,9 +190,9 @@ def image_row(folder: Path) -> str:
         "repo": "m",
         "problem_statement": "b is 3.",
         "patch": "--- a/m.py\n+++ b/m.py\n@@ -1,2 +1,2 @@\n a = 1\n-b = 2\n+b = 3\n",
-        "test_patch": f"--- /dev/null\n+++ b/test_m.py\n@@ -0,0 +1,4 @@\n{added}",
-        "FAIL_TO_PASS": '["test_b (test_m.T)"]',
-        "test_command": "python3 -s -S -B -m unittest -v {tests}",
+        "test_patch": f"--- /dev/null\n+++ b/{hidden}\n@@ -0,0 +1,4 @@\n{added}",
+        "FAIL_TO_PASS": json.dumps([f"test_b ({Path(hidden).stem}.T)"]),
+        "test_command": "python3 -s -S -B -m unittest discover -v -p '*_m.py' " + str(Path(hidden).parent),
     }
     (folder / "rows.jsonl").write_text(json.dumps(row))
     return str(folder / "rows.jsonl")

@@ -20,6 +20,8 @@ from agentrl_environments.rewards import carried
 _LISTING: Final = ["sh", "-c", "find . -type f -exec sha256sum -z -- {} +"]
 _LISTING_S: Final = 60.0
 _MOST_FILES: Final = 500  # changed by one agent; more is no work that anyone would review
+_MOST_BYTES: Final = 16 << 20  # of them together: a full disk must not hinder the grading
+_AT_ONCE: Final = 200  # paths of one command
 _SETTINGS: Final = {"pytest.ini", "tox.ini", "setup.cfg", "setup.py", "pyproject.toml", "noxfile.py", "Makefile"}
 _RUNNERS: Final = {"pytest", "_pytest", "py", "pluggy", "xdist", "sitecustomize", "usercustomize"}
 _ROOTS: Final = {"src", "lib"}  # folders that may stand on the path of imports beside the work folder itself
@@ -37,8 +39,8 @@ class Work:
 
     async def lay(self, box: Sandbox) -> None:
         """Do the same to another box. What does not fit there (a file where a folder is) is left out."""
-        for path in self.removed:
-            await box.exec(["rm", "-f", "--", f"./{path}"])
+        for at in range(0, len(self.removed), _AT_ONCE):
+            await box.exec(["rm", "-f", "--", *(f"./{path}" for path in self.removed[at : at + _AT_ONCE])])
         for path, data in self.written.items():
             with suppress(SandboxPathError):
                 await box.write(path, data)
@@ -54,7 +56,7 @@ async def listing(box: Sandbox) -> Listing | None:
 
 
 async def work(box: Sandbox, start: Listing, declared: Callable[[str, Set[str]], bool]) -> Work | None:
-    """What was done since `start`, as far as it is declared; None if it cannot be told. Raises SandboxError."""
+    """What was done since `start`, as far as it is declared; None if it is too much. Raises SandboxError."""
     now = await listing(box)
     if now is None:
         return None
@@ -62,7 +64,8 @@ async def work(box: Sandbox, start: Listing, declared: Callable[[str, Set[str]],
     if len(changed) > _MOST_FILES:
         return None
     removed = [path for path in start if path not in now and declared(path, start.keys())]
-    return Work(await carried(box, sorted(changed)), removed)
+    written = await carried(box, sorted(changed))
+    return Work(written, removed) if sum(map(len, written.values())) <= _MOST_BYTES else None
 
 
 def is_source(path: str, start: Set[str]) -> bool:

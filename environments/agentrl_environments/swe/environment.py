@@ -25,6 +25,7 @@ from agentrl.records import Json
 from agentrl_environments.sharing import SharedBackend
 from agentrl_environments.swe import carrying, harbor, jsonl
 from agentrl_environments.swe.task import Act, Task
+from agentrl_environments.swe.trees import apply_patch
 from agentrl_tools.current import CurrentBox
 from agentrl_tools.editing import Submit
 from agentrl_tools.files import ApplyPatch, ListFiles, ReadFile, ReplaceText, WriteFile
@@ -124,6 +125,8 @@ class CodingTasks(ToolEnv):
         assert self._boxes is not None
         box = await self._started(self._boxes)
         try:
+            if self._playing.hidden:
+                await apply_patch(box, self._playing.hidden)
             await work.lay(box)
             return await self._playing.grade(box)
         finally:

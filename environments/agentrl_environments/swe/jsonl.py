@@ -19,7 +19,7 @@ from agentrl.errors import ConfigError, ToolError
 from agentrl.protocols import Sandbox
 from agentrl_environments.swe.carrying import is_source, matching
 from agentrl_environments.swe.task import Act, Task
-from agentrl_environments.swe.trees import Tree, apply_patch, reversed_patch
+from agentrl_environments.swe.trees import Tree, reversed_patch
 from agentrl_environments.swe.verdicts import canonical, passed
 from agentrl_tools.patching import parse_patch
 
@@ -51,17 +51,14 @@ class Defaults:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HiddenTests:
-    """Grades by tests that enter a fresh box behind the agent's work. Success: all listed tests pass."""
+    """Grades by the log of a test run. Success: all listed tests pass."""
 
-    patch: str
     command: str
     fails: tuple[str, ...]
     passes: tuple[str, ...]
     deadline_s: float
 
     async def __call__(self, box: Sandbox) -> Grade:
-        if self.patch:
-            await apply_patch(box, self.patch)
         result = await box.exec(["sh", "-c", f"{{ {self.command}\n}} 2>&1"], timeout_s=self.deadline_s)
         whole = not result.timed_out and not result.truncated
         good = passed(result.stdout.decode(errors="replace")) if whole else frozenset[str]()
@@ -119,7 +116,7 @@ def task_of(row: Mapping[str, Any], defaults: Defaults, where: str = "row") -> T
 
     files = " ".join(shlex.quote(path) for path in sorted(hidden))
     command = (row.get("test_command") or defaults.test_command).replace("{tests}", files)
-    grading = HiddenTests(test_patch, command, fails, _tests(row, "PASS_TO_PASS", where), defaults.tests_s)
+    grading = HiddenTests(command, fails, _tests(row, "PASS_TO_PASS", where), defaults.tests_s)
     return Task(
         id=row["instance_id"],
         instruction=f"{row['problem_statement'].strip()}\n\n{_WORDS}",
@@ -127,6 +124,7 @@ def task_of(row: Mapping[str, Any], defaults: Defaults, where: str = "row") -> T
         declared=declared,
         grade=grading,
         image=image,
+        hidden=test_patch,
         gold=(Act.patch(patch if patch_is == "fix" else reversed_patch(patch)),),
         cheats={"delete the tests": (Act.shell(r"find . -name 'test*' -prune -exec rm -rf {} +"),)},
     )

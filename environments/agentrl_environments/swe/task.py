@@ -13,8 +13,9 @@ from agentrl_environments.swe.trees import Tree
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """`tree` is the work folder as the agent finds it, in a box of `image`. `declared(path, start)` says whether a file
-    that the agent changed is carried to grading; `start` are the paths that were there at first. `grade` judges the
-    work in a fresh box that has the tree and the carried files, and adds whatever was hidden.
+    that the agent changed is carried to grading; `start` are the paths that were there at first. `grade` judges a
+    fresh box that has the tree, the changes of `hidden` (a unified diff, laid first: no work can stand in its way) and
+    the carried files.
 
     `gold` and `cheats` are shell commands or unified diffs for the oracles: the solution, and what must get 0."""
 
@@ -24,6 +25,7 @@ class Task:
     declared: Callable[[str, Set[str]], bool]
     grade: Callable[[Sandbox], Awaitable[Grade]]
     image: str | None = None
+    hidden: str = ""
     gold: Sequence[Act] = ()
     cheats: dict[str, Sequence[Act]] = field(default_factory=dict[str, "Sequence[Act]"])
 
