@@ -133,3 +133,14 @@ def test_a_row_that_is_shorter_than_what_others_share(model_dir: Path, monkeypat
     case.run()
     for id in case.requests:
         case.check_logprobs(id)
+
+
+def test_a_prompt_that_is_computed_in_pieces_is_shared_whole(architecture: Architecture) -> None:
+    """A sibling copies what the leader has so far, and the rest when it is there."""
+    slots = Slots(KVStore(architecture, 4, LENGTH))
+    leader, sibling = (slots.acquire([*range(30), 50 + n], 0) for n in range(2))
+    assert leader is not None and sibling is not None
+    for end in (20, 30):
+        compute(slots, leader, end)
+        assert slots.adopt(sibling, 0) == end
+        assert slots.family[leader] == slots.family[sibling] and slots.kin[sibling] == end

@@ -74,7 +74,9 @@ class Slots:
         donor = int(valid.argmax())
         start, end = int(self.computed[slot]), int(valid[donor])
         if donor != slot and end > start:
-            if 2 * start < end:  # all of it rather than the rest, so that they are the same bits
+            if self.family[slot] == self.family[donor] and self.kin[slot] >= start:
+                self.kin[slot] = min(end, int(self.kin[donor]))
+            elif 2 * start < end:  # all of it rather than the rest, so that they are the same bits
                 start = 0
                 self._join(slot, donor, end)
             self.kv.copy(donor, slot, start, end)
