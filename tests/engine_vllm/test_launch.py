@@ -47,6 +47,11 @@ def test_what_is_for_one_build_is_not_given_to_the_other() -> None:
     assert "AGENTRL_VLLM_ROUTING" not in server(build=CUDA, routed_experts=True).env()
 
 
+def test_sockets_lie_in_the_servers_own_folder_where_a_path_may_be_so_long() -> None:
+    assert server(plugin_folder=Path("/p")).env()["VLLM_RPC_BASE_PATH"] == "/p"
+    assert "VLLM_RPC_BASE_PATH" not in server(plugin_folder=Path("/" + 70 * "p")).env()
+
+
 def test_lora_is_there_only_when_asked_for() -> None:
     assert "--enable-lora" not in options(server())
     found = options(server(lora_rank=16, max_loras=3))

@@ -86,6 +86,9 @@ def check_version(version: str, where: str) -> None:
         )
 
 
+_SOCKET_FOLDER = 70  # bytes: a socket's path has 107 at most, of which vLLM's name for it takes 37
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMServer:
     """One server to start. `lora_rank` 0 switches LoRA off; `kv_cache_bytes` None leaves the size to vLLM (which on a
@@ -164,6 +167,8 @@ class VLLMServer:
             "VLLM_NO_USAGE_STATS": "1",
             "OMP_NUM_THREADS": str(self.threads),
         }
+        if len(os.fsencode(self.plugin_folder)) <= _SOCKET_FOLDER:
+            env["VLLM_RPC_BASE_PATH"] = str(self.plugin_folder)  # a killed server would leave its sockets in /tmp
         if self.lora_rank:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self.build.cpu:
