@@ -21,7 +21,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import trio
 
@@ -32,6 +31,7 @@ from agentrl.sandbox.command import REFUSED, Refused, checked_argv, checked_env
 from agentrl.sandbox.folder import WORKSPACE, Folder
 from agentrl.sandbox.host import Host, Place
 from agentrl.sandbox.namespace import Run
+from agentrl.sandbox.work_box import WorkBox
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _ENV = {"PATH": _PATH, "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "USER": "agent"}
@@ -105,7 +105,7 @@ class Bubblewrap:
                 await trio.to_thread.run_sync(host.close)
 
 
-class BubblewrapBox:
+class BubblewrapBox(WorkBox):
     """One box. Invariant: every process of a command is gone when its `exec` returns."""
 
     @classmethod
@@ -121,17 +121,12 @@ class BubblewrapBox:
     def __init__(self, host: Host, spec: SandboxSpec, siblings: set[BubblewrapBox], place: Place) -> None:
         self.spec = spec
         self._host, self._siblings, self._place = host, siblings, place
-        self._work = Folder(
-            place.work,
-            limit=spec.limits.disk_bytes,
-            owner=self._place.owner if host.drops_user else None,
-            bounded=self._place.bounded,
-        )
+        owner = place.owner if host.drops_user else None
+        work = Folder(place.work, limit=spec.limits.disk_bytes, owner=owner, bounded=place.bounded)
+        super().__init__(work, host.snapshots)
         self._bwrap = host.bwrap(spec, self._place)
         self._limited = host.limited(spec.limits, as_group=self._place.group is not None)
         self._running: set[Run] = set()
-        self._taken: set[str] = set()
-        self._closed = False
         siblings.add(self)
 
     # --- commands -----------------------------------------------------------------------------------------------
@@ -240,44 +235,21 @@ class BubblewrapBox:
 
     # --- files --------------------------------------------------------------------------------------------------
 
-    async def read(self, path: str) -> bytes:
-        """The bytes of a file of the work folder."""
-        self._must_be_open()
-        return self._work.read(path)
-
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file of the work folder, making parent folders as needed."""
         self._must_be_open()
         if not self._place.bounded:
             used = await trio.to_thread.run_sync(self._place.usage)
             if used + len(data) > self.spec.limits.disk_bytes:
                 raise SandboxPathError(f"{path!r} does not fit: {used} of {self.spec.limits.disk_bytes} bytes are used")
-        self._work.write(path, data)
-
-    async def upload(self, source: Path, target: str) -> None:
-        """Copy a host file or tree into the work folder."""
-        self._must_be_open()
-        await trio.to_thread.run_sync(self._work.upload, source, target)
-
-    async def download(self, source: str, target: Path) -> None:
-        """Copy a file or tree of the work folder to the host; links that could lead out are left behind."""
-        self._must_be_open()
-        await trio.to_thread.run_sync(self._work.download, source, target)
+        await super().write(path, data)
 
     # --- copies of the box --------------------------------------------------------------------------------------
-
-    async def snapshot(self) -> str:
-        """Keep a copy of the work folder until this box closes; its id, good for every box of this backend."""
-        self._must_be_open()
-        name = await self._host.snapshots.take(self._work)
-        self._taken.add(name)
-        return name
 
     async def restore(self, snapshot: str) -> None:
         """Put the work folder back as it was; processes of the box are ended and /tmp is emptied."""
         self._must_be_open()
         await self._end_processes()
-        await self._host.snapshots.put_back(snapshot, self._work)
+        await self._snapshots.put_back(snapshot, self._work)
         await trio.to_thread.run_sync(self._place.clear_tmp)
 
     async def fork(self) -> BubblewrapBox:
@@ -319,9 +291,5 @@ class BubblewrapBox:
             raise SandboxError("processes of the box survive SIGKILL; the host is in trouble")
 
     def _remove(self) -> None:
-        self._host.snapshots.drop(self._taken)
+        self._snapshots.drop(self._taken)
         self._place.close()
-
-    def _must_be_open(self) -> None:
-        if self._closed:
-            raise SandboxError("the box is closed")

@@ -24,6 +24,7 @@ from agentrl.sandbox.folder import WORKSPACE, Folder
 from agentrl.sandbox.owner import OwnedFolder
 from agentrl.sandbox.process import Child, exit_code
 from agentrl.sandbox.snapshots import Snapshots
+from agentrl.sandbox.work_box import WorkBox
 
 _KEPT = ("PATH", "LANG", "LC_ALL")  # of this process's environment; the rest may hold secrets
 _DRAIN_S = 1.0  # for pipes that an escaped process still holds open
@@ -80,21 +81,19 @@ class ProcessBackend:
                 await trio.to_thread.run_sync(home.close)
 
 
-class ProcessBox:
+class ProcessBox(WorkBox):
     """A work folder and the processes started in it."""
 
     def __init__(
         self, home: OwnedFolder, name: str, spec: SandboxSpec, snapshots: Snapshots, backend: ProcessBackend
     ) -> None:
         self.spec = spec
-        self._home, self._name, self._snapshots, self._backend = home, name, snapshots, backend
+        self._home, self._backend = home, backend
         self._root = home.path / name
         self._path = self._root / "work"
         self._path.mkdir(mode=0o700, parents=True)
-        self._work = Folder(self._path, limit=spec.limits.disk_bytes)
+        super().__init__(Folder(self._path, limit=spec.limits.disk_bytes), snapshots)
         self._running: dict[Child, trio.Event] = {}
-        self._taken: set[str] = set()
-        self._closed = False
 
     async def exec(
         self,
@@ -165,33 +164,6 @@ class ProcessBox:
             raise SandboxError("the box was closed while a command ran in it")
         return timed_out
 
-    async def read(self, path: str) -> bytes:
-        """The bytes of a file of the work folder."""
-        self._must_be_open()
-        return self._work.read(path)
-
-    async def write(self, path: str, data: bytes) -> None:
-        """Write a file of the work folder, making parent folders as needed."""
-        self._must_be_open()
-        self._work.write(path, data)
-
-    async def upload(self, source: Path, target: str) -> None:
-        """Copy a host file or tree into the work folder."""
-        self._must_be_open()
-        await trio.to_thread.run_sync(self._work.upload, source, target)
-
-    async def download(self, source: str, target: Path) -> None:
-        """Copy a file or tree of the work folder to the host; links that could lead out are left behind."""
-        self._must_be_open()
-        await trio.to_thread.run_sync(self._work.download, source, target)
-
-    async def snapshot(self) -> str:
-        """Keep a copy of the work folder until this box closes; its id, good for every box of this backend."""
-        self._must_be_open()
-        name = await self._snapshots.take(self._work)
-        self._taken.add(name)
-        return name
-
     async def restore(self, snapshot: str) -> None:
         """Put the work folder back as it was; processes of the box are ended."""
         self._must_be_open()
@@ -227,10 +199,6 @@ class ProcessBox:
             child.kill_group()
         for ended in running.values():
             await ended.wait()
-
-    def _must_be_open(self) -> None:
-        if self._closed:
-            raise SandboxError("the box is closed")
 
 
 def _result(child: Child, *, timed_out: bool) -> ExecResult:

@@ -1,0 +1,54 @@
+"""What boxes over a work folder of the host have in common: its files, its copies, and that a closed box is closed.
+
+Owns no process: how commands run, and what walls they run behind, is the affair of the class that derives from it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import trio
+
+from agentrl.errors import SandboxError
+from agentrl.sandbox.folder import Folder
+from agentrl.sandbox.snapshots import Snapshots
+
+
+class WorkBox:
+    """A box whose files lie in `_work`. Who closes it sets `_closed` and drops the snapshots in `_taken`."""
+
+    def __init__(self, work: Folder, snapshots: Snapshots) -> None:
+        self._work, self._snapshots = work, snapshots
+        self._taken: set[str] = set()
+        self._closed = False
+
+    async def read(self, path: str) -> bytes:
+        """The bytes of a file of the work folder."""
+        self._must_be_open()
+        return self._work.read(path)
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Write a file of the work folder, making parent folders as needed."""
+        self._must_be_open()
+        self._work.write(path, data)
+
+    async def upload(self, source: Path, target: str) -> None:
+        """Copy a host file or tree into the work folder."""
+        self._must_be_open()
+        await trio.to_thread.run_sync(self._work.upload, source, target)
+
+    async def download(self, source: str, target: Path) -> None:
+        """Copy a file or tree of the work folder to the host; links that could lead out are left behind."""
+        self._must_be_open()
+        await trio.to_thread.run_sync(self._work.download, source, target)
+
+    async def snapshot(self) -> str:
+        """Keep a copy of the work folder until this box closes; its id, good for every box of this backend."""
+        self._must_be_open()
+        name = await self._snapshots.take(self._work)
+        self._taken.add(name)
+        return name
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise SandboxError("the box is closed")
