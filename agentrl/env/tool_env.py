@@ -144,6 +144,7 @@ class ToolEnv(Env):
     task: Mapping[str, Json]
     """What this episode plays, as `make_task` gave it."""
 
+    _seed: int | None = None
     _episode: _Episode | None = None
     _needs_teardown: bool = False
 
@@ -171,6 +172,10 @@ class ToolEnv(Env):
     def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
         """The episode's task from the reset options (a row of a data set, say) and `self.np_random`."""
         return dict(options)
+
+    def task_seed(self) -> int:
+        """For `make_task` of an environment whose seeds are its tasks: the seed of `reset`, or a random one without."""
+        return int(self.np_random.integers(2**31)) if self._seed is None else self._seed
 
     def setup(self, task: Mapping[str, Json]) -> MaybeAwaitable[None]:
         """Open what the episode needs (a sandbox, a file). `teardown` runs even if this fails half-way."""
@@ -238,6 +243,7 @@ class ToolEnv(Env):
     async def areset(self, *, seed: int | None = None, options: Mapping[str, Json] | None = None) -> ResetResult:
         await self._end_episode()
         await super().areset(seed=seed)
+        self._seed = seed
         self.task = self.make_task(dict(options or {}))
         episode = self._episode = _Episode(Meter(self.limits, clock=trio.current_time), busy=True)
         self._needs_teardown = True

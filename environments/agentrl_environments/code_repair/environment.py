@@ -13,7 +13,6 @@ from typing import Any
 from trio.lowlevel import RunVar
 
 from agentrl.env import CallResult, EpisodeLimits, Grade, ToolEnv
-from agentrl.env.core import ResetResult
 from agentrl.env.oracles import Oracle, script
 from agentrl.errors import ConfigError
 from agentrl.protocols import ToolResult
@@ -64,14 +63,8 @@ class CodeRepair(ToolEnv):
             tools=[ReplaceLine(self._document), RunTests(self._run_tests), Submit(self.finish)], **settings
         )
 
-    async def areset(self, *, seed: int | None = None, options: Mapping[str, Json] | None = None) -> ResetResult:
-        self._seed = seed
-        return await super().areset(seed=seed, options=options)
-
     def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
-        """The seed of `reset` is the task; without one, a random one is drawn."""
-        seed = int(self.np_random.integers(2**31)) if self._seed is None else self._seed
-        return {"seed": seed}
+        return {"seed": self.task_seed()}
 
     async def setup(self, task: Mapping[str, Json]) -> None:
         self._repair: RepairTask = _task(task["seed"], self._split, level=self._level, shuffle_tests=self._shuffle)

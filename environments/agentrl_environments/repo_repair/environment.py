@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 from trio.lowlevel import RunVar
 
 from agentrl.env import EpisodeLimits, Grade, ToolEnv
-from agentrl.env.core import ResetResult, StepResult
+from agentrl.env.core import StepResult
 from agentrl.env.oracles import Oracle, script
 from agentrl.errors import ConfigError
 from agentrl.protocols import Limits, SandboxSpec, ToolResult
@@ -75,14 +75,8 @@ class RepoRepair(ToolEnv):
         changing = [ReplaceText(box), WriteFile(box), ApplyPatch(box)]
         super().__init__(tools=[*looking, *changing, RunTests(self._run_tests), Submit(self.finish)], **settings)
 
-    async def areset(self, *, seed: int | None = None, options: Mapping[str, Json] | None = None) -> ResetResult:
-        self._seed = seed
-        return await super().areset(seed=seed, options=options)
-
     def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
-        """The seed of `reset` is the task; without one, a random one is drawn."""
-        seed = int(self.np_random.integers(2**31)) if self._seed is None else self._seed
-        return {"seed": seed}
+        return {"seed": self.task_seed()}
 
     async def setup(self, task: Mapping[str, Json]) -> None:
         repair = self._repair = make_task(task["seed"], self._split, self._level)

@@ -17,7 +17,6 @@ import trio
 from trio.lowlevel import RunVar
 
 from agentrl.env import EpisodeLimits, Grade, ToolEnv
-from agentrl.env.core import ResetResult
 from agentrl.env.oracles import Oracle, script
 from agentrl.errors import ConfigError
 from agentrl.protocols import Limits, Sandbox, SandboxSpec
@@ -69,18 +68,13 @@ class CodingTasks(ToolEnv):
         looking = [ListFiles(self._box), ReadFile(self._box), Search(self._box), Shell(self._box, timeout_s=shell_s)]
         super().__init__(tools=[*looking, *editing, Submit(self.finish)], **settings)
 
-    async def areset(self, *, seed: int | None = None, options: Mapping[str, Json] | None = None) -> ResetResult:
-        self._seed = seed
-        return await super().areset(seed=seed, options=options)
-
     def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
         """`{"task": id}`. Raises ConfigError for an id that is not there."""
         if "task" in options:
             if options["task"] not in self._by_id:
                 raise ConfigError("task", options["task"], "no task has this id")
             return {"task": options["task"]}
-        at = int(self.np_random.integers(len(self._tasks))) if self._seed is None else self._seed
-        return {"task": self._tasks[at % len(self._tasks)].id}
+        return {"task": self._tasks[self.task_seed() % len(self._tasks)].id}
 
     async def setup(self, task: Mapping[str, Json]) -> None:
         self._playing = self._by_id[task["task"]]
