@@ -15,12 +15,12 @@ import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Self, runtime_checkable
 
 import trio
 
-from agentrl.errors import SandboxError
+from agentrl.errors import AgentRLError, SandboxError, SandboxPathError
 from agentrl.protocols import Sandbox, SandboxBackend, SandboxSpec
 
 _ALIVE_S = 10.0
@@ -119,8 +119,14 @@ class Pool:
             await self._backend.aclose()
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
-        """`take` without a setup."""
-        return await self.take(spec)
+        """A box with its files, as any backend gives it. Boxes that differ in their files alone are of one kind."""
+        box = await self.take(replace(spec, files={}))
+        try:
+            await _lay(box, spec.files)
+        except BaseException:
+            await _close_all([box])
+            raise
+        return box
 
     async def take(self, spec: SandboxSpec, setup: Setup | None = None) -> Sandbox:
         """A live box of this kind; it is the caller's to close. Raises SandboxError if none can be made."""
@@ -167,7 +173,7 @@ class Pool:
                         try:
                             shelf.boxes.append(await self._make(shelf))
                             pause = _FIRST_PAUSE_S
-                        except SandboxError:  # whoever takes next makes one and sees why it fails
+                        except AgentRLError:  # whoever takes next makes one and sees why it fails
                             await trio.sleep(pause)
                             pause = min(2 * pause, _LONGEST_PAUSE_S)
                     shelf.filled.set()
@@ -199,13 +205,21 @@ class Pool:
 
 
 async def _set_up(box: Sandbox, setup: Setup) -> None:
-    for path, data in setup.files.items():
-        await box.write(path, data)
+    await _lay(box, setup.files)
     for command in setup.commands:
         result = await box.exec(command, timeout_s=setup.timeout_s)
         if result.exit_code != 0:
             words = result.stderr.decode(errors="replace").strip()[-300:]
             raise SandboxError(f"setup command {list(command)!r} ended with {result.exit_code}: {words}")
+
+
+async def _lay(box: Sandbox, files: Mapping[str, bytes]) -> None:
+    """Write our own files, before any policy is there to be blamed. Raises SandboxError."""
+    for path, data in files.items():
+        try:
+            await box.write(path, data)
+        except SandboxPathError as error:
+            raise SandboxError(f"{path!r} cannot be laid into a new box: {error}") from error
 
 
 async def _is_alive(box: Sandbox) -> bool:

@@ -8,9 +8,9 @@ import pytest
 
 from agentrl.errors import SandboxError, SandboxPathError, ToolArgumentError, ToolError
 from agentrl.protocols import ExecResult, Sandbox, SandboxSpec, Tool
+from agentrl.sandbox.current import CurrentBox
 from agentrl.testing.fake_sandbox import FakeSandbox
 from agentrl_tools.base import command_result
-from agentrl_tools.current import CurrentBox
 from agentrl_tools.files import ApplyPatch, ListFiles, ReadFile, ReplaceText, WriteFile
 from agentrl_tools.python import Python
 from agentrl_tools.search import Search

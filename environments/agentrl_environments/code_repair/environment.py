@@ -17,11 +17,11 @@ from agentrl.env.oracles import Oracle, script
 from agentrl.errors import ConfigError
 from agentrl.protocols import ToolResult
 from agentrl.records import Json, Messages
+from agentrl.sandbox.sharing import SharedBackend, shared
 from agentrl_environments.code_repair import texts
 from agentrl_environments.code_repair.running import Runner, Values
 from agentrl_environments.code_repair.tasks import SPLITS, RepairTask, Split, make_task
 from agentrl_environments.code_repair.templates import LEVELS, Level
-from agentrl_environments.sharing import SharedBackend
 from agentrl_tools.editing import Document, ReplaceLine, RunTests, Submit
 
 _task = lru_cache(maxsize=1024)(make_task)
@@ -32,8 +32,9 @@ class CodeRepair(ToolEnv):
 
     `split`: `train`, `held_out` (no function in common with `train`) or `held_out_templates` (of kinds that `train`
     does not know). `shuffle_tests` shows the visible tests of another task with the same function headers, so that
-    they say nothing of the bug: a policy that reads them fails. `sandbox`: id of a sandbox backend. `remember`: how
-    many test runs a process keeps the results of."""
+    they say nothing of the bug: a policy that reads them fails. `sandbox`: id of a sandbox backend; `image`: what its
+    boxes are made of, with a `python3` in it; `ready`: how many of them are made ahead. `remember`: how many test runs
+    a process keeps the results of."""
 
     limits = EpisodeLimits(turns=2)
     blocking = False
@@ -46,6 +47,8 @@ class CodeRepair(ToolEnv):
         level: Level = "easy",
         shuffle_tests: bool = False,
         sandbox: str = "bubblewrap",
+        image: str | None = None,
+        ready: int = 0,
         remember: int = 4096,
         **settings: Any,
     ) -> None:
@@ -56,7 +59,8 @@ class CodeRepair(ToolEnv):
         self._split: Split = split
         self._level: Level = level
         self._shuffle = shuffle_tests
-        self._sandbox, self._remember = sandbox, remember
+        self._sandbox, self._image = sandbox, image
+        self._ready, self._remember = ready, remember
         self._boxes: SharedBackend | None = None
         self._document = Document("")
         super().__init__(
@@ -68,7 +72,8 @@ class CodeRepair(ToolEnv):
 
     async def setup(self, task: Mapping[str, Json]) -> None:
         self._repair: RepairTask = _task(task["seed"], self._split, level=self._level, shuffle_tests=self._shuffle)
-        boxes, self._runner = _shared(self._sandbox, self._remember)
+        boxes = shared(self._sandbox, ready=self._ready)
+        self._runner = _runner_in(boxes, self._image, self._remember)
         await boxes.enter()
         self._boxes = boxes
         self._document.load(self._repair.source)
@@ -121,17 +126,17 @@ class CodeRepair(ToolEnv):
         ]
 
 
-_runners: RunVar[dict[tuple[str, int], tuple[SharedBackend, Runner]]] = RunVar("agentrl_code_repair_runners")
+_runners: RunVar[dict[tuple[SharedBackend, str | None, int], Runner]] = RunVar("agentrl_code_repair_runners")
 
 
-def _shared(sandbox: str, remember: int) -> tuple[SharedBackend, Runner]:
-    """One backend and one runner for all episodes of a trio loop, so that siblings share what was run."""
+def _runner_in(boxes: SharedBackend, image: str | None, remember: int) -> Runner:
+    """One runner for all episodes of a trio loop, so that siblings share what was run."""
     try:
-        shared = _runners.get()
+        runners = _runners.get()
     except LookupError:
-        shared = {}
-        _runners.set(shared)
-    if (sandbox, remember) not in shared:
-        boxes = SharedBackend(sandbox)
-        shared[sandbox, remember] = boxes, Runner(boxes, remembered=remember)
-    return shared[sandbox, remember]
+        runners = {}
+        _runners.set(runners)
+    key = boxes, image, remember
+    if key not in runners:
+        runners[key] = Runner(boxes, image=image, remembered=remember)
+    return runners[key]

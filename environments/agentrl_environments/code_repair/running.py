@@ -60,8 +60,8 @@ class Runner:
     What is remembered: a run is a function of module and calls alone, so the same pair need not run twice. A run that
     was cut off (time, memory) is never remembered. Raises `SandboxError` where the box's host fails."""
 
-    def __init__(self, backend: SandboxBackend, *, remembered: int = 4096) -> None:
-        self._backend = backend
+    def __init__(self, backend: SandboxBackend, *, image: str | None = None, remembered: int = 4096) -> None:
+        self._backend, self._spec = backend, SandboxSpec(image=image, limits=LIMITS)
         self._results = Remembered[Values](remembered)
         self._slots = trio.CapacityLimiter(2 * (os.cpu_count() or 1))  # more at once would only eat each other's time
 
@@ -79,7 +79,7 @@ class Runner:
         """The values, and whether another run would give the same."""
         nonce = secrets.token_hex(8)
         payload = "\n".join([nonce, str(len(calls)), *calls, source]).encode("utf-8", "backslashreplace")
-        box = await self._backend.create(SandboxSpec(limits=LIMITS))
+        box = await self._backend.create(self._spec)
         try:
             result = await box.exec(["python3", "-I", "-S", "-c", _RUNNER], stdin=payload, timeout_s=_DEADLINE_S)
         finally:

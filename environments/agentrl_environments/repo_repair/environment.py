@@ -18,14 +18,14 @@ from agentrl.env.oracles import Oracle, script
 from agentrl.errors import ConfigError
 from agentrl.protocols import Limits, SandboxSpec, ToolResult
 from agentrl.records import Json
+from agentrl.sandbox.current import CurrentBox
+from agentrl.sandbox.sharing import SharedBackend, shared
 from agentrl_environments.judging import Judge
 from agentrl_environments.repo_repair import texts
 from agentrl_environments.repo_repair.repository import SPLITS, Split, encoded
 from agentrl_environments.repo_repair.tasks import LEVELS, Level, RepoTask, make_task
 from agentrl_environments.rewards import LintDelta, PotentialDelta, TestDelta, carried
-from agentrl_environments.sharing import SharedBackend
 from agentrl_tools.base import command_result, text_result
-from agentrl_tools.current import CurrentBox
 from agentrl_tools.editing import RunTests, Submit
 from agentrl_tools.files import ApplyPatch, ListFiles, ReadFile, ReplaceText, WriteFile
 from agentrl_tools.search import Search
@@ -42,7 +42,7 @@ class RepoRepair(ToolEnv):
 
     `split`: `train` or `held_out` (other repositories). `level`: `easy`, `medium`, `hard` or `all`. `process`: which
     potentials give process rewards. `sandbox`: id of a sandbox backend; `image`: what its boxes are made of, with a
-    `python3` in it; `remember`: how many verdicts a process keeps."""
+    `python3` in it; `ready`: how many of them are made ahead; `remember`: how many verdicts a process keeps."""
 
     limits = EpisodeLimits(turns=30, tool_seconds=300.0)
     blocking = False
@@ -56,6 +56,7 @@ class RepoRepair(ToolEnv):
         process: Sequence[Process] = ("tests",),
         sandbox: str = "bubblewrap",
         image: str | None = None,
+        ready: int = 0,
         remember: int = 4096,
         **settings: Any,
     ) -> None:
@@ -67,7 +68,8 @@ class RepoRepair(ToolEnv):
         self._split: Split = split
         self._level: Level = level
         self._process = tuple(process)
-        self._sandbox, self._image, self._remember = sandbox, image, remember
+        self._sandbox, self._image = sandbox, image
+        self._ready, self._remember = ready, remember
         self._box = box = CurrentBox()
         self._boxes: SharedBackend | None = None
         self._deltas: list[PotentialDelta] = []
@@ -80,7 +82,8 @@ class RepoRepair(ToolEnv):
 
     async def setup(self, task: Mapping[str, Json]) -> None:
         repair = self._repair = make_task(task["seed"], self._split, self._level)
-        boxes, self._judge = _shared(self._sandbox, self._image, self._remember)
+        boxes = shared(self._sandbox, ready=self._ready)
+        self._judge = _judge_in(boxes, self._image, self._remember)
         await boxes.enter()
         self._boxes = boxes
         tests = {f"tests/{name}": text for name, text in repair.visible.items()}
@@ -145,19 +148,17 @@ class RepoRepair(ToolEnv):
         ]
 
 
-_Shared = dict[tuple[str, str | None, int], tuple[SharedBackend, Judge]]
-_shared_parts: RunVar[_Shared] = RunVar("agentrl_repo_repair")
+_judges: RunVar[dict[tuple[SharedBackend, str | None, int], Judge]] = RunVar("agentrl_repo_repair_judges")
 
 
-def _shared(sandbox: str, image: str | None, remember: int) -> tuple[SharedBackend, Judge]:
-    """One backend and one judge for all episodes of a trio loop, so that siblings share what was judged."""
+def _judge_in(boxes: SharedBackend, image: str | None, remember: int) -> Judge:
+    """One judge for all episodes of a trio loop, so that siblings share what was judged."""
     try:
-        shared = _shared_parts.get()
+        judges = _judges.get()
     except LookupError:
-        shared = {}
-        _shared_parts.set(shared)
-    key = sandbox, image, remember
-    if key not in shared:
-        boxes = SharedBackend(sandbox)
-        shared[key] = boxes, Judge(boxes, image=image, remembered=remember)
-    return shared[key]
+        judges = {}
+        _judges.set(judges)
+    key = boxes, image, remember
+    if key not in judges:
+        judges[key] = Judge(boxes, image=image, remembered=remember)
+    return judges[key]

@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import trio
-from trio.lowlevel import RunVar
 
 from agentrl.env import EpisodeLimits, Grade, ToolEnv
 from agentrl.env.oracles import Oracle, script
 from agentrl.errors import ConfigError
 from agentrl.protocols import Limits, Sandbox, SandboxSpec
 from agentrl.records import Json
-from agentrl_environments.sharing import SharedBackend
+from agentrl.sandbox.current import CurrentBox
+from agentrl.sandbox.sharing import SharedBackend, shared
 from agentrl_environments.swe import carrying, harbor, jsonl
 from agentrl_environments.swe.task import Act, Task
 from agentrl_environments.swe.trees import apply_patch
-from agentrl_tools.current import CurrentBox
 from agentrl_tools.editing import Submit
 from agentrl_tools.files import ApplyPatch, ListFiles, ReadFile, ReplaceText, WriteFile
 from agentrl_tools.search import Search
@@ -40,8 +39,8 @@ _WALL_LESS: Final = ("bubblewrap", "local-unsafe")  # backends for which the nam
 class CodingTasks(ToolEnv):
     """The seed of a reset chooses the task, or the option `task` names one by its id.
 
-    `sandbox`: id of a sandbox backend. `box`: fields of `agentrl.protocols.Limits` for the boxes. `shell_s`: the most
-    seconds of one command of the agent."""
+    `sandbox`: id of a sandbox backend; `ready` boxes of it are made ahead. `box`: fields of `agentrl.protocols.Limits`
+    for the boxes. `shell_s`: the most seconds of one command of the agent."""
 
     limits = EpisodeLimits(turns=60, tool_seconds=1800.0)
     blocking = False
@@ -51,6 +50,7 @@ class CodingTasks(ToolEnv):
         *,
         tasks: Sequence[Task],
         sandbox: str = "bubblewrap",
+        ready: int = 0,
         box: Mapping[str, Any] | None = None,
         shell_s: float = 60.0,
         **settings: Any,
@@ -61,7 +61,7 @@ class CodingTasks(ToolEnv):
         self._by_id = {task.id: task for task in tasks}
         if len(self._by_id) < len(tasks):
             raise ConfigError("tasks", len(tasks), f"only {len(self._by_id)} different ids: give each task its own")
-        self._sandbox, self._box = sandbox, CurrentBox()
+        self._sandbox, self._ready, self._box = sandbox, ready, CurrentBox()
         self._box_limits = dataclasses.replace(_LIMITS, **(box or {}))
         self._boxes: SharedBackend | None = None
         editing = [ReplaceText(self._box), WriteFile(self._box), ApplyPatch(self._box)]
@@ -78,7 +78,7 @@ class CodingTasks(ToolEnv):
 
     async def setup(self, task: Mapping[str, Json]) -> None:
         self._playing = self._by_id[task["task"]]
-        boxes = _shared(self._sandbox)
+        boxes = shared(self._sandbox, ready=self._ready)
         await boxes.enter()
         self._boxes = boxes
         self._box.box = await self._started(boxes)
@@ -197,18 +197,3 @@ def _existing(path: Path, exists: Callable[[Path], bool], mend: str) -> Path:
     if not exists(path):
         raise ConfigError("tasks", str(path), mend)
     return path
-
-
-_backends: RunVar[dict[str, SharedBackend]] = RunVar("agentrl_swe_backends")
-
-
-def _shared(sandbox: str) -> SharedBackend:
-    """One backend for all episodes of a trio loop."""
-    try:
-        shared = _backends.get()
-    except LookupError:
-        shared = {}
-        _backends.set(shared)
-    if sandbox not in shared:
-        shared[sandbox] = SharedBackend(sandbox)
-    return shared[sandbox]

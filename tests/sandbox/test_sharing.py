@@ -1,4 +1,4 @@
-"""What episodes share: a backend that is closed when the last has left, and answers that are found once."""
+"""A backend that episodes share is closed when the last has left; boxes are made ahead where that was asked."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import trio
 import trio.testing
 
 from agentrl import registry
-from agentrl.errors import SandboxError
+from agentrl.errors import ConfigError, SandboxError
 from agentrl.protocols import SandboxSpec
-from agentrl.testing.fake_sandbox import FakeBackend
-from agentrl_environments.remembering import Remembered
-from agentrl_environments.sharing import SharedBackend
+from agentrl.sandbox.sharing import SharedBackend, shared
+from agentrl.testing.fake_sandbox import FakeBackend, FakeSandbox
 
 
 class SlowToClose(FakeBackend):
@@ -83,54 +82,33 @@ async def test_nobody_gets_a_box_without_entering(opened: list[FakeBackend]) -> 
     assert opened == []
 
 
-class Finder:
-    """Gives `answer` after a second, and counts how often it was asked."""
-
-    def __init__(self, answer: str, *, lasting: bool = True) -> None:
-        self.answer, self.lasting, self.asked = answer, lasting, 0
-
-    async def __call__(self) -> tuple[str, bool]:
-        self.asked += 1
-        await trio.sleep(1)
-        return self.answer, self.lasting
+async def test_who_asks_for_the_same_gets_the_same() -> None:
+    assert shared("shared-fake") is shared("shared-fake") is not shared("shared-fake", ready=1)
+    with pytest.raises(ConfigError, match="ready = -1"):
+        shared("shared-fake", ready=-1)
 
 
-async def ask_at_once(remembered: Remembered[str], find: Finder, times: int) -> list[str]:
-    answers: list[str] = []
-
-    async def ask() -> None:
-        answers.append(await remembered.get(b"key", find))
-
-    async with trio.open_nursery() as nursery:
-        for _ in range(times):
-            nursery.start_soon(ask)
-    return answers
-
-
-async def test_an_answer_is_found_once(autojump_clock: trio.testing.MockClock) -> None:
-    find = Finder("yes")
-    remembered = Remembered[str](2)
-    assert await ask_at_once(remembered, find, 5) == ["yes"] * 5
-    assert await remembered.get(b"key", find) == "yes" and find.asked == 1
-
-
-@pytest.mark.parametrize(("most", "lasting"), [(2, False), (0, True)])
-async def test_what_does_not_last_is_found_anew(
-    most: int, lasting: bool, autojump_clock: trio.testing.MockClock
+async def test_boxes_made_ahead_outlive_who_opened_the_backend_and_end_with_the_last_user(
+    opened: list[FakeBackend], autojump_clock: trio.testing.MockClock
 ) -> None:
-    find = Finder("yes", lasting=lasting)
-    remembered = Remembered[str](most)
-    assert await ask_at_once(remembered, find, 3) == ["yes"] * 3
-    assert find.asked == 3 and len(remembered) == 0
-
-
-async def test_the_answer_used_longest_ago_is_forgotten(autojump_clock: trio.testing.MockClock) -> None:
-    find = Finder("yes")
-    remembered = Remembered[str](2)
-    for key in (b"a", b"b", b"a", b"c"):
-        await remembered.get(key, find)
-    assert (len(remembered), find.asked) == (2, 3)
-    await remembered.get(b"a", find)
-    assert find.asked == 3
-    await remembered.get(b"b", find)
-    assert find.asked == 4
+    boxes = SharedBackend("shared-fake", ready=2)
+    await boxes.enter()
+    with trio.CancelScope() as first:
+        box = await boxes.create(SandboxSpec(files={"a": b"1"}))
+        first.cancel()
+    assert isinstance(box, FakeSandbox) and box.files == {"a": b"1"}
+    await boxes.enter()
+    await boxes.leave()
+    await trio.sleep(1)  # virtual: the pool fills
+    (backend,) = opened
+    assert [each.files for each in backend.boxes] == [{"a": b"1"}, {}, {}]
+    second = await boxes.create(SandboxSpec(files={"b": b"2"}))
+    assert second is backend.boxes[1] and second.files == {"b": b"2"}  # a warm one, whatever is laid in it
+    await box.close()
+    await second.close()
+    await boxes.leave()
+    assert backend.closed and all(each.closed for each in backend.boxes)
+    await boxes.enter()
+    await boxes.create(SandboxSpec())
+    assert len(opened) == 2
+    await boxes.leave()
