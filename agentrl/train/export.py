@@ -33,16 +33,23 @@ class WeightFile:
     size_bytes: int
 
 
-def checkpoint_tensors(module: Any, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The tensors of a transformers model under the names of its checkpoint format, on the CPU, cast to `dtype`; an
-    adapter is merged into them. A tied tensor (`lm_head.weight` of a model with tied embeddings) is there once, under
-    its source's name."""
+def held(module: Any) -> dict[str, Tensor]:
+    """The tensors of a transformers model under its own names, not copied; an adapter is merged into them. A tied one
+    (`lm_head.weight` of a model with tied embeddings) is there once, under its source's name."""
     tied = set(module.all_tied_weights_keys)
-    state = {name: tensor for name, tensor in lora.merged(module).items() if name not in tied}
-    state = revert_weight_conversion(module, state)
+    return {name: tensor.detach() for name, tensor in lora.merged(module).items() if name not in tied}
+
+
+def checkpoint_names(module: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`state` as the model's checkpoint format names and divides it."""
+    return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(module, state).items()}
+
+
+def checkpoint_tensors(module: Any, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The tensors of a transformers model as its checkpoint format has them, on the CPU, cast to `dtype`."""
     return {
-        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
-        for name, tensor in state.items()
+        name: tensor.to("cpu", dtype if tensor.is_floating_point() else None)
+        for name, tensor in checkpoint_names(module, held(module)).items()
     }
 
 

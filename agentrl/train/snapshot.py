@@ -1,0 +1,84 @@
+"""The weights of one moment, held still while the learner goes on with its next step: what a sender reads.
+
+Owns the copy, and that a sharded model is gathered whole before anybody else is talked to. `take` leaves no collective
+of the learner's open on any rank: a sender that waited for engines in the middle of a gather, while another rank waits
+for it in the next one, would wait for ever. Never knows engines, nor which version the weights become.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
+
+from agentrl.train.export import checkpoint_names, held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """What a receiver has to know of a tensor before it comes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Snapshot:
+    """Tensors under the names of the checkpoint format, in a fixed order; each pass over them gives (name, tensor) on
+    `device`, wherever they are kept. It has the form of vLLM's `WeightSource`."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self._tensors, self.device = dict(tensors), device
+
+    def metadata(self) -> list[Described]:
+        """What a pass gives, in its order."""
+        return [Described(name=name, dtype=t.dtype, shape=tuple(t.shape)) for name, t in self._tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._tensors.items():
+            yield name, tensor.to(self.device)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    @property
+    def largest_bytes(self) -> int:
+        """Of its largest tensor."""
+        return max((tensor.nbytes for tensor in self._tensors.values()), default=0)
+
+
+@torch.no_grad()
+def take(module: Any, dtype: torch.dtype) -> Snapshot | None:
+    """The weights of a transformers model, cast to `dtype`; later steps do not change them.
+
+    Where the model is sharded (FSDP2), every rank calls it between two steps, all leave it together, and rank 0 alone
+    gets the snapshot: it has all weights in host memory, since no GPU need be able to hold them. A model that is whole
+    is copied where it lies: in bfloat16 that is an eighth of what weights, gradients and Adam take."""
+    state = held(module)
+    sharded = any(isinstance(tensor, DTensor) for tensor in state.values())
+    keeps = not sharded or distributed.get_rank() == 0
+    device = next(iter(state.values())).device
+    whole: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        cast = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=not sharded)
+        full = cast.full_tensor() if isinstance(cast, DTensor) else cast
+        if keeps:
+            whole[name] = full.to("cpu", copy=True) if sharded else full
+    _settle(device, sharded)
+    return Snapshot(checkpoint_names(module, whole), device) if keeps else None
+
+
+def _settle(device: torch.device, sharded: bool) -> None:
+    """Nothing of this rank's copying is under way any more, nor of any other rank's gathering."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if sharded:
+        distributed.barrier()
