@@ -33,7 +33,7 @@ class EnvSource(_Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     options: dict[str, Any] = Field(default_factory=dict)
     first_seed: int = 0
-    reward: str | None = None  # reference of a callable trajectory -> float, where the environment gives no outcome
+    reward: str | None = None  # module:name of a rewarder (trajectory -> float, a judge) in the place of its outcome
 
 
 class TaskTable(_Section):
@@ -115,7 +115,7 @@ class EngineSettings(_Section):
     kv_cache_mb: Count = 512
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of vLLM's weights and cache; embedded is float32
     stream_tokens: Count = 16  # tokens per streamed chunk
-    sync: Literal["auto", "full", "delta"] = "auto"  # what new weights travel as, see RunConfig.sync
+    sync: Literal["auto", "full", "delta", "nccl", "ipc"] = "auto"  # how new weights travel, see RunConfig.sync
     canary: bool = True  # after every sync: compare log-probs of a fixed probe with the learner's
     recompute_kv: bool = False  # after new weights: recompute the KV of running requests, or keep it
     admin_deadline_s: Positive = 30.0
@@ -158,10 +158,12 @@ class Train(_Section):
     grad_clip: Positive = 1.0
     tokens_per_batch: Count = 4096  # packed tokens of one forward pass; gradients accumulate over passes
     threads: Count = 1
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of a pass; weights and optimizer are float32
     minibatches: Count = 1  # optimizer updates that share a step's groups
     epochs: Count = 1  # how often a step goes over its groups
     gradient_checkpointing: bool = False  # recompute activations in the backward pass instead of keeping them
+    compile: bool = False  # fuse what a layer computes: faster passes for half a minute at the start and a C++ compiler
     lora_rank: Annotated[int, Field(ge=0)] = 0  # train a LoRA adapter of this rank over frozen weights; 0: all weights
     lora_alpha: Count | None = None  # its scale times the rank; default: twice the rank
     lora_targets: list[str] = Field(default_factory=list)  # ends of layer names; default: all linear but the output
@@ -216,12 +218,18 @@ class RunConfig(_Section):
     eval: Evaluation = Evaluation()
 
     @property
-    def sync(self) -> Literal["full", "delta", "adapter"]:
-        """What new weights travel as. `auto` is the adapter alone where one is trained and the engine takes adapters
-        (vLLM), else all weights; an adapter that does not travel alone is merged into them first."""
+    def sync(self) -> Literal["full", "delta", "adapter", "nccl", "ipc"]:
+        """How new weights travel. `auto` is the adapter alone where one is trained and the engine takes adapters
+        (vLLM), else a file of all weights; an adapter that does not travel alone is merged into them first. `nccl` and
+        `ipc` need no file: they go from the learner's GPU memory into the engines'."""
         if self.engine.sync == "auto":
             return "adapter" if self.train.lora_rank and self.engine.kind == "vllm" else "full"
         return self.engine.sync
+
+    @property
+    def syncs_memory(self) -> bool:
+        """Whether new weights go from memory to memory, and no file holds them."""
+        return self.sync in ("nccl", "ipc")
 
     @model_validator(mode="before")
     @classmethod
@@ -258,8 +266,10 @@ class RunConfig(_Section):
             )
         if buffer.max_lag > 0 and self.algo.importance == "none" and self.algo.kl_weight > 0:
             raise ConfigError("algo.importance", "none", "a KL penalty on stale tokens needs importance = 'token'")
-        if self.engine.sync == "delta" and self.engine.kind == "embedded":
-            raise ConfigError("engine.sync", "delta", "the embedded engine takes whole files: give 'auto'")
+        if self.engine.sync not in ("auto", "full") and self.engine.kind == "embedded":
+            raise ConfigError("engine.sync", self.engine.sync, "the embedded engine takes whole files: give 'auto'")
+        if self.syncs_memory:
+            self._possible_memory_sync()
         if self.sync == "adapter" and self.train.lora_rank > MAX_LORA_RANK:
             mend = f"vLLM takes adapters of rank {MAX_LORA_RANK} at most; engine.sync = 'full' merges a larger one"
             raise ConfigError("train.lora_rank", self.train.lora_rank, mend)
@@ -275,6 +285,27 @@ class RunConfig(_Section):
         if len(set(names)) != len(names):
             raise ConfigError("eval.sets", names, "give each set a name of its own")
         return self
+
+    def _possible_memory_sync(self) -> None:
+        """NCCL joins no GPU with itself, CUDA IPC leaves no GPU; an engine that the run starts is on the first one."""
+        sync, device = self.sync, self.train.device
+        if self.train.lora_rank:
+            mend = f"train.lora_rank = {self.train.lora_rank} trains an adapter: 'auto' sends it alone, 'full' merged"
+            raise ConfigError("engine.sync", sync, mend)
+        if device == "cpu":
+            mend = f"engine.sync = {sync!r} sends what lies in a GPU's memory: give 'cuda', or engine.sync = 'auto'"
+            raise ConfigError("train.device", device, mend)
+        if self.engine.urls:
+            return
+        if sync == "nccl" and device in ("cuda", "cuda:0"):
+            mend = "the run starts its engine on the first GPU: give 'cuda:1', or engine.sync = 'ipc' to share one"
+            raise ConfigError("train.device", device, mend)
+        if sync == "nccl" and self.engine.replicas > 1:
+            mend = "replicas share the first GPU, and NCCL joins each GPU once: start one a GPU and give engine.urls"
+            raise ConfigError("engine.replicas", self.engine.replicas, mend)
+        if sync == "ipc" and device not in ("cuda", "cuda:0"):
+            mend = "the run starts its engine on the first GPU, which 'ipc' has to share: give 'cuda', or 'nccl'"
+            raise ConfigError("train.device", device, mend)
 
 
 def load(path: Path, overrides: list[str] | None = None) -> RunConfig:

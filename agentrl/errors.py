@@ -10,7 +10,8 @@ AgentRLError
 ├── RunFailed                  the run cannot go on (exit code 1); what was journaled stays
 ├── InfrastructureError        the policy could not have caused it: leaves loss and baseline
 │   ├── EngineError            ├── EngineUnavailable   ├── EngineTimeout   ├── WeightSyncError
-│   │                          └── CanaryMismatch      (a WeightSyncError)
+│   │                          ├── CanaryMismatch      (a WeightSyncError)
+│   │                          └── ScoreError
 │   ├── SandboxError           ├── SandboxUnavailable
 │   ├── EnvError               an environment's own code raised
 │   └── StoreError             ├── LeaseLost           └── DiskFull
@@ -85,6 +86,10 @@ class WeightSyncError(EngineError):
 
 class CanaryMismatch(WeightSyncError):
     """An engine confirmed a version and samples from other weights: pushing again would not help."""
+
+
+class ScoreError(EngineError):
+    """A judge or reward model answered, but not with a score of the kind asked for."""
 
 
 class SandboxError(InfrastructureError):

@@ -6,7 +6,7 @@ These are structural types: a class of yours satisfies one by having the methods
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -217,9 +217,10 @@ class Engine(Protocol):
 
 
 class Rewarder(Protocol):
-    """Scores a finished episode: its outcome reward. A plain callable `trajectory -> float` is one."""
+    """Scores a finished episode: its outcome reward. A plain callable `trajectory -> float` is one, and so is an async
+    one (`agentrl.rewards.Judge`). An InfrastructureError that it raises takes the episode out of loss and baseline."""
 
-    def __call__(self, trajectory: Trajectory) -> float: ...
+    def __call__(self, trajectory: Trajectory) -> float | Awaitable[float]: ...
 
 
 class Launcher(Protocol):

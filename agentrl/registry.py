@@ -74,7 +74,9 @@ def load_reference(reference: str) -> Callable[..., Any]:
 def reference_of(function: Callable[..., Any]) -> str:
     """The reference under which another process can import a module-level `function`.
 
-    Raises UsageError for lambdas, closures and methods, which no other process can import."""
+    Raises UsageError for lambdas, closures, methods and objects, which no other process can import so."""
+    if not hasattr(function, "__qualname__"):
+        raise UsageError(f"{function!r} is no function or class: give the reference of its name, 'module:name'")
     module = sys.modules.get(function.__module__)
     if "<" in function.__qualname__ or module is None:
         raise UsageError(f"{function.__qualname__!r} must be a function at module level: workers import it by name")

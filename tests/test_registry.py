@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,5 @@ def test_only_what_another_process_can_import_has_a_reference() -> None:
     assert registry.load_reference(registry.reference_of(module_level)) is module_level
     with pytest.raises(UsageError, match="module level"):
         registry.reference_of(lambda: 3)
+    with pytest.raises(UsageError, match="is no function or class: give the reference of its name"):
+        registry.reference_of(functools.partial(module_level))

@@ -31,14 +31,16 @@ from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Finish, Generation, Json, SamplingParams
 
 _DRAIN_S = 1.0
-_JSON = {"content-type": "application/json", "accept": "text/event-stream"}
+_STREAMED = {"content-type": "application/json", "accept": "text/event-stream"}
+_NOT_NOW = (408, 429)  # a server that is there, and cannot just now
 
 
 class EngineClient:
     """`protocols.Engine` against one server. `version` is the weight version last known to be served: tokens that a
     server does not stamp chunk by chunk carry it until the server's own word comes.
 
-    `connect_s` bounds the making of a connection; every call has a deadline of its own beside it."""
+    `connect_s` bounds the making of a connection; every call has a deadline of its own beside it. `api_key` is what a
+    server that asks for one is shown."""
 
     def __init__(
         self,
@@ -46,12 +48,15 @@ class EngineClient:
         *,
         connect_s: float = 5.0,
         version: int = 0,
+        api_key: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.url, self.version = url.rstrip("/"), version
         self._connect_s = connect_s
         self._transport = transport or TrioTransport()
-        self._http = httpx.AsyncClient(base_url=self.url, transport=self._transport, trust_env=False)
+        key = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._stream_headers = _STREAMED | key
+        self._http = httpx.AsyncClient(base_url=self.url, headers=key, transport=self._transport, trust_env=False)
         self._generate_url = httpx.URL(f"{self.url}/inference/v1/generate")
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -91,7 +96,8 @@ class EngineClient:
         Straight on the transport: per turn, redirects, cookies and the like cost more than all the rest."""
         body = json.dumps(request_json(request, stream=True), separators=(",", ":")).encode()
         timeouts = {"connect": self._connect_s}
-        sent = httpx.Request("POST", self._generate_url, headers=_JSON, content=body, extensions={"timeout": timeouts})
+        headers, extensions = self._stream_headers, {"timeout": timeouts}
+        sent = httpx.Request("POST", self._generate_url, headers=headers, content=body, extensions=extensions)
         with self._named(request.deadline_s):
             # No cancel scope may span a yield: each wait has one of its own.
             with trio.fail_at(deadline):
@@ -195,7 +201,7 @@ class EngineClient:
         await self._http.aclose()
 
     def _refused(self, status: int, body: bytes) -> EngineError:
-        kind = EngineUnavailable if status >= 500 else EngineError
+        kind = EngineUnavailable if status >= 500 or status in _NOT_NOW else EngineError
         return kind(f"{self.url} answered {status}: {refusal(body)}")
 
     @contextmanager

@@ -1,0 +1,13 @@
+"""Rewards that other models give: `Judge` asks a chat model to score by a rubric, `RewardModel` a classification head.
+
+Both are called from an environment's `grade`, or are the run's rewarder as they stand (`env.reward`). What they score
+was written by the policy and is hostile: see `transcripts`. A score that could not be had is an `EngineError`, which
+takes the episode out of loss and baseline (law 3). No torch, no environment, no run.
+"""
+
+from agentrl.engine.scoring import ScoringClient
+from agentrl.rewards.judge import Judge, Judgement
+from agentrl.rewards.reward_model import RewardModel
+from agentrl.rewards.transcripts import messages_of
+
+__all__ = ["Judge", "Judgement", "RewardModel", "ScoringClient", "messages_of"]

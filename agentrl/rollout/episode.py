@@ -22,8 +22,9 @@ import trio
 
 from agentrl.config import Rollout
 from agentrl.engine.renderer import Renderer
+from agentrl.env import bridge
 from agentrl.errors import EngineError, EnvError, InfrastructureError, PolicyFault, SandboxError, StoreError
-from agentrl.protocols import AsyncEnv, Engine, GenerateRequest
+from agentrl.protocols import AsyncEnv, Engine, GenerateRequest, Rewarder
 from agentrl.records import (
     POLICY,
     Json,
@@ -49,7 +50,7 @@ class Seat:
     store: RunStore
     settings: Rollout
     make_env: Callable[[Task], AsyncEnv]
-    rewarder: Callable[[Trajectory], float] | None = None
+    rewarder: Rewarder | None = None
     given: Mapping[str, Engine] = field(default_factory=dict[str, Engine])
 
 
@@ -75,8 +76,8 @@ class _Prompt:
 async def play(claim: Claim, seat: Seat) -> Ending:
     """Play a claimed episode to its end and finish it in the store.
 
-    Failures of engine, sandbox and environment end the episode with a reason that keeps it out of the loss (law 3); a
-    fault of the policy that its environment could not answer ends it as scored.
+    Failures of engine, sandbox, environment and rewarder end the episode with a reason that keeps it out of the loss
+    (law 3); a fault of the policy that its environment could not answer ends it as scored.
     Raises LeaseLost when another worker has the episode by now, StoreError when the journal cannot be written."""
     episode = _Episode(claim, seat)
     ending: Ending | None = None
@@ -93,6 +94,7 @@ async def play(claim: Claim, seat: Seat) -> Ending:
         ending = Ending(StopReason.POLICY_FAULT, _one_line(fault))
     finally:
         await episode.close()
+    ending = await episode.score(ending)
     episode.finish(ending)
     return ending
 
@@ -107,6 +109,7 @@ class _Episode:
         self._env: AsyncEnv | None = None
         self._first_role = POLICY
         self._info: Mapping[str, Json] = {}
+        self._rewarded: float | None = None
 
     async def run(self) -> Ending:
         ending = await self._begin()
@@ -128,8 +131,24 @@ class _Episode:
         with trio.move_on_after(self._seat.settings.step_deadline_s, shield=True):
             await self._env.aclose()
 
+    async def score(self, ending: Ending) -> Ending:
+        """Ask the rewarder, where there is one, what an end of the policy's own doing is worth. Where it cannot say,
+        the episode ends as failed."""
+        rewarder = self._seat.rewarder
+        if rewarder is None or not ending.stop_reason.by_policy:
+            return ending
+
+        async def reward() -> float:
+            return float(await bridge.call(rewarder, self._trajectory(ending), blocking=False))
+
+        try:
+            self._rewarded = await self._guard("reward", reward)
+        except InfrastructureError as error:
+            return Ending(_reason_of(error), _one_line(error))
+        return ending
+
     def finish(self, ending: Ending) -> None:
-        """Score the trajectory and write its end."""
+        """Write the episode's end, with outcome and success where it is scored."""
         outcomes = self._outcomes(ending)
         outcome, success = self._outcome(ending, outcomes)
         self._seat.store.finish(
@@ -281,8 +300,8 @@ class _Episode:
             return None, None
         success = self._info.get("success")
         learning = [role for role in outcomes if role not in self._seat.given]
-        if self._seat.rewarder is not None:
-            outcome = float(self._seat.rewarder(self._trajectory(ending)))
+        if self._rewarded is not None:
+            outcome = self._rewarded
         elif len(learning) == 1:
             outcome = outcomes[learning[0]]
             success = outcome >= 1.0 if success is None else success

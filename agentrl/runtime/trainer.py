@@ -7,7 +7,7 @@ summary = Trainer(model="agentrl/tiny-coder", env="agentrl/CodeRepair-v0", confi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -16,15 +16,13 @@ from agentrl import config as configuration
 from agentrl import registry
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, ModelError
-from agentrl.records import Trajectory
+from agentrl.protocols import Rewarder
 from agentrl.runtime import evaluation, report
 from agentrl.runtime.models import given_model_dir, model_dir
 from agentrl.runtime.pipeline import Supervisor, run_to_end
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.sources import task_source
 from agentrl.store import RunStore
-
-Reward = Callable[[Trajectory], float]
 
 
 class View(AbstractContextManager["View"], Protocol):
@@ -36,9 +34,10 @@ class View(AbstractContextManager["View"], Protocol):
 class Trainer:
     """Trains one model on one environment.
 
-    `env` is a registered id, a `module:Class` or `file.py:Class` reference, or an `Env` class; `reward` a module-level
-    callable `trajectory -> float` for environments that give no outcome of their own; `config` a run file's path, its
-    sections as a mapping, or a RunConfig. Raises ConfigError for a bad setting, before anything starts."""
+    `env` is a registered id, a `module:Class` or `file.py:Class` reference, or an `Env` class; `reward` a rewarder in
+    the place of its outcome: a module-level `trajectory -> float`, or the reference of one or of a judge; `config` a
+    run file's path, its sections as a mapping, or a RunConfig. Raises ConfigError for a bad setting, before anything
+    starts."""
 
     def __init__(
         self,
@@ -46,7 +45,7 @@ class Trainer:
         env: str | type | None = None,
         *,
         config: RunConfig | Mapping[str, Any] | Path | str | None = None,
-        reward: Reward | str | None = None,
+        reward: Rewarder | str | None = None,
         out: Path | str = "runs/run",
         overwrite: bool = False,
     ) -> None:

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import trio
@@ -20,7 +19,7 @@ from agentrl.engine.concurrency import Aimd
 from agentrl.engine.fleet import Fleet
 from agentrl.engine.renderer import Renderer
 from agentrl.env import as_async
-from agentrl.protocols import AsyncEnv, Engine
+from agentrl.protocols import AsyncEnv, Engine, Rewarder
 from agentrl.records import Task
 from agentrl.rollout.episode import Seat
 from agentrl.rollout.worker import Worker
@@ -49,7 +48,7 @@ def serve(path: Path, index: int) -> None:
 async def _serve(run: RunDir, config: RunConfig, name: str) -> None:
     store = RunStore.open(run.store_path)
     fleet = _fleet(config, store)
-    rewarder: Callable[..., float] | None = registry.load_reference(config.env.reward) if config.env.reward else None
+    rewarder: Rewarder | None = registry.load_reference(config.env.reward) if config.env.reward else None
     seat = Seat(
         engine=fleet,
         renderer=Renderer(model_dir(config.model)),

@@ -10,8 +10,8 @@ import trio
 from trio.testing import MockClock
 
 from agentrl.engine.renderer import Renderer
-from agentrl.errors import EngineUnavailable, LeaseLost, SandboxError
-from agentrl.records import StopReason, context_ids
+from agentrl.errors import EngineUnavailable, LeaseLost, PolicyFault, SandboxError, ScoreError
+from agentrl.records import StopReason, Trajectory, context_ids
 from agentrl.rollout.episode import play
 from agentrl.store import Claim, RunStore
 from agentrl.testing.engine import Failure, FakeEngine
@@ -125,6 +125,55 @@ async def test_a_rewarder_scores_where_there_is_one(store: RunStore, claim_one: 
     claim = claim_one()
     await play(claim, seat(ScriptedEnv([going(), done(0.1)]), rewarder=lambda trajectory: len(trajectory.turns) * 2.0))
     assert store.trajectory(claim.episode_id).outcome == 4.0
+
+
+async def test_a_rewarder_may_take_its_time(store: RunStore, claim_one: Any, seat: Any) -> None:
+    async def later(trajectory: Trajectory) -> float:
+        await trio.lowlevel.checkpoint()
+        return len(trajectory.turns) * 3.0
+
+    claim = claim_one()
+    await play(claim, seat(ScriptedEnv([going(), done(0.1)]), rewarder=later))
+    assert store.trajectory(claim.episode_id).outcome == 6.0
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason", "detail"),
+    [
+        (ScoreError("no verdict"), StopReason.ENGINE_FAILED, "no verdict"),
+        (SandboxError("host gone"), StopReason.SANDBOX_FAILED, "host gone"),
+        (ZeroDivisionError("by zero"), StopReason.ENV_FAILED, "test/Env: reward raised ZeroDivisionError: by zero"),
+        (PolicyFault("bad"), StopReason.ENV_FAILED, "test/Env: reward raised PolicyFault: bad"),
+        (None, StopReason.ENV_FAILED, "test/Env: reward took over 5 s"),
+    ],
+)
+async def test_law_3_a_reward_that_cannot_be_had_is_no_reward(
+    failure: Exception | None,
+    reason: StopReason,
+    detail: str,
+    store: RunStore,
+    claim_one: Any,
+    seat: Any,
+    autojump_clock: MockClock,
+) -> None:
+    async def failing(trajectory: Trajectory) -> float:
+        if failure is not None:
+            raise failure
+        await trio.sleep(60)
+        return 1.0
+
+    claim = claim_one()
+    ending = await play(claim, seat(ScriptedEnv([done(0.1)]), rewarder=failing, step_deadline_s=5))
+    assert (ending.stop_reason, ending.detail) == (reason, detail)
+    trajectory = store.trajectory(claim.episode_id)
+    assert (trajectory.stop_reason, trajectory.outcome, trajectory.scored) == (reason, None, False)
+
+
+async def test_what_failed_before_is_not_put_to_the_rewarder(claim_one: Any, seat: Any) -> None:
+    asked: list[Trajectory] = []
+    env = ScriptedEnv([SandboxError("host gone")])
+    await play(claim_one(), seat(env, rewarder=lambda trajectory: asked.append(trajectory) or 1.0))
+    assert asked == []
 
 
 async def test_step_rewards_alone_are_a_signal(store: RunStore, claim_one: Any, seat: Any) -> None:

@@ -1,0 +1,43 @@
+"""A reward model: a classification head whose number is the reward. Knows no transport, no environment, no run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from agentrl.engine.scoring import ScoringClient
+from agentrl.errors import ScoreError
+from agentrl.records import Message, Trajectory
+from agentrl.rewards.transcripts import defused_messages, messages_of
+
+
+class RewardModel:
+    """Scores by one output of a classification model that a server offers (`vllm serve MODEL --runner pooling`).
+
+    `label` says which output, of a model with several. It is the head's own number, unbounded, unless `activation` asks
+    for a sigmoid's (one label) or softmax's (several)."""
+
+    def __init__(self, client: ScoringClient, *, label: int = 0, activation: bool = False) -> None:
+        self._client, self._label, self._activation = client, label, activation
+
+    async def score(self, messages: Sequence[Message]) -> float:
+        """The reward of a conversation, which the server's chat template renders; nothing in it is a control token.
+
+        Raises ScoreError for a model without this label or for no number, EngineError as the client does."""
+        return self._read(await self._client.classify_chat(defused_messages(messages), activation=self._activation))
+
+    async def score_raw(self, given: str | Sequence[int]) -> float:
+        """The reward of a text or of token ids as they are: who rendered them decided what is a control token. Raises
+        as `score` does."""
+        return self._read(await self._client.classify(given, activation=self._activation))
+
+    async def __call__(self, trajectory: Trajectory) -> float:
+        """As a rewarder: the score of all that was said."""
+        return await self.score(messages_of(trajectory))
+
+    def _read(self, outputs: Sequence[float]) -> float:
+        if self._label >= len(outputs):
+            raise ScoreError(f"{self._client.url}: no label {self._label}, the model has {len(outputs)}")
+        if not math.isfinite(score := outputs[self._label]):
+            raise ScoreError(f"{self._client.url}: the score is {score}")
+        return score
