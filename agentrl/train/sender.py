@@ -1,0 +1,103 @@
+"""The learner's end of vLLM's native weight transfer: join engines, send them a snapshot, leave.
+
+Owns the only use of vLLM in the learner's process, which is loaded by `Sender` and by nothing before it, and names what
+vLLM raises. Never knows HTTP: the control calls are a client's. Never knows time: all but `leave` may block for as long
+as an engine lets it, so they belong on a thread whose owner has a deadline and then calls `leave`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import socket
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import distributed
+
+from agentrl.errors import ConfigError, WeightSyncError
+from agentrl.train.snapshot import Snapshot
+
+_PACKAGE = "vllm.distributed.weight_transfer"
+_IPC_BUFFER = 1 << 30  # bytes shared with the engine at a time, or a tensor's own size where that is larger
+
+
+class Client(Protocol):
+    """The control calls that vLLM's sender makes, from threads of its own: vLLM's `VLLMWeightSyncClient`."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+    def start_weight_update(self) -> None: ...
+    def update_weights(self, update_info: Any) -> None: ...
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class Sender:
+    """Makes channels from the snapshots of `device` to engines: `nccl` broadcasts packed tensors to any number of GPUs
+    besides it, `ipc` shares a buffer of it with engines on the same GPU."""
+
+    def __init__(self, sync: Literal["nccl", "ipc"], device: torch.device | str) -> None:
+        """Raises ConfigError where vLLM cannot be loaded, or where this learner cannot send so."""
+        self._sync, self._device = sync, torch.device(device)
+        try:
+            self._factory = importlib.import_module(f"{_PACKAGE}.factory").WeightTransferTrainerFactory
+            self._backend = importlib.import_module(f"{_PACKAGE}.{sync}_engine")
+        except ImportError as error:
+            mend = f"the learner sends with vLLM's own sender, which it cannot load ({error}): install vllm beside it"
+            raise ConfigError("engine.sync", sync, mend) from error
+        ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+        if sync == "ipc" and ranks > 1:
+            raise ConfigError("engine.sync", sync, f"a learner of {ranks} ranks sends from one of them: give 'nccl'")
+
+    def join(self, client: Client, snapshot: Snapshot, *, world: int, address: str) -> Channel:
+        """Meet engines that have `world` workers together and reach us at `address`. Every later snapshot has the
+        tensors of this one. Raises WeightSyncError."""
+        with _named(f"joining {world} workers"), _on(self._device):
+            if self._sync == "nccl":
+                port = _free_port(address)
+                info = self._backend.NCCLTrainerInitInfo(
+                    rank=0, master_address=address, master_port=port, world_size=1 + world, packed=True
+                )
+            else:
+                room = max(snapshot.largest_bytes, min(snapshot.size_bytes, _IPC_BUFFER))
+                info = self._backend.IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=room)
+            return Channel(self._factory.trainer_init(info, client=client, source=snapshot), self._device)
+
+
+class Channel:
+    """Joined engines. After an error nothing but `leave` makes sense: they may be anywhere in the protocol."""
+
+    def __init__(self, engine: Any, device: torch.device) -> None:
+        self._engine, self._device = engine, device
+
+    def send(self, client: Client, snapshot: Snapshot) -> None:
+        """One update, from its start to its finish. Raises WeightSyncError."""
+        self._engine.client, self._engine.source = client, snapshot
+        with _named("sending"), _on(self._device):
+            self._engine.send_weights()
+
+    def leave(self) -> None:
+        """Break off what is under way, on whatever thread; takes seconds at most."""
+        shutdown: Callable[[], None] = self._engine.shutdown
+        with _named("leaving"), _on(self._device):
+            shutdown()
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """vLLM takes the current device, which a new thread has to be told."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def _named(doing: str) -> Generator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError, OSError, AssertionError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise WeightSyncError(f"vLLM's sender failed at {doing}: {reason}") from error
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
