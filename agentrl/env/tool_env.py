@@ -18,6 +18,7 @@ from agentrl.env import bridge
 from agentrl.env.core import CLOSE_DEADLINE_S, Env, Info, ResetResult, StepResult
 from agentrl.env.dialects import get_format
 from agentrl.env.limits import EpisodeLimits, Meter
+from agentrl.env.plugged import Named, Plugged
 from agentrl.env.tool_calls import Malformed, ToolCall
 from agentrl.env.tools import ArgumentCheck, argument_check, clean_text, cut, envelope, function_schema, tools_of
 from agentrl.errors import (
@@ -29,7 +30,7 @@ from agentrl.errors import (
     ToolTimeout,
     UsageError,
 )
-from agentrl.protocols import Tool, ToolResult
+from agentrl.protocols import Sandbox, Tool, ToolResult
 from agentrl.records import Json, Message, Messages, StopReason
 
 T = TypeVar("T")
@@ -140,6 +141,8 @@ class ToolEnv(Env):
     tool_output_bytes: int = 16_384
     max_calls: int = 16
     """Calls of one turn that are run; the model is told of the others."""
+    own_box: Sandbox | None = None
+    """The box in which named tools work, for environments that open one; else they get one if they ask for it."""
 
     task: Mapping[str, Json]
     """What this episode plays, as `make_task` gave it."""
@@ -151,11 +154,13 @@ class ToolEnv(Env):
     def __init__(
         self,
         *,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[Named] = (),
+        box: Mapping[str, Any] | None = None,
         limits: EpisodeLimits | Mapping[str, Any] | None = None,
         parse_policy: ParsePolicy | Mapping[str, Any] | None = None,
         tool_format: str | None = None,
     ) -> None:
+        """`tools` beside the class's own, given or named, and the `box` for them: see `agentrl.env.plugged`."""
         if limits is not None:
             self.limits = limits if isinstance(limits, EpisodeLimits) else EpisodeLimits(**limits)
         if parse_policy is not None:
@@ -164,7 +169,8 @@ class ToolEnv(Env):
         self._format = get_format(self.tool_format)
         self._tools: dict[str, Tool] = {}
         self._checks: dict[str, ArgumentCheck] = {}
-        for offered in [*tools_of(self, blocking=self.blocking), *tools]:
+        self._plugged, self._served = Plugged(tools, box=box, own=self.own_box), list[str]()
+        for offered in [*tools_of(self, blocking=self.blocking), *self._plugged.tools]:
             self.add_tool(offered)
 
     # --- hooks: what an author writes
@@ -248,6 +254,9 @@ class ToolEnv(Env):
         episode = self._episode = _Episode(Meter(self.limits, clock=trio.current_time), busy=True)
         self._needs_teardown = True
         await self._hook(self.setup, self.task)
+        for offered in await self._plugged.open():
+            self.add_tool(offered)
+            self._served.append(offered.name)
         opening = _messages(await self._hook(self.prompt, self.task), "user")
         told = [self.system or "", self._format.instructions(self.schemas) if self._tools else ""]
         if any(told):
@@ -316,8 +325,14 @@ class ToolEnv(Env):
         self._episode = None
         if self._needs_teardown:
             self._needs_teardown = False
+            while self._served:
+                name = self._served.pop()
+                del self._tools[name], self._checks[name]
             with trio.move_on_after(CLOSE_DEADLINE_S, shield=True):
-                await self._hook(self.teardown)
+                try:
+                    await self._plugged.aclose()
+                finally:
+                    await self._hook(self.teardown)
 
     async def _answer_text(self, text: str) -> tuple[Messages, set[Fault]]:
         try:

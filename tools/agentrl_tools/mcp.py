@@ -47,6 +47,7 @@ class McpServer:
         self._start_s, self.call_s, self.output_bytes = start_s, call_s, output_bytes
         self._client: Any = None
         self._failure: BaseException | None = None
+        self._started = False
         self._scope = trio.CancelScope()
         self._ready, self._gone = trio.Event(), trio.Event()
 
@@ -57,6 +58,7 @@ class McpServer:
     async def open(self) -> list[McpTool]:
         """Start and shake hands: the server's tools. Raises InfrastructureError if it does not answer."""
         trio.lowlevel.spawn_system_task(self._live)
+        self._started = True
         try:
             with trio.move_on_after(self._start_s):
                 await self._ready.wait()
@@ -82,8 +84,9 @@ class McpServer:
     async def aclose(self) -> None:
         """End the connection and the server's processes. Idempotent."""
         self._scope.cancel()
-        with trio.CancelScope(shield=True):
-            await self._gone.wait()
+        if self._started:
+            with trio.CancelScope(shield=True):
+                await self._gone.wait()
 
     async def ask(self, name: str, arguments: dict[str, Json]) -> Any:
         """Call a tool: the package's `CallToolResult`. Raises ToolError for what the server refuses, and where a server

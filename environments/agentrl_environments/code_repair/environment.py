@@ -14,6 +14,7 @@ from trio.lowlevel import RunVar
 
 from agentrl.env import CallResult, EpisodeLimits, Grade, ToolEnv
 from agentrl.env.oracles import Oracle, script
+from agentrl.env.plugged import Named
 from agentrl.errors import ConfigError
 from agentrl.protocols import ToolResult
 from agentrl.records import Json, Messages
@@ -50,6 +51,7 @@ class CodeRepair(ToolEnv):
         image: str | None = None,
         ready: int = 0,
         remember: int = 4096,
+        tools: Sequence[Named] = (),
         **settings: Any,
     ) -> None:
         if split not in SPLITS:
@@ -63,9 +65,8 @@ class CodeRepair(ToolEnv):
         self._ready, self._remember = ready, remember
         self._boxes: SharedBackend | None = None
         self._document = Document("")
-        super().__init__(
-            tools=[ReplaceLine(self._document), RunTests(self._run_tests), Submit(self.finish)], **settings
-        )
+        own = [ReplaceLine(self._document), RunTests(self._run_tests), Submit(self.finish)]
+        super().__init__(tools=[*own, *tools], **settings)
 
     def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
         return {"seed": self.task_seed()}

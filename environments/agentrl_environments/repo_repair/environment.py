@@ -15,6 +15,7 @@ from trio.lowlevel import RunVar
 from agentrl.env import EpisodeLimits, Grade, ToolEnv
 from agentrl.env.core import StepResult
 from agentrl.env.oracles import Oracle, script
+from agentrl.env.plugged import Named
 from agentrl.errors import ConfigError
 from agentrl.protocols import Limits, SandboxSpec, ToolResult
 from agentrl.records import Json
@@ -58,6 +59,7 @@ class RepoRepair(ToolEnv):
         image: str | None = None,
         ready: int = 0,
         remember: int = 4096,
+        tools: Sequence[Named] = (),
         **settings: Any,
     ) -> None:
         for name, value, known in (("split", split, SPLITS), ("level", level, LEVELS)):
@@ -70,12 +72,13 @@ class RepoRepair(ToolEnv):
         self._process = tuple(process)
         self._sandbox, self._image = sandbox, image
         self._ready, self._remember = ready, remember
-        self._box = box = CurrentBox()
+        self._box = self.own_box = box = CurrentBox()
         self._boxes: SharedBackend | None = None
         self._deltas: list[PotentialDelta] = []
         looking = [ListFiles(box), ReadFile(box), Search(box)]
         changing = [ReplaceText(box), WriteFile(box), ApplyPatch(box)]
-        super().__init__(tools=[*looking, *changing, RunTests(self._run_tests), Submit(self.finish)], **settings)
+        ending = [RunTests(self._run_tests), Submit(self.finish)]
+        super().__init__(tools=[*looking, *changing, *ending, *tools], **settings)
 
     def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
         return {"seed": self.task_seed()}

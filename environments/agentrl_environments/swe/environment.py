@@ -17,6 +17,7 @@ import trio
 
 from agentrl.env import EpisodeLimits, Grade, ToolEnv
 from agentrl.env.oracles import Oracle, script
+from agentrl.env.plugged import Named
 from agentrl.errors import ConfigError
 from agentrl.protocols import Limits, Sandbox, SandboxSpec
 from agentrl.records import Json
@@ -53,6 +54,7 @@ class CodingTasks(ToolEnv):
         ready: int = 0,
         box: Mapping[str, Any] | None = None,
         shell_s: float = 60.0,
+        tools: Sequence[Named] = (),
         **settings: Any,
     ) -> None:
         if not tasks:
@@ -61,12 +63,13 @@ class CodingTasks(ToolEnv):
         self._by_id = {task.id: task for task in tasks}
         if len(self._by_id) < len(tasks):
             raise ConfigError("tasks", len(tasks), f"only {len(self._by_id)} different ids: give each task its own")
-        self._sandbox, self._ready, self._box = sandbox, ready, CurrentBox()
+        self._sandbox, self._ready = sandbox, ready
+        self._box = self.own_box = CurrentBox()
         self._box_limits = dataclasses.replace(_LIMITS, **(box or {}))
         self._boxes: SharedBackend | None = None
         editing = [ReplaceText(self._box), WriteFile(self._box), ApplyPatch(self._box)]
         looking = [ListFiles(self._box), ReadFile(self._box), Search(self._box), Shell(self._box, timeout_s=shell_s)]
-        super().__init__(tools=[*looking, *editing, Submit(self.finish)], **settings)
+        super().__init__(tools=[*looking, *editing, Submit(self.finish), *tools], **settings)
 
     def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
         """`{"task": id}`. Raises ConfigError for an id that is not there."""

@@ -1,0 +1,140 @@
+"""Tools that are named, not written: what a run file gives as `tools` becomes the tools of an episode.
+
+    kwargs = { tools = ["calculator", "my_package.words:look_up", { id = "fetch", allow = ["docs.python.org"] }] }
+
+A name is an id of the entry-point group `agentrl.tools`, or a reference. It stands for a function with type hints and
+a docstring, for a tool, for a class that makes one, or for a class that makes a *server*: `open()` gives its tools when
+an episode begins, `aclose()` ends it. Classes are called with the other keys of their table; one that needs a `sandbox`
+is given the box of the episode, one that may have one too if its table says `sandbox = true`.
+
+Owns that box and the servers from `open` to `aclose`. Knows nothing of episodes, prompts or models.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, Protocol, cast
+
+from agentrl import registry
+from agentrl.env.tools import FunctionTool
+from agentrl.errors import ConfigError, UsageError
+from agentrl.protocols import Limits, Sandbox, SandboxSpec, Tool
+from agentrl.sandbox.current import CurrentBox
+from agentrl.sandbox.sharing import SharedBackend, shared
+
+Named = Tool | Callable[..., Any] | str | Mapping[str, Any]
+"""A tool, a function, the name of either, or a table with a name (`id`) and settings."""
+
+
+class ToolServer(Protocol):
+    """Something whose tools are known once it runs, such as an MCP server or an executor elsewhere; one an episode."""
+
+    async def open(self) -> Sequence[Tool]:
+        """Start: its tools. Raises InfrastructureError if it does not."""
+        ...
+
+    async def aclose(self) -> None:
+        """End it and what it started, however far `open` came. Idempotent."""
+        ...
+
+
+class Plugged:
+    """The tools that were named, and what they need while an episode lasts."""
+
+    def __init__(
+        self, named: Sequence[Named], *, box: Mapping[str, Any] | None = None, own: Sandbox | None = None
+    ) -> None:
+        """`box` says what the episode's box is: `sandbox` (a backend's id), `image`, `ready` (boxes made ahead) and
+        fields of `Limits`. With `own`, a box that the environment opens itself, none is opened here.
+
+        Raises UnknownIdError, UsageError for what is no tool, ConfigError for settings that do not fit."""
+        self._backend, self._ready, self._spec = _box(box or {})
+        self._box = CurrentBox()
+        self._own = own
+        self._needs_box = False
+        self._boxes: SharedBackend | None = None
+        self._servers: list[Callable[[], ToolServer]] = []
+        self._opened: list[ToolServer] = []
+        self.tools: list[Tool] = []
+        for each in named:
+            if isinstance(each, str):
+                self._resolve({"id": each})
+            elif isinstance(each, Mapping):
+                self._resolve(cast("Mapping[str, Any]", each))
+            else:
+                self.tools.append(_tool(each))
+
+    async def open(self) -> list[Tool]:
+        """Begin an episode: the tools that its servers offer. `aclose` is due after it, also if it fails."""
+        if self._needs_box and self._own is None:
+            boxes = shared(self._backend, ready=self._ready)
+            await boxes.enter()
+            self._boxes = boxes
+            self._box.box = await boxes.create(self._spec)
+        offered: list[Tool] = []
+        for make in self._servers:
+            server = make()
+            self._opened.append(server)
+            offered.extend(await server.open())
+        return offered
+
+    async def aclose(self) -> None:
+        """End the episode's sessions and servers, then its box. Idempotent."""
+        opened, self._opened = self._opened, []
+        boxes, self._boxes = self._boxes, None
+        async with AsyncExitStack() as last_first:
+            if boxes is not None:
+                last_first.push_async_callback(boxes.leave)
+            last_first.push_async_callback(self._box.close)
+            for each in [*self.tools, *opened]:
+                if (close := getattr(each, "aclose", None)) is not None:
+                    last_first.push_async_callback(close)
+
+    def _resolve(self, table: Mapping[str, Any]) -> None:
+        settings = dict(table)
+        id = settings.pop("id", None)
+        if not isinstance(id, str):
+            raise ConfigError("tools", dict(table), "give the id of a tool, or a table with one: { id = ... }")
+        target = registry.resolve("tools", id)
+        if not inspect.isclass(target):
+            if settings:
+                raise ConfigError(f"tools.{id}", settings, "it is no class and takes no settings")
+            self.tools.append(_tool(target))
+            return
+        signature = inspect.signature(target)
+        boxed = settings.pop("sandbox", False)
+        parameter = signature.parameters.get("sandbox")
+        if parameter is not None and (boxed is True or parameter.default is parameter.empty):
+            self._needs_box = True
+            settings["sandbox"] = self._own or self._box
+        elif boxed is not False:
+            raise ConfigError(f"tools.{id}.sandbox", boxed, "give true to have it in the box, if it can be there")
+        try:
+            signature.bind(**settings)
+        except TypeError as error:
+            raise ConfigError(f"tools.{id}", sorted(settings), str(error)) from error
+        if hasattr(target, "open"):
+            self._servers.append(functools.partial(cast("Callable[..., ToolServer]", target), **settings))
+        else:
+            self.tools.append(_tool(target(**settings)))
+
+
+def _tool(value: Any) -> Tool:
+    if hasattr(value, "call") and hasattr(value, "schema"):
+        return cast(Tool, value)
+    if inspect.isroutine(value):
+        return FunctionTool(value)
+    raise UsageError(f"{value!r} is no tool: give a function, or an object with name, parallel, schema and call")
+
+
+def _box(settings: Mapping[str, Any]) -> tuple[str, int, SandboxSpec]:
+    """Backend, boxes made ahead, and what kind of box. Raises ConfigError."""
+    rest = dict(settings)
+    backend, ready, image = rest.pop("sandbox", "bubblewrap"), rest.pop("ready", 0), rest.pop("image", None)
+    try:
+        return backend, ready, SandboxSpec(image=image, limits=Limits(**rest))
+    except TypeError as error:
+        raise ConfigError("box", sorted(rest), f"give sandbox, image, ready and fields of Limits: {error}") from error

@@ -1,0 +1,219 @@
+"""Tools that are named in a run file: functions, classes, servers, in a box if they need one, and by entry point."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import agentrl
+from agentrl import registry
+from agentrl.env import FunctionTool, ToolEnv
+from agentrl.errors import ConfigError, InfrastructureError, UnknownIdError, UsageError
+from agentrl.protocols import Sandbox, ToolResult
+from agentrl.testing.fake_sandbox import FakeBackend
+from agentrl_environments.repo_repair import RepoRepair
+
+HERE = f"{Path(__file__)}:"
+MCP = [sys.executable, str(Path(__file__).parents[1] / "tools" / "mcp_server.py")]
+
+
+class Talk(ToolEnv):
+    blocking = False
+
+    def prompt(self, task: Mapping[str, Any]) -> str:
+        return "Use your tools."
+
+
+def shout(text: str, times: int = 1) -> str:
+    """Say it louder."""
+    return text.upper() * times
+
+
+class Keep:
+    """A tool that works in the box of the episode."""
+
+    name, parallel = "keep", False
+    schema = {"name": "keep", "description": "Keep a file.", "parameters": {"type": "object"}}  # noqa: RUF012
+
+    def __init__(self, sandbox: Sandbox, *, path: str = "kept") -> None:
+        self._sandbox, self._path = sandbox, path
+        self.closed = 0
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        await self._sandbox.write(self._path, b"x")
+        return ToolResult(content="kept")
+
+    async def aclose(self) -> None:
+        self.closed += 1
+
+
+class Server:
+    """An executor elsewhere: what it offers is known once it runs."""
+
+    made: list[Server] = []  # noqa: RUF012
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self._fails, self.said = fails, [""]
+        self.made.append(self)
+
+    async def open(self) -> list[FunctionTool]:
+        self.said = ["open"]
+        if self._fails:
+            raise InfrastructureError("it does not start")
+        return [FunctionTool(shout)]
+
+    async def aclose(self) -> None:
+        self.said.append("closed")
+
+
+@pytest.fixture
+def servers() -> list[Any]:
+    """What the reference to `Server` has made in this test, which is another class than ours: a file is a module."""
+    made: list[Any] = registry.load_reference(f"{HERE}Server").made  # pyright: ignore[reportFunctionMemberAccess]
+    made.clear()
+    return made
+
+
+@pytest.fixture
+def backend() -> Iterator[FakeBackend]:
+    made = FakeBackend()
+    registry.register("sandboxes", "plugged-fake", lambda: made)
+    yield made
+    del registry._registered["sandboxes", "plugged-fake"]  # pyright: ignore[reportPrivateUsage]
+
+
+async def told(env: ToolEnv, name: str, **arguments: Any) -> str:
+    observation, *_ = await env.astep(env.call(name, **arguments))
+    return observation[0]["content"]
+
+
+async def test_a_function_is_a_tool_by_itself_by_reference_and_as_it_is() -> None:
+    for named in (shout, f"{HERE}shout", FunctionTool(shout)):
+        async with Talk(tools=[named, "calculator"]) as env:
+            await env.areset(seed=0)
+            assert [schema["name"] for schema in env.schemas] == ["shout", "calculator"]
+            assert await told(env, "shout", text="ab", times=2) == "ABAB"
+            assert await told(env, "calculator", expression="6 * 7") == "42"
+
+
+async def test_a_box_is_opened_for_who_asks_for_one_once_an_episode(backend: FakeBackend) -> None:
+    box = {"sandbox": "plugged-fake", "image": "theirs", "wall_s": 3.0}
+    async with Talk(tools=[f"{HERE}shout"], box=box) as env:
+        await env.areset(seed=0)
+    assert backend.boxes == []
+    env = Talk(tools=[{"id": f"{HERE}Keep", "path": "a"}, f"{HERE}shout"], box=box)
+    for episode in range(2):
+        await env.areset(seed=episode)
+        assert await told(env, "keep") == "kept"
+    first, second = backend.boxes
+    assert first.closed and not second.closed and first.files == second.files == {"a": b"x"}
+    assert (first.spec.image, first.spec.limits.wall_s) == ("theirs", 3.0)
+    await env.aclose()
+    await env.aclose()
+    assert second.closed and backend.closed
+
+
+async def test_a_server_lives_as_long_as_its_episode(servers: list[Any]) -> None:
+    env = Talk(tools=[f"{HERE}Server"])
+    assert env.schemas == []
+    for _ in range(2):
+        await env.areset(seed=0)
+        assert await told(env, "shout", text="a") == "A"
+    await env.aclose()
+    assert [server.said for server in servers] == [["open", "closed"]] * 2 and env.schemas == []
+
+
+async def test_a_server_that_fails_costs_the_episode_and_is_closed(servers: list[Any], backend: FakeBackend) -> None:
+    tools = [f"{HERE}Keep", {"id": f"{HERE}Server", "fails": True}]
+    env = Talk(tools=tools, box={"sandbox": "plugged-fake"})
+    with pytest.raises(InfrastructureError, match="does not start"):
+        await env.areset(seed=0)
+    await env.aclose()
+    assert servers[0].said == ["open", "closed"] and backend.boxes[0].closed
+
+
+@pytest.mark.parametrize(
+    ("tools", "box", "kind", "said"),
+    [
+        (["calculater"], {}, UnknownIdError, "calculator"),
+        ([{"allow": []}], {}, ConfigError, "a table with one"),
+        (["fetch"], {}, ConfigError, "missing a required argument: 'allow'"),
+        ([{"id": "shell", "colour": 1}], {}, ConfigError, "'colour'"),
+        ([{"id": "calculator", "sandbox": True}], {}, ConfigError, "tools.calculator.sandbox"),
+        ([{"id": f"{HERE}shout", "times": 2}], {}, ConfigError, "takes no settings"),
+        ([f"{HERE}HERE"], {}, UsageError, "is no tool"),
+        (["shell"], {"memory": 1}, ConfigError, "fields of Limits"),
+        (["calculator", "calculator"], {}, UsageError, "two tools named"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_when_the_environment_is_made(tools: Any, box: Any, kind: Any, said: str) -> None:
+    with pytest.raises(kind, match=said):
+        Talk(tools=tools, box=box)
+
+
+def test_a_package_offers_a_tool_by_entry_point(tmp_path: Path) -> None:
+    (tmp_path / "their_words.py").write_text(
+        'def look_up(word: str) -> str:\n    """Look up."""\n    return word[::-1]\n'
+    )
+    metadata = tmp_path / "their_words-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: their-words\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[agentrl.tools]\nlook_up = their_words:look_up\n")
+    code = (
+        "import agentrl; env = agentrl.make('agentrl/Calculator-v0', tools=['look_up']); env.reset(seed=0)\n"
+        "print(env.step(env.call('look_up', word='abc'))[0][0]['content']); env.close()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "cba\n", done.stderr
+
+
+@pytest.mark.bubblewrap
+async def test_a_session_in_a_box_stays_for_the_episode_and_no_longer() -> None:
+    env = agentrl.make("agentrl/Retrieval-v0", tools=["python", "shell"], box={"wall_s": 60.0})
+    await env.areset(seed=1)
+    assert await told(env, "python", code="n = 20; open('f', 'w').write('hi')") == "2"
+    assert await told(env, "python", code="n + 1") == "21"
+    assert "hi" in await told(env, "shell", command="cat f")
+    await env.areset(seed=1)
+    assert "NameError" in await told(env, "python", code="n")
+    assert "No such file" in await told(env, "shell", command="cat f")
+    await env.aclose()
+
+
+@pytest.mark.bubblewrap
+async def test_named_tools_work_in_the_box_that_the_environment_opens() -> None:
+    async with RepoRepair(tools=["shell"]) as env:
+        await env.areset(seed=1)
+        assert "README.md" in await told(env, "shell", command="ls")
+
+
+@pytest.mark.timeout(120)
+async def test_an_mcp_server_is_named_and_dies_with_the_episode() -> None:
+    pytest.importorskip("mcp")
+    env = Talk(tools=[{"id": "mcp", "command": MCP, "start_s": 60.0}])
+    await env.areset(seed=0)
+    assert {"add", "pid"} <= {schema["name"] for schema in env.schemas}
+    assert json.loads(await told(env, "add", a=2, b=3)) == 5
+    descriptor = os.pidfd_open(int(await told(env, "pid")))
+    try:
+        await env.aclose()
+        with trio.fail_after(10):
+            await trio.lowlevel.wait_readable(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def test_the_checker_finds_nothing() -> None:
+    assert not agentrl.check_env(lambda: Talk(tools=["calculator", f"{HERE}Server"])).findings
