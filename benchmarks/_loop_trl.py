@@ -2,9 +2,10 @@
 
 Run by `.venv-trl/bin/python` (`make .venv-trl/.ready` makes it); knows nothing of agentrl. What is set in TRL's favour:
 the tokenizer's parser returns a tool call for any text without looking at it, gradient checkpointing is off, float32 is
-used (what a CPU does best), nothing is saved, and the micro-batch is the fastest of those tried (`--rows`).
+used (what a CPU does best), nothing is saved, the micro-batch is the fastest of those tried (`--rows`), and
+`torch_compile` is off (`--compile`), with which it is slower.
 
-    .venv-trl/bin/python benchmarks/_loop_trl.py MODEL_FOLDER [--steps 6] [--rows 16] [--threads 2]
+    .venv-trl/bin/python benchmarks/_loop_trl.py MODEL_FOLDER [--steps 6] [--rows 16] [--threads 2] [--compile]
 """
 
 from __future__ import annotations
@@ -88,11 +89,12 @@ def prompts(tokenizer: AlwaysCalls, n: int) -> list[list[dict[str, str]]]:
     return [[{"role": "user", "content": text}] for text in texts]
 
 
-def settings(folder: str, steps: int, rows: int) -> trl.GRPOConfig:
+def settings(folder: str, steps: int, rows: int, compiled: bool) -> trl.GRPOConfig:
     batches = GROUPS * MEMBERS // rows
     return trl.GRPOConfig(
         output_dir=folder,
         use_cpu=True,
+        torch_compile=compiled,
         bf16=False,
         gradient_checkpointing=False,
         per_device_train_batch_size=rows,
@@ -112,7 +114,7 @@ def settings(folder: str, steps: int, rows: int) -> trl.GRPOConfig:
     )
 
 
-def measure(model: Path, steps: int, rows: int) -> dict[str, Any]:
+def measure(model: Path, steps: int, rows: int, compiled: bool) -> dict[str, Any]:
     """Train `steps` steps after the warm-up; what they took."""
     tokenizer = AlwaysCalls.from_pretrained(model)
     tokenizer.response_template = {}  # tells TRL that the tokenizer parses for itself
@@ -121,7 +123,7 @@ def measure(model: Path, steps: int, rows: int) -> dict[str, Any]:
         trainer = trl.GRPOTrainer(
             model=transformers.AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
             reward_funcs=reward,
-            args=settings(folder, steps + WARM_UP_STEPS, rows),
+            args=settings(folder, steps + WARM_UP_STEPS, rows, compiled),
             train_dataset=Dataset.from_dict({"prompt": prompts(tokenizer, GROUPS * (steps + WARM_UP_STEPS))}),
             processing_class=tokenizer,
             environment_factory=LoopForTRL,
@@ -147,9 +149,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="steps measured, after one of warm-up")
     parser.add_argument("--rows", type=int, default=16, help="rows of a micro-batch")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    print(json.dumps(measure(arguments.model, arguments.steps, arguments.rows)))
+    print(json.dumps(measure(arguments.model, arguments.steps, arguments.rows, arguments.compile)))
 
 
 if __name__ == "__main__":

@@ -60,15 +60,9 @@ def _gpu() -> str | None:
     return None if torch.cuda.is_available() else "torch sees no CUDA device"
 
 
-def _vllm() -> str | None:
-    from agentrl.engine.vllm.launch import find_build
-    from agentrl.errors import UsageError
-
-    try:
-        find_build()
-    except UsageError as error:
-        return str(error)
-    return None
+def _compiler() -> str | None:
+    name = os.environ.get("CXX", "g++")
+    return None if shutil.which(name) else f"the C++ compiler {name!r} is not installed"
 
 
 def _package(name: str) -> Callable[[], str | None]:
@@ -100,6 +94,7 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "ray": _package("ray"),
     "adapters": _adapters,
     "browser": _browser,
+    "compiler": _compiler,
     "gpu": _gpu,
 }
 

@@ -70,9 +70,14 @@ class Learner:
 
     def _load(self, model_dir: Path, device: torch.device | str, adapter: Train | None = None) -> PolicyModel:
         train = self.config.train
-        dtype = torch.bfloat16 if train.dtype == "bfloat16" else torch.float32
-        checkpointing = train.gradient_checkpointing
-        return PolicyModel(model_dir, device=device, dtype=dtype, checkpointing=checkpointing, adapter=adapter)
+        return PolicyModel(
+            model_dir,
+            device=device,
+            dtype=torch.bfloat16 if train.dtype == "bfloat16" else torch.float32,
+            checkpointing=train.gradient_checkpointing,
+            compiled=train.compile,
+            adapter=adapter,
+        )
 
     # --- one step -----------------------------------------------------------------------------------------------
 

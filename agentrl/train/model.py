@@ -9,6 +9,8 @@ Owns loading a Hugging Face folder and the attention over prefix trees. Never kn
 from __future__ import annotations
 
 import inspect
+import os
+import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,9 +22,10 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.config import Train
-from agentrl.errors import ModelError
+from agentrl.errors import ConfigError, ModelError
 from agentrl.train import lora
 from agentrl.train.checkpoint import ADAPTER
 from agentrl.train.packing import Branch, Pack
@@ -107,10 +110,11 @@ class PolicyModel:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         checkpointing: bool = False,
+        compiled: bool = False,
         adapter: Train | None = None,
     ) -> None:
         """With `adapter`, a LoRA adapter of those settings is what is trained. Raises ModelError, in one line, for a
-        folder that cannot be trained."""
+        folder that cannot be trained; ConfigError where `compiled` finds no compiler."""
         self.folder, self.device, self.dtype = folder, torch.device(device), dtype
         self.module = _load(folder).to(self.device)
         _check_tree(self.module, folder)
@@ -122,6 +126,8 @@ class PolicyModel:
                 part.p = 0.0
         if checkpointing:
             self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if compiled:
+            _compile(self.module, self.device)
 
     @property
     def vocab(self) -> int:
@@ -174,6 +180,20 @@ def _logits(module: Any, token_ids_N: Tensor, depth_N: Tensor, branches: Sequenc
         layout=Layout(branches),
     )
     return output.logits[0]
+
+
+def _compile(module: Any, device: torch.device) -> None:
+    """Have torch fuse what each decoder layer computes around its attention, which depends on the tree and stays as it
+    is. Passes of any length run the same code."""
+    compiler = os.environ.get("CXX", "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise ConfigError(
+            "train.compile", True, f"this machine has no C++ compiler {compiler!r}: install it, or give false"
+        )
+    AttentionInterface.register(ATTENTION, cast(Any, torch.compiler.disable(tree_attention)))
+    for part in module.modules():
+        if isinstance(part, GradientCheckpointingLayer):  # transformers' base of all decoder layers
+            part.compile(dynamic=True)
 
 
 def _load(folder: Path) -> Any:

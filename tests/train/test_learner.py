@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from agentrl.config import Algo, Buffer, Rollout, RunConfig, Train
-from agentrl.errors import RunFailed
+from agentrl.errors import ConfigError, RunFailed
 from agentrl.records import Group, StopReason
 from agentrl.train.learner import Learner
 
 from .making import episode, group_of, random_group, run_config, turn
 
+SHORT = Rollout(max_context=30, max_tokens_per_turn=16)
 STEP_OF = {1: 0, 2: 0}.__getitem__
 
 
@@ -103,6 +105,27 @@ def test_trees_train_as_rows(qwen3_dir: Path, algo: Algo, budget: int, monkeypat
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-5)
     assert max(float(gradient.abs().max()) for gradient in expected.values()) > 1e-2  # the comparison can fail
+
+
+@pytest.mark.compiler
+def test_compiled_layers_train_as_rows_of_any_length(qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config(train=Train(tokens_per_batch=30, grad_clip=1e9, compile=True), rollout=SHORT)
+    compiled: list[int] = []
+    for groups in ([random_group(1, seed=11)], [random_group(id, seed=id + 20) for id in range(2, 5)]):
+        loss, gradients = tree_gradients(qwen3_dir, groups, config, monkeypatch)
+        expected_loss, expected = row_by_row(qwen3_dir, groups, config)
+        assert loss == pytest.approx(expected_loss, abs=1e-5)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-5)
+        compiled.append(counters["stats"]["unique_graphs"])
+    assert compiled[0] > 0
+    assert compiled[1] == compiled[0]  # other lengths, the same code
+
+
+def test_compiling_without_a_compiler_says_what_to_install(qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"train\.compile.*'no-such-compiler': install it, or give false"):
+        Learner(run_config(train=Train(compile=True)), qwen3_dir)
 
 
 # --- what it learns -----------------------------------------------------------------------------------------------
