@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import agentrl_environments
 from agentrl.errors import UsageError
 from agentrl.runtime.validate import validate
 
@@ -92,3 +93,30 @@ def test_the_command(parity: str) -> None:
     assert bad.returncode == 1 and "7 (got 0.0)" in bad.stdout
     none = agentrl("validate", "agentrl/FrozenLake-v0", "--n", "1")
     assert none.returncode == 2 and "offers no oracles" in none.stderr
+
+
+SHIPPED = {
+    "Calculator": "calculator",
+    "CodeRepair": "code_repair",
+    "Harbor": "swe",
+    "Nim": "nim",
+    "RepoRepair": "repo_repair",
+    "Retrieval": "retrieval",
+    "SWE": "swe",
+    "TextGame": "text_game",
+}
+BOXED = {"CodeRepair", "Harbor", "RepoRepair", "SWE"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.bubblewrap] if name in BOXED else []) for name in SHIPPED]
+)
+def test_a_shipped_environment_is_validated_as_its_readme_says(name: str) -> None:
+    command = ["validate", f"agentrl/{name}-v0", "--n"]
+    readme = Path(agentrl_environments.__path__[0], SHIPPED[name], "README.md").read_text("utf-8")
+    assert f"    agentrl {' '.join(command)} " in readme
+    done = agentrl(*command, "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
+    assert len(told) >= 2 and all(row[2:4] == ["2", "2"] for row in told)
+    assert all(f"| {oracle} | {outcome} |" in readme for oracle, outcome, *_ in told)
