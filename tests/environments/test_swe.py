@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -166,6 +167,28 @@ async def test_harbor_reads_no_reward_but_the_graders() -> None:
     module = "; echo 'def load(*_): return None' > json.py; echo 'import os; os._exit(0)' > pathlib.py"
     _, info = await played(env, "count-words", shell(env, seed + rewards + module))
     assert info["outcome"] == 0.0 and info["success"] is False
+
+
+@boxed
+async def test_a_task_says_how_much_its_box_and_its_agent_have(tmp_path: Path) -> None:
+    shutil.copytree(
+        Path(agentrl_environments.swe.__file__).parent / "harbor_tasks/count-words", tmp_path / "count-words"
+    )
+    for agent_s, expected in ((2000, 1800.0), (0.2, 0.2)):
+        (tmp_path / "count-words/task.toml").write_text(
+            f"[environment]\nmemory_mb = 96\n[agent]\ntimeout_sec = {agent_s}\n"
+        )
+        env = Harbor(tasks=str(tmp_path))
+        try:
+            await env.areset(seed=0)
+            assert env.limits.tool_seconds == expected
+            observation, _, _, truncated, info = await env.astep(
+                shell(env, "python3 -c 'x = bytearray(1 << 29)' || echo too much; sleep 0.2")
+            )
+            assert (truncated, info.get("stop_reason")) == ((True, "tool_time_limit") if agent_s < 1 else (False, None))
+            assert truncated or "too much" in observation[0]["content"]
+        finally:
+            await env.aclose()
 
 
 @pytest.fixture(scope="module")

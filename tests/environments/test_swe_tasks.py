@@ -201,6 +201,31 @@ def test_a_folder_that_lacks_a_file_says_which(folder: Path, name: str) -> None:
         Harbor(tasks=str(folder))
 
 
+@pytest.mark.parametrize(
+    ("settings", "limits", "tool_seconds"),
+    [
+        ("", {}, None),
+        ("[environment]\ncpus = 2\nmemory_mb = 512", {"cpus": 2.0, "memory_bytes": 512 << 20}, None),
+        ("[environment]\nmemory = '2G'\n[agent]\ntimeout_sec = 90.5", {"memory_bytes": 2 << 30}, 90.5),
+    ],
+)
+def test_a_task_bounds_its_boxes_and_its_agent(
+    folder: Path, settings: str, limits: dict[str, float], tool_seconds: float | None
+) -> None:
+    (folder / "merge-logs/task.toml").write_text(settings)
+    (task,) = harbor.load(folder, harbor.Defaults())
+    assert (task.limits, task.tool_seconds) == (limits, tool_seconds)
+
+
+@pytest.mark.parametrize(
+    "line", ["[environment]\ncpus = 0", "[agent]\ntimeout_sec = '5m'", "[environment]\nmemory_mb = nan"]
+)
+def test_a_bound_that_is_none_is_refused(folder: Path, line: str) -> None:
+    (folder / "merge-logs/task.toml").write_text(line)
+    with pytest.raises(ConfigError, match=r"task\.toml.*give a number above 0"):
+        harbor.load(folder, harbor.Defaults())
+
+
 def test_an_empty_folder_has_no_task(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no task"):
         Harbor(tasks=str(tmp_path))

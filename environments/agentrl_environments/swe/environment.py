@@ -41,7 +41,7 @@ class CodingTasks(ToolEnv):
     """The seed of a reset chooses the task, or the option `task` names one by its id.
 
     `sandbox`: id of a sandbox backend; `ready` boxes of it are made ahead. `box`: fields of `agentrl.protocols.Limits`
-    for the boxes. `shell_s`: the most seconds of one command of the agent."""
+    for the boxes, above what a task says of them. `shell_s`: the most seconds of one command of the agent."""
 
     limits = EpisodeLimits(turns=60, tool_seconds=1800.0)
     blocking = False
@@ -65,22 +65,24 @@ class CodingTasks(ToolEnv):
             raise ConfigError("tasks", len(tasks), f"only {len(self._by_id)} different ids: give each task its own")
         self._sandbox, self._ready = sandbox, ready
         self._box = self.own_box = CurrentBox()
-        self._box_limits = dataclasses.replace(_LIMITS, **(box or {}))
+        self._box_limits = dict(box or {})
         self._boxes: SharedBackend | None = None
         editing = [ReplaceText(self._box), WriteFile(self._box), ApplyPatch(self._box)]
         looking = [ListFiles(self._box), ReadFile(self._box), Search(self._box), Shell(self._box, timeout_s=shell_s)]
         super().__init__(tools=[*looking, *editing, Submit(self.finish), *tools], **settings)
+        self._all_limits = self.limits  # a task may have a closer one
 
     def make_task(self, options: Mapping[str, Json]) -> Mapping[str, Json]:
         """`{"task": id}`. Raises ConfigError for an id that is not there."""
-        if "task" in options:
-            if options["task"] not in self._by_id:
-                raise ConfigError("task", options["task"], "no task has this id")
-            return {"task": options["task"]}
-        return {"task": self._tasks[self.task_seed() % len(self._tasks)].id}
+        named = options["task"] if "task" in options else self._tasks[self.task_seed() % len(self._tasks)].id
+        if named not in self._by_id:
+            raise ConfigError("task", named, "no task has this id")
+        playing = self._playing = self._by_id[named]
+        bounds = [each for each in (self._all_limits.tool_seconds, playing.tool_seconds) if each is not None]
+        self.limits = dataclasses.replace(self._all_limits, tool_seconds=min(bounds, default=None))
+        return {"task": named}
 
     async def setup(self, task: Mapping[str, Json]) -> None:
-        self._playing = self._by_id[task["task"]]
         boxes = shared(self._sandbox, ready=self._ready)
         await boxes.enter()
         self._boxes = boxes
@@ -100,7 +102,8 @@ class CodingTasks(ToolEnv):
 
     async def _started(self, boxes: SharedBackend) -> Sandbox:
         """A box with the task's files as they are at first."""
-        spec = SandboxSpec(image=self._playing.image, limits=self._box_limits, env={"PYTHONPATH": _PATH})
+        limits = dataclasses.replace(_LIMITS, **{**self._playing.limits, **self._box_limits})
+        spec = SandboxSpec(image=self._playing.image, limits=limits, env={"PYTHONPATH": _PATH})
         box = await boxes.create(spec)
         try:
             await self._playing.tree.lay(box)

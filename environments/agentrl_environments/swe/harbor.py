@@ -84,6 +84,7 @@ def task_of(folder: Path, defaults: Defaults) -> Task:
     workdir = workdir_of(folder / "environment" / "Dockerfile")
     image, tree = _environment(folder, settings, defaults)
     carry = _table(settings, "agentrl").get("carry")
+    verifier_s = _positive(folder, "verifier.timeout_sec", _table(settings, "verifier").get("timeout_sec"))
     solution = folder / "solution" / "solve.sh"
     solve = moved(solution.read_text("utf-8"), workdir) if solution.is_file() else ""
     instruction = moved((folder / "instruction.md").read_text("utf-8"), workdir).strip()
@@ -92,8 +93,10 @@ def task_of(folder: Path, defaults: Defaults) -> Task:
         instruction=f"{instruction}\n\nThe work folder is {WORKSPACE}. Call submit when you are done.",
         tree=tree,
         declared=matching(carry) if carry else is_artifact,
-        grade=Verifier(folder / "tests", workdir, float(_table(settings, "verifier").get("timeout_sec", _VERIFIER_S))),
+        grade=Verifier(folder / "tests", workdir, verifier_s or _VERIFIER_S),
         image=image,
+        limits=_limits(folder, _table(settings, "environment")),
+        tool_seconds=_positive(folder, "agent.timeout_sec", _table(settings, "agent").get("timeout_sec")),
         gold=(Act.shell(solve),) if solve else (),
         cheats={
             "delete the tests": (Act.shell(f"rm -rf tests {_OWN}"),),
@@ -131,6 +134,27 @@ def _environment(folder: Path, settings: Mapping[str, Any], defaults: Defaults) 
 def _table(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     table = settings.get(name, {})
     return cast("Mapping[str, Any]", table) if isinstance(table, dict) else {}
+
+
+def _limits(folder: Path, environment: Mapping[str, Any]) -> dict[str, Any]:
+    """What a task says of its boxes, as fields of `Limits`. `memory` is the older name of `memory_mb`."""
+    limits: dict[str, Any] = {}
+    if cpus := _positive(folder, "environment.cpus", environment.get("cpus")):
+        limits["cpus"] = cpus
+    older = re.fullmatch(r"(\d+) ?([MG])(i?B)?", str(environment.get("memory", "")))
+    memory_mb = environment.get("memory_mb", int(older[1]) * (1024 if older[2] == "G" else 1) if older else None)
+    if mb := _positive(folder, "environment.memory_mb", memory_mb):
+        limits["memory_bytes"] = int(mb * (1 << 20))
+    return limits
+
+
+def _positive(folder: Path, name: str, value: Any) -> float | None:
+    """A number of `task.toml`, None where it has none. Raises ConfigError for another value."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{folder / 'task.toml'}, {name}", value, "give a number above 0")
+    return float(value)
 
 
 async def _reward(box: Sandbox) -> float:

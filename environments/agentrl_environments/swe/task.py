@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 from agentrl.env import Grade
 from agentrl.protocols import Sandbox
@@ -17,6 +18,8 @@ class Task:
     fresh box that has the tree, the changes of `hidden` (a unified diff, laid first: no work can stand in its way) and
     the carried files.
 
+    `limits` are fields of `protocols.Limits` for its boxes; `tool_seconds` is how long the agent's calls may take.
+
     `gold` and `cheats` are shell commands or unified diffs for the oracles: the solution, and what must get 0."""
 
     id: str
@@ -25,6 +28,8 @@ class Task:
     declared: Callable[[str, Set[str]], bool]
     grade: Callable[[Sandbox], Awaitable[Grade]]
     image: str | None = None
+    limits: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tool_seconds: float | None = None
     hidden: str = ""
     gold: Sequence[Act] = ()
     cheats: dict[str, Sequence[Act]] = field(default_factory=dict[str, "Sequence[Act]"])
