@@ -40,7 +40,7 @@ class Server:
             build=find_build(),
             dtype="float32",
             kv_cache_bytes=16 << 20,
-            max_model_len=1024,
+            max_model_len=2048,
             max_batch=64,
             stream_tokens=4,
             **options,  # pyright: ignore[reportArgumentType]

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -25,33 +26,47 @@ from agentrl.train.export import WeightFile, export_weights
 VOCAB = 128
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "max_position_embeddings": 2048,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+
 def make_model(folder: Path, *, experts: int = 0, seed: int = 0, **overrides: object) -> Path:
-    """Write a small random Qwen3, tied, with peaked distributions, and a tokenizer of 128 words for it."""
+    """Write a small random Qwen3, tied, with peaked distributions, and a tokenizer for it."""
     torch.manual_seed(seed)
-    common: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "intermediate_size": 128,
-        "max_position_embeddings": 2048,
-        "initializer_range": 0.3,
-        "tie_word_embeddings": True,
-        "eos_token_id": 1,
-        "bos_token_id": None,
-        "pad_token_id": None,
-        **overrides,
-    }
+    common = {**SIZES, "initializer_range": 0.3, "tie_word_embeddings": True, **overrides}
     if experts:
         mixture = {"moe_intermediate_size": 32, "num_experts": experts, "num_experts_per_tok": 2}
         model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **mixture, norm_topk_prob=True))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**common))
+    return with_tokenizer(model, folder)
+
+
+def make_reward_model(folder: Path, *, seed: int = 0) -> Path:
+    """Write a small random Qwen3 that gives one number instead of a next token, with the same tokenizer."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(**SIZES, num_labels=1, initializer_range=0.3)
+    return with_tokenizer(Qwen3ForSequenceClassification(config), folder)
+
+
+def with_tokenizer(model: Any, folder: Path) -> Path:
+    """Save a model with a tokenizer of one token a character: the printable ones have their ASCII number."""
     model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"t{id}": id for id in range(VOCAB)}, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    vocab = {chr(id) if 32 <= id < 127 else f"t{id}": id for id in range(VOCAB)}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    words.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t1")
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     tokenizer.save_pretrained(folder)

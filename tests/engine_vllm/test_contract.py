@@ -99,7 +99,7 @@ async def test_a_stop_token_ends_the_turn_and_belongs_to_it(client: EngineClient
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"token_ids": (VOCAB + 5,)}, "out of vocabulary"), ({"token_ids": tuple([3] * 2000)}, "maximum model length")],
+    [({"token_ids": (VOCAB + 5,)}, "out of vocabulary"), ({"token_ids": tuple([3] * 3000)}, "maximum model length")],
 )
 async def test_a_refusal_is_one_line_and_the_engine_lives(
     client: EngineClient, change: dict[str, Any], says: str

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.vllm
 
 async def test_a_server_of_ours_has_what_it_was_started_with(server: Server, client: EngineClient) -> None:
     facts = await probe(client)
-    assert facts.has == frozenset(Need) - {Need.ROUTED_EXPERTS}
-    assert (facts.model, facts.max_model_len, facts.version) == ("policy", 1024, server.spec.build.version)
+    assert facts.has == frozenset(Need) - {Need.ROUTED_EXPERTS, Need.NCCL, Need.IPC}
+    assert (facts.model, facts.max_model_len, facts.version) == ("policy", 2048, server.spec.build.version)
     assert facts.backend == "FileTransferEngine"
     facts.require(FOR_TRAINING | {Need.LORA})
     with pytest.raises(UsageError, match="lacks the experts chosen per token: start it with --enable-return-routed"):
@@ -25,7 +25,7 @@ async def test_a_server_of_ours_has_what_it_was_started_with(server: Server, cli
 
 async def test_a_server_without_lora_says_so(mixture_client: EngineClient) -> None:
     facts = await probe(mixture_client)
-    assert facts.has == frozenset(Need) - {Need.LORA}
+    assert facts.has == frozenset(Need) - {Need.LORA, Need.NCCL, Need.IPC}
     with pytest.raises(UsageError, match="--enable-lora"):
         facts.require({Need.LORA})
 
