@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, cast
 
 import gymnasium
@@ -193,11 +193,14 @@ class Env(gymnasium.Env[Messages, str]):
 
 
 class _Wrapped(Env):
-    """Any gymnasium environment whose actions and observations are text, seen as an `Env`."""
+    """Any gymnasium environment whose actions and observations are text, seen as an `Env`. What gymnasium's wrappers do
+    not know, such as grading at a limit, is asked of ours within them."""
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         self._env = env
+        self._inner = env.unwrapped if isinstance(env.unwrapped, Env) else None
         self.replayable = bool(getattr(env.unwrapped, "replayable", False))
+        self.tool_format = str(getattr(env.unwrapped, "tool_format", "hermes"))
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
         super().reset(seed=seed)
@@ -206,7 +209,25 @@ class _Wrapped(Env):
 
     def step(self, action: str) -> StepResult:
         observation, reward, terminated, truncated, info = self._env.step(action)
+        if truncated:  # by a wrapper, maybe: an environment that ended by itself has nothing to add
+            info = {**self._end(StopReason.TRUNCATED), **info}
         return as_messages(observation), float(reward), bool(terminated), bool(truncated), info
+
+    def _end(self, reason: StopReason) -> Info:
+        inner = self._inner
+        return inner._run(inner.aend, reason) if inner is not None and inner._overrides("aend") else {}
+
+    async def aend(self, reason: StopReason) -> Info:
+        return await self._in_thread("end", self._end, reason)
+
+    def charge_tokens(self, count: int) -> None:
+        if self._inner is not None:
+            self._inner.charge_tokens(count)
+
+    def oracles(self) -> Sequence[Any]:
+        """Those of the environment within: a wrapper that changes its task breaks them."""
+        oracles = getattr(self._inner, "oracles", None)
+        return oracles() if oracles is not None else ()
 
     def close(self) -> None:
         self._env.close()

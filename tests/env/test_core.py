@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import trio
 
-from agentrl.env import Env, as_async, spaces
+import agentrl
+from agentrl.env import Env, ToolEnv, as_async, spaces
 from agentrl.env.bridge import MAX_THREADS, call
+from agentrl.env.oracles import judge
 from agentrl.errors import EnvError, UsageError
 from agentrl.protocols import AsyncEnv
+from agentrl.records import StopReason
 
 USER = {"role": "user", "content": "go"}
 
@@ -229,6 +232,45 @@ async def test_gymnasiums_wrappers_apply():
     assert (await env.astep("x"))[3] is False
     assert (await env.astep("x"))[3] is True
     await env.aclose()
+
+
+class Half(ToolEnv):
+    """Half of it is done at once."""
+
+    graded = 0
+
+    def prompt(self, task):
+        return "go"
+
+    def on_text(self, text):
+        return "on"
+
+    def grade(self):
+        self.graded += 1
+        return 0.5
+
+
+async def test_what_a_wrapper_or_the_driver_ends_is_graded_once():
+    env = as_async(gymnasium.wrappers.TimeLimit(Half(), 2))
+    await env.areset(seed=1)
+    assert (await env.astep("x"))[3:] == (False, {})
+    assert (await env.astep("x"))[3:] == (True, {"stop_reason": "truncated", "outcome": 0.5, "success": False})
+    assert await env.aend(StopReason.TURN_LIMIT) == {}
+    await env.areset(seed=1)
+    env.charge_tokens(3)
+    assert (await env.aend(StopReason.CONTEXT_LIMIT))["outcome"] == 0.5
+    await env.aclose()
+    inner = Half(limits={"turns": 1})
+    env = as_async(gymnasium.wrappers.TimeLimit(inner, 1))
+    await env.areset(seed=1)
+    assert (await env.astep("x"))[4]["stop_reason"] == "turn_limit" and inner.graded == 1
+    await env.aclose()
+
+
+async def test_oracles_of_a_wrapped_environment_are_played():
+    verdicts = await judge(lambda: as_async(gymnasium.wrappers.TimeLimit(agentrl.make("agentrl/Calculator-v0"), 9)), 0)
+    assert len(verdicts) == 3 and all(verdict.holds for verdict in verdicts)
+    assert await judge(lambda: as_async(PlainEcho()), 0) == []
 
 
 def test_other_spaces_are_refused_with_a_mend():

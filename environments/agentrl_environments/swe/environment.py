@@ -66,6 +66,7 @@ class CodingTasks(ToolEnv):
         self._sandbox, self._ready = sandbox, ready
         self._box = self.own_box = CurrentBox()
         self._box_limits = dict(box or {})
+        dataclasses.replace(_LIMITS, **self._box_limits)  # what is no field is said now
         self._boxes: SharedBackend | None = None
         editing = [ReplaceText(self._box), WriteFile(self._box), ApplyPatch(self._box)]
         looking = [ListFiles(self._box), ReadFile(self._box), Search(self._box), Shell(self._box, timeout_s=shell_s)]
