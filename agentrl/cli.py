@@ -242,6 +242,7 @@ def serve(
     kv_cache_mb: Annotated[int, typer.Option(min=1)] = 512,
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Of vLLM's weights")] = "float32",
     lora_rank: Annotated[int, typer.Option(min=0, help="Take adapters up to this rank (vLLM)")] = 0,
+    sync: Annotated[Literal["auto", "nccl", "ipc"], typer.Option(help="How it takes new weights (vLLM)")] = "auto",
 ) -> None:
     """Serve a model until Ctrl-C. A run attaches with --set engine.kind=… --set 'engine.urls=["URL"]'."""
     from agentrl.config import EngineSettings
@@ -250,8 +251,16 @@ def serve(
 
     if lora_rank and kind == "embedded":
         raise UsageError("--lora-rank is for --kind vllm; to the embedded engine adapters come merged")
+    if sync != "auto" and kind == "embedded":
+        raise UsageError(f"--sync {sync} is for --kind vllm; the embedded engine takes files")
     settings = EngineSettings(
-        kind=kind, threads=threads, max_batch=max_batch, kv_cache_mb=kv_cache_mb, dtype=dtype, start_deadline_s=600.0
+        kind=kind,
+        threads=threads,
+        max_batch=max_batch,
+        kv_cache_mb=kv_cache_mb,
+        dtype=dtype,
+        sync=sync,
+        start_deadline_s=600.0,
     )
     serve_model(model_dir(model), settings, host=host, port=port, max_context=max_context, lora_rank=lora_rank)
 

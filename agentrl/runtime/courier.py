@@ -1,15 +1,16 @@
 """How a weight version reaches the engines, and the proof that it is there.
 
-It owns the way that `RunConfig.sync` names (all weights, what changed in them, or an adapter alone), the retries while
-an engine is being restarted, the canary, and the files that lie in scratch for engines to read. What it sends and what
-the canary expects comes from the learner: no torch here. A version counts as sent when every engine confirmed it and
-every engine's log-probs of the probe are the learner's.
+It owns the way that `RunConfig.sync` names (all weights, what changed in them, an adapter alone, or from memory to
+memory), the retries while an engine is being restarted, the canary, and the files that lie in scratch for engines to
+read. What it sends and what the canary expects comes from the learner: no torch here. A version counts as sent when
+every engine confirmed it and every engine's log-probs of the probe are the learner's.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from agentrl.engine import adapters, canary, weightfile
 from agentrl.engine.adapters import AdapterClient
 from agentrl.engine.canary import Canary
 from agentrl.engine.client import EngineClient
+from agentrl.engine.direct import Sender, Snapshot, Transfer
 from agentrl.engine.weights import PushReport, push, update_info
 from agentrl.errors import CanaryMismatch, EngineError, RunFailed
 
@@ -38,14 +40,25 @@ class Parcel:
     canary: Canary | None = None
 
 
-class Courier:
-    """Delivers one parcel after the other. All of them lie in one folder, which is nobody else's."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryParcel:
+    """A weight version on its way from memory to memory: no file holds it."""
 
-    def __init__(self, config: RunConfig) -> None:
+    version: int
+    snapshot: Snapshot
+    canary: Canary | None = None
+
+
+class Courier:
+    """Delivers one parcel after the other. Those with files lie in one folder, which is nobody else's; those without
+    go through `sender`."""
+
+    def __init__(self, config: RunConfig, sender: Sender | None = None) -> None:
         self._sync, self._settings = config.sync, config.engine
+        self._transfer = Transfer(sender) if sender is not None else None
         self._sent: list[Parcel] = []  # whose files are still there, oldest first
 
-    async def deliver(self, urls: Sequence[str], parcel: Parcel) -> dict[str, float]:
+    async def deliver(self, urls: Sequence[str], parcel: Parcel | MemoryParcel) -> dict[str, float]:
         """Have every engine serve the parcel and prove it; what that cost, as metrics. An engine that is being started
         again is waited for.
 
@@ -54,7 +67,11 @@ class Courier:
         while True:
             engines = [self._client(url, parcel.version) for url in urls]
             try:
-                report = await self._send([e for e in engines if e.url in behind], parcel, again=behind is not urls)
+                late = [engine for engine in engines if engine.url in behind]
+                if isinstance(parcel, Parcel):
+                    report = await self._send(late, parcel, again=behind is not urls)
+                else:  # all together, or none
+                    report = await self._hand_over(engines if late else [], parcel)
                 pause_s = max(pause_s, report.pause_s)
                 sync = {"pause_s": pause_s, "sync_s": trio.current_time() - started, "sync_bytes": report.bytes}
                 proof = await self._prove(engines, parcel)
@@ -66,14 +83,29 @@ class Courier:
                 await trio.sleep(_RETRY_S)
                 behind = [engine.url for engine in engines if not await _serves(engine, parcel.version)]
             else:
-                self._sent.append(parcel)
+                if isinstance(parcel, Parcel):
+                    self._sent.append(parcel)
                 return {**sync, **proof}
             finally:
                 await _close(engines)
 
+    async def behind(self, urls: Sequence[str], version: int) -> bool:
+        """Whether some engine that answers serves another version: it was started again, from weights of before."""
+        engines = [EngineClient(url) for url in urls]
+        try:
+            for engine in engines:
+                with suppress(EngineError):
+                    if await engine.served_version() != version:
+                        return True
+            return False
+        finally:
+            await _close(engines)
+
     async def tidy(self, urls: Sequence[str]) -> None:
         """Have the engines drop what no turn needs any more, and remove all other files beside those of the newest
         versions, also those of a learner before this one. Never while another parcel is being written."""
+        if not self._sent:
+            return  # nothing went through files
         needed = self._sent[-_KEPT:]
         if self._sync == "adapter":
             in_use = await self._retire(urls, [parcel.version for parcel in needed])
@@ -118,11 +150,25 @@ class Courier:
             if base is not None:
                 path.unlink(missing_ok=True)
 
-    async def _prove(self, engines: Sequence[EngineClient], parcel: Parcel) -> dict[str, float]:
+    async def _hand_over(self, engines: Sequence[EngineClient], parcel: MemoryParcel) -> PushReport:
+        if not engines:
+            return PushReport(pause_s=0.0, total_s=0.0, bytes=parcel.snapshot.size_bytes)
+        assert self._transfer is not None
+        return await self._transfer.push(
+            engines,
+            parcel.snapshot,
+            parcel.version,
+            deadline_s=self._settings.admin_deadline_s,
+            clear_cache=self._settings.recompute_kv,
+        )
+
+    async def _prove(self, engines: Sequence[EngineClient], parcel: Parcel | MemoryParcel) -> dict[str, float]:
         if parcel.canary is None:
             return {}
         started = trio.current_time()
-        info = None if self._sync == "adapter" else update_info(parcel.path, parcel.sha256)
+        info = None
+        if isinstance(parcel, Parcel) and self._sync != "adapter":
+            info = update_info(parcel.path, parcel.sha256)
         deadline_s = self._settings.admin_deadline_s
         error = await canary.check(engines, parcel.canary, update_info=info, deadline_s=deadline_s)
         return {"canary_error": error, "canary_s": trio.current_time() - started}

@@ -1,7 +1,8 @@
 """One engine replica under supervision: how its process is started, and when it serves the current weights.
 
 It knows both kinds of engine and hides the difference: after `up` the replica answers at `url` and stamps its tokens
-with the store's current version, also when it was started again in the middle of a run.
+with the store's current version, also when it was started again in the middle of a run. Where weights go from memory to
+memory no file holds the current ones: it comes up with those the run began with, and the learner sees that and sends.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from agentrl.engine import adapters
 from agentrl.engine.client import EngineClient
 from agentrl.engine.launch import embedded_argv
 from agentrl.engine.vllm import launch as vllm
-from agentrl.engine.vllm.probe import FOR_TRAINING, Need, probe
+from agentrl.engine.vllm.plugin import BACKEND
+from agentrl.engine.vllm.probe import needed, probe
 from agentrl.engine.weights import push
 from agentrl.errors import ModelError, RunFailed
 from agentrl.records import WeightVersion
@@ -44,8 +46,9 @@ class Weights:
 
 
 def current_weights(config: RunConfig, store: RunStore, start: StartPoint) -> Weights:
-    """What the store calls current, in a run that began at `start`. Raises RunFailed if its files are gone."""
-    current = store.current_version()
+    """What the store calls current, in a run that began at `start`; `start` itself where what came after is in nothing
+    but the learner's memory. Raises RunFailed if its files are gone."""
+    current = start.version if config.syncs_memory else store.current_version()
     path = store.weights_path(current.version)
     found = path if path is not None and path.exists() else None
     if found is None and current != start.version:
@@ -144,17 +147,24 @@ def vllm_server(
         threads=settings.threads,
         lora_rank=lora_rank,
         max_loras=_ADAPTERS,
+        weight_backend=settings.sync if settings.sync in ("nccl", "ipc") else BACKEND,
     )
 
 
 async def attach(url: str, weights: Weights, config: RunConfig) -> None:
     """Make an engine that somebody else started serve the current weights. Raises UsageError for a vLLM server that
-    lacks what training needs, with the flags that mend it; WeightSyncError if it does not take the weights."""
+    lacks what training needs, with the flags that mend it; WeightSyncError if it does not take the weights.
+
+    From memory the learner has to send them: until then the engine is paused, at a version that no run has."""
     settings, adapters_alone = config.engine, config.sync == "adapter"
     deadline_s = settings.admin_deadline_s
     async with aclosing(EngineClient(url)) as client:
         if settings.kind == "vllm":
-            (await probe(client)).require({*FOR_TRAINING, Need.LORA} if adapters_alone else FOR_TRAINING)
+            (await probe(client)).require(needed(config.sync))
+        if config.syncs_memory:
+            await client.call("POST", "/pause", params={"mode": "keep", "clear_cache": "true"}, deadline_s=deadline_s)
+            await vllm.announce(client, 0)
+            return
         if adapters_alone:
             await adapters.retire([client], keep=(), deadline_s=deadline_s)  # those of a run before this one
         below = weights.base if adapters_alone else weights.current

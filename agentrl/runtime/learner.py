@@ -1,13 +1,15 @@
 """The learner's process: take a batch, step, mint a version, send it, confirm it; checkpoint now and then.
 
 It is the only process that loads torch besides the engine. A push overlaps the next step, on a thread: neither side
-waits for the other (law 6). What the learner does wait for, groups or the push before, is measured as idle time: that
-is what the run's trainer idle share is made of.
+waits for the other (law 6). What is pushed is therefore a file or a copy in memory, of one moment between two steps.
+What the learner does wait for, groups or the push before, is measured as idle time: that is what the run's trainer idle
+share is made of.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,21 +17,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import trio
 
 from agentrl.config import RunConfig
 from agentrl.engine.canary import Canary, probe_tokens
+from agentrl.errors import ConfigError
 from agentrl.records import Group, WeightVersion
 from agentrl.runtime.checkpoints import start_point
-from agentrl.runtime.courier import Courier, Parcel
+from agentrl.runtime.courier import Courier, MemoryParcel, Parcel
 from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.telemetry import Telemetry
 from agentrl.train.learner import Learner
+from agentrl.train.sender import Sender
+from agentrl.train.snapshot import take
 
 _POLL_S = 0.005
+_WATCH_S = 1.0  # between two looks, while the learner waits, at what the engines serve
 _PROBE = 128  # tokens that the canary compares
 
 
@@ -51,11 +58,14 @@ class _Learning:
         self._run, self._store = run, store
         self._config: RunConfig = run.config()
         start = start_point(run, store)
-        self._learner = Learner(self._config, model_dir(self._config.model))
+        self._learner = Learner(self._config, model_dir(self._config.model), _device(self._config))
         if start.checkpoint is not None:
             self._learner.load(start.checkpoint)
         self._telemetry = Telemetry(store, run.metrics, "learner")
-        self._courier = Courier(self._config)
+        sync = self._config.sync
+        sender = Sender(sync, self._learner.model.device) if sync == "nccl" or sync == "ipc" else None
+        self._courier = Courier(self._config, sender)
+        self._watch_at = time.monotonic() if sender is not None else math.inf
         self._pushes = ThreadPoolExecutor(1, "push")
         self._push: Future[None] | None = None
         store.set_meta("model_params", str(sum(p.numel() for p in self._learner.model.parameters())))
@@ -89,12 +99,18 @@ class _Learning:
                 return groups, time.perf_counter() - started
             if self._push is not None and self._push.done():
                 self._settle()  # without its version no group may ever come
+            elif self._push is None and time.monotonic() >= self._watch_at:
+                self._send_again()
             time.sleep(_POLL_S)
         raise SystemExit(0)
 
     def _publish(self, row: dict[str, Any]) -> WeightVersion:
-        """Write the weights to shared memory and start to send them. The step's metrics `row` is recorded when every
-        engine has them."""
+        """Write the weights to shared memory, or copy them, and start to send them. The step's metrics `row` is
+        recorded when every engine has them."""
+        if self._config.syncs_memory:
+            version = self._store.mint_version(self._learner.step_index)
+            self._push = self._pushes.submit(self._send, version, self._snapshot(version), row)
+            return version
         path = self._run.scratch / "weights" / str(time.time_ns())
         sha256 = ""
         if self._config.sync == "adapter":
@@ -106,6 +122,24 @@ class _Learning:
         parcel = Parcel(version=version.version, path=path, sha256=sha256, canary=self._canary(version))
         self._push = self._pushes.submit(self._send, version, parcel, row)
         return version
+
+    def _send_again(self) -> None:
+        """Where no file holds the current weights, only the learner can give them to an engine that was started again,
+        or that the run found there."""
+        self._watch_at = time.monotonic() + _WATCH_S
+        version = self._store.current_version()
+        if version.step == self._learner.step_index and trio.run(self._courier.behind, self._urls(), version.version):
+            self._push = self._pushes.submit(self._send, version, self._snapshot(version), {})
+
+    def _snapshot(self, version: WeightVersion) -> MemoryParcel:
+        """The weights of now in the engines' dtype: a copy, for the next step changes them while they are sent."""
+        dtype = torch.float32 if self._config.engine.dtype == "float32" else torch.bfloat16
+        snapshot = take(self._learner.model.module, dtype)
+        assert snapshot is not None, "only rank 0 sends"
+        return MemoryParcel(version=version.version, snapshot=snapshot, canary=self._canary(version))
+
+    def _urls(self) -> list[str]:
+        return json.loads(self._store.meta("engine_urls") or "[]")
 
     def _canary(self, version: WeightVersion) -> Canary | None:
         """What a fixed probe costs under the weights that are sent."""
@@ -124,9 +158,9 @@ class _Learning:
             push.result()
         return time.perf_counter() - started
 
-    def _send(self, version: WeightVersion, parcel: Parcel, row: dict[str, Any]) -> None:
+    def _send(self, version: WeightVersion, parcel: Parcel | MemoryParcel, row: dict[str, Any]) -> None:
         """Have every engine take the weights, confirm the version, drop what nobody needs any more."""
-        urls: list[str] = json.loads(self._store.meta("engine_urls") or "[]")
+        urls = self._urls()
         sync = trio.run(self._courier.deliver, urls, parcel)
         self._store.confirm_version(version)
         if row:
@@ -143,3 +177,12 @@ class _Learning:
             keep_steps=self._config.buffer.keep_steps,
             keep_sample=self._config.buffer.keep_sample,
         )
+
+
+def _device(config: RunConfig) -> torch.device:
+    """Where it trains. Raises ConfigError for a GPU that this machine does not have."""
+    device = torch.device(config.train.device)
+    seen = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= seen:
+        raise ConfigError("train.device", config.train.device, f"torch sees {seen} CUDA devices: give 'cpu'")
+    return device

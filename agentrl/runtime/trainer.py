@@ -75,7 +75,10 @@ class Trainer:
 def check_startable(config: RunConfig) -> None:
     """Fail early, in this process: model, environment and reward must be found before anything is started."""
     from agentrl.engine.renderer import Renderer
+    from agentrl.engine.vllm.launch import check_sender
 
+    if config.syncs_memory:
+        check_sender(config.sync)
     Renderer(model_dir(config.model))
     for id in {config.env.id, *(named.id for named in (*config.tasks, *config.eval.sets) if named.id)}:
         registry.resolve("environments", id)
@@ -139,6 +142,9 @@ def evaluate(
     config: RunConfig, *, out: Path, overwrite: bool = True, view: View | None = None
 ) -> list[evaluation.EvalResult]:
     """Measure `config.model` on `config.eval.sets` without training; a run directory of its own holds the episodes."""
+    if config.syncs_memory and config.engine.urls:
+        mend = "no learner is there to send weights from its memory: leave it out, or give engine.sync = 'full'"
+        raise ConfigError("engine.urls", config.engine.urls, mend)
     check_startable(config)
     run = RunDir.create(out, config, overwrite=overwrite)
 

@@ -61,7 +61,9 @@ class Sender:
             else:
                 room = max(snapshot.largest_bytes, min(snapshot.size_bytes, _IPC_BUFFER))
                 info = self._backend.IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=room)
-            return Channel(self._factory.trainer_init(info, client=client, source=snapshot), self._device)
+            engine = self._factory.trainer_init(info, client=client, source=snapshot)
+        engine.client = engine.source = None
+        return Channel(engine, self._device)
 
 
 class Channel:
@@ -72,9 +74,13 @@ class Channel:
 
     def send(self, client: Client, snapshot: Snapshot) -> None:
         """One update, from its start to its finish. Raises WeightSyncError."""
-        self._engine.client, self._engine.source = client, snapshot
-        with _named("sending"), _on(self._device):
-            self._engine.send_weights()
+        engine = self._engine
+        engine.client, engine.source = client, snapshot
+        try:
+            with _named("sending"), _on(self._device):
+                engine.send_weights()
+        finally:
+            engine.client = engine.source = None  # a snapshot may be gigabytes: it lives no longer than its push
 
     def leave(self) -> None:
         """Break off what is under way, on whatever thread; takes seconds at most."""

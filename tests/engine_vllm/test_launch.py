@@ -10,10 +10,20 @@ from typing import Any
 
 import pytest
 
+from agentrl.config import EngineSettings
 from agentrl.engine.vllm import launch
-from agentrl.engine.vllm.launch import Build, VLLMServer, carry_plugin, check_version, explain, find_build
-from agentrl.engine.vllm.probe import Facts, Need
-from agentrl.errors import ModelError, UsageError
+from agentrl.engine.vllm.launch import (
+    Build,
+    VLLMServer,
+    carry_plugin,
+    check_sender,
+    check_version,
+    explain,
+    find_build,
+)
+from agentrl.engine.vllm.probe import Facts, Need, needed
+from agentrl.errors import ConfigError, ModelError, UsageError
+from agentrl.runtime.engines import vllm_server
 
 CPU = Build(python=Path("/vllm/bin/python"), version="0.32.0", cpu=True)
 CUDA = Build(python=Path("/vllm/bin/python"), version="0.32.1", cpu=False)
@@ -59,6 +69,48 @@ def test_lora_is_there_only_when_asked_for() -> None:
     assert options(server(lora_rank=9))["--max-lora-rank"] == "16"  # vLLM knows a few ranks only
     assert server(lora_rank=16).env()["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in server().env()
+
+
+@pytest.mark.parametrize("sync", ["auto", "full", "delta", "nccl", "ipc"])
+def test_a_server_takes_weights_as_its_run_sends_them(sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "find_build", lambda: CUDA)
+    settings = EngineSettings(kind="vllm", sync=sync)
+    one = vllm_server(Path("/m"), settings, port=1, plugin_folder=Path("/p"), max_context=64)
+    backend = sync if sync in ("nccl", "ipc") else "shm"
+    assert json.loads(options(one)["--weight-transfer-config"]) == {"backend": backend}
+    # pickled handles are taken where nothing else would do, and nowhere else
+    assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in one.env()) == (sync == "ipc")
+
+
+@pytest.mark.parametrize(
+    ("sync", "mend"),
+    [
+        ("full", '--weight-transfer-config \'{"backend": "shm"}\''),
+        ("nccl", '--weight-transfer-config \'{"backend": "nccl"}\''),
+        ("ipc", '--weight-transfer-config \'{"backend": "ipc"}\' and VLLM_ALLOW_INSECURE_SERIALIZATION=1'),
+    ],
+)
+def test_a_server_that_takes_weights_another_way_is_refused_with_the_flag(sync: str, mend: str) -> None:
+    has = frozenset(Need) - {Need.WEIGHTS, Need.NCCL, Need.IPC}
+    facts = Facts(url="http://e", version="0.32.0", model="m", max_model_len=9, has=has, backend=None)
+    with pytest.raises(UsageError) as caught:
+        facts.require(needed(sync))
+    assert str(caught.value).count("--") == 1 and mend in str(caught.value)
+
+
+def test_the_learners_interpreter_needs_a_tested_vllm_to_send_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.metadata, "version", lambda name: "0.32.4")
+    check_sender("nccl")
+    monkeypatch.setattr(launch.metadata, "version", lambda name: "0.33.0")
+    with pytest.raises(UsageError, match=r"has vLLM 0\.33\.0; agentrl speaks the API of vLLM"):
+        check_sender("nccl")
+
+    def none(name: str) -> str:
+        raise launch.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(launch.metadata, "version", none)
+    with pytest.raises(ConfigError, match=r"engine\.sync = 'ipc'.*install vllm==0\.32\.0 for .*python"):
+        check_sender("ipc")
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.7", "0.32.0+cpu"])

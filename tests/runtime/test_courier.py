@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import trio
 
 from agentrl.config import EngineSettings, EnvSource, RunConfig
 from agentrl.engine.canary import Canary, probe_tokens
 from agentrl.engine.client import EngineClient
 from agentrl.engine.launch import EmbeddedEngine, launch_embedded
-from agentrl.errors import RunFailed, WeightSyncError
-from agentrl.runtime.courier import Courier, Parcel
+from agentrl.engine.weights import PushReport
+from agentrl.errors import EngineUnavailable, RunFailed, WeightSyncError
+from agentrl.runtime import courier as module
+from agentrl.runtime.courier import Courier, MemoryParcel, Parcel
 from agentrl.runtime.models import model_dir
 from agentrl.train.export import export_weights
 from agentrl.train.model import PolicyModel
@@ -88,3 +93,81 @@ async def test_an_engine_that_does_not_come_back_is_named(tmp_path: Path) -> Non
         pass
     with pytest.raises(WeightSyncError, match=f"{engine.url} did not take version 2"):
         await courier(start_deadline_s=0.5).deliver([engine.url], Weights(tmp_path).parcel())
+
+
+# --- from memory to memory: the transfer itself is tested in tests/engine/test_direct.py
+
+
+class Memory:
+    """Engines at the version of their URL's number, and a transfer whose next pushes fail as `failures` say."""
+
+    def __init__(self, failures: Sequence[str] = ()) -> None:
+        self.served: dict[str, int | None] = {"http://1": 1, "http://2": 2}
+        self.failures, self.pushes = list(failures), []
+
+    async def push(self, engines: Sequence[Any], snapshot: Any, version: int, **how: Any) -> PushReport:
+        self.pushes.append([engine.url for engine in engines])
+        assert how == {"deadline_s": 7.0, "clear_cache": True}
+        if self.failures:
+            raise WeightSyncError(self.failures.pop())
+        self.served |= dict.fromkeys(self.pushes[-1], version)
+        return PushReport(pause_s=0.5, total_s=0.75, bytes=snapshot.size_bytes)
+
+    def client(self, url: str) -> Any:
+        async def served_version(deadline_s: float = 5.0) -> int:
+            found = self.served[url]
+            if found is None:
+                raise EngineUnavailable(f"{url} is not there")
+            return found
+
+        return SimpleNamespace(url=url, served_version=served_version, aclose=trio.lowlevel.checkpoint)
+
+
+def memory_courier(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> Courier:
+    monkeypatch.setattr(module, "EngineClient", memory.client)
+    monkeypatch.setattr(module, "Transfer", lambda sender: memory)
+    config = RunConfig.model_validate(
+        {
+            "model": "unused",
+            "env": {"id": "test/none"},
+            "engine": {"kind": "vllm", "sync": "nccl", "admin_deadline_s": 7.0, "recompute_kv": True},
+            "train": {"device": "cuda:1"},
+        }
+    )
+    return Courier(config, sender=object())  # pyright: ignore[reportArgumentType]
+
+
+PARCEL = MemoryParcel(version=3, snapshot=SimpleNamespace(size_bytes=12))
+URLS = ["http://1", "http://2"]
+
+
+async def test_from_memory_all_engines_are_tried_again_together_until_they_have_it(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    memory = Memory(["engine 2 is gone", "engine 2 is being started"])
+    ours = memory_courier(memory, monkeypatch)
+    row = await ours.deliver(URLS, PARCEL)
+    assert row == {"pause_s": 0.5, "sync_s": pytest.approx(1.0), "sync_bytes": 12}
+    assert memory.pushes == [URLS] * 3
+    await ours.tidy(URLS)  # no file lies anywhere
+
+
+async def test_from_memory_an_engine_that_does_not_come_back_ends_the_delivery(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    memory = Memory(["engine 2 is gone"] * 1000)
+    with pytest.raises(WeightSyncError, match="engine 2 is gone"):
+        await memory_courier(memory, monkeypatch).deliver(URLS, PARCEL)
+    assert trio.current_time() >= 120  # engine.start_deadline_s
+
+
+async def test_an_engine_that_came_up_with_older_weights_is_behind_and_one_that_is_away_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = Memory()
+    ours = memory_courier(memory, monkeypatch)
+    assert await ours.behind(URLS, 2)
+    memory.served["http://1"] = None
+    assert not await ours.behind(URLS, 2)
+    memory.served |= {"http://1": 2}
+    assert not await ours.behind(URLS, 2)

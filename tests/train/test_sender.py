@@ -118,6 +118,7 @@ def test_nccl_joins_all_workers_as_rank_0_on_a_free_port(vllm: type[Engine]) -> 
     later = Calls()
     channel.send(later, second)
     assert engine.sent == [(later, second)]
+    assert engine.source is None  # the memory of a snapshot is free again before the next one is taken
     channel.leave()
     assert not engine.running
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -27,7 +28,7 @@ import trio
 import agentrl
 from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm.plugin import BACKEND, EXTENSION, ROUTING_VARIABLE
-from agentrl.errors import EngineError, EngineTimeout, ModelError, RunFailed, UsageError
+from agentrl.errors import ConfigError, EngineError, EngineTimeout, ModelError, RunFailed, UsageError
 from agentrl.protocols import GenerateRequest
 from agentrl.records import SamplingParams
 
@@ -84,6 +85,16 @@ def check_version(version: str, where: str) -> None:
         raise UsageError(
             f"{where} has vLLM {version}; agentrl speaks the API of vLLM >= {low}, < {high}: install vllm=={low}.0"
         )
+
+
+def check_sender(sync: str) -> None:
+    """Raises ConfigError unless the running interpreter, which is the learner's too, has a tested vLLM to send with."""
+    try:
+        check_version(metadata.version("vllm"), sys.executable)
+    except metadata.PackageNotFoundError:
+        low = ".".join(map(str, OLDEST))
+        mend = f"the learner sends with vLLM's own sender: install vllm=={low}.0 for {sys.executable}, or give 'auto'"
+        raise ConfigError("engine.sync", sync, mend) from None
 
 
 _SOCKET_FOLDER = 70  # bytes: a socket's path has 107 at most, of which vLLM's name for it takes 37
@@ -171,6 +182,8 @@ class VLLMServer:
             env["VLLM_RPC_BASE_PATH"] = str(self.plugin_folder)  # a killed server would leave its sockets in /tmp
         if self.lora_rank:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        if self.weight_backend == "ipc":
+            env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA IPC handles come pickled over HTTP
         if self.build.cpu:
             # Without the first, the executor `uni` (one process less to start, 0.4 GiB less) is not to be had on a CPU.
             env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -5,6 +5,7 @@ Owns the questions. Each costs the server at most one token; none changes its we
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
@@ -29,6 +30,8 @@ class Need(StrEnum):
     ADMIN = "pause, resume and weight versions"
     LOGPROBS = "log-probs of the sampling distribution"
     WEIGHTS = "weight transfer from files"
+    NCCL = "weight transfer over NCCL"
+    IPC = "weight transfer over CUDA IPC"
     PLUGIN = "agentrl's plugin"
     LORA = "loading LoRA adapters while it runs"
     ROUTED_EXPERTS = "the experts chosen per token"
@@ -43,6 +46,9 @@ _MENDS = {
     Need.ADMIN: "VLLM_SERVER_DEV_MODE=1 in its environment",
     Need.LOGPROBS: "--logprobs-mode processed_logprobs",
     Need.WEIGHTS: f'--weight-transfer-config \'{{"backend": "{BACKEND}"}}\'',
+    Need.NCCL: '--weight-transfer-config \'{"backend": "nccl"}\'',
+    Need.IPC: '--weight-transfer-config \'{"backend": "ipc"}\' and VLLM_ALLOW_INSECURE_SERIALIZATION=1 in its '
+    "environment",
     Need.PLUGIN: f"agentrl installed beside it and --worker-extension-cls {EXTENSION}",
     Need.LORA: "--enable-lora --max-lora-rank RANK and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment",
     Need.ROUTED_EXPERTS: "--enable-return-routed-experts (GPU), or AGENTRL_VLLM_ROUTING=1 in its environment (CPU)",
@@ -50,11 +56,28 @@ _MENDS = {
 
 FOR_TRAINING = frozenset({Need.TOKENS, Need.ADMIN, Need.LOGPROBS, Need.WEIGHTS})
 
+_BACKENDS = {
+    "FileTransferEngine": Need.WEIGHTS,
+    "NCCLWeightTransferEngine": Need.NCCL,
+    "IPCWeightTransferEngine": Need.IPC,
+}
+
+
+def needed(sync: str) -> frozenset[Need]:
+    """What training needs of a server to which new weights travel as `RunConfig.sync` says."""
+    match sync:
+        case "nccl" | "ipc":
+            return FOR_TRAINING - {Need.WEIGHTS} | {Need.NCCL if sync == "nccl" else Need.IPC}
+        case "adapter":
+            return FOR_TRAINING | {Need.LORA}
+        case _:
+            return FOR_TRAINING
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What a server is and has. `max_model_len` is the most tokens a context may hold; `backend` the class that takes
-    new weights, None if it does not say."""
+    new weights, None if there is none."""
 
     url: str
     version: str
@@ -85,11 +108,17 @@ async def probe(client: EngineClient) -> Facts:
     model = cast("dict[str, Any]", models[0])
     answer, logprobs = await _sample(client)
     facts = await _rpc(client, "agentrl_facts")
+    backend = await _backend(client)
+    takes = _BACKENDS.get(backend or "")
+    if takes is Need.IPC and facts is not None and not facts["pickles"]:
+        takes = None
     found = {
         Need.TOKENS: answer is not None,
         Need.ADMIN: await _answers(client, "GET", "/is_paused"),
         Need.LOGPROBS: logprobs,
-        Need.WEIGHTS: await _answers(client, "POST", "/init_weight_transfer_engine", {"init_info": {}}),
+        Need.WEIGHTS: takes is Need.WEIGHTS,
+        Need.NCCL: takes is Need.NCCL,
+        Need.IPC: takes is Need.IPC,
         Need.PLUGIN: facts is not None and not facts["missing"],
         Need.LORA: await _takes_adapters(client),
         Need.ROUTED_EXPERTS: bool(answer and answer["choices"][0].get("routed_experts")),
@@ -100,7 +129,7 @@ async def probe(client: EngineClient) -> Facts:
         model=model["id"],
         max_model_len=model["max_model_len"],
         has=frozenset(need for need, there in found.items() if there),
-        backend=None if facts is None else facts["backend"],
+        backend=backend,
     )
 
 
@@ -138,9 +167,20 @@ async def _takes_adapters(client: EngineClient) -> bool:
     return True
 
 
-async def _answers(client: EngineClient, method: str, path: str, json: dict[str, Json] | None = None) -> bool:
+async def _backend(client: EngineClient) -> str | None:
+    """The class that takes new weights: refusing what no class knows, it says its name."""
+    asked: dict[str, Json] = {"init_info": {"agentrl_probe": True}}
     try:
-        await client.call(method, path, json=json, deadline_s=_DEADLINE_S)
+        await client.call("POST", "/init_weight_transfer_engine", json=asked, deadline_s=_DEADLINE_S)
+    except EngineError as error:
+        said = re.search(r"Invalid init_info for (\w+)", str(error))
+        return said[1] if said else None
+    return None
+
+
+async def _answers(client: EngineClient, method: str, path: str) -> bool:
+    try:
+        await client.call(method, path, deadline_s=_DEADLINE_S)
     except EngineError:
         return False
     return True

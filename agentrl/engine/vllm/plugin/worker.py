@@ -9,6 +9,7 @@ Importing it registers the plugin, for a vLLM that did not find our entry point.
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -33,7 +34,7 @@ class WorkerExtension:
         return {
             "mending": mending.enabled,
             "missing": list(versions.missing),
-            "backend": type(self.weight_transfer_engine).__name__ if self.weight_transfer_engine else None,
+            "pickles": os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == "1",
         }
 
     def agentrl_mend(self, on: str) -> dict[str, Any]:

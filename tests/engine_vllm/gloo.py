@@ -1,0 +1,67 @@
+"""gloo in the place of NCCL, so that vLLM's own `nccl` weight transfer runs on CPUs: both ends of it, packing and all.
+
+Only the communicator and the CUDA streams are stand-ins. The server loads this as a plugin, its trainer as a module; it
+needs nothing of ours.
+"""
+
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from pathlib import Path
+from typing import Any
+
+_WAIT = datetime.timedelta(seconds=60)
+
+
+class Stream:
+    """A CPU has one, and is always through with it."""
+
+    def synchronize(self) -> None: ...
+
+
+class Communicator:
+    """`PyNcclCommunicator`, as far as weight transfer uses it."""
+
+    def __init__(self, host: str, port: int, rank: int, world_size: int) -> None:
+        from torch.distributed import ProcessGroupGloo, TCPStore
+
+        self._store = TCPStore(host, port, world_size, is_master=rank == 0, timeout=_WAIT)
+        self._group: Any = ProcessGroupGloo(self._store, rank, world_size, _WAIT)
+        self.broadcasts = 0
+
+    def broadcast(self, tensor: Any, src: int, stream: object = None) -> None:
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank = src
+        self._group.broadcast([tensor], options).wait()
+        self.broadcasts += 1
+
+    def destroy(self) -> None:
+        self._group = None
+
+
+def register() -> None:
+    """Put it in NCCL's place, in this process."""
+    import torch
+    from vllm.distributed.weight_transfer import nccl_common, packed_tensor
+
+    def join(host: str, port: int, rank: int, world_size: int, device: object) -> Communicator:
+        return Communicator(host, port, rank, world_size)
+
+    nccl_common.stateless_init_process_group = join
+    packed_tensor._get_streams = lambda device, count: (Stream(),) * count
+    torch.accelerator.current_device_index = lambda: 0
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+
+
+def carry(folder: Path) -> None:
+    """Make `folder` something that, on an interpreter's path, gives this to vLLM as a plugin."""
+    (folder / "gloo_for_nccl.py").write_text(Path(__file__).read_text())
+    facts = folder / "gloo_for_nccl-1.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: gloo-for-nccl\nVersion: 1\n")
+    (facts / "entry_points.txt").write_text("[vllm.general_plugins]\ngloo = gloo_for_nccl:register\n")

@@ -1,0 +1,69 @@
+"""A learner whose environment has vLLM: sends two versions to a server and says what came of it, as JSON.
+
+A module of its own process, with vLLM's interpreter: `tests.engine_vllm.trainer URL MODEL_FOLDER`.
+"""
+
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import trio
+from transformers import AutoModelForCausalLM
+
+from agentrl.engine import canary
+from agentrl.engine.canary import Canary, probe_tokens
+from agentrl.engine.client import EngineClient
+from agentrl.engine.direct import Transfer
+from agentrl.train.sender import Sender
+from agentrl.train.snapshot import take
+from tests.engine_vllm import gloo
+
+CHUNK = 20_000  # bytes: several broadcasts for the tiny model, one of them for a tensor that is larger
+
+
+class Counting(Sender):
+    """Counts how often engines were joined."""
+
+    joined = 0
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        self.joined += 1
+        self.channel = super().join(*args, **kwargs)
+        return self.channel
+
+
+async def main(url: str, folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = probe_tokens(model.config.vocab_size, 24)
+    sender, client = Counting("nccl", "cpu"), EngineClient(url)
+    info = sender._backend.NCCLTrainerInitInfo
+    sender._backend.NCCLTrainerInitInfo = functools.partial(info, packed_buffer_size_bytes=CHUNK)
+    transfer, told = Transfer(sender), []
+    for version in (2, 3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+            logits = model(torch.tensor([tokens])).logits[0, :-1]
+        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        snapshot = take(model, torch.float32)
+        report = await transfer.push([client], snapshot, version, deadline_s=60.0)
+        expected = Canary(version=version, token_ids=tokens, logprobs=tuple(logprobs.tolist()))
+        error = await canary.check([client], expected, deadline_s=60.0)
+        told.append({"served": await client.served_version(), "error": error, "bytes": report.bytes})
+    broadcasts = sender.channel._engine.model_update_group.broadcasts
+    sender.channel.leave()
+    await client.aclose()
+    print(json.dumps({"told": told, "joined": sender.joined, "broadcasts": broadcasts}))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    gloo.register()
+    trio.run(main, sys.argv[1], Path(sys.argv[2]))
