@@ -47,6 +47,9 @@ def test_a_missing_model_is_required() -> None:
         ({"train": {"lora_rank": 8, "lora_targets": ["q_proj", "lm_head"]}}, "train.lora_targets"),
         ({"train": {"lora_rank": 1024}, "engine": {"kind": "vllm"}}, "train.lora_rank"),
         ({"engine": {"sync": "delta"}}, "engine.sync"),
+        ({"engine": {"sync": "nccl"}, "train": {"device": "cuda"}}, "engine.sync"),
+        ({"engine": {"sync": "ipc"}, "train": {"device": "cuda"}}, "engine.sync"),
+        ({"train": {"device": "tpu"}}, "train.device"),
     ],
 )
 def test_an_impossible_combination_names_the_field_to_change(sections: dict[str, object], field: str) -> None:
@@ -65,6 +68,40 @@ def test_an_impossible_combination_names_the_field_to_change(sections: dict[str,
 )
 def test_an_adapter_travels_alone_where_the_engine_takes_it(engine: dict[str, str], rank: int, sync: str) -> None:
     assert config.parse({**MINIMAL, "engine": engine, "train": {"lora_rank": rank}}).sync == sync
+
+
+@pytest.mark.parametrize(
+    ("sync", "train", "engine", "field", "mend"),
+    [
+        ("nccl", {"device": "cuda:1", "lora_rank": 8}, {}, "engine.sync", "'auto' sends it alone, 'full' merged"),
+        ("ipc", {"device": "cuda", "lora_rank": 8}, {}, "engine.sync", "'auto' sends it alone, 'full' merged"),
+        ("nccl", {}, {}, "train.device", "give 'cuda', or engine.sync = 'auto'"),
+        ("ipc", {"device": "cpu"}, {}, "train.device", "give 'cuda', or engine.sync = 'auto'"),
+        ("nccl", {"device": "cuda"}, {}, "train.device", "give 'cuda:1', or engine.sync = 'ipc'"),
+        ("nccl", {"device": "cuda:0"}, {}, "train.device", "give 'cuda:1', or engine.sync = 'ipc'"),
+        ("nccl", {"device": "cuda:1"}, {"replicas": 2}, "engine.replicas", "start one a GPU and give engine.urls"),
+        ("ipc", {"device": "cuda:1"}, {}, "train.device", "give 'cuda', or 'nccl'"),
+    ],
+)
+def test_weights_cannot_go_from_memory_to_memory_everywhere(
+    sync: str, train: dict[str, object], engine: dict[str, object], field: str, mend: str
+) -> None:
+    error = broken(train=train, engine={"kind": "vllm", "sync": sync, **engine})
+    assert error.field == field and mend in str(error)
+
+
+@pytest.mark.parametrize(
+    ("sync", "device", "engine"),
+    [
+        ("nccl", "cuda:1", {}),
+        ("nccl", "cuda", {"urls": ["http://a:1", "http://b:1"]}),
+        ("ipc", "cuda", {"replicas": 2}),
+        ("ipc", "cuda:3", {"urls": ["http://127.0.0.1:1"]}),
+    ],
+)
+def test_where_weights_can_go_from_memory_to_memory(sync: str, device: str, engine: dict[str, object]) -> None:
+    parsed = config.parse({**MINIMAL, "train": {"device": device}, "engine": {"kind": "vllm", "sync": sync, **engine}})
+    assert parsed.sync == sync and parsed.syncs_memory
 
 
 def test_an_unknown_key_inside_a_list_is_found() -> None:
