@@ -117,6 +117,7 @@ class EngineSettings(_Section):
     stream_tokens: Count = 16  # tokens per streamed chunk
     sync: Literal["auto", "full", "delta", "nccl", "ipc"] = "auto"  # how new weights travel, see RunConfig.sync
     canary: bool = True  # after every sync: compare log-probs of a fixed probe with the learner's
+    routed_experts: bool = False  # journal the experts that a mixture computed each token with
     recompute_kv: bool = False  # after new weights: recompute the KV of running requests, or keep it
     admin_deadline_s: Positive = 30.0
     start_deadline_s: Positive = 120.0
@@ -268,6 +269,8 @@ class RunConfig(_Section):
             raise ConfigError("algo.importance", "none", "a KL penalty on stale tokens needs importance = 'token'")
         if self.engine.sync not in ("auto", "full") and self.engine.kind == "embedded":
             raise ConfigError("engine.sync", self.engine.sync, "the embedded engine takes whole files: give 'auto'")
+        if self.engine.routed_experts and self.engine.kind == "embedded":
+            raise ConfigError("engine.routed_experts", True, "the embedded engine has no mixtures: take 'vllm'")
         if self.syncs_memory:
             self._possible_memory_sync()
         if self.sync == "adapter" and self.train.lora_rank > MAX_LORA_RANK:

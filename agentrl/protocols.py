@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from agentrl.records import Generation, Json, Message, SamplingParams, StopReason, Trajectory, VersionSpan
+from agentrl.records import (
+    Generation,
+    Json,
+    Message,
+    RoutedExperts,
+    SamplingParams,
+    StopReason,
+    Trajectory,
+    VersionSpan,
+)
 
 # --- environments -----------------------------------------------------------------------------------------------
 
@@ -183,7 +192,8 @@ class Tool(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """Tokens in. `session` names the episode, so that a fleet can go where its prefix is cached. `model` names what an
-    engine that serves several is to sample from (an adapter), None its own."""
+    engine that serves several is to sample from (an adapter), None its own. `experts_from` asks a mixture for the
+    experts of tokens from there on."""
 
     request_id: str
     session: str
@@ -191,18 +201,20 @@ class GenerateRequest:
     sampling: SamplingParams
     deadline_s: float = 120.0
     model: str | None = None
+    experts_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """Some sampled tokens of a stream. `spans` count from the chunk's first token; where an engine names versions only
     at the end, a later chunk restates earlier tokens with negative starts, and the later word holds
-    (`agentrl.engine.stitching` puts chunks together). `finish` is set on the last one only."""
+    (`agentrl.engine.stitching` puts chunks together). `finish` and `experts`, of the whole request, are on the last."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     spans: tuple[VersionSpan, ...]
     finish: str | None = None
+    experts: RoutedExperts | None = None
 
 
 class Engine(Protocol):

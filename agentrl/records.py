@@ -102,13 +102,37 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedExperts:
+    """The experts that a mixture computed tokens with: of a request's context and what it sampled, from token `start`
+    to the last but one (the last is not computed before another follows it). `data` is an array [tokens, layers,
+    per_token] of unsigned little-endian integers of `width` bytes."""
+
+    start: int
+    layers: int
+    per_token: int
+    width: int
+    data: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.data) % (self.layers * self.per_token * self.width):
+            raise ValueError(f"{len(self.data)} bytes are no whole tokens of {self.layers} x {self.per_token} experts")
+
+    @property
+    def end(self) -> int:
+        """The token after the last one that is told of."""
+        return self.start + len(self.data) // (self.layers * self.per_token * self.width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What an engine sampled: `token_ids` [T], stop token included; `logprobs` [T] in nats; `spans` cover [0, T)."""
+    """What an engine sampled: `token_ids` [T], stop token included; `logprobs` [T] in nats; `spans` cover [0, T).
+    `experts` only if they were asked for."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     spans: tuple[VersionSpan, ...]
     finish: Finish
+    experts: RoutedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +170,8 @@ class Turn:
     `parent` is the index of the turn whose context and sampled tokens this turn's prompt extends verbatim, None if
     it starts anew; `prompt_ids` are the tokens between that end and the first sampled token. `step` is None from
     the moment the action is journaled until the environment has answered. `role` is who acted; `learns` is False if a
-    given policy did (a frozen opponent): its versions are not the run's, and it is context only."""
+    given policy did (a frozen opponent): its versions are not the run's, and it is context only. `experts` begin at the
+    last token of `parent`, so that those of a chain join without a gap."""
 
     index: int
     parent: int | None
@@ -159,6 +184,7 @@ class Turn:
     step: Step | None = None
     role: str = POLICY
     learns: bool = True
+    experts: RoutedExperts | None = None
     started_s: float = 0.0
     ended_s: float = 0.0
 

@@ -47,6 +47,7 @@ def test_a_missing_model_is_required() -> None:
         ({"train": {"lora_rank": 8, "lora_targets": ["q_proj", "lm_head"]}}, "train.lora_targets"),
         ({"train": {"lora_rank": 1024}, "engine": {"kind": "vllm"}}, "train.lora_rank"),
         ({"engine": {"sync": "delta"}}, "engine.sync"),
+        ({"engine": {"routed_experts": True}}, "engine.routed_experts"),
         ({"engine": {"sync": "nccl"}, "train": {"device": "cuda"}}, "engine.sync"),
         ({"engine": {"sync": "ipc"}, "train": {"device": "cuda"}}, "engine.sync"),
         ({"train": {"device": "tpu"}}, "train.device"),

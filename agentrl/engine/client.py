@@ -66,7 +66,7 @@ class EngineClient:
         gone or breaks off, EngineError if it refuses."""
         check_sampling(request.sampling)
         deadline = trio.current_time() + request.deadline_s
-        parser = ChunkParser(self.version)
+        parser = ChunkParser(self.version, request)
         async with aclosing(self._events(request, deadline)) as events:
             async for document in events:
                 parser.version = max(parser.version, self.version)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from agentrl.errors import EngineError
 from agentrl.protocols import Chunk
-from agentrl.records import Finish, Generation, VersionSpan
+from agentrl.records import Finish, Generation, RoutedExperts, VersionSpan
 
 
 class Stitcher:
@@ -17,6 +17,7 @@ class Stitcher:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self._versions: list[int] = []
+        self._experts: RoutedExperts | None = None
 
     def add(self, chunk: Chunk) -> None:
         """Append one chunk. Raises EngineError if it contradicts itself."""
@@ -26,6 +27,7 @@ class Stitcher:
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
         self._versions += [-1] * len(chunk.token_ids)
+        self._experts = chunk.experts
         for span in chunk.spans:
             start, end = base + span.start, base + span.end
             if not 0 <= start <= end <= len(self.token_ids):
@@ -41,6 +43,7 @@ class Stitcher:
             logprobs=tuple(self.logprobs),
             spans=spans_of(self._versions),
             finish=finish,
+            experts=self._experts,
         )
 
 

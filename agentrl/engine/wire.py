@@ -4,14 +4,18 @@ their shape is known; tolerant of what other versions leave out or add. Never op
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
+
 from agentrl.errors import ConfigError, EngineError
 from agentrl.protocols import Chunk, GenerateRequest
-from agentrl.records import Finish, Json, SamplingParams, VersionSpan
+from agentrl.records import Finish, Json, RoutedExperts, SamplingParams, VersionSpan
 
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -42,6 +46,8 @@ def request_json(request: GenerateRequest, *, stream: bool) -> dict[str, Json]:
     }
     if sampling.stop_token_ids:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
+    if request.experts_from is not None:
+        params["routed_experts_prompt_start"] = request.experts_from
     body: dict[str, Json] = {
         "request_id": request.request_id,
         "token_ids": list(request.token_ids),
@@ -74,11 +80,11 @@ def parse_version(text: object) -> int:
 
 
 class ChunkParser:
-    """Turns the events of one stream into chunks. `version` is what the engine is known to serve: it labels tokens
-    for which the engine itself has not said a version yet; what it says later replaces that."""
+    """Turns the events of the answer to `request` into chunks. `version` is what the engine is known to serve: it
+    labels tokens for which the engine itself has not said a version yet; what it says later replaces that."""
 
-    def __init__(self, version: int) -> None:
-        self.version = version
+    def __init__(self, version: int, request: GenerateRequest) -> None:
+        self.version, self._request = version, request
         self._received = 0
 
     def parse(self, document: Mapping[str, Json]) -> Chunk | None:
@@ -113,7 +119,25 @@ class ChunkParser:
         if token_ids and not stated:
             spans.append(VersionSpan(self.version, 0, len(token_ids)))
         self._received += len(token_ids)
-        return Chunk(token_ids=token_ids, logprobs=logprobs, spans=tuple(spans), finish=finish)
+        experts = None
+        if self._request.experts_from is not None and finish in ("stop", "length"):
+            end = len(self._request.token_ids) + self._received - 1
+            experts = _experts(choice.get("routed_experts"), self._request.experts_from, end)
+        return Chunk(token_ids=token_ids, logprobs=logprobs, spans=tuple(spans), finish=finish, experts=experts)
+
+
+def _experts(encoded: str | None, start: int, end: int) -> RoutedExperts:
+    """A base64 .npy array [end - start, layers, experts per token]. Raises EngineError for anything else."""
+    if encoded is None:
+        raise EngineError("the engine does not say which experts it chose (routed_experts)")
+    array = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    if array.ndim != 3 or len(array) != end - start or array.dtype.kind not in "iu" or array.min(initial=0) < 0:
+        raise EngineError(
+            f"the engine's experts are {array.dtype} {array.shape}, not those of tokens {start} to {end - 1}"
+        )
+    width = 1 if array.max(initial=0) < 256 else 2
+    data = array.astype(f"<u{width}").tobytes()
+    return RoutedExperts(start=start, layers=array.shape[1], per_token=array.shape[2], width=width, data=data)
 
 
 def parse_json(text: str | bytes) -> dict[str, Json]:

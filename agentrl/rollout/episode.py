@@ -52,6 +52,7 @@ class Seat:
     make_env: Callable[[Task], AsyncEnv]
     rewarder: Rewarder | None = None
     given: Mapping[str, Engine] = field(default_factory=dict[str, Engine])
+    experts: bool = False  # journal those that a mixture chose for what it sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +235,8 @@ class _Episode:
     async def _generate(self, prompt: _Prompt, max_tokens: int) -> Turn:
         seat, claim, index = self._seat, self._claim, len(self._turns)
         started = time.time()
+        learns = prompt.role not in seat.given
+        told = 0 if prompt.parent is None else len(prompt.context) - len(prompt.prompt_ids) - 1
         generation = await seat.given.get(prompt.role, seat.engine).generate(
             GenerateRequest(
                 request_id=f"{claim.episode_id}-{claim.fence}-{index}",
@@ -245,6 +248,7 @@ class _Episode:
                     stop_token_ids=seat.renderer.stop_token_ids,
                 ),
                 deadline_s=seat.settings.turn_deadline_s,
+                experts_from=told if seat.experts and learns else None,
             )
         )
         return Turn(
@@ -257,7 +261,8 @@ class _Episode:
             finish=generation.finish,
             text=seat.renderer.decode(generation.token_ids),
             role=prompt.role,
-            learns=prompt.role not in seat.given,
+            learns=learns,
+            experts=generation.experts,
             started_s=started,
             ended_s=time.time(),
         )

@@ -57,6 +57,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str) -> None:
         make_env=make_env,
         rewarder=rewarder,
         given=_given(config, store),
+        experts=config.engine.routed_experts,
     )
     worker = Worker(name, config, store, seat, task_source(config))
     try:

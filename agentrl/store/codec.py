@@ -4,7 +4,10 @@ Owns the blob's layout and knows no table. A blob is zstandard over, little-endi
 
     u8 width of a log-prob (4 or 8) · u32 P · u32 T · u32[P] prompt ids · u32[T] sampled ids · f32|f64[T] log-probs
 
-Log-probs are float32 in the engines that make them; they are stored so only where that is exact.
+Log-probs are float32 in the engines that make them; they are stored so only where that is exact. The experts of a
+mixture are zstandard over::
+
+    u8 width of an expert (1 or 2) · u32 first token · u16 layers · u16 experts a token · the array itself
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ from typing import Any
 import zstandard
 
 from agentrl.errors import StoreError
-from agentrl.records import Json, Message, Messages, Task, Turn, VersionSpan
+from agentrl.records import Json, Message, Messages, RoutedExperts, Task, Turn, VersionSpan
 
 _HEADER = struct.Struct("<BII")
+_EXPERTS = struct.Struct("<BIHH")
 _LEVEL = 3
 
 
@@ -56,6 +60,19 @@ def unpack_tokens(blob: bytes) -> tuple[tuple[int, ...], tuple[int, ...], tuple[
         ids.byteswap()
         logprobs.byteswap()
     return tuple(ids[:n_prompt]), tuple(ids[n_prompt:]), tuple(logprobs)
+
+
+def pack_experts(experts: RoutedExperts) -> bytes:
+    """The blob of a turn's experts."""
+    header = _EXPERTS.pack(experts.width, experts.start, experts.layers, experts.per_token)
+    return zstandard.compress(header + experts.data, _LEVEL)
+
+
+def unpack_experts(blob: bytes) -> RoutedExperts:
+    """Read what `pack_experts` wrote."""
+    data = zstandard.decompress(blob)
+    width, start, layers, per_token = _EXPERTS.unpack_from(data)
+    return RoutedExperts(start=start, layers=layers, per_token=per_token, width=width, data=data[_EXPERTS.size :])
 
 
 def _little(values: array[Any]) -> bytes:

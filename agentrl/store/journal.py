@@ -12,7 +12,15 @@ from collections.abc import Mapping
 
 from agentrl.errors import StoreError
 from agentrl.records import Messages, Step, StopReason, Turn
-from agentrl.store.codec import pack_info, pack_messages, pack_spans, pack_text, pack_tokens, printable
+from agentrl.store.codec import (
+    pack_experts,
+    pack_info,
+    pack_messages,
+    pack_spans,
+    pack_text,
+    pack_tokens,
+    printable,
+)
 from agentrl.store.database import Database
 from agentrl.store.groups import close_if_ended
 from agentrl.store.leases import check_fence
@@ -66,6 +74,8 @@ class Journal(Versions):
                 ),
             )
             self._db.execute("INSERT INTO tokens VALUES (?, ?)", (cursor.lastrowid, blob))
+            if turn.experts is not None:
+                self._db.execute("INSERT INTO experts VALUES (?, ?)", (cursor.lastrowid, pack_experts(turn.experts)))
             if answer is not None:
                 self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", (cursor.lastrowid, *answer))
 

@@ -122,7 +122,7 @@ class Lineage(Part):
         return [id for (id,) in rows]
 
     def retain(self, step: int, *, keep_steps: int, keep_sample: float) -> int:
-        """Drop the token arrays of groups that no later step can train; how many groups lost theirs.
+        """Drop the token arrays, and experts, of groups that no later step can train; how many groups lost theirs.
 
         Kept are those of the last `keep_steps` steps up to `step`, and of the share `keep_sample` of the older groups,
         always the same ones. Of a trained group its step counts; of an expired, failed or evaluation group the step
@@ -140,11 +140,12 @@ class Lineage(Part):
         for at in range(0, len(dropped), _RETAIN_BATCH):
             batch = [(id,) for id in dropped[at : at + _RETAIN_BATCH]]
             with self._db.write():
-                self._db.execute_many(
-                    "DELETE FROM tokens WHERE turn_id IN (SELECT t.id FROM turns t"
-                    " JOIN episodes e ON e.id = t.episode_id WHERE e.group_id = ?)",
-                    batch,
-                )
+                for table in ("tokens", "experts"):
+                    self._db.execute_many(
+                        f"DELETE FROM {table} WHERE turn_id IN (SELECT t.id FROM turns t"
+                        " JOIN episodes e ON e.id = t.episode_id WHERE e.group_id = ?)",
+                        batch,
+                    )
                 self._db.execute_many("UPDATE groups SET tokens_dropped = 1 WHERE id = ?", batch)
         return len(dropped)
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from agentrl.errors import StoreError
 from agentrl.records import Group, GroupState, Messages, Step, StopReason, Task, Trajectory, Turn
-from agentrl.store.codec import unpack_messages, unpack_spans, unpack_task, unpack_text, unpack_tokens
+from agentrl.store.codec import unpack_experts, unpack_messages, unpack_spans, unpack_task, unpack_text, unpack_tokens
 from agentrl.store.database import Database, Part, Row
 
 EpisodeState = Literal["waiting", "running", "finished", "expired"]
@@ -210,13 +210,14 @@ def load_turns(db: Database, episode_id: int) -> tuple[Turn, ...]:
 
 def _turns(db: Database, where: str, parameters: Sequence[int]) -> Iterator[Turn]:
     rows = db.rows(
-        "SELECT t.idx, t.parent, t.role, t.learns, t.finish, t.text, t.spans, t.started_s, t.ended_s, k.data,"
+        "SELECT t.idx, t.parent, t.role, t.learns, t.finish, t.text, t.spans, t.started_s, t.ended_s, k.data, x.data,"
         " s.observation, s.reward, s.terminated, s.truncated, s.info"
-        " FROM turns t LEFT JOIN tokens k ON k.turn_id = t.id LEFT JOIN steps s ON s.turn_id = t.id"
+        " FROM turns t LEFT JOIN tokens k ON k.turn_id = t.id LEFT JOIN experts x ON x.turn_id = t.id"
+        " LEFT JOIN steps s ON s.turn_id = t.id"
         f" WHERE {where} ORDER BY t.idx",
         parameters,
     )
-    for index, parent, role, learns, finish, text, spans, started_s, ended_s, blob, *step in rows:
+    for index, parent, role, learns, finish, text, spans, started_s, ended_s, blob, experts, *step in rows:
         prompt_ids, token_ids, logprobs = ((), (), ()) if blob is None else unpack_tokens(blob)
         yield Turn(
             index=index,
@@ -230,6 +231,7 @@ def _turns(db: Database, where: str, parameters: Sequence[int]) -> Iterator[Turn
             step=None if step[0] is None else _step(step),
             role=role,
             learns=bool(learns),
+            experts=None if experts is None else unpack_experts(experts),
             started_s=started_s,
             ended_s=ended_s,
         )

@@ -10,6 +10,7 @@ k + 1, so a new store runs all of them. A store is made in one transaction: eith
     episodes     one row a member: who plays it (holder, fence), how it ended
     turns        one row an action of the policy, written before the environment sees it
     tokens       that turn's token ids and log-probs, packed; apart, so that retention frees whole pages
+    experts      the experts that a mixture computed that turn's tokens with, packed, where the run keeps them
     steps        the environment's answer to a turn
     restarts     why and when an episode started anew; its earlier trial's turns stay, never trained
     lineage      which optimizer step took which group; at most one row a group that is not undone
@@ -186,7 +187,11 @@ ALTER TABLE turns ADD COLUMN learns INTEGER NOT NULL DEFAULT 1;
 ALTER TABLE episodes ADD COLUMN outcomes TEXT NOT NULL DEFAULT '{}';
 """
 
-MIGRATIONS: tuple[str, ...] = (_FIRST, _ROLES)
+_EXPERTS = """
+CREATE TABLE experts (turn_id INTEGER PRIMARY KEY REFERENCES turns, data BLOB NOT NULL) STRICT;
+"""
+
+MIGRATIONS: tuple[str, ...] = (_FIRST, _ROLES, _EXPERTS)
 SCHEMA_VERSION = len(MIGRATIONS)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import trio
 
 from agentrl.engine.client import collect
 from agentrl.errors import EngineError
 from agentrl.protocols import Chunk, GenerateRequest
-from agentrl.records import Generation, VersionSpan
+from agentrl.records import Generation, RoutedExperts, VersionSpan
 
 Script = Callable[[GenerateRequest], Sequence[int]]
 
@@ -38,9 +38,18 @@ def counting_script(vocab: int = 256, length: int = 8) -> Script:
     return script
 
 
+def _experts(request: GenerateRequest, sampled: Sequence[int]) -> RoutedExperts | None:
+    if request.experts_from is None:
+        return None
+    computed = [*request.token_ids, *sampled][request.experts_from : -1]
+    data = bytes(token % 256 for token in computed)
+    return RoutedExperts(start=request.experts_from, layers=1, per_token=1, width=1, data=data)
+
+
 class FakeEngine:
     """`protocols.Engine` in memory. `script` says which tokens answer a request; token i has log-prob -0.5 - i / 100
-    and the `version` set at that moment. Each chunk of `chunk_tokens` takes `chunk_s` seconds.
+    and the `version` set at that moment. Each chunk of `chunk_tokens` takes `chunk_s` seconds. Asked for experts it is
+    a mixture of one layer that computes a token with expert `token % 256`.
 
     `requests` records what was asked; `failures` break requests; `closed` says whether `aclose` was called."""
 
@@ -79,8 +88,7 @@ class FakeEngine:
             if start + self._chunk_tokens < len(tokens):
                 yield chunk
             else:
-                finish = "stop" if ends else "length"
-                yield Chunk(token_ids=chunk.token_ids, logprobs=chunk.logprobs, spans=chunk.spans, finish=finish)
+                yield replace(chunk, finish="stop" if ends else "length", experts=_experts(request, tokens))
 
     def _chunk(self, start: int, tokens: Sequence[int]) -> Chunk:
         logprobs = tuple(-0.5 - (start + i) / 100 for i in range(len(tokens)))

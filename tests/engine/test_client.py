@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import AsyncIterator, Callable
 
 import httpx
+import numpy as np
 import pytest
 import trio
 
@@ -13,7 +16,7 @@ from agentrl.engine.client import EngineClient
 from agentrl.engine.stitching import Stitcher, spans_of
 from agentrl.errors import ConfigError, EngineError, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
-from agentrl.records import SamplingParams, VersionSpan
+from agentrl.records import RoutedExperts, SamplingParams, VersionSpan
 
 
 def ask(**changes: object) -> GenerateRequest:
@@ -95,6 +98,39 @@ async def test_events_cut_anywhere_are_put_together() -> None:
     text = event([3], spans=[("1", 0, 1)]) + event([4], finish="stop", spans=[("1", 1, 2)]) + b"data: [DONE]\n\n"
     body = Body(*(text[i : i + 7] for i in range(0, len(text), 7)))
     assert (await client_of(body).generate(ask())).token_ids == (3, 4)
+
+
+def with_experts(array: np.ndarray) -> bytes:
+    saved = io.BytesIO()
+    np.save(saved, array)
+    event_of = json.loads(event([9, 1], finish="stop", spans=[("0", 0, 2)])[6:])
+    event_of["choices"][0]["routed_experts"] = base64.b64encode(saved.getvalue()).decode()
+    return b"data: " + json.dumps(event_of).encode() + b"\n\n"
+
+
+async def test_the_experts_of_a_request_come_with_its_last_token() -> None:
+    """Context 5 6, sampled 3 4 | 9 1: asked from token 1 on, those of 6 3 4 9."""
+    array = np.arange(4 * 2 * 2, dtype=np.int32).reshape(4, 2, 2)
+    body = Body(event([3, 4]), with_experts(array))
+    generation = await client_of(body).generate(ask(experts_from=1))
+    told = generation.experts
+    assert told == RoutedExperts(start=1, layers=2, per_token=2, width=1, data=bytes(range(16)))
+    assert told.end == 5
+    wide = await client_of(Body(event([3, 4]), with_experts(array + 300))).generate(ask(experts_from=1))
+    assert wide.experts is not None
+    assert (wide.experts.width, np.frombuffer(wide.experts.data, "<u2").tolist()) == (2, list(range(300, 316)))
+
+
+@pytest.mark.parametrize("array", [np.zeros((3, 2, 2), np.uint8), np.zeros((4, 2)), np.full((4, 2, 2), -1)])
+async def test_experts_that_are_not_those_asked_for_are_refused(array: np.ndarray) -> None:
+    with pytest.raises(EngineError, match=r"the engine's experts are .* not those of tokens 1 to 4"):
+        await client_of(Body(event([3, 4]), with_experts(array))).generate(ask(experts_from=1))
+
+
+async def test_an_engine_that_names_no_experts_is_refused_if_asked_for_them() -> None:
+    body = Body(event([3], finish="stop", spans=[("0", 0, 1)]))
+    with pytest.raises(EngineError, match="does not say which experts"):
+        await client_of(body).generate(ask(experts_from=0))
 
 
 async def test_what_is_sent() -> None:

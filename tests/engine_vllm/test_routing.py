@@ -1,48 +1,61 @@
-"""The experts a mixture chose, token by token, against transformers' own router."""
+"""The experts that a mixture chose, token by token and over turns, against transformers' own router."""
 
 from __future__ import annotations
 
-import base64
-import io
-from typing import Any
-
-import httpx
 import numpy as np
 import pytest
 import torch
 import trio
 
-from .conftest import Server
+from agentrl.engine.client import EngineClient
+from agentrl.protocols import GenerateRequest
+from agentrl.records import RoutedExperts, SamplingParams
+
 from .policy import Policy
 
 pytestmark = pytest.mark.vllm
 
 SHARED = [(5 * i) % 120 + 3 for i in range(70)]
+ANSWER = (7, 40, 11)
+LAYERS, PER_TOKEN = 2, 2
 
 
-async def test_the_experts_that_come_back_are_those_of_transformers(mixture_server: Server, mixture: Policy) -> None:
-    """Concurrent requests, half of whose prompts lie in the prefix cache: cached tokens bring their experts along."""
-    answers: list[tuple[list[int], dict[str, Any]]] = []
-    async with httpx.AsyncClient(base_url=mixture_server.url, timeout=120) as http:
-        version = int((await http.get("/weight_info")).json()["weight_version"])
+async def test_the_experts_that_come_back_are_those_of_transformers(
+    mixture_client: EngineClient, mixture: Policy
+) -> None:
+    """Concurrent episodes of two turns, half of whose prompts lie in the prefix cache: cached tokens bring their
+    experts along, and those of the second turn begin where those of the first end."""
+    version = await mixture_client.served_version()
+    chains: list[tuple[tuple[int, ...], tuple[RoutedExperts, RoutedExperts]]] = []
 
-        async def one(prompt: list[int]) -> None:
-            params = {"max_tokens": 20, "logprobs": 0, "ignore_eos": True}
-            asked = {"token_ids": prompt, "sampling_params": params}
-            answers.append((prompt, (await http.post("/inference/v1/generate", json=asked)).json()))
+    async def turn(prompt: tuple[int, ...], start: int) -> tuple[tuple[int, ...], RoutedExperts]:
+        request = GenerateRequest(
+            request_id=f"experts-{hash((prompt, start))}",
+            session="experts",
+            token_ids=prompt,
+            sampling=SamplingParams(max_tokens=20),
+            experts_from=start,
+        )
+        generation = await mixture_client.generate(request)
+        assert generation.experts is not None
+        return prompt + generation.token_ids, generation.experts
 
-        await one(SHARED)
-        async with trio.open_nursery() as nursery:
-            for number in range(8):
-                nursery.start_soon(one, [*SHARED[: 40 + 4 * number], number + 3, 9, 11])
-    assert any(answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32 for _, answer in answers)
+    async def episode(prompt: tuple[int, ...]) -> None:
+        tokens, first = await turn(prompt, 0)
+        tokens, second = await turn(tokens + ANSWER, len(tokens) - 1)
+        assert (first.start, second.start) == (0, first.end)
+        chains.append((tokens, (first, second)))
+
+    await episode(tuple(SHARED))
+    async with trio.open_nursery() as nursery:
+        for number in range(8):
+            nursery.start_soon(episode, (*SHARED[: 40 + 4 * number], number + 3, 9, 11))
+    assert (await mixture_client.metrics())["vllm:prefix_cache_hits_total"] > 32
     mixture.model.load_state_dict(mixture.states[version])
-    for prompt, answer in answers:
-        (choice,) = answer["choices"]
-        tokens = [*prompt, *choice["token_ids"]]
-        found = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+    for tokens, told in chains:
+        assert all((one.layers, one.per_token, one.width) == (LAYERS, PER_TOKEN, 1) for one in told)
+        found = np.frombuffer(b"".join(one.data for one in told), np.uint8).reshape(-1, LAYERS, PER_TOKEN)
         with torch.no_grad():
             routers = mixture.model(torch.tensor([tokens]), output_router_logits=True).router_logits
-        expected = torch.stack([logits.topk(2, dim=-1).indices for logits in routers], dim=1)[:-1].numpy()
-        assert found.dtype == np.uint8 and found.shape == (len(tokens) - 1, 2, 2)
+        expected = torch.stack([logits.topk(PER_TOKEN, dim=-1).indices for logits in routers], dim=1)[:-1].numpy()
         assert (np.sort(found, -1) == np.sort(expected, -1)).all()

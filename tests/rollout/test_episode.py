@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,21 @@ async def test_law_1_a_rewritten_history_is_a_fork(
     turns = store.trajectory(claim.episode_id).turns
     assert turns[1].parent is None
     assert turns[1].prompt_ids == renderer.start(said("summary"))
+
+
+async def test_the_experts_of_a_chain_join_without_a_gap(store: RunStore, claim_one: Any, seat: Any) -> None:
+    history = [{"role": "user", "content": "summary"}]
+    claim = claim_one()
+    env = ScriptedEnv([going(), going("again"), going(history=history), done()])
+    await play(claim, replace(seat(env), experts=True))
+    turns = store.trajectory(claim.episode_id).turns
+    assert [turn.parent for turn in turns] == [None, 0, 1, None]
+    for chain in (turns[:3], turns[3:]):
+        told = [turn.experts for turn in chain]
+        tokens = context_ids(turns, chain[-1].index) + chain[-1].token_ids
+        assert told[0].start == 0
+        assert [one.start for one in told[1:]] == [one.end for one in told[:-1]]
+        assert b"".join(one.data for one in told) == bytes(token % 256 for token in tokens[:-1])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentrl.records import Messages, Step, StopReason, Task, Turn, VersionSpan
+from agentrl.records import Messages, RoutedExperts, Step, StopReason, Task, Turn, VersionSpan
 from agentrl.store import Claim, RunStore
 
 START: Messages = ({"role": "user", "content": "mend it"},)
@@ -54,6 +54,7 @@ def turn(index: int, version: int, n: int = 3, *, step: Step | None = None) -> T
         finish="stop",
         text=f"action {index}",
         step=step,
+        experts=RoutedExperts(start=0, layers=1, per_token=2, width=1, data=bytes(2 * n)),
         started_s=10.0 + index,
         ended_s=10.5 + index,
     )

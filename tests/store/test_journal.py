@@ -14,7 +14,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from agentrl.records import GroupState, Step, StopReason, Turn, VersionSpan
+from agentrl.records import GroupState, RoutedExperts, Step, StopReason, Turn, VersionSpan
 from agentrl.store import Claim, LeaseLost, RunStore, StoreError
 from agentrl.store.codec import pack_text, pack_tokens, unpack_text, unpack_tokens
 
@@ -56,6 +56,19 @@ steps = st.builds(
 
 
 @st.composite
+def experts(draw: st.DrawFn) -> RoutedExperts:
+    layers, per_token, width = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2]))
+    size = draw(st.integers(0, 4)) * layers * per_token * width
+    return RoutedExperts(
+        start=draw(st.integers(0, 2**20)),
+        layers=layers,
+        per_token=per_token,
+        width=width,
+        data=draw(st.binary(min_size=size, max_size=size)),
+    )
+
+
+@st.composite
 def turns_of(draw: st.DrawFn, versions: tuple[int, ...], index: int) -> Turn:
     n = draw(st.integers(0, 8))
     cuts = sorted(draw(st.sets(st.integers(1, max(1, n - 1)), max_size=2))) if n > 1 else []
@@ -75,6 +88,7 @@ def turns_of(draw: st.DrawFn, versions: tuple[int, ...], index: int) -> Turn:
         text=draw(texts),
         step=draw(st.none() | steps),
         role=draw(st.text()),
+        experts=draw(st.none() | experts()),
         started_s=draw(st.floats(0, 1e9)),
         ended_s=draw(st.floats(0, 1e9)),
     )

@@ -158,7 +158,7 @@ def test_old_token_arrays_are_dropped_and_transcripts_stay(store: RunStore) -> N
     assert [(one.text, one.step, one.finish, one.parent) for one in after.turns] == [
         (one.text, one.step, one.finish, one.parent) for one in before.turns
     ]
-    assert [(one.token_ids, one.logprobs, one.spans) for one in after.turns] == [((), (), ())] * 2
+    assert [(one.token_ids, one.logprobs, one.spans, one.experts) for one in after.turns] == [((), (), (), None)] * 2
     assert store.episodes("train")[0].tokens == 6
     assert store.lineage(1) == [1, 2]
     assert audit(store).violations == []

@@ -112,13 +112,14 @@ def test_a_store_of_the_first_schema_has_one_learning_role_in_every_turn(path: P
         (claim, *_) = play_all(store)
     connection = sqlite3.connect(path)
     connection.executescript(
-        "ALTER TABLE turns DROP COLUMN learns; ALTER TABLE episodes DROP COLUMN outcomes; PRAGMA user_version = 1"
+        "ALTER TABLE turns DROP COLUMN learns; ALTER TABLE episodes DROP COLUMN outcomes;"
+        " DROP TABLE experts; PRAGMA user_version = 1"
     )
     connection.close()
     with RunStore.open(path) as store:
         trajectory = store.trajectory(claim.episode_id)
         assert trajectory.outcomes == {}
-        assert [turn.learns for turn in trajectory.turns] == [True, True]
+        assert [(turn.learns, turn.experts) for turn in trajectory.turns] == [(True, None), (True, None)]
         assert audit(store).violations == []
 
 
