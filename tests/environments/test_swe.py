@@ -136,11 +136,26 @@ def forgery() -> str:
 @boxed
 @pytest.mark.parametrize("cheat", CHEATS)
 async def test_a_cheat_gets_nothing(cheat: str) -> None:
-    env = SWE()
+    env = SWE(apart=False)
     _, info = await played(
         env, LRU, env.call("write_file", path="forgery", content=forgery()), shell(env, CHEATS[cheat])
     )
     assert info["outcome"] == 0.0
+
+
+@boxed
+async def test_a_source_that_prints_every_verdict_wins_against_a_log_and_not_apart() -> None:
+    for apart, outcome in ((False, 1.0), (True, 0.0)):
+        env = SWE(apart=apart)
+        _, info = await played(env, LRU, env.call("write_file", path="lru/__init__.py", content=forgery()))
+        assert info["outcome"] == outcome
+
+
+@boxed
+async def test_both_ways_of_grading_agree_on_honest_work() -> None:
+    for seed in range(5):
+        verdicts = await judge(lambda: agentrl.make("agentrl/SWE-v0", apart=False), seed)
+        assert all(verdict.holds for verdict in verdicts), (seed, verdicts)
 
 
 @boxed

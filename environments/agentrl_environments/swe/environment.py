@@ -129,7 +129,7 @@ class CodingTasks(ToolEnv):
             if self._playing.hidden:
                 await apply_patch(box, self._playing.hidden)
             await work.lay(box)
-            return await self._playing.grade(box)
+            return await self._playing.grade(box, self._boxes)
         finally:
             with trio.CancelScope(shield=True):
                 await box.close()
@@ -153,7 +153,8 @@ class SWE(CodingTasks):
 
     `repositories` is a folder with the repositories; without it each image has its own in `in_image`. `patch_is`: `fix`
     (SWE-bench) or `bug` (SWE-smith). `image` and `test_command` are for rows that name none; `tests_s` is the deadline
-    of a test run."""
+    of a test run. `apart` runs the tests in a box without the sources, so that these cannot forge a verdict; it is for
+    `unittest` tests that hand over plain data, such as ours, for which it is the default."""
 
     def __init__(
         self,
@@ -165,6 +166,7 @@ class SWE(CodingTasks):
         in_image: str = "/testbed",
         test_command: str = jsonl.TEST_COMMAND,
         tests_s: float = 600.0,
+        apart: bool | None = None,
         **settings: Any,
     ) -> None:
         ours = _HERE.parent / "repositories" if tasks is None else None
@@ -175,6 +177,7 @@ class SWE(CodingTasks):
             image=image,
             in_image=in_image,
             repositories=Path(repositories) if repositories else ours,
+            apart=tasks is None if apart is None else apart,
         )
         file = _existing(Path(tasks) if tasks else _HERE / "tasks.jsonl", Path.is_file, "give a JSONL file")
         super().__init__(tasks=jsonl.load(file, defaults), **settings)

@@ -22,7 +22,7 @@ from typing import Any, Final, cast
 
 from agentrl.env import Grade
 from agentrl.errors import ConfigError, SandboxPathError
-from agentrl.protocols import Sandbox
+from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.sandbox.folder import WORKSPACE
 from agentrl_environments.swe.carrying import is_artifact, matching
 from agentrl_environments.swe.dockerfile import recipe, workdir_of
@@ -52,7 +52,7 @@ class Verifier:
     workdir: str
     deadline_s: float
 
-    async def __call__(self, box: Sandbox) -> Grade:
+    async def __call__(self, box: Sandbox, boxes: SandboxBackend) -> Grade:
         await box.exec(["rm", "-rf", _OWN])  # an image may have one; what is read below was written here
         for path in sorted(self.tests.rglob("*")):
             if path.is_file():

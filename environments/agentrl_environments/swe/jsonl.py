@@ -1,8 +1,8 @@
 """Rows of SWE-bench and SWE-smith as tasks, and how they are graded: hidden tests in, test command, verdicts out.
 
 A row has `instance_id`, `repo`, `problem_statement`, `patch`, `FAIL_TO_PASS`, `PASS_TO_PASS` (lists, or JSON of lists)
-and may have `test_patch`, `image_name`, `test_command`, `sources` (patterns of what is carried to grading) and
-`patch_is`. In SWE-bench the patch is the *fix*; in SWE-smith it is the *bug*, which is laid on a whole repository.
+and may have `test_patch`, `image_name`, `test_command`, `sources` (patterns of what is carried to grading), `apart`
+and `patch_is`. In SWE-bench the patch is the *fix*; in SWE-smith it is the *bug*, which is laid on a whole repository.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any, Final, Literal, cast, get_args
 
 from agentrl.env import Grade
 from agentrl.errors import ConfigError, ToolError
-from agentrl.protocols import Sandbox
+from agentrl.protocols import Sandbox, SandboxBackend
+from agentrl_environments.swe.apart import ApartTests
 from agentrl_environments.swe.carrying import is_source, matching
 from agentrl_environments.swe.task import Act, Task
 from agentrl_environments.swe.trees import Tree, reversed_patch
-from agentrl_environments.swe.verdicts import canonical, passed
+from agentrl_environments.swe.verdicts import canonical, graded, passed
 from agentrl_tools.patching import parse_patch
 
 PatchIs = Literal["fix", "bug"]
@@ -35,7 +36,8 @@ no tests, no settings. They are judged by tests that you may not see. Call submi
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
     """What a row may leave out. `repositories` is a folder with a subfolder for each `repo`; without it, the image has
-    the repository in `in_image`. `{tests}` of a test command are the files of the test patch."""
+    the repository in `in_image`. `{tests}` of a test command are the files of the test patch. `apart`: the tests run in
+    a box without the sources (`apart.py`), and not by the test command."""
 
     patch_is: PatchIs = "fix"
     test_command: str = TEST_COMMAND
@@ -43,6 +45,7 @@ class Defaults:
     image: str | None = None
     in_image: str = "/testbed"
     repositories: Path | None = None
+    apart: bool = False
 
     def __post_init__(self) -> None:
         if self.patch_is not in get_args(PatchIs):
@@ -58,14 +61,11 @@ class HiddenTests:
     passes: tuple[str, ...]
     deadline_s: float
 
-    async def __call__(self, box: Sandbox) -> Grade:
+    async def __call__(self, box: Sandbox, boxes: SandboxBackend) -> Grade:
         result = await box.exec(["sh", "-c", f"{{ {self.command}\n}} 2>&1"], timeout_s=self.deadline_s)
         whole = not result.timed_out and not result.truncated
         good = passed(result.stdout.decode(errors="replace")) if whole else frozenset[str]()
-        success = good.issuperset([*self.fails, *self.passes])
-        mended = len(good.intersection(self.fails)) / len(self.fails)
-        kept = len(good.intersection(self.passes)) / len(self.passes) if self.passes else 1.0
-        return Grade(outcome=float(success), success=success, info={"mended": mended, "kept": kept})
+        return graded(good, self.fails, self.passes)
 
 
 def load(file: Path, defaults: Defaults) -> list[Task]:
@@ -116,7 +116,9 @@ def task_of(row: Mapping[str, Any], defaults: Defaults, where: str = "row") -> T
 
     files = " ".join(shlex.quote(path) for path in sorted(hidden))
     command = (row.get("test_command") or defaults.test_command).replace("{tests}", files)
-    grading = HiddenTests(command, fails, _tests(row, "PASS_TO_PASS", where), defaults.tests_s)
+    passes = _tests(row, "PASS_TO_PASS", where)
+    apart = row.get("apart", defaults.apart)
+    grading = ApartTests(fails, passes, image) if apart else HiddenTests(command, fails, passes, defaults.tests_s)
     return Task(
         id=row["instance_id"],
         instruction=f"{row['problem_statement'].strip()}\n\n{_WORDS}",

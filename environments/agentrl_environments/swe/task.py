@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.env import Grade
-from agentrl.protocols import Sandbox
+from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl_environments.swe.trees import Tree
 
 
@@ -26,7 +26,7 @@ class Task:
     instruction: str
     tree: Tree
     declared: Callable[[str, Set[str]], bool]
-    grade: Callable[[Sandbox], Awaitable[Grade]]
+    grade: Callable[[Sandbox, SandboxBackend], Awaitable[Grade]]
     image: str | None = None
     limits: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tool_seconds: float | None = None

@@ -7,7 +7,10 @@ of boxes. A log is no proof: the sources under test ran in the process that prin
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence, Set
 from typing import Final
+
+from agentrl.env import Grade
 
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 _WORDS: Final = "PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED"
@@ -55,3 +58,11 @@ def passed(log: str) -> frozenset[str]:
             (good if found[1] in _GOOD else bad).add(running)
             running = ""
     return frozenset(good - bad)
+
+
+def graded(good: Set[str], fails: Sequence[str], passes: Sequence[str]) -> Grade:
+    """Success: all listed tests are among those that passed; `fails` is not empty."""
+    success = good >= {*fails, *passes}
+    mended = len(good & {*fails}) / len({*fails})
+    kept = len(good & {*passes}) / len({*passes}) if passes else 1.0
+    return Grade(outcome=float(success), success=success, info={"mended": mended, "kept": kept})

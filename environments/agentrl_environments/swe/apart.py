@@ -1,0 +1,35 @@
+"""Grading in two boxes: the tests in one, the sources in another, so that no source can print a verdict.
+
+For `unittest` tests in the folder `tests` that hand over plain data: see `agentrl_environments.judging`, which does it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from agentrl.env import Grade
+from agentrl.protocols import Sandbox, SandboxBackend
+from agentrl_environments.judging import Judge
+from agentrl_environments.rewards import carried
+from agentrl_environments.swe.carrying import listing
+from agentrl_environments.swe.verdicts import graded
+
+_TESTS: Final = "tests/"
+
+
+@dataclass(frozen=True, slots=True)
+class ApartTests:
+    """Success: all listed tests pass. What of the box is no Python is not there for them."""
+
+    fails: tuple[str, ...]
+    passes: tuple[str, ...]
+    image: str | None
+
+    async def __call__(self, box: Sandbox, boxes: SandboxBackend) -> Grade:
+        found = await listing(box) or {}
+        files = await carried(box, sorted(path for path in found if path.endswith(".py")))
+        tests = {path.removeprefix(_TESTS): data for path, data in files.items() if path.startswith(_TESTS)}
+        sources = {path: data for path, data in files.items() if not path.startswith(_TESTS)}
+        verdicts = await Judge(boxes, image=self.image, remembered=0).run(sources, tests)
+        return graded(verdicts.passed, self.fails, self.passes)
