@@ -243,6 +243,7 @@ def serve(
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Of vLLM's weights")] = "float32",
     lora_rank: Annotated[int, typer.Option(min=0, help="Take adapters up to this rank (vLLM)")] = 0,
     sync: Annotated[Literal["auto", "nccl", "ipc"], typer.Option(help="How it takes new weights (vLLM)")] = "auto",
+    routed_experts: Annotated[bool, typer.Option(help="Tell which experts a mixture chooses (vLLM)")] = False,
 ) -> None:
     """Serve a model until Ctrl-C. A run attaches with --set engine.kind=… --set 'engine.urls=["URL"]'."""
     from agentrl.config import EngineSettings
@@ -253,6 +254,8 @@ def serve(
         raise UsageError("--lora-rank is for --kind vllm; to the embedded engine adapters come merged")
     if sync != "auto" and kind == "embedded":
         raise UsageError(f"--sync {sync} is for --kind vllm; the embedded engine takes files")
+    if routed_experts and kind == "embedded":
+        raise UsageError("--routed-experts is for --kind vllm; the embedded engine has no mixtures")
     settings = EngineSettings(
         kind=kind,
         threads=threads,
@@ -260,6 +263,7 @@ def serve(
         kv_cache_mb=kv_cache_mb,
         dtype=dtype,
         sync=sync,
+        routed_experts=routed_experts,
         start_deadline_s=600.0,
     )
     serve_model(model_dir(model), settings, host=host, port=port, max_context=max_context, lora_rank=lora_rank)

@@ -8,21 +8,22 @@ memory no file holds the current ones: it comes up with those the run began with
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import trio
 
 from agentrl.config import EngineSettings, RunConfig
-from agentrl.engine import adapters
+from agentrl.engine import adapters, canary
+from agentrl.engine.canary import Canary
 from agentrl.engine.client import EngineClient
 from agentrl.engine.launch import embedded_argv
 from agentrl.engine.vllm import launch as vllm
 from agentrl.engine.vllm.plugin import BACKEND
-from agentrl.engine.vllm.probe import needed, probe
-from agentrl.engine.weights import push
-from agentrl.errors import ModelError, RunFailed
+from agentrl.engine.vllm.probe import Need, needed, probe
+from agentrl.engine.weights import push, update_info
+from agentrl.errors import CanaryMismatch, EngineUnavailable, ModelError, RunFailed, WeightSyncError
 from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint
 from agentrl.runtime.models import model_dir
@@ -36,13 +37,15 @@ _ADAPTERS = 4  # versions that turns of one batch may have begun with
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """What an engine is to serve: a model folder that stands for version `base`, and the current version with the
-    weight file, or the folder of the adapter over `model`, that holds it where that is another one."""
+    weight file, or the folder of the adapter over `model`, that holds it where that is another one. `canary` is what
+    was proved of the current version when it was sent."""
 
     model: Path
     base: WeightVersion
     current: WeightVersion
     file: Path | None = None
     adapter: Path | None = None
+    canary: Canary | None = None
 
 
 def current_weights(config: RunConfig, store: RunStore, start: StartPoint) -> Weights:
@@ -53,10 +56,13 @@ def current_weights(config: RunConfig, store: RunStore, start: StartPoint) -> We
     found = path if path is not None and path.exists() else None
     if found is None and current != start.version:
         raise RunFailed(f"the weights of version {current.version} are gone: go on with --resume")
+    kept = None if found is None else canary.beside(found)
+    proof = Canary.read(kept) if kept is not None and kept.exists() else None
     if config.sync != "adapter":
-        return Weights(model=start.model, base=start.version, current=current, file=found)
+        return Weights(model=start.model, base=start.version, current=current, file=found, canary=proof)
     first = WeightVersion(version=0, step=0) if current.step else current  # an adapter's tokens carry its own version
-    return Weights(model=model_dir(config.model), base=first, current=current, adapter=found or start.adapter)
+    adapter = found or start.adapter
+    return Weights(model=model_dir(config.model), base=first, current=current, adapter=adapter, canary=proof)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,11 +80,14 @@ class Replica:
         return f"http://127.0.0.1:{self.port}"
 
     async def up(self) -> None:
-        """Start it and wait until it serves the current weights. Raises RunFailed with what its log or error says."""
+        """Start it and wait until it serves the current weights and, where they were sent before, computes with them.
+        Raises RunFailed with what its log or error says."""
+        weights = self.weights()
         if self.config.engine.kind == "vllm":
-            await self._up_vllm(self.weights())
+            await self._up_vllm(weights)
         else:
-            await self._up_embedded(self.weights())
+            await self._up_embedded(weights)
+        await self._prove(weights)
 
     async def _up_embedded(self, weights: Weights) -> None:
         ready_file = self.scratch / f"{self.child.name}.ready"
@@ -129,6 +138,27 @@ class Replica:
             async with aclosing(EngineClient(self.url)) as client:
                 await _load_adapter(client, weights, settings)
 
+    async def _prove(self, weights: Weights) -> None:
+        """The canary that the version passed when it was sent. Raises RunFailed if the engine is not its equal.
+
+        The learner may have sent the next version meanwhile, or the engine have died again: then somebody else sees
+        to it, and nothing is proved here."""
+        if weights.canary is None:
+            return
+        version = weights.current.version
+        client = EngineClient(self.url)
+        if weights.adapter is not None:
+            client = adapters.AdapterClient(self.url, current=lambda: version)
+        info = None if weights.file is None else update_info(weights.file)
+        deadline_s = self.config.engine.admin_deadline_s
+        async with aclosing(client):
+            with suppress(WeightSyncError, EngineUnavailable):
+                try:
+                    await canary.check([client], weights.canary, update_info=info, deadline_s=deadline_s)
+                except CanaryMismatch as error:
+                    if await client.served_version(deadline_s=deadline_s) == version:
+                        raise RunFailed(f"{self.child.name} was started again: {error}") from error
+
 
 def vllm_server(
     model: Path, settings: EngineSettings, *, port: int, plugin_folder: Path, max_context: int, lora_rank: int = 0
@@ -147,6 +177,7 @@ def vllm_server(
         threads=settings.threads,
         lora_rank=lora_rank,
         max_loras=_ADAPTERS,
+        routed_experts=settings.routed_experts,
         weight_backend=settings.sync if settings.sync in ("nccl", "ipc") else BACKEND,
     )
 
@@ -160,7 +191,8 @@ async def attach(url: str, weights: Weights, config: RunConfig) -> None:
     deadline_s = settings.admin_deadline_s
     async with aclosing(EngineClient(url)) as client:
         if settings.kind == "vllm":
-            (await probe(client)).require(needed(config.sync))
+            experts = {Need.ROUTED_EXPERTS} if settings.routed_experts else set[Need]()
+            (await probe(client)).require(needed(config.sync) | experts)
         if config.syncs_memory:
             await client.call("POST", "/pause", params={"mode": "keep", "clear_cache": "true"}, deadline_s=deadline_s)
             await vllm.announce(client, 0)

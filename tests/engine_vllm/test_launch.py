@@ -153,6 +153,15 @@ print(sorted(sys.modules.keys() & {{"torch", "trio", "httpx", "pydantic", "gymna
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
 
 
+def test_experts_are_asked_only_of_a_mixture(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "num_attention_heads": 2}))
+    one = server(model=tmp_path, plugin_folder=tmp_path / "p", routed_experts=True)
+    with pytest.raises(ModelError, match=r"no experts that it could tell of: set engine\.routed_experts = false"):
+        one.prepare()
+    (tmp_path / "config.json").write_text(json.dumps({"head_dim": 32, "num_local_experts": 8}))
+    one.prepare()
+
+
 def test_a_head_too_small_for_the_cpu_build_is_refused_before_the_start(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "num_attention_heads": 4}))
     one = server(model=tmp_path, plugin_folder=tmp_path / "p")

@@ -97,6 +97,7 @@ def check_sender(sync: str) -> None:
         raise ConfigError("engine.sync", sync, mend) from None
 
 
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as transformers' mixtures name it
 _SOCKET_FOLDER = 70  # bytes: a socket's path has 107 at most, of which vLLM's name for it takes 37
 
 
@@ -195,6 +196,8 @@ class VLLMServer:
         """Check the model and lay out the plugin's folder. Raises ModelError for what this build cannot serve."""
         if self.build.cpu:
             _check_head_dim(self.model)
+        if self.routed_experts:
+            _check_mixture(self.model)
         carry_plugin(self.plugin_folder)
 
 
@@ -330,11 +333,21 @@ def _installed(python: Path) -> dict[str, str]:
     return cast("dict[str, str]", json.loads(done.stdout))
 
 
-def _check_head_dim(model: Path) -> None:
+def _config(model: Path) -> dict[str, Any]:
     try:
-        config = cast("dict[str, Any]", json.loads((model / "config.json").read_text()))
+        return cast("dict[str, Any]", json.loads((model / "config.json").read_text()))
     except OSError as error:
         raise ModelError(f"cannot read {str(model / 'config.json')!r}: {error.strerror}") from error
+
+
+def _check_mixture(model: Path) -> None:
+    config = _config(model)
+    if not any(config.get(name) for name in _EXPERT_COUNTS):
+        raise ModelError(f"{model}: the model has no experts that it could tell of: set engine.routed_experts = false")
+
+
+def _check_head_dim(model: Path) -> None:
+    config = _config(model)
     heads = config.get("num_attention_heads")
     size = config.get("head_dim") or (config["hidden_size"] // heads if heads else None)
     if size is not None and size < _MIN_HEAD_DIM:
