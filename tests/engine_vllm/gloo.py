@@ -1,7 +1,7 @@
 """gloo in the place of NCCL, so that vLLM's own `nccl` weight transfer runs on CPUs: both ends of it, packing and all.
 
-Only the communicator and the CUDA streams are stand-ins. The server loads this as a plugin, its trainer as a module; it
-needs nothing of ours.
+Only the communicator and the CUDA streams are stand-ins. The server loads this as a plugin, its trainer as a module.
+What vLLM's CPU build forgets after an update (NCCL is not there for CPUs) is mended as our own backend mends it.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -48,11 +48,24 @@ def register() -> None:
     """Put it in NCCL's place, in this process."""
     import torch
     from vllm.distributed.weight_transfer import nccl_common, packed_tensor
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+    if nccl_common.stateless_init_process_group.__module__ == __name__:
+        return  # vLLM loads its plugins again and again
 
     def join(host: str, port: int, rank: int, world_size: int, device: object) -> Communicator:
         return Communicator(host, port, rank, world_size)
 
+    finish = NCCLWeightTransferEngine.finish_weight_update
+
+    def finish_and_mend(engine: Any) -> None:
+        from agentrl.engine.vllm.plugin import mending
+
+        finish(engine)
+        mending.after_update(engine.model)
+
     nccl_common.stateless_init_process_group = join
+    NCCLWeightTransferEngine.finish_weight_update = finish_and_mend
     packed_tensor._get_streams = lambda device, count: (Stream(),) * count
     torch.accelerator.current_device_index = lambda: 0
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
@@ -65,3 +78,19 @@ def carry(folder: Path) -> None:
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: gloo-for-nccl\nVersion: 1\n")
     (facts / "entry_points.txt").write_text("[vllm.general_plugins]\ngloo = gloo_for_nccl:register\n")
+
+
+def carry_to_learner(folder: Path) -> None:
+    """Have a run's learner, where `folder` is on its path, send over gloo from a CPU which it takes for a GPU."""
+    (folder / "sitecustomize.py").write_text("""
+import sys
+
+if "learner" in sys.orig_argv:
+    import gloo_for_nccl
+    import torch
+
+    from agentrl.runtime import learner
+
+    gloo_for_nccl.register()
+    learner._device = lambda config: torch.device("cpu")
+""")

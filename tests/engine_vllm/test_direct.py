@@ -27,10 +27,9 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def nccl_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that takes weights over `nccl`; its output layer has weights of its own, as vLLM's CPU build forgets to
-    pack a tied one again and NCCL is not there for CPUs to have that mended."""
+    """A server that takes weights over `nccl`."""
     folder = tmp_path_factory.mktemp("nccl")
-    model = make_model(folder / "model", tie_word_embeddings=False)
+    model = make_model(folder / "model")
     gloo.carry(folder)
     server = Server(model, folder, weight_backend="nccl")
     with pytest.MonkeyPatch.context() as patch:
