@@ -5,7 +5,8 @@ computes what a few hundred fixed tokens cost under the weights it sent; the eng
 difference beyond what the dtype explains stops the run and names the layers that were not taken.
 
 It sees what changes log-probs by more than the tolerance: a layer left behind by one tiny step may pass once, not for
-long, because what it misses adds up. Owns the comparison. No torch: the expected numbers come from the learner.
+long, because what it misses adds up. Owns the comparison, and the canary's file beside its weights, for whoever gives
+them to an engine that was started again. No torch: the expected numbers come from the learner.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 from agentrl.engine.client import EngineClient
 from agentrl.engine.wire import parse_json
@@ -49,6 +51,24 @@ class Canary:
     def __post_init__(self) -> None:
         if len(self.logprobs) != len(self.token_ids) - 1:
             raise ValueError(f"{len(self.token_ids)} tokens need {len(self.token_ids) - 1} log-probs")
+
+    def write(self, path: Path) -> None:
+        """Keep it in a file, which is whole or not there."""
+        draft = path.with_name(f"{path.name}.draft")
+        draft.write_text(json.dumps(asdict(self)))
+        draft.rename(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Canary:
+        """Read what `write` wrote. Raises OSError."""
+        kept: dict[str, Any] = json.loads(path.read_text())
+        tokens, logprobs = tuple(kept["token_ids"]), tuple(kept["logprobs"])
+        return cls(version=kept["version"], token_ids=tokens, logprobs=logprobs, dtype=kept["dtype"])
+
+
+def beside(weights: Path) -> Path:
+    """Where the canary of a weight file, or of an adapter's folder, is kept."""
+    return weights.with_name(f"{weights.name}.canary")
 
 
 async def check(

@@ -85,6 +85,8 @@ class Courier:
             else:
                 if isinstance(parcel, Parcel):
                     self._sent.append(parcel)
+                    if parcel.canary is not None:
+                        parcel.canary.write(canary.beside(parcel.path))
                 return {**sync, **proof}
             finally:
                 await _close(engines)
@@ -114,7 +116,7 @@ class Courier:
                 return  # somebody uses one whose folder is not known here: nothing goes for now
             needed = older + needed
         self._sent = needed
-        paths = {parcel.path for parcel in needed}
+        paths = {kept for parcel in needed for kept in (parcel.path, canary.beside(parcel.path))}
         for path in self._sent[-1].path.parent.iterdir():
             if path not in paths:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

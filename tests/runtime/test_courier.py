@@ -73,7 +73,8 @@ async def test_a_delivery_is_proved_and_only_the_newest_two_files_stay(engine: E
     client = EngineClient(engine.url)
     assert await client.served_version() == 4
     await client.aclose()
-    assert sorted(path.name for path in weights.scratch.iterdir()) == ["3.safetensors", "4.safetensors"]
+    kept = [f"{version}.safetensors{part}" for version in (3, 4) for part in ("", ".canary")]
+    assert sorted(path.name for path in weights.scratch.iterdir()) == kept
 
 
 async def test_an_engine_that_samples_from_other_weights_ends_the_run(engine: EmbeddedEngine, tmp_path: Path) -> None:
