@@ -85,6 +85,7 @@ class Rollout(_Section):
     max_tokens_per_turn: Count = 64
     max_context: Count = 1024  # tokens of one row
     temperature: Positive = 1.0
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)  # texts that end a turn as well
     turn_deadline_s: Positive = 60.0
     step_deadline_s: Positive = 60.0
     episode_deadline_s: Positive = 300.0

@@ -92,13 +92,15 @@ class WeightVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample one turn. Log-probs come back under the distribution these settings define."""
+    """How to sample one turn. Log-probs come back under the distribution these settings define. A turn ends with a
+    token of `stop_token_ids`, or with the token that completes a text of `stop`; both belong to it."""
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

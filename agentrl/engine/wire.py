@@ -32,6 +32,8 @@ def check_sampling(sampling: SamplingParams) -> None:
         raise ConfigError("sampling.top_k", sampling.top_k, "must be positive, or -1 for all tokens")
     if any(id < 0 for id in sampling.stop_token_ids):
         raise ConfigError("sampling.stop_token_ids", sampling.stop_token_ids, "token ids are not negative")
+    if not all(sampling.stop):
+        raise ConfigError("sampling.stop", sampling.stop, "an empty text would end every turn at once")
 
 
 def request_json(request: GenerateRequest, *, stream: bool) -> dict[str, Json]:
@@ -46,6 +48,8 @@ def request_json(request: GenerateRequest, *, stream: bool) -> dict[str, Json]:
     }
     if sampling.stop_token_ids:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.stop:
+        params["stop"] = list(sampling.stop)
     if request.experts_from is not None:
         params["routed_experts_prompt_start"] = request.experts_from
     body: dict[str, Json] = {

@@ -246,6 +246,7 @@ class _Episode:
                     max_tokens=max_tokens,
                     temperature=seat.settings.temperature,
                     stop_token_ids=seat.renderer.stop_token_ids,
+                    stop=tuple(seat.settings.stop),
                 ),
                 deadline_s=seat.settings.turn_deadline_s,
                 experts_from=told if seat.experts and learns else None,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from .oracle import reference_logits, reference_logprobs
 class Case:
     """A batcher with the emissions of each request on record."""
 
-    def __init__(self, folder: Path, *, slots: int = 24, length: int = 200, **settings: int) -> None:
+    def __init__(self, folder: Path, *, slots: int = 24, length: int = 200, **settings: Any) -> None:
         architecture = read_architecture(folder)
         model = Model(architecture, read_weights(folder), length=length)
         settings = {"max_batch": 16, "seed": 0, **settings}
@@ -62,6 +64,10 @@ class Case:
             at = span.end
         assert at == request.sampled
         assert [chunk.finish for chunk in chunks[:-1]] == [None] * (len(chunks) - 1) and chunks[-1].finish
+
+
+def letters(ids: Sequence[int]) -> str:
+    return "".join(chr(0x100 + id) for id in ids)  # two bytes a token
 
 
 def prompt(seed: int, n: int) -> list[int]:
@@ -285,3 +291,18 @@ def test_temperature_and_cuts_shape_the_reported_logprobs(model_dir: Path) -> No
         kept = row.topk(3)
         at = kept.indices.tolist().index(token)
         assert logprob == pytest.approx(float(kept.values.log_softmax(-1)[at]), abs=1e-4)
+
+
+@pytest.mark.parametrize(("start", "end"), [(3, 4), (2, 5), (0, 3)])
+def test_a_stop_text_ends_the_turn_with_the_token_that_completes_it(model_dir: Path, start: int, end: int) -> None:
+    case = Case(model_dir, decode=letters)
+    whole = case.submit("whole", prompt(3, 30), temperature=0)
+    case.run()
+    tokens = whole.tokens[30:]
+    stop = letters(tokens[start:end])
+    first = letters(tokens).index(stop) + end - start
+    case.submit("stopped", prompt(3, 30), temperature=0, stop=("never said", stop))
+    case.run()
+    assert case.requests["stopped"].tokens[30:] == tokens[:first]
+    assert case.emissions["stopped"][-1].finish == "stop"
+    case.check_emissions("stopped")

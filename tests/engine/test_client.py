@@ -94,6 +94,17 @@ async def test_a_last_event_without_tokens_still_stamps_and_finishes() -> None:
     assert (await client_of(body).generate(ask())).spans == (VersionSpan(9, 0, 2),)
 
 
+async def test_stop_texts_are_sent() -> None:
+    seen: list[dict[str, object]] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(json.loads(request.content)["sampling_params"])
+        return httpx.Response(200, stream=Body(event([1], finish="stop", spans=[("0", 0, 1)])))
+
+    await client_with(handler).generate(ask(sampling=SamplingParams(max_tokens=8, stop=("</call>", "\n\n"))))
+    assert seen[0]["stop"] == ["</call>", "\n\n"]
+
+
 async def test_events_cut_anywhere_are_put_together() -> None:
     text = event([3], spans=[("1", 0, 1)]) + event([4], finish="stop", spans=[("1", 1, 2)]) + b"data: [DONE]\n\n"
     body = Body(*(text[i : i + 7] for i in range(0, len(text), 7)))
@@ -213,6 +224,7 @@ async def test_leaving_a_stream_closes_it() -> None:
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
+        ({"stop": ("",)}, "stop"),
     ],
 )
 async def test_impossible_sampling_is_refused_before_anything_is_sent(changes: dict[str, object], field: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 import trio
+from tokenizers import Tokenizer, models
 
 from agentrl.config import EngineSettings
 from agentrl.engine.client import EngineClient
@@ -122,6 +124,12 @@ async def test_what_the_server_says_of_itself(client: EngineClient, model_dir: P
         ({"token_ids": [1], "sampling_params": {"top_p": 0}}, "top_p"),
         ({"token_ids": [1], "sampling_params": {"stop_token_ids": [VOCAB]}}, "stop_token_ids"),
         ({"token_ids": [1], "sampling_params": {"stop_token_ids": 5}}, "stop_token_ids"),
+        ({"token_ids": [1], "sampling_params": {"stop": "x"}}, "sampling_params.stop: must be a list"),
+        ({"token_ids": [1], "sampling_params": {"stop": [""]}}, "sampling_params.stop: must be a list"),
+        (
+            {"token_ids": [1], "sampling_params": {"stop": ["x"]}},
+            "sampling_params.stop: the model's folder has no token",
+        ),
         ({"token_ids": [1], "sampling_params": {"n": 2}}, "sampling_params.n"),
         ({"token_ids": [1], "sampling_params": {"min_p": 0.1}}, "min_p"),
         ({"token_ids": [1], "sampling_params": {"prompt_logprobs": 5}}, "prompt_logprobs"),
@@ -135,6 +143,21 @@ async def test_a_bad_request_gets_400_and_says_why(server: Server, body: object,
         answer = await http.post(GENERATE, content=content)
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+
+
+async def test_a_stop_text_ends_a_turn_where_the_folder_has_a_tokenizer(model_dir: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_dir, tmp_path / "with_tokenizer")
+    words = Tokenizer(models.WordLevel({f"w{id}": id for id in range(VOCAB)}, unk_token="w0"))
+    words.save(str(folder / "tokenizer.json"))
+    async with launch_embedded(folder, EngineSettings(kv_cache_mb=16), max_context=200) as engine:
+        client = EngineClient(engine.url)
+        whole = (await client.generate(ask("whole", temperature=0))).token_ids
+        stop = f"w{whole[2]} w{whole[3]}"
+        stopped = await client.generate(ask("stopped", temperature=0, stop=(stop,)))
+        await client.aclose()
+    text = " ".join(f"w{id}" for id in whole)
+    assert stopped.token_ids == whole[: text[: text.index(stop) + len(stop)].count("w")]
+    assert stopped.finish == "stop"
 
 
 async def test_a_request_id_that_is_running_is_refused(client: EngineClient) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def make_reward_model(folder: Path, *, seed: int = 0) -> Path:
 def with_tokenizer(model: Any, folder: Path) -> Path:
     """Save a model with a tokenizer of one token a character: the printable ones have their ASCII number."""
     model.save_pretrained(folder)
-    vocab = {chr(id) if 32 <= id < 127 else f"t{id}": id for id in range(VOCAB)}
+    vocab = {text_of([id]): id for id in range(VOCAB)}
     words = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     words.decoder = decoders.Fuse()
@@ -71,6 +71,11 @@ def with_tokenizer(model: Any, folder: Path) -> Path:
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def text_of(ids: Iterable[int]) -> str:
+    """What that tokenizer reads."""
+    return "".join(chr(id) if 32 <= id < 127 else f"t{id}" for id in ids)
 
 
 class Policy:

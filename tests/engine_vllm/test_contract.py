@@ -16,7 +16,7 @@ from agentrl.protocols import GenerateRequest
 from agentrl.records import SamplingParams
 
 from .conftest import Server
-from .policy import VOCAB, Policy
+from .policy import VOCAB, Policy, text_of
 
 pytestmark = pytest.mark.vllm
 
@@ -87,6 +87,16 @@ async def test_logprobs_are_those_of_the_sampling_distribution(client: EngineCli
     expected = (logits / 2.0).log_softmax(-1)
     for at, token in enumerate(hot.token_ids):
         assert hot.logprobs[at] == pytest.approx(float(expected[at, token]), abs=1e-4)
+
+
+async def test_a_stop_text_ends_the_turn_with_the_token_that_completes_it(client: EngineClient) -> None:
+    whole = await client.generate(ask(max_tokens=40, temperature=0))
+    stop = text_of(whole.token_ids[10:12])
+    stopped = await client.generate(ask(max_tokens=40, temperature=0, stop=("never said", stop)))
+    n = next(n for n in range(1, 41) if stop in text_of(whole.token_ids[:n]))
+    assert stopped.token_ids == whole.token_ids[:n]
+    assert stopped.logprobs == pytest.approx(whole.logprobs[:n], abs=1e-4)
+    assert (stopped.finish, [(span.start, span.end) for span in stopped.spans]) == ("stop", [(0, n)])
 
 
 async def test_a_stop_token_ends_the_turn_and_belongs_to_it(client: EngineClient) -> None:

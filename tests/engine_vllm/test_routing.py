@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from agentrl.engine.client import EngineClient
 from agentrl.protocols import GenerateRequest
 from agentrl.records import RoutedExperts, SamplingParams
 
-from .policy import Policy
+from .policy import Policy, text_of
 
 pytestmark = pytest.mark.vllm
 
@@ -59,3 +61,20 @@ async def test_the_experts_that_come_back_are_those_of_transformers(
             routers = mixture.model(torch.tensor([tokens]), output_router_logits=True).router_logits
         expected = torch.stack([logits.topk(PER_TOKEN, dim=-1).indices for logits in routers], dim=1)[:-1].numpy()
         assert (np.sort(found, -1) == np.sort(expected, -1)).all()
+
+
+async def test_the_experts_of_a_turn_that_a_text_ended_are_complete(mixture_client: EngineClient) -> None:
+    request = GenerateRequest(
+        request_id="whole",
+        session="experts",
+        token_ids=tuple(SHARED),
+        sampling=SamplingParams(max_tokens=20, temperature=0),
+        experts_from=0,
+    )
+    whole = await mixture_client.generate(request)
+    sampling = replace(request.sampling, stop=(text_of(whole.token_ids[6:8]),))
+    stopped = await mixture_client.generate(replace(request, request_id="stopped", sampling=sampling))
+    assert (stopped.finish, stopped.token_ids) == ("stop", whole.token_ids[: len(stopped.token_ids)])
+    assert whole.experts is not None and stopped.experts is not None
+    assert stopped.experts.end == len(SHARED) + len(stopped.token_ids) - 1
+    assert stopped.experts.data == whole.experts.data[: len(stopped.experts.data)]

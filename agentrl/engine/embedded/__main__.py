@@ -13,8 +13,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,8 +76,18 @@ def build(arguments: argparse.Namespace) -> EngineServer:
         version=arguments.served_version,
         stream_tokens=arguments.stream_tokens,
         seed=arguments.seed,
+        decode=_decoder(arguments.model),
     )
     return EngineServer(batcher, name=arguments.served_model_name or str(arguments.model))
+
+
+def _decoder(model: Path) -> Callable[[Sequence[int]], str] | None:
+    from tokenizers import Tokenizer
+
+    path = model / "tokenizer.json"
+    if not path.is_file():
+        return None
+    return partial(Tokenizer.from_file(str(path)).decode, skip_special_tokens=False)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -11,7 +11,7 @@ computing waits for it and copies the shared part.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -92,8 +92,11 @@ class Batcher:
         stream_tokens: int = 16,
         pass_tokens: int = 1024,
         seed: int | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
+        """Without `decode`, which gives the text of tokens, no request may have stop texts."""
         self.model, self.version, self.counters = model, version, Counters()
+        self.decode = decode
         self.slots = Slots(kv)
         self._max_batch = min(max_batch, len(self.slots.busy))
         self._stream_tokens, self._pass_tokens = stream_tokens, pass_tokens
@@ -288,7 +291,7 @@ class Batcher:
             slots.tokens[request.slot, at - 1] = token
             slots.known[request.slot] = at
             finish: Finish | None = None
-            if token in request.sampling.stop_token_ids:
+            if token in request.sampling.stop_token_ids or self._completes_a_stop(request):
                 finish = "stop"
             elif request.sampled >= request.sampling.max_tokens or at >= slots.length:
                 finish = "length"
@@ -297,6 +300,15 @@ class Batcher:
                 slots.release(request.slot)
             if finish or request.sampled - request.emitted >= self._stream_tokens:
                 self._emit(request, finish)
+
+    def _completes_a_stop(self, request: Request) -> bool:
+        """Whether a stop text ends with the newest token. Each of its tokens has a byte of it at least, so few need be
+        read: those, and one before, since decoders strip a space at the beginning."""
+        if not request.sampling.stop or self.decode is None:
+            return False
+        reach = max(len(text.encode()) for text in request.sampling.stop)
+        text = self.decode(request.tokens[request.prompt_length :][-reach - 1 :])
+        return any(stop in text for stop in request.sampling.stop)
 
     def _emit(self, request: Request, finish: Finish | None) -> None:
         start, end = request.emitted, request.sampled

@@ -89,6 +89,8 @@ class EngineServer:
             )
             if batcher.knows(_PREFIX + asked.request_id):
                 raise BadRequest(f"request_id: {asked.request_id!r} is already running")
+            if asked.sampling.stop and batcher.decode is None:
+                raise BadRequest("sampling_params.stop: the model's folder has no tokenizer.json to read text with")
         except BadRequest as error:
             await _error(str(error))(scope, receive, send)
             return

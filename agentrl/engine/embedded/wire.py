@@ -13,7 +13,7 @@ from typing import Any, cast
 from agentrl.engine.embedded.batching import Emission
 from agentrl.records import SamplingParams
 
-_STOPS = 64  # stop token ids a request may name
+_STOPS = 64  # stop token ids, or stop texts, that a request may name
 
 
 class BadRequest(Exception):
@@ -85,7 +85,10 @@ def _sampling(given: dict[str, Any], vocab: int) -> SamplingParams:
         raise BadRequest(f"sampling_params.stop_token_ids: must be a list of at most {_STOPS} token ids")
     if not all(type(id) is int and 0 <= id < vocab for id in stops):
         raise BadRequest(f"sampling_params.stop_token_ids: every id must be an integer from 0 to {vocab - 1}")
-    for name in ("stop", "min_tokens", "presence_penalty", "frequency_penalty", "min_p", "logit_bias", "seed"):
+    texts = cast("list[Any]", given.get("stop") or [])
+    if not isinstance(texts, list) or len(texts) > _STOPS or not all(isinstance(one, str) and one for one in texts):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BadRequest(f"sampling_params.stop: must be a list of at most {_STOPS} texts, none of them empty")
+    for name in ("min_tokens", "presence_penalty", "frequency_penalty", "min_p", "logit_bias", "seed"):
         if given.get(name):
             raise BadRequest(f"sampling_params.{name}: the embedded engine does not have it")
     if given.get("n", 1) != 1:
@@ -96,6 +99,7 @@ def _sampling(given: dict[str, Any], vocab: int) -> SamplingParams:
         top_p=float(top_p),
         top_k=int(top_k),
         stop_token_ids=tuple(stops),
+        stop=tuple(texts),
     )
 
 
