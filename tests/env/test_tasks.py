@@ -191,8 +191,11 @@ def test_a_missing_file_is_named(tmp_path):
         read_rows(str(tmp_path / "none.jsonl"))
 
 
+@pytest.mark.adapters
 def test_parquet(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+    from pyarrow import parquet
+
     rows = [{"q": "a", "n": [1, 2], "on": datetime.date(2024, 1, 2)}, {"q": None, "n": [], "on": None}]
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
@@ -204,11 +207,10 @@ def test_parquet(tmp_path):
         read_rows(str(path))
 
 
+@pytest.mark.adapters
 def test_a_local_hugging_face_data_set(tmp_path):
-    datasets = pytest.importorskip("datasets")
     (tmp_path / "data.jsonl").write_text('{"q": "a"}\n{"q": "b"}\n')
     assert list(read_rows(f"hf:{tmp_path}:train")) == [{"q": "a"}, {"q": "b"}]
-    assert datasets.__version__
 
 
 def test_a_missing_package_is_named(monkeypatch, tmp_path):
