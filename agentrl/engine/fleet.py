@@ -28,7 +28,7 @@ from agentrl.engine.concurrency import Aimd
 from agentrl.engine.stitching import Stitcher
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
-from agentrl.records import Generation
+from agentrl.records import Generation, Json
 
 
 class Servable(Protocol):
@@ -143,6 +143,15 @@ class Fleet:
                     await self._ask(replica)
             self._announce()
             await trio.sleep(period_s)
+
+    def gauges(self) -> dict[str, Json]:
+        """How the fleet stands, replica by replica: its state, our requests at it, and how many it may have (None where
+        nothing limits them)."""
+        return {
+            "state": [replica.state.value for replica in self.replicas],
+            "running": [replica.running for replica in self.replicas],
+            "limit": [replica.limit if math.isfinite(replica.limit) else None for replica in self.replicas],
+        }
 
     # --- what operators do --------------------------------------------------------------------------------------
 

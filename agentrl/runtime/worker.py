@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import trio
@@ -19,6 +20,7 @@ from agentrl.engine.concurrency import Aimd
 from agentrl.engine.fleet import Fleet
 from agentrl.engine.renderer import Renderer
 from agentrl.env import as_async
+from agentrl.errors import DiskFull
 from agentrl.protocols import AsyncEnv, Engine, Rewarder
 from agentrl.records import Task
 from agentrl.rollout.episode import Seat
@@ -28,6 +30,9 @@ from agentrl.runtime.models import model_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.sources import task_source
 from agentrl.store import RunStore
+from agentrl.telemetry import Telemetry
+
+_REPORT_S = 5.0
 
 
 def make_env(task: Task) -> AsyncEnv:
@@ -60,18 +65,29 @@ async def _serve(run: RunDir, config: RunConfig, name: str) -> None:
         experts=config.engine.routed_experts,
     )
     worker = Worker(name, config, store, seat, task_source(config))
+    telemetry = Telemetry(store, run.metrics, name)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
             if config.engine.kind == "vllm":
                 nursery.start_soon(lambda: fleet.control(start=_concurrency(config)))
+            nursery.start_soon(report, fleet, telemetry, store)
             await worker.run()
             nursery.cancel_scope.cancel()
     finally:
         with trio.move_on_after(2, shield=True):
             for engine in (fleet, *seat.given.values()):
                 await engine.aclose()
+        telemetry.close()
         store.close()
+
+
+async def report(fleet: Fleet, telemetry: Telemetry, store: RunStore) -> None:
+    """Write down, for ever, how the fleet stands as this worker sees it; on a full disk there is nothing to write."""
+    while True:
+        await trio.sleep(_REPORT_S)
+        with suppress(DiskFull):
+            telemetry.record("fleet", store.current_version().step, fleet.gauges())
 
 
 def _fleet(config: RunConfig, store: RunStore) -> Fleet:

@@ -223,11 +223,14 @@ async def test_with_every_replica_at_its_limit_requests_wait_and_none_is_lost(
             most = max(replica.running for replica in fleet.replicas)
             engines[0].readings = {"vllm:num_preemptions_total": 1.0}
             await trio.sleep(1.0)
-            limits = [replica.limit for replica in fleet.replicas]
+            limits, standing = [replica.limit for replica in fleet.replicas], fleet.gauges()
         outer.cancel_scope.cancel()
     assert most == 4
     assert sum(len(one.requests) for one in engines) == 30
     assert limits == [3, 5]  # one preempted, the other had room
+    assert standing["limit"] == limits and standing["state"] == ["ready", "ready"]
+    assert fleet.gauges()["running"] == [0, 0]
+    assert Fleet(engines).gauges()["limit"] == [None, None]  # nothing limits what nobody controls
 
 
 async def test_a_failed_reading_changes_nothing(autojump_clock: trio.testing.MockClock) -> None:

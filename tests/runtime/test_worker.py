@@ -1,0 +1,69 @@
+"""What a worker writes down of the engines that it asks."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from agentrl.engine.concurrency import Aimd
+from agentrl.engine.fleet import Fleet, State
+from agentrl.errors import DiskFull
+from agentrl.runtime.worker import report
+from agentrl.store import RunStore
+from agentrl.telemetry import Telemetry
+from agentrl.testing.engine import FakeEngine
+
+BUSY = {"vllm:num_requests_running": 8.0, "vllm:num_requests_waiting": 8.0}
+
+
+async def test_the_limit_of_every_replica_is_in_the_metrics(tmp_path: Path, autojump_clock: MockClock) -> None:
+    busy, calm = FakeEngine(version=1, url="fake://busy"), FakeEngine(version=1, url="fake://calm")
+    busy.readings = BUSY
+    fleet = Fleet([busy, calm])
+    with (
+        RunStore.create(tmp_path / "store.sqlite", "{}") as store,
+        Telemetry(store, tmp_path / "metrics.jsonl", "worker-0.7", clock=trio.current_time) as telemetry,
+    ):
+        store.confirm_version(store.mint_version(0))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(fleet.control, period_s=4.0, start=Aimd(limit=16.0)))
+            nursery.start_soon(report, fleet, telemetry, store)
+            await trio.sleep(6)
+            store.confirm_version(store.mint_version(1))
+            fleet.replicas[1].state = State.DRAINING
+            await trio.sleep(5)
+            nursery.cancel_scope.cancel()
+        assert [row.values["limit"] for row in store.metrics("fleet")] == [[9.0, 16.0], [6.75, 16.0]]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    told = {"kind": "fleet", "process": "worker-0.7", "attempt": lines[0]["attempt"], "running": [0, 0]}
+    start = lines[0]["time"] - 5
+    assert lines == [
+        {**told, "step": 0, "time": start + 5, "state": ["ready", "ready"], "limit": [9.0, 16.0]},
+        {**told, "step": 1, "time": start + 10, "state": ["ready", "draining"], "limit": [6.75, 16.0]},
+    ]
+
+
+async def test_a_full_disk_ends_no_worker(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        RunStore.create(tmp_path / "store.sqlite", "{}") as store,
+        Telemetry(store, tmp_path / "metrics.jsonl", "worker-0.7") as telemetry,
+    ):
+        store.confirm_version(store.mint_version(0))
+        record, full = telemetry.record, [True, False]
+
+        def recorded(*args: object) -> None:
+            if full.pop(0):
+                raise DiskFull("no space")
+            record(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(telemetry, "record", recorded)
+        with trio.move_on_after(11):
+            await report(Fleet([FakeEngine()]), telemetry, store)
+        assert len(store.metrics("fleet")) == 1
