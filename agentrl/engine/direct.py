@@ -171,30 +171,21 @@ class _Calls:
         path: str,
         body: Callable[[str], dict[str, Json]] | None = None,
         params: dict[str, str] | None = None,
-        mend: str | None = None,
+        *,
         first_ends: bool = False,
     ) -> None:
-        """One call to every engine, with the `body` for its URL. `mend` is called before a refused one is repeated."""
+        """One call to every engine, with the `body` for its URL."""
 
         async def one(engine: EngineClient) -> None:
-            async def call(path: str, json: dict[str, Json] | None) -> None:
-                await engine.call("POST", path, deadline_s=self._deadline_s, json=json, params=params)
-
             json = None if body is None else body(engine.url)
-            try:
-                await call(path, json)
-            except EngineUnavailable:
-                if mend is None:
-                    raise
-                await call(mend, {})
-                await call(path, json)
+            await engine.call("POST", path, deadline_s=self._deadline_s, json=json, params=params)
 
         await _each(self._engines, self._version, one, first_ends=first_ends)
 
-    def _from_sender(self, path: str, body: Callable[[str], dict[str, Json]] | None, mend: str | None = None) -> None:
+    def _from_sender(self, path: str, body: Callable[[str], dict[str, Json]] | None = None) -> None:
         async def call() -> None:
             try:
-                await self.post(path, body, mend=mend, first_ends=True)
+                await self.post(path, body, first_ends=True)
             except EngineError as error:
                 self._refusal = self._refusal or error
                 self._scope.cancel()
@@ -221,8 +212,7 @@ class _Calls:
         self._from_sender("/init_weight_transfer_engine", body)
 
     def start_weight_update(self) -> None:
-        # refused while the update of a trainer that died half-way is open: close that one first
-        self._from_sender("/start_weight_update", None, mend="/finish_weight_update")
+        self._from_sender("/start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         info = _json_safe(update_info)
@@ -282,11 +272,15 @@ def _json_safe(update_info: dict[str, Any]) -> dict[str, Json]:
 
 
 def _address(urls: Sequence[str]) -> str:
-    """An address of this machine that all engines can reach: one that leads outwards where one of them is elsewhere."""
+    """An address of this machine that all engines can reach: one that leads outwards where one of them is elsewhere.
+    Raises WeightSyncError for an engine to which no way leads."""
     found: list[str] = []
     for url in urls:
         place = urlsplit(url)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting one sends nothing
-            probe.connect((place.hostname or "127.0.0.1", place.port or 80))
+            try:
+                probe.connect((place.hostname or "127.0.0.1", place.port or 80))
+            except OSError as error:
+                raise WeightSyncError(f"no way leads from here to {url}: {error.strerror}") from error
             found.append(probe.getsockname()[0])
     return next((address for address in found if not address.startswith("127.")), "127.0.0.1")

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import trio
+import trio.testing
 
 from agentrl.engine.client import EngineClient
 from agentrl.engine.direct import Transfer
@@ -40,6 +41,7 @@ class StubEngine:
     def __init__(self, wire: Wire, name: str, workers: int = 1) -> None:
         self.wire, self.workers = wire, workers
         self.refuses = self.hangs = ""
+        self.hanging = trio.Event()
         self.calls: list[str] = []
         self.offset: int | None = None
         self.paused = self.updating = False
@@ -63,6 +65,7 @@ class StubEngine:
         path = request.url.path
         self.calls.append(path)
         if path == self.hangs:
+            self.hanging.set()
             await trio.sleep_forever()
         body = json.loads(request.content) if request.content else {}
         try:
@@ -168,11 +171,11 @@ class StubSender:
 
 
 class Scene:
-    """Two engines, of one worker and of two, and a transfer to them."""
+    """Two engines, of two workers and of one, and a transfer to them."""
 
     def __init__(self) -> None:
         self.wire = Wire()
-        self.engines = [StubEngine(self.wire, "127.0.0.1:1", 1), StubEngine(self.wire, "127.0.0.1:2", 2)]
+        self.engines = [StubEngine(self.wire, "127.0.0.1:1", 2), StubEngine(self.wire, "127.0.0.1:2", 1)]
         self.sender = StubSender(self.wire, len(self.engines))
         self.transfer = Transfer(self.sender)
 
@@ -199,7 +202,7 @@ async def test_all_are_joined_before_any_is_paused_and_take_the_version_together
     await scene.push(3)
     first, second = scene.engines
     assert scene.sender.joined == [(3, "127.0.0.1")]  # three workers besides the sender
-    assert (first.offset, second.offset) == (1, 2)
+    assert (first.offset, second.offset) == (1, 3)
     for engine in scene.engines:
         release = ["/finish_weight_update", "/shutdown_weight_transfer_engine"]
         assert engine.admin == [*release, "/init_weight_transfer_engine", *UPDATE]
@@ -248,12 +251,26 @@ async def test_a_refused_join_breaks_the_rendezvous_and_pauses_nobody(scene: Sce
 
 
 async def test_a_receiver_that_never_comes_ends_at_the_deadline(
-    scene: Scene, autojump_clock: trio.testing.MockClock
+    scene: Scene, mock_clock: trio.testing.MockClock
 ) -> None:
     scene.engines[1].hangs = "/update_weights"
-    with pytest.raises(WeightSyncError, match=r"did not (take version 3|finish /update_weights) within 3600 s"):
-        await scene.push(3, deadline_s=3600)
-    assert trio.current_time() >= 3600 and scene.sender.left == 1
+    caught: list[WeightSyncError] = []
+
+    async def push() -> None:
+        with pytest.raises(
+            WeightSyncError, match=r"did not (take version 3|finish /update_weights) within 3600 s"
+        ) as e:
+            await scene.push(3, deadline_s=3600)
+        caught.append(e.value)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(push)
+        await scene.engines[1].hanging.wait()
+        mock_clock.jump(3599.9)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not caught and scene.sender.left == 0
+        mock_clock.jump(0.2)
+    assert caught and scene.sender.left == 1
 
 
 async def test_a_sender_that_was_given_up_can_stamp_nothing(scene: Scene) -> None:
@@ -271,6 +288,12 @@ async def test_an_update_that_a_dead_trainer_left_open_is_closed_first(scene: Sc
     scene.engines[0].paused = scene.engines[0].updating = True
     await scene.push(3)
     assert [(engine.weights, engine.version, engine.paused) for engine in scene.engines] == [(3, "3", False)] * 2
+
+
+async def test_an_engine_that_cannot_be_reached_back_is_named(scene: Scene) -> None:
+    scene.engines[1].client.url = "http://[::1]:2"  # which answers over HTTP, but the sender listens on IPv4
+    with pytest.raises(WeightSyncError, match=r"no way leads from here to http://\[::1\]:2"):
+        await scene.push(3)
 
 
 async def test_an_engine_that_is_not_there_costs_the_others_no_pause(scene: Scene) -> None:
