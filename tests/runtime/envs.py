@@ -11,7 +11,9 @@ import agentrl
 from agentrl.env.roles import RolesEnv
 from agentrl.protocols import SandboxSpec
 from agentrl.records import Message
+from agentrl.rewards import Judge, ScoringClient
 from agentrl.testing.fake_sandbox import FakeBackend
+from agentrl.testing.scoring import FakeScoring
 
 
 class Vowels(agentrl.Env):
@@ -102,6 +104,11 @@ class Duel(RolesEnv):
     def outcomes(self, forfeited: str | None) -> dict[str, float]:
         share = {role: sum(c in "aeiou" for c in text) / max(len(text), 1) for role, text in self._texts.items()}
         return {role: float(share[role] >= max(share.values())) for role in self.roles}
+
+
+SCRIPT = [2, 7, "no verdict", 4, 9] * 20
+judge = Judge(ScoringClient("http://judge", transport=FakeScoring(*SCRIPT)), rubric="Is it good?", attempts=1)
+"""A rewarder that fails in every fifth episode; the others get 0.2, 0.7, 0.4 and 0.9."""
 
 
 def length_reward(trajectory: Any) -> float:

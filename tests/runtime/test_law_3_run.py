@@ -31,6 +31,20 @@ from .test_run import DEADLINE_S, ENVS, SMALL, started
 TRAINING: dict[str, Any] = {**SMALL, "train": {"steps": 2, "checkpoint_every": 2}, "eval": {}}
 
 
+def test_law_3_an_episode_that_its_judge_cannot_score_is_not_scored(tmp_path: Path) -> None:
+    """The run file names the judge; nothing of the environment knows it."""
+    config = {**TRAINING, "rollout": {**TRAINING["rollout"], "failure_budget": 0.9}}
+    Trainer(env=f"{ENVS}:Vowels", config=config, reward=f"{ENVS}:judge", out=tmp_path / "run").train()
+    with RunStore.open(RunDir.open(tmp_path / "run").store_path) as store:
+        assert audit(store).violations == []
+        ended = [one for one in store.trajectories("train") if one.stop_reason not in (None, StopReason.EXPIRED)]
+        unscored = [one for one in ended if one.stop_reason is StopReason.ENGINE_FAILED]
+        assert {one.outcome for one in unscored} == {None}
+        assert {one.outcome for one in ended if one not in unscored} <= {0.2, 0.7, 0.4, 0.9}
+        assert len(ended) >= 16 and abs(len(unscored) - len(ended) / 5) <= 1
+        assert "the judge gave no verdict" in store.failures().detail
+
+
 def test_law_3_a_broken_host_leaves_loss_and_baseline_a_missing_file_stays(tmp_path: Path) -> None:
     config = {**TRAINING, "rollout": {**TRAINING["rollout"], "failure_budget": 0.9}}
     Trainer(env=f"{ENVS}:Boxes", config=config, out=tmp_path / "run").train()
