@@ -269,11 +269,12 @@ def serve(
     serve_model(model_dir(model), settings, host=host, port=port, max_context=max_context, lora_rank=lora_rank)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+# `agentrl bench NAME --help` is the benchmark's own help.
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(
     context: typer.Context, name: Annotated[str, typer.Argument(help="loop, engine, weights, sandbox …")]
 ) -> None:
-    """Run a benchmark of this source checkout; more arguments go to it."""
+    """Run a benchmark of this source checkout; more arguments go to it, `--help` too."""
     folder = Path(__file__).resolve().parent.parent / "benchmarks"
     found = {path.stem: path for path in folder.glob("*.py") if not path.stem.startswith("_")}
     if name not in found:

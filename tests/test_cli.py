@@ -120,6 +120,15 @@ def test_doctor_says_what_to_do_about_what_is_missing() -> None:
         assert part in out
 
 
+def test_a_benchmark_gives_its_own_help_and_an_unknown_one_names_those_there_are() -> None:
+    code, stdout, _ = agentrl("bench", "sandbox", "--help")
+    assert code == 0
+    assert "--rounds" in stdout
+    code, _, stderr = agentrl("bench", "sandbocks")
+    assert code == 2
+    assert "known: embedded_engine, engine, episodes" in one_line(stderr)
+
+
 def test_a_typed_tool_call_is_what_a_model_would_write() -> None:
     assert action_of("hello\\nthere") == "hello\nthere"
     call = action_of("/replace_line line=3 text='return a'")
