@@ -25,12 +25,13 @@ class Stream:
 class Communicator:
     """`PyNcclCommunicator`, as far as weight transfer uses it."""
 
+    pieces = 0  # broadcast in this process
+
     def __init__(self, host: str, port: int, rank: int, world_size: int) -> None:
         from torch.distributed import ProcessGroupGloo, TCPStore
 
         self._store = TCPStore(host, port, world_size, is_master=rank == 0, timeout=_WAIT)
         self._group: Any = ProcessGroupGloo(self._store, rank, world_size, _WAIT)
-        self.broadcasts = 0
 
     def broadcast(self, tensor: Any, src: int, stream: object = None) -> None:
         from torch.distributed import BroadcastOptions
@@ -38,7 +39,7 @@ class Communicator:
         options = BroadcastOptions()
         options.rootRank = src
         self._group.broadcast([tensor], options).wait()
-        self.broadcasts += 1
+        Communicator.pieces += 1
 
     def destroy(self) -> None:
         self._group = None
@@ -71,13 +72,14 @@ def register() -> None:
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
 
 
-def carry(folder: Path) -> None:
-    """Make `folder` something that, on an interpreter's path, gives this to vLLM as a plugin."""
-    (folder / "gloo_for_nccl.py").write_text(Path(__file__).read_text())
-    facts = folder / "gloo_for_nccl-1.dist-info"
+def carry(folder: Path, source: Path = Path(__file__)) -> None:
+    """Make `folder` something that, on an interpreter's path, gives a stand-in to vLLM as a plugin."""
+    name = f"stand_in_{source.stem}"
+    (folder / f"{name}.py").write_text(source.read_text())
+    facts = folder / f"{name}-1.dist-info"
     facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: gloo-for-nccl\nVersion: 1\n")
-    (facts / "entry_points.txt").write_text("[vllm.general_plugins]\ngloo = gloo_for_nccl:register\n")
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (facts / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {name}:register\n")
 
 
 def carry_to_learner(folder: Path) -> None:
@@ -86,11 +88,11 @@ def carry_to_learner(folder: Path) -> None:
 import sys
 
 if "learner" in sys.orig_argv:
-    import gloo_for_nccl
+    import stand_in_gloo
     import torch
 
     from agentrl.runtime import learner
 
-    gloo_for_nccl.register()
+    stand_in_gloo.register()
     learner._device = lambda config: torch.device("cpu")
 """)

@@ -1,5 +1,5 @@
-"""vLLM's own `nccl` weight transfer, both ends of it, from our learner's memory into a real server: over gloo, as there
-is no GPU. What only a GPU can show (NCCL itself, CUDA streams, CUDA IPC) is not here."""
+"""vLLM's own weight transfer, both ends of it, from a learner's memory into a real server, without a GPU: `nccl` over
+gloo, `ipc` over a mapped file. What only a GPU can show (NCCL itself, CUDA IPC, CUDA streams) is not here."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm.probe import Need, needed, probe
 from agentrl.errors import UsageError
 
-from . import gloo
+from . import gloo, mapped
 from .conftest import Server
 from .policy import make_model
 
 pytestmark = pytest.mark.vllm
 
+FLAG = r"start it with --weight-transfer-config '{\"backend\": \"%s\"}'"
 
-@pytest.fixture(scope="module")
-def nccl_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that takes weights over `nccl`."""
-    folder = tmp_path_factory.mktemp("nccl")
+
+@pytest.fixture(scope="module", params=["nccl", "ipc"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that takes weights from memory to memory."""
+    folder = tmp_path_factory.mktemp(request.param)
     model = make_model(folder / "model")
     gloo.carry(folder)
-    server = Server(model, folder, weight_backend="nccl")
+    gloo.carry(folder, Path(mapped.__file__))
+    server = Server(model, folder, weight_backend=request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder))
         server.start()
@@ -42,32 +45,30 @@ def nccl_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         server.close()
 
 
-async def test_a_server_says_how_it_takes_weights(nccl_server: Server) -> None:
-    client = EngineClient(nccl_server.url)
+async def test_a_server_says_how_it_takes_weights(server: Server) -> None:
+    client = EngineClient(server.url)
     facts = await probe(client)
     await client.aclose()
-    assert facts.backend == "NCCLWeightTransferEngine"
-    facts.require(needed("nccl"))
-    with pytest.raises(UsageError, match=r'files: start it with --weight-transfer-config \'{"backend": "shm"}\'$'):
+    sync = server.spec.weight_backend
+    assert facts.backend == f"{sync.upper()}WeightTransferEngine"
+    facts.require(needed(sync))
+    with pytest.raises(UsageError, match="files: " + FLAG % "shm"):
         facts.require(needed("full"))
-    with pytest.raises(
-        UsageError, match=r'IPC: start it with --weight-transfer-config \'{"backend": "ipc"}\' and VLLM'
-    ):
-        facts.require(needed("ipc"))
+    other = {"nccl": "ipc", "ipc": "nccl"}[sync]
+    with pytest.raises(UsageError, match=FLAG % other):
+        facts.require(needed(other))
     assert Need.WEIGHTS in needed("delta") and Need.LORA in needed("adapter")
 
 
-def test_versions_go_from_memory_to_memory_and_the_engine_samples_from_them(nccl_server: Server) -> None:
-    model = nccl_server.spec.model
+def test_versions_go_from_memory_to_memory_and_the_engine_samples_from_them(server: Server) -> None:
+    model = server.spec.model
+    fallback = sysconfig.get_path("purelib")  # for what vLLM's environment lacks of ours
+    code = (
+        f"import runpy, sys; sys.path.append({fallback!r}); "
+        "runpy.run_module('tests.engine_vllm.trainer', run_name='__main__')"
+    )
     done = subprocess.run(
-        [
-            nccl_server.spec.build.python,
-            "-c",
-            f"import runpy, sys; sys.path.append({sysconfig.get_path('purelib')!r}); "  # for what it lacks of ours
-            "runpy.run_module('tests.engine_vllm.trainer', run_name='__main__')",
-            nccl_server.url,
-            model,
-        ],
+        [server.spec.build.python, "-c", code, server.spec.weight_backend, server.url, model],
         cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
@@ -80,5 +81,5 @@ def test_versions_go_from_memory_to_memory_and_the_engine_samples_from_them(nccl
     size = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
     assert [(one["served"], one["bytes"]) for one in said["told"]] == [(2, size), (3, size)]
     assert all(one["error"] < 1e-4 for one in said["told"])
+    assert all(one["pieces"] > 3 for one in said["told"])
     assert said["joined"] == 1  # the second version goes over the same channel
-    assert said["broadcasts"] > 4  # in pieces

@@ -1,6 +1,6 @@
 """A learner whose environment has vLLM: sends two versions to a server and says what came of it, as JSON.
 
-A module of its own process, with vLLM's interpreter: `tests.engine_vllm.trainer URL MODEL_FOLDER`.
+A module of its own process, with vLLM's interpreter: `tests.engine_vllm.trainer SYNC URL MODEL_FOLDER`.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -21,30 +21,37 @@ from agentrl.engine import canary
 from agentrl.engine.canary import Canary, probe_tokens
 from agentrl.engine.client import EngineClient
 from agentrl.engine.direct import Transfer
-from agentrl.train.sender import Sender
+from agentrl.train import sender as sending
+from agentrl.train.sender import Channel, Sender
 from agentrl.train.snapshot import take
-from tests.engine_vllm import gloo
+from tests.engine_vllm import gloo, mapped
 
-CHUNK = 20_000  # bytes: several broadcasts for the tiny model, one of them for a tensor that is larger
+CHUNK = 40_000  # bytes: several pieces for the tiny model
 
 
 class Counting(Sender):
-    """Counts how often engines were joined."""
+    """Counts how often engines were joined, and sends in pieces of CHUNK bytes."""
 
     joined = 0
 
-    def join(self, *args: Any, **kwargs: Any) -> Any:
+    def join(self, *args: Any, **kwargs: Any) -> Channel:
         self.joined += 1
         self.channel = super().join(*args, **kwargs)
         return self.channel
 
+    def shrink(self) -> None:
+        sending._IPC_BUFFER = CHUNK
+        if self._sync == "nccl":
+            info = self._backend.NCCLTrainerInitInfo
+            self._backend.NCCLTrainerInitInfo = functools.partial(info, packed_buffer_size_bytes=CHUNK)
 
-async def main(url: str, folder: Path) -> None:
+
+async def main(sync: Any, url: str, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokens = probe_tokens(model.config.vocab_size, 24)
-    sender, client = Counting("nccl", "cpu"), EngineClient(url)
-    info = sender._backend.NCCLTrainerInitInfo
-    sender._backend.NCCLTrainerInitInfo = functools.partial(info, packed_buffer_size_bytes=CHUNK)
+    sender, client = Counting(sync, "cpu"), EngineClient(url)
+    sender.shrink()
+    counter: Any = gloo.Communicator if sync == "nccl" else mapped.Stream
     transfer, told = Transfer(sender), []
     for version in (2, 3):
         with torch.no_grad():
@@ -53,17 +60,18 @@ async def main(url: str, folder: Path) -> None:
             logits = model(torch.tensor([tokens])).logits[0, :-1]
         logprobs = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
         snapshot = take(model, torch.float32)
+        counter.pieces = 0
         report = await transfer.push([client], snapshot, version, deadline_s=60.0)
         expected = Canary(version=version, token_ids=tokens, logprobs=tuple(logprobs.tolist()))
         error = await canary.check([client], expected, deadline_s=60.0)
-        told.append({"served": await client.served_version(), "error": error, "bytes": report.bytes})
-    broadcasts = sender.channel._engine.model_update_group.broadcasts
+        served = await client.served_version()
+        told.append({"served": served, "error": error, "bytes": report.bytes, "pieces": counter.pieces})
     sender.channel.leave()
     await client.aclose()
-    print(json.dumps({"told": told, "joined": sender.joined, "broadcasts": broadcasts}))
+    print(json.dumps({"told": told, "joined": sender.joined}))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    gloo.register()
-    trio.run(main, sys.argv[1], Path(sys.argv[2]))
+    (gloo if sys.argv[1] == "nccl" else mapped).register()
+    trio.run(main, sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -1,7 +1,7 @@
 """The learner's end of vLLM's weight transfer: what vLLM is asked for, and what becomes of what it raises.
 
-Without a GPU vLLM's own sender is a stand-in here (`tests/engine_vllm/test_direct.py` runs the real one over gloo); the
-tests marked `gpu` give the real one a GPU's tensors and a receiver that only writes down what it gets.
+vLLM's own sender is a stand-in here (`tests/engine_vllm/test_direct.py` runs the real one, without a GPU); the tests
+marked `gpu` give the real one a GPU's tensors and a receiver that only writes down what it gets.
 """
 
 from __future__ import annotations
