@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,11 @@ def test_what_is_for_one_build_is_not_given_to_the_other() -> None:
     assert "AGENTRL_VLLM_ROUTING" not in server(build=CUDA, routed_experts=True).env()
 
 
-def test_sockets_lie_in_the_servers_own_folder_where_a_path_may_be_so_long() -> None:
+def test_what_it_leaves_lies_in_the_servers_own_folder_sockets_where_a_path_may_be_so_long() -> None:
+    long = Path("/" + 70 * "p")
+    assert [server(plugin_folder=folder).env()["TMPDIR"] for folder in (Path("/p"), long)] == ["/p", str(long)]
     assert server(plugin_folder=Path("/p")).env()["VLLM_RPC_BASE_PATH"] == "/p"
-    assert "VLLM_RPC_BASE_PATH" not in server(plugin_folder=Path("/" + 70 * "p")).env()
+    assert server(plugin_folder=long).env()["VLLM_RPC_BASE_PATH"] == tempfile.gettempdir()
 
 
 def test_lora_is_there_only_when_asked_for() -> None:
@@ -142,6 +145,7 @@ def test_the_carried_plugin_needs_nothing_of_ours_installed(tmp_path: Path) -> N
     carry_plugin(tmp_path)  # again over itself
     code = f"""
 import sys
+import tempfile
 sys.path.insert(0, {str(tmp_path)!r})
 from importlib.metadata import entry_points
 (point,) = entry_points(group="vllm.general_plugins", name="agentrl")

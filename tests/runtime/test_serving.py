@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +19,11 @@ DEADLINE_S = 280
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command and the URL that it printed."""
+def serving(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command, with `folder` for its temporary files, and the URL that it printed."""
     command = [sys.executable, "-c", "from agentrl.cli import main; main()", "serve", "agentrl/tiny-coder", *arguments]
-    process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)
+    env = {**os.environ, "TMPDIR": str(folder)}
+    process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True, env=env)
     watch = threading.Timer(DEADLINE_S, process.kill)
     watch.start()
     assert process.stdout is not None
@@ -33,6 +35,13 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         watch.cancel()
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def short_tmp() -> Iterator[Path]:
+    """A folder whose path leaves room for a socket's."""
+    with tempfile.TemporaryDirectory(prefix="serving-") as folder:
+        yield Path(folder)
 
 
 def children_of(pid: int) -> list[int]:
@@ -53,14 +62,17 @@ def wait_until_gone(pid: int) -> None:
 
 @pytest.mark.parametrize("kind", ["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_the_engine_ends_with_its_owner(kind: str, how: signal.Signals) -> None:
-    with serving("--kind", kind, "--kv-cache-mb", "64", "--max-context", "256") as (process, url):
+def test_the_engine_ends_with_its_owner(kind: str, how: signal.Signals, short_tmp: Path) -> None:
+    with serving(short_tmp, "--kind", kind, "--kv-cache-mb", "64", "--max-context", "256") as (process, url):
         model = httpx.get(f"{url}/v1/models").json()["data"][0]
         assert model["max_model_len"] == 256
         (engine,) = children_of(process.pid)
         process.send_signal(how)
         wait_until_gone(engine)
         assert process.wait() == (0 if how == signal.SIGTERM else -signal.SIGKILL)
+    if how == signal.SIGTERM:
+        kept = {path.name for path in short_tmp.iterdir() if path.suffix != ".log"}
+        assert kept <= {f"torchinductor_{os.getuid()}"}  # a cache
 
 
 def test_adapters_are_not_for_the_embedded_engine() -> None:

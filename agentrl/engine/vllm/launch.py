@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -179,8 +180,16 @@ class VLLMServer:
             "VLLM_NO_USAGE_STATS": "1",
             "OMP_NUM_THREADS": str(self.threads),
         }
-        if len(os.fsencode(self.plugin_folder)) <= _SOCKET_FOLDER:
-            env["VLLM_RPC_BASE_PATH"] = str(self.plugin_folder)  # a killed server would leave its sockets in /tmp
+        # Its temporary files and sockets lie with the plugin and go with it: vLLM does not remove them all. What torch
+        # compiled is for later servers as well.
+        temporary = tempfile.gettempdir()
+        short = len(os.fsencode(self.plugin_folder)) <= _SOCKET_FOLDER
+        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{temporary}/torchinductor_{os.getuid()}")
+        env |= {
+            "TMPDIR": str(self.plugin_folder),
+            "VLLM_RPC_BASE_PATH": str(self.plugin_folder) if short else temporary,
+            "TORCHINDUCTOR_CACHE_DIR": compiled,
+        }
         if self.lora_rank:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self.weight_backend == "ipc":
