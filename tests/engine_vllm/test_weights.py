@@ -86,16 +86,16 @@ async def episode(
 async def test_every_token_is_exact_under_its_own_version(
     client: EngineClient, policy: Policy, clear_cache: bool
 ) -> None:
-    """16 concurrent episodes of 4 turns over 6 updates in flight."""
+    """64 concurrent episodes of 2 turns over 6 updates in flight."""
     progress, updates, played = Progress(), 6, list[tuple[list[int], Generation]]()
     client.version = await client.served_version()
     before = policy.version
 
     async def play(seed: int) -> None:
-        played.extend(await episode(client, seed, 4, progress))
+        played.extend(await episode(client, seed, 2, progress))
 
     async with trio.open_nursery() as nursery:
-        for seed in range(16):
+        for seed in range(64):
             nursery.start_soon(play, seed)
         for number in range(1, updates + 1):
             await progress.reach(200 * number)
