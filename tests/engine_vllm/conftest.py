@@ -130,7 +130,11 @@ def mixture_server(mixture: Policy, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def _serve(policy: Policy, folder: Path, **options: object) -> Iterator[Server]:
-    server = Server(policy.folder, folder, **options)
+    yield from up(Server(policy.folder, folder, **options))
+
+
+def up(server: Server) -> Iterator[Server]:
+    """Start it; closed afterwards, also if it does not come up."""
     server.start()
     try:
         trio.run(server.ready, 1)

@@ -20,7 +20,7 @@ from agentrl.engine.weights import push
 from agentrl.protocols import GenerateRequest
 from agentrl.records import Generation, SamplingParams
 
-from .conftest import LORA_RANK, Server
+from .conftest import LORA_RANK, Server, up
 from .policy import VOCAB, Policy
 from .test_weights import ADMIN_S, EXACT, Progress
 
@@ -32,13 +32,7 @@ EPISODES, TURNS = 12, 4
 @pytest.fixture
 def second(policy: Policy, tmp_path: Path) -> Iterator[Server]:
     """Another replica of `server`'s model, to be killed."""
-    server = Server(policy.folder, tmp_path, lora_rank=LORA_RANK)
-    server.start()
-    try:
-        trio.run(server.ready, 1)
-        yield server
-    finally:
-        server.close()
+    yield from up(Server(policy.folder, tmp_path, lora_rank=LORA_RANK))
 
 
 async def test_a_replica_is_killed_under_load_comes_back_and_is_refit(
