@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -18,7 +17,7 @@ from agentrl.store import RunStore
 from agentrl.store.audit import audit
 
 from . import gloo
-from .test_run import RUN, RUN_S, end, processes_of, steps_of, wait_for_step
+from .test_run import RUN, RUN_S, end, kill_engine, processes_of, steps_of, wait_for_step
 
 pytestmark = pytest.mark.vllm
 
@@ -51,8 +50,7 @@ def test_a_run_learns_without_weight_files_and_a_new_engine_gets_the_current_wei
     process, run = train(tmp_path), RunDir(tmp_path / "run")
     try:
         wait_for_step(2, run, process)
-        (engine,) = (pid for pid in processes_of(run) if "plugin.host" in Path(f"/proc/{pid}/cmdline").read_text())
-        os.kill(engine, signal.SIGKILL)
+        kill_engine(run)
     finally:
         status, said = end(process, 2 * RUN_S)
     assert status == 0, said

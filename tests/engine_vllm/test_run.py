@@ -91,6 +91,11 @@ def wait_for_step(step: int, run: RunDir, process: subprocess.Popen[str]) -> Non
         time.sleep(0.05)  # on another process
 
 
+def kill_engine(run: RunDir) -> None:
+    (engine,) = (pid for pid in processes_of(run) if "plugin.host" in Path(f"/proc/{pid}/cmdline").read_text())
+    os.kill(engine, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("sync", ["full", "delta"])
 def test_a_run_with_vllm_learns_from_tokens_of_every_version(tmp_path: Path, sync: str) -> None:
     status, said = end(train(tmp_path / "run", f"engine.sync={sync}"))
@@ -112,8 +117,7 @@ def test_adapters_are_trained_without_a_pause_and_a_new_engine_gets_the_current_
     process, run = train(tmp_path / "run", *ADAPTERS), RunDir(tmp_path / "run")
     try:
         wait_for_step(2, run, process)
-        (engine,) = (pid for pid in processes_of(run) if "plugin.host" in Path(f"/proc/{pid}/cmdline").read_text())
-        os.kill(engine, signal.SIGKILL)
+        kill_engine(run)
     finally:
         status, said = end(process, 2 * RUN_S)
     assert status == 0, said
