@@ -12,7 +12,7 @@ What bounds what (closed by default; only `SandboxSpec.network` opens):
     disk           a tmpfs of bounded size: mounted as root, else in a user namespace; where neither is allowed the
                    folder is measured while a command runs, which a fast writer outruns
 
-The box dies with its owner: `--die-with-parent` for processes, a janitor for folders (`owner.py`).
+The box dies with its owner: `--die-with-parent` for processes, a janitor for the rest (`owner.py`).
 """
 
 from __future__ import annotations
@@ -186,6 +186,7 @@ class BubblewrapBox(WorkBox):
             self._bwrap,
             rest,
             filter_file=self._host.filter_file,
+            mark=self._host.folder.mark,
             output_bytes=limits.output_bytes,
         )
         self._running.add(run)

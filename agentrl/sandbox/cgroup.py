@@ -18,20 +18,20 @@ _V1 = ("memory", "pids", "cpu")
 
 
 class ControlGroups:
-    """Makes one group a box below groups of this owner. `roots` are those to remove with the owner."""
+    """Makes one group a box below groups of this owner."""
 
     def __init__(self, name: str) -> None:
         """Raises OSError where groups cannot be made."""
         self.version = 2 if (_ROOT / "cgroup.controllers").exists() else 1
         places = [_ROOT] if self.version == 2 else [_ROOT / controller for controller in _V1]
-        self.roots = [place / name for place in places]
+        self._roots = [place / name for place in places]
         made: list[Path] = []
         try:
-            for root in self.roots:
+            for root in self._roots:
                 root.mkdir()
                 made.append(root)
             if self.version == 2:
-                (self.roots[0] / "cgroup.subtree_control").write_text("+memory +pids +cpu")
+                (self._roots[0] / "cgroup.subtree_control").write_text("+memory +pids +cpu")
             self.group("probe", Limits()).close()
         except OSError:
             for root in made:
@@ -41,7 +41,7 @@ class ControlGroups:
 
     def group(self, name: str, limits: Limits, *, extra_memory: int = 0) -> ControlGroup:
         """A group bounded by `limits`; `extra_memory` (bytes) is what the box's memory-backed files may take."""
-        folders = [root / name for root in self.roots]
+        folders = [root / name for root in self._roots]
         for folder in folders:
             folder.mkdir()
         memory = limits.memory_bytes + extra_memory
@@ -67,7 +67,7 @@ class ControlGroups:
         return ControlGroup(folders)
 
     def close(self) -> None:
-        for root in self.roots:
+        for root in self._roots:
             _remove(root)
 
 

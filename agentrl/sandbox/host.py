@@ -20,7 +20,7 @@ from agentrl.sandbox.cgroup import ControlGroup, ControlGroups
 from agentrl.sandbox.enclosure import Enclosure
 from agentrl.sandbox.folder import WORKSPACE, make_readable, remove_tree, usage
 from agentrl.sandbox.namespace import Subreaper
-from agentrl.sandbox.owner import OwnedFolder, label
+from agentrl.sandbox.owner import OwnedFolder, control_group, label
 from agentrl.sandbox.snapshots import Snapshots
 
 _LIMITER = "usr/bin/prlimit"
@@ -95,9 +95,9 @@ class Host:
         self._count = itertools.count()
         self._first_uid = secrets.randbelow(_UIDS)
         name = label()
-        self._groups = _control_groups(f"agentrl-boxes.{name}", want_groups)
+        self._groups = _control_groups(control_group(name), want_groups)
         try:
-            self.folder = OwnedFolder(groups=self._groups.roots if self._groups else (), name=name)
+            self.folder = OwnedFolder(name=name)
         except BaseException:
             if self._groups:
                 self._groups.close()

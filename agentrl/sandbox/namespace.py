@@ -16,7 +16,7 @@ import ctypes
 import json
 import os
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,11 @@ class Run:
         rest: Sequence[bytes],
         *,
         filter_file: Path,
+        mark: Mapping[bytes, bytes],
         output_bytes: int,
     ) -> None:
-        """Spawn `bwrap ... rest`; `filter_file` holds a compiled system call filter. Raises SandboxError."""
+        """Spawn `bwrap ... rest`; `filter_file` holds a compiled system call filter, `mark` names the owner to its
+        janitor. Raises SandboxError."""
         status_read, status_write = os.pipe()
         gate_read, gate_write = os.pipe()
         theirs = [status_write, gate_read]
@@ -74,7 +76,7 @@ class Run:
             argv = [*bwrap, b"--json-status-fd", b"%d" % status_write, b"--block-fd", b"%d" % gate_read]
             theirs.append(os.open(filter_file, os.O_RDONLY | os.O_CLOEXEC))  # anew: bwrap reads from its position
             argv += [b"--seccomp", b"%d" % theirs[-1], *rest]
-            self.child = Child(argv, env=_ENV, pass_fds=theirs, output_bytes=output_bytes)
+            self.child = Child(argv, env={**_ENV, **mark}, pass_fds=theirs, output_bytes=output_bytes)
         except BaseException:
             os.close(status_read)
             os.close(gate_write)

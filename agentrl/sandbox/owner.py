@@ -1,13 +1,16 @@
 """Whose boxes these are: the folder that holds a backend's boxes, removed when its owner dies, however it dies.
 
 A janitor (`sh`, a session of its own) holds the read end of a pipe whose only writer is the owner. When the owner ends,
-also by SIGKILL, the janitor sees the end of the pipe and removes folder, mounts and control groups. Should the janitor
-be killed too, the next owner on this machine reaps what is left: labels name the dead by process id and start time.
+also by SIGKILL, the janitor sees the end of the pipe, kills the processes that carry the folder's mark in their
+environment, and removes folder, mounts and control groups. Should the janitor be killed too, the next owner on this
+machine reaps what is left: labels name the dead by process id and start time.
+
+The mark is for what the kernel's own ways miss: a `bwrap` asks for `PR_SET_PDEATHSIG` some milliseconds after its
+start, process 1 of its box some more after that, and whoever's parent died before never learns of it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
@@ -15,34 +18,47 @@ import secrets
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 from agentrl.errors import SandboxError
 from agentrl.sandbox.folder import remove_tree
 
 _JANITOR = """
-read -r _
-folder=$1; shift
-for mount in "$folder"/*/; do umount -l "$mount" 2>/dev/null; done
-rm -rf -- "$folder" 2>/dev/null || { chmod -R u+rwX -- "$folder"; rm -rf -- "$folder"; } 2>/dev/null
-for attempt in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
+read -r closed
+folder=$1 mark=$2 group=$3
+for attempt in $(seq 100); do
   left=
-  for group in "$@"; do
-    [ -d "$group" ] && find "$group" -depth -type d -exec rmdir {} + 2>/dev/null
-    [ -d "$group" ] && left=yes
+  for found in $(printf %s "$mark=$folder" | grep -lsFf - /proc/[0-9]*/environ); do
+    pid=${found#/proc/}
+    kill -9 "${pid%/environ}"
+    left=yes
   done
-  [ -n "$left" ] || exit 0
+  for mount in "$folder"/*/; do umount -l "$mount"; done
+  rm -rf -- "$folder" || { chmod -R u+rwX -- "$folder"; rm -rf -- "$folder"; }
+  for place in /sys/fs/cgroup/ /sys/fs/cgroup/*/; do
+    [ -d "$place$group" ] && find "$place$group" -depth -type d -exec rmdir {} +
+    [ -d "$place$group" ] && left=yes
+  done
+  [ -z "$left" ] && [ -n "$closed" ] && exit 0
+  [ -z "$left" ] && closed=soon  # a process amid an exec shows no environment for a moment
   sleep 0.1
 done
 """
 _PREFIX = "agentrl-boxes"
+_MARK = "AGENTRL_BOXES"  # variable of every process of a box, as the host sees it: the folder of its owner
+_CGROUPS = Path("/sys/fs/cgroup")
+_CLEAN_S = 15.0  # for a janitor: it gives up by itself after a hundred rounds of 0.1 s
 _MS_NOSUID, _MS_NODEV, _MNT_DETACH = 2, 4, 2
 
 
 def label() -> str:
     """Names this process for a reaper: process id, start time, pid namespace, and a random part."""
     return f"{os.getpid()}.{_start_time(os.getpid())}.{_pid_namespace()}.{secrets.token_hex(4)}"
+
+
+def control_group(label: str) -> str:
+    """Name of the control groups of a label's owner; the janitor removes them."""
+    return f"{_PREFIX}.{label}"
 
 
 def is_dead(label: str) -> bool:
@@ -56,8 +72,8 @@ def is_dead(label: str) -> bool:
 class OwnedFolder:
     """A host folder of this process's own. Invariant: it is gone after `close`, or soon after the process died."""
 
-    def __init__(self, *, prefer_memory: bool = True, groups: Sequence[Path] = (), name: str | None = None) -> None:
-        """`groups` are control groups that die with the owner; `name` is a label made before, to name them alike."""
+    def __init__(self, *, prefer_memory: bool = True, name: str | None = None) -> None:
+        """`name` is a label made before, whose control groups die with the folder."""
         shared = Path("/dev/shm")
         base = shared if prefer_memory and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
         home = base / f"{_PREFIX}-{os.getuid()}"
@@ -74,15 +90,8 @@ class OwnedFolder:
             raise SandboxError(f"cannot make a folder for boxes in {str(base)!r}: {error.strerror}") from error
         self._lock = threading.Lock()
         self._mounts: set[Path] = set()
-        self._janitor = subprocess.Popen(
-            ["/bin/sh", "-c", _JANITOR, "agentrl-janitor", str(self.path), *map(str, groups)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
-            start_new_session=True,
-        )
+        self.mark = {_MARK.encode(): bytes(self.path)}
+        self._janitor = _janitor(self.path)
 
     def mount_tmpfs(self, target: Path, options: str) -> bool:
         """Mount a tmpfs over an empty folder inside; False where that is not allowed."""
@@ -112,26 +121,41 @@ class OwnedFolder:
         for mounted in list(self._mounts):
             self.remove(mounted)
         remove_tree(self.path)
-        assert self._janitor.stdin
-        self._janitor.stdin.close()
-        try:
-            self._janitor.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._janitor.kill()
-            self._janitor.wait()
+        _finish(self._janitor)
 
 
-def reap(home: Path) -> list[Path]:
-    """Remove the folders of dead owners under `home`; what was removed."""
-    removed: list[Path] = []
-    for left in home.iterdir():
-        if is_dead(left.name):
-            for mounted in left.iterdir() if left.is_dir() else ():
-                _unmount(mounted)
-            with contextlib.suppress(SandboxError):
-                remove_tree(left)
-                removed.append(left)
-    return removed
+def reap(home: Path) -> list[str]:
+    """End and remove what dead owners left under `home` and among the control groups; their labels."""
+    groups = (path for place in (_CGROUPS, *_CGROUPS.glob("*/")) for path in place.glob(f"{_PREFIX}.*"))
+    labels = {path.name for path in home.iterdir()}
+    labels |= {path.name.removeprefix(f"{_PREFIX}.") for path in groups if os.access(path, os.W_OK)}
+    dead = sorted(filter(is_dead, labels))
+    janitors = [_janitor(home / name) for name in dead]
+    for janitor in janitors:
+        _finish(janitor)
+    return dead
+
+
+def _janitor(folder: Path) -> subprocess.Popen[bytes]:
+    """Cleans up after the owner of `folder` as soon as its stdin ends."""
+    return subprocess.Popen(
+        ["/bin/sh", "-c", _JANITOR, "agentrl-janitor", str(folder), _MARK, control_group(folder.name)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+        start_new_session=True,
+    )
+
+
+def _finish(janitor: subprocess.Popen[bytes]) -> None:
+    """Let a janitor do its work now, whose folder no process is being started for."""
+    try:
+        janitor.communicate(b"closed\n", timeout=_CLEAN_S)
+    except subprocess.TimeoutExpired:
+        janitor.kill()
+        janitor.wait()
 
 
 def _unmount(target: Path) -> None:

@@ -70,18 +70,31 @@ async def test_box_as_a_whole_is_bounded_by_its_control_group(backend: Bubblewra
 
 
 OWNER = """
-import sys, trio
+import os, signal, sys, trio
+from agentrl.sandbox import namespace
 from agentrl.sandbox.bubblewrap import Bubblewrap, BubblewrapBox
 
+def dying_after(function, when=lambda *arguments: True):
+    def call(*arguments, **options):
+        result = function(*arguments, **options)
+        if when(*arguments):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    return call
+
 async def main():
-    backend = Bubblewrap()
+    backend = Bubblewrap(control_groups=None if sys.argv[3] == "groups" else False)
     box = await backend.create()
     await box.snapshot()
     process = await box.start(["sh", "-c", f"setsid sleep {sys.argv[2]} & echo ready; sleep {sys.argv[2]}"])
     await process.receive()
+    if sys.argv[1] == "spawned":
+        namespace.Child.__init__ = dying_after(namespace.Child.__init__)
+    if sys.argv[1] == "let go":
+        os.write = dying_after(os.write, lambda fd, data: data == b"x")
     print("ready", flush=True)
-    if sys.argv[1] == "wait":
-        await box.exec(["sleep", "60"], timeout_s=60)
+    if sys.argv[1] != "leave":
+        await box.exec(["sleep", sys.argv[2]], timeout_s=60)
     sys.exit()
 
 trio.run(main)
@@ -97,14 +110,17 @@ def left_by(owner: int, marker: str) -> list[str]:
     return found + [f"process {pid}" for pid in host_processes(marker) if pid != owner]
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGKILL to the group", "leaving without closing"])
-def test_law_4_nothing_outlives_its_owner(how: str) -> None:
+@pytest.mark.parametrize("groups", ["groups", "no groups"])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGKILL to the group", "leave", "spawned", "let go"])
+def test_law_4_nothing_outlives_its_owner(how: str, groups: str) -> None:
+    """`spawned` and `let go`: killed while a box is being made, when neither bwrap nor its process 1 has asked the
+    kernel yet to die with its parent."""
     marker = f"4321.{os.getpid()}"
-    argv = [sys.executable, "-c", OWNER, "leave" if how.startswith("leaving") else "wait", marker]
+    argv = [sys.executable, "-c", OWNER, how, marker, groups]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0) as owner:
         assert owner.stdout and owner.stdout.readline() == b"ready\n"
         if how == "SIGKILL":
-            assert len(left_by(owner.pid, marker)) > 3
+            assert len(left_by(owner.pid, marker)) > (3 if groups == "groups" else 2)
             owner.kill()
         elif how == "SIGKILL to the group":
             os.killpg(owner.pid, signal.SIGKILL)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import signal
+import subprocess
 import tarfile
 from contextlib import suppress
 from pathlib import Path
@@ -110,5 +112,13 @@ def test_reaper_takes_the_dead_of_this_machine_only(tmp_path: Path) -> None:
     for name in (mine, dead, elsewhere, "unlabelled"):
         (tmp_path / name / "box0").mkdir(parents=True)
     assert is_dead(dead) and not is_dead(mine) and not is_dead(elsewhere)
-    assert reap(tmp_path) == [tmp_path / dead]
+    marked = subprocess.Popen(["sleep", "60"], env={"AGENTRL_BOXES": str(tmp_path / dead)})
+    spared = subprocess.Popen(["sleep", "60"], env={"AGENTRL_BOXES": str(tmp_path / mine)})
+    try:
+        assert dead in reap(tmp_path)
+        assert marked.wait(timeout=10) == -signal.SIGKILL and spared.poll() is None
+    finally:
+        for process in (marked, spared):
+            process.kill()
+            process.wait()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([mine, elsewhere, "unlabelled"])

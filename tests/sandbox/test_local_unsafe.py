@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import AsyncGenerator
 
@@ -11,6 +12,7 @@ from agentrl.errors import SandboxError
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox.local_unsafe import LocalUnsafe
 from agentrl.testing.sandbox import CASES, Case
+from agentrl.testing.sandbox.escapes import host_processes
 
 # Attacks that do no harm to this machine when they succeed.
 HARMLESS = (
@@ -41,6 +43,16 @@ async def test_red_team_succeeds_where_there_is_no_wall(name: str, backend: Loca
     (attack,) = [each for each in CASES if each.name == name]
     with pytest.raises(AssertionError):
         await attack.run(backend)
+
+
+async def test_what_escaped_its_command_ends_with_the_backend(backend: LocalUnsafe) -> None:
+    marker = f"4323.{os.getpid()}"
+    box = await backend.create()
+    escape = f"setsid sh -c 'echo away > f; sleep {marker}' >/dev/null 2>&1 & read -r _ < f"
+    assert (await box.exec(["sh", "-c", f"mkfifo f; {escape}"])).exit_code == 0
+    assert host_processes(marker)
+    await backend.aclose()
+    assert not host_processes(marker)
 
 
 async def test_warns_once_and_loudly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
