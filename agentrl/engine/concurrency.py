@@ -21,7 +21,8 @@ class Aimd:
     by `factor` under pressure, and stays within [floor, ceiling].
 
     Pressure: a preemption since the last look, KV use above `kv_high` with requests waiting, or more than `queue_share`
-    of the running requests waiting."""
+    of the running requests waiting at two looks in a row: at one look alone it may be a burst, such as the first turns
+    of a group, that is being taken in."""
 
     limit: float = 64.0
     floor: float = 4.0
@@ -31,6 +32,7 @@ class Aimd:
     kv_high: float = 0.95
     queue_share: float = 0.25
     _preemptions: float | None = field(default=None, init=False)
+    _queued: bool = field(default=False, init=False)
 
     def look(self, metrics: Mapping[str, float], sent: int) -> float:
         """Take one reading of an engine's metrics, with `sent` requests of ours at it; return the new limit."""
@@ -39,8 +41,9 @@ class Aimd:
         preempted = self._preemptions is not None and preemptions > self._preemptions
         self._preemptions = preemptions
         starved = waiting > 0 and metrics.get(KV_USED, 0.0) > self.kv_high
-        if preempted or starved or waiting > self.queue_share * max(running, self.floor):
+        queued, self._queued = self._queued, waiting > self.queue_share * max(running, self.floor)
+        if preempted or starved or (queued and self._queued):
             self.limit = max(self.floor, self.limit * self.factor)
-        elif sent >= self.limit - 1:
+        elif sent >= self.limit - 1 and not self._queued:
             self.limit = min(self.ceiling, self.limit + self.step)
         return self.limit
