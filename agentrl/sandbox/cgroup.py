@@ -18,7 +18,7 @@ _V1 = ("memory", "pids", "cpu")
 
 
 class ControlGroups:
-    """Makes one group a box below groups of this owner."""
+    """Makes one group a box below groups of this owner, whose janitor removes them."""
 
     def __init__(self, name: str) -> None:
         """Raises OSError where groups cannot be made."""
@@ -65,10 +65,6 @@ class ControlGroups:
             if file.exists() or "sw" not in file.name:  # kernels without swap accounting lack the swap bounds
                 file.write_text(str(value))
         return ControlGroup(folders)
-
-    def close(self) -> None:
-        for root in self._roots:
-            _remove(root)
 
 
 class ControlGroup:

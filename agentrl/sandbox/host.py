@@ -20,7 +20,7 @@ from agentrl.sandbox.cgroup import ControlGroup, ControlGroups
 from agentrl.sandbox.enclosure import Enclosure
 from agentrl.sandbox.folder import WORKSPACE, make_readable, remove_tree, usage
 from agentrl.sandbox.namespace import Subreaper
-from agentrl.sandbox.owner import OwnedFolder, control_group, label
+from agentrl.sandbox.owner import OwnedFolder, control_group
 from agentrl.sandbox.snapshots import Snapshots
 
 _LIMITER = "usr/bin/prlimit"
@@ -94,15 +94,10 @@ class Host:
         self._encloses = True
         self._count = itertools.count()
         self._first_uid = secrets.randbelow(_UIDS)
-        name = label()
-        self._groups = _control_groups(control_group(name), want_groups)
+        self._groups: ControlGroups | None = None
+        self.folder = OwnedFolder()
         try:
-            self.folder = OwnedFolder(name=name)
-        except BaseException:
-            if self._groups:
-                self._groups.close()
-            raise
-        try:
+            self._groups = _control_groups(control_group(self.folder.path.name), want_groups)
             self.snapshots = Snapshots(self.folder.path / "snapshots")
             self._etc = self.folder.path / "etc"
             _make_etc(self._etc)
@@ -110,8 +105,6 @@ class Host:
             self._filter.write_bytes(seccomp.program())
         except BaseException:
             self.folder.close()
-            if self._groups:
-                self._groups.close()
             raise
         Subreaper.hold()
 
@@ -214,8 +207,6 @@ class Host:
     def close(self) -> None:
         Subreaper.release()
         self.folder.close()
-        if self._groups is not None:
-            self._groups.close()
 
     def _root_of(self, image: str | None) -> list[str]:
         """What makes up `/`: of the host only /usr, libraries and a made-up /etc; of an image all but the volatile."""

@@ -64,7 +64,7 @@ class Run:
         rest: Sequence[bytes],
         *,
         filter_file: Path,
-        mark: Mapping[bytes, bytes],
+        mark: Mapping[str, str],
         output_bytes: int,
     ) -> None:
         """Spawn `bwrap ... rest`; `filter_file` holds a compiled system call filter, `mark` names the owner to its
@@ -76,7 +76,8 @@ class Run:
             argv = [*bwrap, b"--json-status-fd", b"%d" % status_write, b"--block-fd", b"%d" % gate_read]
             theirs.append(os.open(filter_file, os.O_RDONLY | os.O_CLOEXEC))  # anew: bwrap reads from its position
             argv += [b"--seccomp", b"%d" % theirs[-1], *rest]
-            self.child = Child(argv, env={**_ENV, **mark}, pass_fds=theirs, output_bytes=output_bytes)
+            env = {**_ENV, **{os.fsencode(key): os.fsencode(value) for key, value in mark.items()}}
+            self.child = Child(argv, env=env, pass_fds=theirs, output_bytes=output_bytes)
         except BaseException:
             os.close(status_read)
             os.close(gate_write)

@@ -1,12 +1,13 @@
-"""Whose boxes these are: the folder that holds a backend's boxes, removed when its owner dies, however it dies.
+"""What a process owns and the kernel would not take with it: gone when the process ends, however it ends.
 
 A janitor (`sh`, a session of its own) holds the read end of a pipe whose only writer is the owner. When the owner ends,
 also by SIGKILL, the janitor sees the end of the pipe, kills the processes that carry the folder's mark in their
 environment, and removes folder, mounts and control groups. Should the janitor be killed too, the next owner on this
 machine reaps what is left: labels name the dead by process id and start time.
 
-The mark is for what the kernel's own ways miss: a `bwrap` asks for `PR_SET_PDEATHSIG` some milliseconds after its
-start, process 1 of its box some more after that, and whoever's parent died before never learns of it.
+The mark is for what the kernel's own ways miss: a program on the host that asks for no `PR_SET_PDEATHSIG`; a `bwrap`,
+which asks for it some milliseconds after its start, and process 1 of its box, which does so some more after that:
+whoever's parent died before never learns of it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import secrets
 import subprocess
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from agentrl.errors import SandboxError
@@ -25,14 +27,15 @@ from agentrl.sandbox.folder import remove_tree
 
 _JANITOR = """
 read -r closed
-folder=$1 mark=$2 group=$3
-for attempt in $(seq 100); do
+folder=$1 mark=$2 group=$3 patience=$4
+for attempt in $(seq $((patience + 100))); do
   left=
   for found in $(printf %s "$mark=$folder" | grep -lsFf - /proc/[0-9]*/environ); do
     pid=${found#/proc/}
-    kill -9 "${pid%/environ}"
+    [ "$attempt" -le "$patience" ] || kill -9 "${pid%/environ}"
     left=yes
   done
+  [ -n "$left" ] && [ "$attempt" -le "$patience" ] && sleep 0.1 && continue
   for mount in "$folder"/*/; do umount -l "$mount"; done
   rm -rf -- "$folder" || { chmod -R u+rwX -- "$folder"; rm -rf -- "$folder"; }
   for place in /sys/fs/cgroup/ /sys/fs/cgroup/*/; do
@@ -45,9 +48,9 @@ for attempt in $(seq 100); do
 done
 """
 _PREFIX = "agentrl-boxes"
-_MARK = "AGENTRL_BOXES"  # variable of every process of a box, as the host sees it: the folder of its owner
+_MARK = "AGENTRL_OWNER"  # variable of every process that is owned, as the host sees it: the folder of its owner
 _CGROUPS = Path("/sys/fs/cgroup")
-_CLEAN_S = 15.0  # for a janitor: it gives up by itself after a hundred rounds of 0.1 s
+_CLEAN_S = 15.0  # for a janitor beyond its patience: it gives up by itself after a hundred rounds of 0.1 s
 _MS_NOSUID, _MS_NODEV, _MNT_DETACH = 2, 4, 2
 
 
@@ -69,11 +72,44 @@ def is_dead(label: str) -> bool:
     return _start_time(int(pid)) != started
 
 
-class OwnedFolder:
-    """A host folder of this process's own. Invariant: it is gone after `close`, or soon after the process died."""
+class Janitor:
+    """Ends and removes what is left of this process: `folder`, mounts in it, control groups of the folder's name, and
+    every process that has `mark` in its environment. Make it before what it is to remove."""
 
-    def __init__(self, *, prefer_memory: bool = True, name: str | None = None) -> None:
-        """`name` is a label made before, whose control groups die with the folder."""
+    def __init__(self, folder: Path, *, patience_s: float = 0.0, keep_open: Sequence[int] = ()) -> None:
+        """Marked processes may end by themselves for `patience_s` seconds. `keep_open` are descriptors that stay open
+        until all is gone, locks for one."""
+        self.mark = {_MARK: str(folder)}
+        self._patience_s = patience_s
+        arguments = [str(folder), _MARK, control_group(folder.name), str(round(patience_s / 0.1))]
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", _JANITOR, "agentrl-janitor", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+            pass_fds=keep_open,
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        """Let it do its work now, while no process with the mark is being started. Idempotent."""
+        if self._process.returncode is not None:
+            return
+        try:
+            self._process.communicate(b"closed\n", timeout=self._patience_s + _CLEAN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class OwnedFolder:
+    """A host folder of this process's own, and the processes that carry its `mark`. Invariant: all of it is gone after
+    `close`, or soon after this process died."""
+
+    def __init__(self, *, prefer_memory: bool = True) -> None:
+        """Raises SandboxError if the host has no place for it."""
         shared = Path("/dev/shm")
         base = shared if prefer_memory and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
         home = base / f"{_PREFIX}-{os.getuid()}"
@@ -83,15 +119,19 @@ class OwnedFolder:
                 raise SandboxError(f"{str(home)!r} belongs to someone else; remove it")
             home.chmod(0o711)
             reap(home)
-            self.path = home / (name or label())
-            self.path.mkdir(mode=0o711)
-            self.path.chmod(0o711)
+            self.path = home / label()
+            self._janitor = Janitor(self.path)
+            self.mark = self._janitor.mark
+            self._lock = threading.Lock()
+            self._mounts: set[Path] = set()
+            try:
+                self.path.mkdir(mode=0o711)
+                self.path.chmod(0o711)
+            except BaseException:
+                self._janitor.close()
+                raise
         except OSError as error:
             raise SandboxError(f"cannot make a folder for boxes in {str(base)!r}: {error.strerror}") from error
-        self._lock = threading.Lock()
-        self._mounts: set[Path] = set()
-        self.mark = {_MARK.encode(): bytes(self.path)}
-        self._janitor = _janitor(self.path)
 
     def mount_tmpfs(self, target: Path, options: str) -> bool:
         """Mount a tmpfs over an empty folder inside; False where that is not allowed."""
@@ -116,12 +156,10 @@ class OwnedFolder:
 
     def close(self) -> None:
         """Remove everything. Idempotent."""
-        if self._janitor.returncode is not None:
-            return
         for mounted in list(self._mounts):
             self.remove(mounted)
         remove_tree(self.path)
-        _finish(self._janitor)
+        self._janitor.close()
 
 
 def reap(home: Path) -> list[str]:
@@ -130,32 +168,9 @@ def reap(home: Path) -> list[str]:
     labels = {path.name for path in home.iterdir()}
     labels |= {path.name.removeprefix(f"{_PREFIX}.") for path in groups if os.access(path, os.W_OK)}
     dead = sorted(filter(is_dead, labels))
-    janitors = [_janitor(home / name) for name in dead]
-    for janitor in janitors:
-        _finish(janitor)
+    for janitor in [Janitor(home / name) for name in dead]:
+        janitor.close()
     return dead
-
-
-def _janitor(folder: Path) -> subprocess.Popen[bytes]:
-    """Cleans up after the owner of `folder` as soon as its stdin ends."""
-    return subprocess.Popen(
-        ["/bin/sh", "-c", _JANITOR, "agentrl-janitor", str(folder), _MARK, control_group(folder.name)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
-        start_new_session=True,
-    )
-
-
-def _finish(janitor: subprocess.Popen[bytes]) -> None:
-    """Let a janitor do its work now, whose folder no process is being started for."""
-    try:
-        janitor.communicate(b"closed\n", timeout=_CLEAN_S)
-    except subprocess.TimeoutExpired:
-        janitor.kill()
-        janitor.wait()
 
 
 def _unmount(target: Path) -> None:

@@ -131,6 +131,40 @@ def test_law_4_nothing_outlives_its_owner(how: str, groups: str) -> None:
             time.sleep(0.02)
 
 
+EACH_CALL = """
+import sys, trio
+from agentrl.sandbox import owner
+from agentrl.sandbox.bubblewrap import Bubblewrap
+from agentrl.testing.chaos import killed_after_each_call
+
+owner.reap = lambda home: []  # nobody else cleans up here
+
+async def main():
+    backend = Bubblewrap()
+    box = await backend.create()
+    await box.snapshot()
+    process = await box.start(["sh", "-c", f"setsid sleep {sys.argv[1]} & echo ready; sleep {sys.argv[1]}"])
+    await process.receive()
+    await backend.aclose()
+
+for pid in killed_after_each_call(lambda: trio.run(main)):
+    print(pid)
+"""
+
+
+def test_law_4_holds_at_every_instant() -> None:
+    """Killed after each folder, control group and process that it made: nobody but its own janitor cleans up."""
+    marker = f"4324.{os.getpid()}"
+    script = [sys.executable, "-c", EACH_CALL, marker]
+    done = subprocess.run(script, stdout=subprocess.PIPE, text=True, timeout=200, check=True)
+    owners = [int(line) for line in done.stdout.split()]
+    assert len(owners) > 20
+    deadline = time.monotonic() + 20
+    while left := [found for owner in owners for found in left_by(owner, marker)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
 async def test_close_leaves_nothing(backend: Bubblewrap) -> None:
     before = set(left_by(os.getpid(), "4322.1"))  # another test of this process may keep a backend open
     box = await backend.create(SandboxSpec(files={"f": b"1"}))

@@ -112,8 +112,8 @@ def test_reaper_takes_the_dead_of_this_machine_only(tmp_path: Path) -> None:
     for name in (mine, dead, elsewhere, "unlabelled"):
         (tmp_path / name / "box0").mkdir(parents=True)
     assert is_dead(dead) and not is_dead(mine) and not is_dead(elsewhere)
-    marked = subprocess.Popen(["sleep", "60"], env={"AGENTRL_BOXES": str(tmp_path / dead)})
-    spared = subprocess.Popen(["sleep", "60"], env={"AGENTRL_BOXES": str(tmp_path / mine)})
+    marked = subprocess.Popen(["sleep", "60"], env={"AGENTRL_OWNER": str(tmp_path / dead)})
+    spared = subprocess.Popen(["sleep", "60"], env={"AGENTRL_OWNER": str(tmp_path / mine)})
     try:
         assert dead in reap(tmp_path)
         assert marked.wait(timeout=10) == -signal.SIGKILL and spared.poll() is None
