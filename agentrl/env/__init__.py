@@ -4,7 +4,7 @@ core         Env: the contract, sync and async            spaces      Text, Mess
 tool_env     ToolEnv: prompt, @tool methods, grade        tools       @tool, schemas, results
 tool_calls   parsers of tool calls, one per dialect       limits      when an episode is truncated
 registration make, register; gymnasium knows our ids      bridge      threads between sync and async
-plugged      tools that are named, their box and servers
+plugged      tools that are named, their box and servers  answers     what an environment answered, looked at
 """
 
 from agentrl.env.core import Env, as_async, as_messages

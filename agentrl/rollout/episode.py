@@ -13,6 +13,7 @@ by the one it is bound to.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ import trio
 
 from agentrl.config import Rollout
 from agentrl.engine.renderer import Renderer
-from agentrl.env import bridge
+from agentrl.env import answers, bridge
 from agentrl.errors import EngineError, EnvError, InfrastructureError, PolicyFault, SandboxError, StoreError
 from agentrl.protocols import AsyncEnv, Engine, GenerateRequest, Rewarder
 from agentrl.records import (
@@ -83,18 +84,19 @@ async def play(claim: Claim, seat: Seat) -> Ending:
     episode = _Episode(claim, seat)
     ending: Ending | None = None
     try:
-        with trio.move_on_after(seat.settings.episode_deadline_s):
-            ending = await episode.run()
-        if ending is None:
-            ending = await episode.end_at(StopReason.TIME_LIMIT)
+        try:
+            with trio.move_on_after(seat.settings.episode_deadline_s):
+                ending = await episode.run()
+            if ending is None:
+                ending = await episode.end_at(StopReason.TIME_LIMIT)
+        except PolicyFault as fault:
+            ending = Ending(StopReason.POLICY_FAULT, _one_line(fault))
+        finally:
+            await episode.close()
     except StoreError:
         raise
     except InfrastructureError as error:
         ending = Ending(_reason_of(error), _one_line(error))
-    except PolicyFault as fault:
-        ending = Ending(StopReason.POLICY_FAULT, _one_line(fault))
-    finally:
-        await episode.close()
     ending = await episode.score(ending)
     episode.finish(ending)
     return ending
@@ -122,7 +124,8 @@ class _Episode:
         """A limit of the run ends the episode: the environment may still judge what there is."""
         env = self._env
         if env is not None:
-            self._info = {**self._info, **await self._guard("end", lambda: env.aend(reason), acted=True)}
+            ended = await self._guard("end", lambda: answers.end(env, reason, self._claim.task), acted=True)
+            self._info = {**self._info, **ended}
         return Ending(reason)
 
     async def close(self) -> None:
@@ -130,7 +133,12 @@ class _Episode:
         if self._env is None:
             return
         with trio.move_on_after(self._seat.settings.step_deadline_s, shield=True):
-            await self._env.aclose()
+            try:
+                await self._env.aclose()
+            except InfrastructureError:
+                raise
+            except Exception as error:
+                raise EnvError(f"{self._claim.task.env}: close raised {_one_line(error)}") from error
 
     async def score(self, ending: Ending) -> Ending:
         """Ask the rewarder, where there is one, what an end of the policy's own doing is worth. Where it cannot say,
@@ -140,7 +148,10 @@ class _Episode:
             return ending
 
         async def reward() -> float:
-            return float(await bridge.call(rewarder, self._trajectory(ending), blocking=False))
+            rewarded = float(await bridge.call(rewarder, self._trajectory(ending), blocking=False))
+            if not math.isfinite(rewarded):
+                raise ValueError(f"{rewarded} is no reward")
+            return rewarded
 
         try:
             self._rewarded = await self._guard("reward", reward)
@@ -181,8 +192,7 @@ class _Episode:
         return None
 
     async def _reset(self, env: AsyncEnv) -> Messages:
-        task = self._claim.task
-        start, self._info = await self._guard("reset", lambda: env.areset(seed=task.seed, options=dict(task.options)))
+        start, self._info = await self._guard("reset", lambda: answers.start(env, self._claim.task))
         self._first_role = str(self._info.get("role", POLICY))
         return start
 
@@ -201,7 +211,7 @@ class _Episode:
         seat, settings = self._seat, self._seat.settings
         if len(self._turns) >= settings.max_turns:
             return await self.end_at(StopReason.TURN_LIMIT)
-        prompt = self._render()
+        prompt = await self._render()
         room = settings.max_context - len(prompt.context)
         if room < 1:
             return await self.end_at(StopReason.CONTEXT_LIMIT)
@@ -213,7 +223,7 @@ class _Episode:
         self._turns[-1] = replace(turn, step=step)
         return self._ended()
 
-    def _render(self) -> _Prompt:
+    async def _render(self) -> _Prompt:
         """The next turn up to where its role speaks. Tools are asked for with every fresh start and fork: an
         environment may know them no earlier, and may have others then."""
         renderer, env = self._seat.renderer, self._env
@@ -226,7 +236,8 @@ class _Episode:
             history = step.info.get("history")
         last = next((turn for turn in reversed(self._turns) if turn.role == role), None)
         if history is not None or last is None:
-            prompt_ids = renderer.start(news if history is None else tuple(history), env.tool_schemas())
+            schemas = await self._guard("tool_schemas", lambda: _call(env.tool_schemas))
+            prompt_ids = renderer.start(news if history is None else tuple(history), schemas)
             return _Prompt(role, None, prompt_ids, prompt_ids)
         prompt_ids = renderer.extend(last.token_ids, news)
         context = context_ids(self._turns, last.index) + last.token_ids + prompt_ids
@@ -272,12 +283,9 @@ class _Episode:
         env = self._env
         assert env is not None
         env.charge_tokens(len(turn.token_ids))
-        answer = await self._guard("step", lambda: env.astep(turn.text), acted=True)
-        observation, reward, terminated, truncated, info = answer
-        self._info = info
-        return Step(
-            observation=observation, reward=float(reward), terminated=terminated, truncated=truncated, info=info
-        )
+        step: Step = await self._guard("step", lambda: answers.act(env, turn.text, self._claim.task), acted=True)
+        self._info = step.info
+        return step
 
     def _ended(self) -> Ending | None:
         """What the last answered step says about the end."""
@@ -345,8 +353,8 @@ class _Episode:
             raise EnvError(f"{self._claim.task.env}: {what} raised {_one_line(error)}") from error
 
 
-async def _call(function: Callable[[Task], AsyncEnv], task: Task) -> AsyncEnv:
-    return function(task)
+async def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 def _reason_of(error: InfrastructureError) -> StopReason:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from agentrl.env import answers
 from agentrl.protocols import AsyncEnv
-from agentrl.records import Messages, Step, Turn
+from agentrl.records import Messages, Turn
 from agentrl.store import Claim
 
 
@@ -32,10 +33,7 @@ async def replay(env: AsyncEnv, start: Messages, claim: Claim) -> Replayed:
     turns: list[Turn] = []
     for turn in claim.turns:
         env.charge_tokens(len(turn.token_ids))
-        observation, reward, terminated, truncated, info = await env.astep(turn.text)
-        step = Step(
-            observation=observation, reward=float(reward), terminated=terminated, truncated=truncated, info=info
-        )
+        step = await answers.act(env, turn.text, claim.task)
         if turn.step is None:
             turns.append(replace(turn, step=step))
             return Replayed(tuple(turns), answered_last=True)

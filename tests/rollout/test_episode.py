@@ -89,6 +89,37 @@ async def test_law_3_what_the_policy_could_not_cause_is_not_scored(
     assert store.failures().detail == detail
 
 
+@pytest.mark.parametrize(
+    ("answer", "detail"),
+    [
+        (None, "test/Env: step returned a NoneType: return (messages, reward, terminated, truncated, info)"),
+        (done(note=object()), "test/Env: step: info is not JSON-safe: Object of type object is not JSON serializable"),
+        (done(float("nan")), "test/Env: step: info is not JSON-safe: Out of range float values are not JSON compliant"),
+    ],
+)
+async def test_law_3_an_answer_that_is_none_costs_the_episode_not_the_worker(
+    store: RunStore, claim_one: Any, seat: Any, answer: Any, detail: str
+) -> None:
+    claim = claim_one()
+    ending = await play(claim, seat(ScriptedEnv([answer])))
+    assert (ending.stop_reason, ending.detail) == (StopReason.ENV_FAILED, detail)
+    assert not store.trajectory(claim.episode_id).scored
+
+
+@pytest.mark.parametrize("method", ["aclose", "tool_schemas"])
+async def test_law_3_what_else_an_environment_raises_costs_the_episode_too(
+    claim_one: Any, seat: Any, method: str
+) -> None:
+    def raising() -> None:
+        raise KeyError("handle")
+
+    env = ScriptedEnv([done()])
+    setattr(env, method, raising)
+    ending = await play(claim_one(), seat(env))
+    what = {"aclose": "close"}.get(method, method)
+    assert (ending.stop_reason, ending.detail) == (StopReason.ENV_FAILED, f"test/Env: {what} raised KeyError: 'handle'")
+
+
 async def test_law_3_a_dead_engine_is_not_the_policys_doing(store: RunStore, claim_one: Any, seat: Any) -> None:
     engine = FakeEngine(version=1, failures=[Failure(request=0, error=EngineUnavailable("gone"))])
     claim = claim_one()
@@ -183,6 +214,12 @@ async def test_law_3_a_reward_that_cannot_be_had_is_no_reward(
     assert (ending.stop_reason, ending.detail) == (reason, detail)
     trajectory = store.trajectory(claim.episode_id)
     assert (trajectory.stop_reason, trajectory.outcome, trajectory.scored) == (reason, None, False)
+
+
+async def test_law_3_a_reward_that_is_not_finite_is_no_reward(claim_one: Any, seat: Any) -> None:
+    ending = await play(claim_one(), seat(ScriptedEnv([done()]), rewarder=lambda trajectory: float("nan")))
+    assert ending.stop_reason is StopReason.ENV_FAILED
+    assert ending.detail == "test/Env: reward raised ValueError: nan is no reward"
 
 
 async def test_what_failed_before_is_not_put_to_the_rewarder(claim_one: Any, seat: Any) -> None:
