@@ -19,8 +19,11 @@ import secrets
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+
+import trio
 
 from agentrl.errors import SandboxError
 from agentrl.sandbox.folder import remove_tree
@@ -160,6 +163,17 @@ class OwnedFolder:
             self.remove(mounted)
         remove_tree(self.path)
         self._janitor.close()
+
+
+@asynccontextmanager
+async def owned_folder() -> AsyncGenerator[OwnedFolder]:
+    """An `OwnedFolder` for as long as the block runs; its mark is for processes that are to end with the block."""
+    folder = await trio.to_thread.run_sync(OwnedFolder)
+    try:
+        yield folder
+    finally:
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(folder.close)
 
 
 def reap(home: Path) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import trio
 
 from agentrl.errors import InfrastructureError, ToolArgumentError, ToolError, UsageError
 from agentrl.protocols import Sandbox
+from agentrl.testing.sandbox.escapes import host_processes
 from agentrl_tools.mcp import McpServer, McpTool
 
 pytest.importorskip("mcp")
@@ -59,6 +61,42 @@ async def test_law_4_server_dies_with_the_episode(server: McpServer) -> None:
         os.close(descriptor)
     with pytest.raises(InfrastructureError, match="gone"):
         await tools["add"].call({"a": 1, "b": 1})
+
+
+EACH_CALL = """
+import sys, trio
+import mcp.client.stdio  # once, not in every fork
+from agentrl.errors import InfrastructureError
+from agentrl.sandbox import owner
+from agentrl.testing.chaos import killed_after_each_call
+from agentrl_tools.mcp import McpServer
+
+owner.reap = lambda home: []  # nobody else cleans up here
+deaf = f"setsid sleep {sys.argv[1]} & sleep {sys.argv[1]}"
+
+async def main():
+    try:
+        await McpServer(command=["sh", "-c", deaf], start_s=0.5).open()
+    except InfrastructureError:
+        return
+    raise AssertionError
+
+for pid in killed_after_each_call(lambda: trio.run(main)):
+    print(pid)
+"""
+
+
+def test_law_4_server_dies_with_its_owner_at_every_instant() -> None:
+    """Also one that does not mind the end of its stdin, and what it started in a session of its own."""
+    marker = f"4326.{os.getpid()}"
+    script = [sys.executable, "-c", EACH_CALL, marker]
+    done = subprocess.run(script, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=100, check=True)
+    owners = [int(line) for line in done.stdout.split()]
+    assert len(owners) >= 4
+    deadline = time.monotonic() + 20
+    while left := [*host_processes(marker), *(p for o in owners for p in Path("/dev/shm").glob(f"agentrl-*/{o}.*"))]:
+        assert time.monotonic() < deadline, left  # for the end of processes that are not ours there is no event
+        time.sleep(0.05)
 
 
 async def test_call_that_takes_too_long_is_the_model_s_to_read() -> None:

@@ -6,7 +6,8 @@
     await server.aclose()                                       # the server's processes die here, at the latest
 
 The connection lives in a trio system task of its own, so that it may be opened in one task and closed in another, as
-an environment's `setup` and `teardown` are. A server in a sandbox dies with its box.
+an environment's `setup` and `teardown` are. A server in a sandbox dies with its box, one on the host with this process
+(all that it started, too: a janitor sees to it).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import trio
@@ -23,6 +24,7 @@ from agentrl.env.tools import argument_check, clean_text
 from agentrl.errors import InfrastructureError, ToolError, UsageError
 from agentrl.protocols import Sandbox, ToolResult
 from agentrl.records import Json
+from agentrl.sandbox.owner import owned_folder
 from agentrl_tools.base import OUTPUT_BYTES, text_result
 
 
@@ -120,8 +122,11 @@ class McpServer:
             with self._scope:
                 from mcp import Client
 
-                async with Client(self._target()) as client:
-                    self._client = client
+                async with AsyncExitStack() as stack:
+                    mark: Mapping[str, str] = {}
+                    if self._command and self._sandbox is None:
+                        mark = (await stack.enter_async_context(owned_folder())).mark
+                    self._client = await stack.enter_async_context(Client(self._target(mark)))
                     self._ready.set()
                     await trio.sleep_forever()
         except Exception as error:
@@ -131,7 +136,8 @@ class McpServer:
             self._ready.set()
             self._gone.set()
 
-    def _target(self) -> Any:
+    def _target(self, mark: Mapping[str, str]) -> Any:
+        """What the package's client speaks to. `mark` is for the environment of a command of the host."""
         from mcp import StdioServerParameters
         from mcp.client.stdio import stdio_client
 
@@ -139,7 +145,8 @@ class McpServer:
             return self._url
         if self._sandbox is not None:
             return _box_transport(self._sandbox, self._command, self._env)
-        return stdio_client(StdioServerParameters(command=self._command[0], args=self._command[1:], env=self._env))
+        command, *args = self._command
+        return stdio_client(StdioServerParameters(command=command, args=args, env={**self._env, **mark}))
 
 
 class McpTool:

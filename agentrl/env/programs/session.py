@@ -22,6 +22,7 @@ import trio
 from agentrl.env.programs import http
 from agentrl.env.programs.api import Api, BadRequest, Conversation, Reply, apis, event_text
 from agentrl.records import Json
+from agentrl.sandbox.owner import OwnedFolder, owned_folder
 
 Program = Callable[["Session"], Awaitable[Any] | Any]
 """An agent program: an async function, or a plain one (in a thread of its own), given where the model is."""
@@ -162,8 +163,13 @@ async def _execute(program: Program | Sequence[str], session: Session) -> Any:
 
 
 async def _command(argv: Sequence[str], session: Session) -> Exited:
-    """A command in a process group of its own, all of which ends with it."""
-    variables = {**os.environ, **session.variables, "AGENTRL_TASK": _as_json(session.task)}
+    """A command in a process group of its own; all that it started ends with it, and with this process."""
+    async with owned_folder() as owner:
+        return await _owned(argv, session, owner)
+
+
+async def _owned(argv: Sequence[str], session: Session, owner: OwnedFolder) -> Exited:
+    variables = {**os.environ, **session.variables, "AGENTRL_TASK": _as_json(session.task), **owner.mark}
     process = await trio.lowlevel.open_process(
         list(argv),
         stdin=subprocess.DEVNULL,
@@ -189,6 +195,7 @@ async def _command(argv: Sequence[str], session: Session) -> Exited:
             nursery.start_soon(drain, "stderr", process.stderr)
             await process.wait()
             _kill_group(process.pid)
+            await trio.to_thread.run_sync(owner.close)  # what left the group may hold the pipes open
     finally:
         _kill_group(process.pid)
         with trio.CancelScope(shield=True):

@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -18,6 +20,7 @@ from agentrl.env.programs.api import Conversation, Reply
 from agentrl.env.programs.program_env import news_of
 from agentrl.env.tool_calls import ToolCall
 from agentrl.errors import EnvError, UsageError
+from agentrl.testing.sandbox.escapes import host_processes
 
 HERMES = get_format("hermes")
 CHAT, RESPONSES, ANTHROPIC = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -355,6 +358,40 @@ async def test_closing_ends_a_program_in_the_middle(tmp_path):
     assert not alive(pid)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
+
+
+EACH_CALL = """
+import sys, trio
+from agentrl.env.programs import ProgramEnv
+from agentrl.sandbox import owner
+from agentrl.testing.chaos import MAKING, killed_after_each_call
+
+owner.reap = lambda home: []  # nobody else cleans up here
+away = "subprocess.Popen(['sleep', sys.argv[1]], start_new_session=True, stdout=2)"
+program = [sys.executable, "-c", sys.argv[2].replace("subprocess.Popen(['sleep', '60'])", away), sys.argv[1]]
+
+async def main():
+    async with ProgramEnv(program) as env:
+        await env.areset(seed=0, options={"q": "?"})
+        *_, terminated, _, info = await env.astep("fine")
+        assert terminated and info["exit_code"] == 3
+
+for pid in killed_after_each_call(lambda: trio.run(main), MAKING | {"_accept"}):
+    print(pid)
+"""
+
+
+def test_law_4_a_command_and_what_left_its_group_end_with_their_owner_at_every_instant():
+    """Killed after each folder and process that it made, and when the program first asks."""
+    marker = f"4325.{os.getpid()}"
+    script = [sys.executable, "-c", EACH_CALL, marker, COMMAND.replace('"', "'")]
+    done = subprocess.run(script, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    owners = [int(line) for line in done.stdout.split()]
+    assert len(owners) >= 4
+    deadline = time.monotonic() + 20
+    while left := [*host_processes(marker), *(p for o in owners for p in Path("/dev/shm").glob(f"agentrl-*/{o}.*"))]:
+        assert time.monotonic() < deadline, left  # for the end of processes that are not ours there is no event
+        time.sleep(0.05)
 
 
 def test_passes_the_checker():
