@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import shutil
 import signal
 import socket
@@ -289,14 +291,17 @@ def test_it_ends_when_its_owner_is_killed(model_dir: Path, tmp_path: Path) -> No
     owner = subprocess.Popen([sys.executable, "-c", code, *argv], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     owner.stdout.readline()
-    port = int(json.loads(ready.read_text())["url"].rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+    said = json.loads(ready.read_text())
+    port, engine = int(said["url"].rpartition(":")[2]), os.pidfd_open(said["pid"])
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         owner.send_signal(signal.SIGKILL)
         owner.wait()
         with suppress(ConnectionResetError):
-            assert connection.recv(1) == b""  # the engine's end closes it
+            assert connection.recv(1) == b""  # the engine's end closes it, the listening socket maybe later
+    with os.fdopen(engine):
+        assert select.select([engine], [], [], 60)[0], "the engine lives on"
     with pytest.raises(OSError, match="refused"):
-        socket.create_connection(("127.0.0.1", port), timeout=20)
+        socket.create_connection(("127.0.0.1", port), timeout=60)
 
 
 async def test_launched_it_serves_and_ends_with_its_block(model_dir: Path) -> None:
