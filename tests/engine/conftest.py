@@ -73,7 +73,7 @@ class Server:
         argv = [sys.executable, "-m", "agentrl.engine.embedded", "--model", str(model), "--ready-file", str(ready)]
         argv += ["--lifeline", "--kv-cache-mb", "16", *options]
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not ready.exists():
             assert self.process.poll() is None and time.monotonic() < deadline, "the engine did not start"
             time.sleep(0.02)
@@ -82,7 +82,7 @@ class Server:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 @pytest.fixture(scope="session")

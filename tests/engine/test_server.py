@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,10 +27,11 @@ from agentrl.errors import EngineError, EngineUnavailable, UsageError, WeightSyn
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import SamplingParams
 
-from .conftest import VOCAB, Server
+from .conftest import VOCAB, Server, make_model
 from .oracle import reference_logprobs
 
 GENERATE = "/inference/v1/generate"
+ENDLESS = 8000  # tokens: more than an engine can sample before a test that was held up for seconds goes on
 
 
 @pytest.fixture
@@ -40,14 +41,36 @@ async def client(server: Server) -> AsyncIterator[EngineClient]:
     await client.aclose()
 
 
+@pytest.fixture(scope="module")
+def long_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Serves the same weights with room for ENDLESS turns: what is to meet one in its midst aborts it afterwards."""
+    folder = tmp_path_factory.mktemp("long")
+    model = make_model(folder / "model", tie_word_embeddings=True, max_position_embeddings=ENDLESS + 100)
+    running = Server(model, folder, "--stream-tokens", "4", "--max-batch", "4", "--kv-cache-mb", "64")
+    yield running
+    running.close()
+
+
+@pytest.fixture
+async def long_client(long_server: Server) -> AsyncIterator[EngineClient]:
+    client = EngineClient(long_server.url)
+    yield client
+    await client.aclose()
+
+
 def ask(id: str, tokens: tuple[int, ...] = (5, 6, 7), max_tokens: int = 10, **sampling: object) -> GenerateRequest:
     params = SamplingParams(max_tokens=max_tokens, **sampling)  # pyright: ignore[reportArgumentType]
-    return GenerateRequest(request_id=id, session=id, token_ids=tokens, sampling=params, deadline_s=30)
+    return GenerateRequest(request_id=id, session=id, token_ids=tokens, sampling=params, deadline_s=120)
+
+
+async def abort(client: EngineClient, id: str) -> None:
+    body = {"request_ids": [f"generate-tokens-{id}"]}
+    await client.call("POST", "/abort_requests", json=body, deadline_s=60)
 
 
 async def until(client: EngineClient, name: str, value: float) -> None:
     """Ask for metrics until one has a value; each answer lets the engine do a few passes."""
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         while (await client.metrics())[name] != value:
             await trio.lowlevel.checkpoint()
 
@@ -59,7 +82,7 @@ async def test_streamed_and_whole_answers_have_exact_logprobs(client: EngineClie
     logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
     assert logprobs == pytest.approx(reference_logprobs(model_dir, [5, 6, 7, *tokens], 3), abs=1e-4)
     body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 10, "logprobs": 0}}
-    answer = json.loads(await client.call("POST", GENERATE, json=body, deadline_s=20))
+    answer = json.loads(await client.call("POST", GENERATE, json=body, deadline_s=60))
     (choice,) = answer["choices"]
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     assert logprobs == pytest.approx(reference_logprobs(model_dir, [5, 6, 7, *choice["token_ids"]], 3), abs=1e-4)
@@ -70,7 +93,7 @@ async def test_streamed_and_whole_answers_have_exact_logprobs(client: EngineClie
 async def test_prompts_are_scored_exactly(client: EngineClient, model_dir: Path) -> None:
     tokens = [(7 * i) % VOCAB for i in range(250)]
     await client.generate(ask("cached", tokens=tuple(tokens[:100])))
-    scores = await client.score(tokens, deadline_s=20)
+    scores = await client.score(tokens, deadline_s=60)
     assert list(scores) == pytest.approx(reference_logprobs(model_dir, tokens, 1), abs=1e-4)
 
 
@@ -90,7 +113,7 @@ async def test_more_requests_than_run_at_once_all_finish(client: EngineClient) -
 
 async def test_what_the_server_says_of_itself(client: EngineClient, model_dir: Path) -> None:
     assert await client.healthy()
-    models = json.loads(await client.call("GET", "/v1/models", deadline_s=5))
+    models = json.loads(await client.call("GET", "/v1/models", deadline_s=60))
     assert models["data"][0]["id"] == str(model_dir) and models["data"][0]["max_model_len"] == 256
     before = await client.metrics()
     await client.generate(ask("counted", tokens=tuple(range(2, 60)), max_tokens=7))
@@ -162,79 +185,85 @@ async def test_a_stop_text_ends_a_turn_where_the_folder_has_a_tokenizer(model_di
     assert stopped.finish == "stop"
 
 
-async def test_a_request_id_that_is_running_is_refused(client: EngineClient) -> None:
-    stream = client.stream(ask("twin", max_tokens=250))
+async def test_a_request_id_that_is_running_is_refused(long_client: EngineClient) -> None:
+    stream = long_client.stream(ask("twin", max_tokens=ENDLESS))
     await anext(stream)
     with pytest.raises(EngineError, match="already running"):
-        await client.generate(ask("twin"))
+        await long_client.generate(ask("twin"))
     await stream.aclose()
+    await until(long_client, "vllm:num_requests_running", 0)
 
 
-async def test_leaving_a_stream_frees_the_request(client: EngineClient) -> None:
-    stream = client.stream(ask("leaver", max_tokens=250))
+async def test_leaving_a_stream_frees_the_request(long_client: EngineClient) -> None:
+    stream = long_client.stream(ask("leaver", max_tokens=ENDLESS))
     await anext(stream)
     await stream.aclose()
-    await until(client, "vllm:num_requests_running", 0)
+    await until(long_client, "vllm:num_requests_running", 0)
 
 
-async def test_a_pause_holds_requests_and_abort_ends_them_with_what_they_have(client: EngineClient) -> None:
+async def test_a_pause_holds_requests_and_abort_ends_them_with_what_they_have(long_client: EngineClient) -> None:
     async def call(path: str, **params: str) -> None:
-        await client.call("POST", path, params=params, deadline_s=10)
+        await long_client.call("POST", path, params=params, deadline_s=60)
 
     chunks: list[Chunk] = []
+    begun = trio.Event()
 
     async def one() -> None:
-        async for chunk in client.stream(ask("held", max_tokens=250)):
+        async for chunk in long_client.stream(ask("held", max_tokens=ENDLESS)):
             chunks.append(chunk)
+            begun.set()
 
     await call("/pause", mode="keep")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(one)
-        await until(client, "vllm:num_requests_waiting", 1)
-        assert json.loads(await client.call("GET", "/is_paused", deadline_s=5)) == {"is_paused": True}
+        await until(long_client, "vllm:num_requests_waiting", 1)
+        assert json.loads(await long_client.call("GET", "/is_paused", deadline_s=60)) == {"is_paused": True}
         await call("/resume")
-        while not chunks:
-            await client.metrics()
+        await begun.wait()
         await call("/pause", mode="keep")
-        body = {"request_ids": ["generate-tokens-held"]}
-        await client.call("POST", "/abort_requests", json=body, deadline_s=5)
-    assert chunks[-1].finish == "abort" and 0 < sum(len(chunk.token_ids) for chunk in chunks) < 250
+        await abort(long_client, "held")
+    assert chunks[-1].finish == "abort" and 0 < sum(len(chunk.token_ids) for chunk in chunks) < ENDLESS
     await call("/resume")
 
 
 @pytest.mark.parametrize("clear_cache", [True, False])
 async def test_new_weights_arrive_in_flight_and_every_token_has_its_version(
-    server: Server, client: EngineClient, model_dir: Path, other_weights: Path, clear_cache: bool
+    long_server: Server, long_client: EngineClient, model_dir: Path, other_weights: Path, clear_cache: bool
 ) -> None:
-    before = await client.served_version()
+    before = await long_client.served_version()
     tokens: list[int] = []
     logprobs: list[float] = []
     versions: list[int] = []
+    first, enough = trio.Event(), trio.Event()
+
+    async def one() -> None:
+        async for chunk in long_client.stream(ask("flying", max_tokens=ENDLESS)):
+            tokens.extend(chunk.token_ids)
+            logprobs.extend(chunk.logprobs)
+            versions.extend(span.version for span in chunk.spans for _ in range(span.start, span.end))
+            first.set()
+            if versions.count(before + 5) >= 100:
+                enough.set()
+
+    path = other_weights / "model.safetensors"
     async with trio.open_nursery() as nursery:
-        first = trio.Event()
-
-        async def one() -> None:
-            async for chunk in client.stream(ask("flying", max_tokens=250)):
-                tokens.extend(chunk.token_ids)
-                logprobs.extend(chunk.logprobs)
-                versions.extend(span.version for span in chunk.spans for _ in range(span.start, span.end))
-                first.set()
-
         nursery.start_soon(one)
         await first.wait()
-        path = other_weights / "model.safetensors"
-        report = await push([server.url], path, before + 5, deadline_s=20, clear_cache=clear_cache)
+        report = await push([long_server.url], path, before + 5, deadline_s=60, clear_cache=clear_cache)
+        await enough.wait()
+        await abort(long_client, "flying")
     assert report.bytes == path.stat().st_size and 0 < report.pause_s <= report.total_s
-    assert sorted(set(versions)) == [before, before + 5] and versions == sorted(versions) and len(versions) == 250
+    assert sorted(set(versions)) == [before, before + 5] and versions == sorted(versions)
+    assert len(versions) == len(tokens) < ENDLESS
     old, new = (reference_logprobs(folder, [5, 6, 7, *tokens], 3) for folder in (model_dir, other_weights))
     at = versions.index(before + 5)
     assert logprobs[:at] == pytest.approx(old[:at], abs=1e-4)
     assert (logprobs[at:] == pytest.approx(new[at:], abs=1e-4)) == clear_cache  # kept keys are the old weights'
-    again = await client.generate(ask("after"))
+    again = await long_client.generate(ask("after"))
     assert {span.version for span in again.spans} == {before + 5}
-    await push([client], path, before + 5, deadline_s=20)  # saying it twice does no harm
-    assert await client.served_version() == before + 5
-    await push([client], model_dir / "model.safetensors", before + 6, deadline_s=20)
+    await push([long_client], path, before + 5, deadline_s=60)  # saying it twice does no harm
+    assert await long_client.served_version() == before + 5
+    await push([long_client], model_dir / "model.safetensors", before + 6, deadline_s=60)
 
 
 async def test_weights_that_do_not_arrive_whole_are_refused_and_the_old_ones_go_on(
@@ -249,12 +278,12 @@ async def test_weights_that_do_not_arrive_whole_are_refused_and_the_old_ones_go_
         (tmp_path / "nothing", None, "cannot read"),
     ):
         with pytest.raises(WeightSyncError, match=words):
-            await push([server.url], path, before + 1, sha256=digest, deadline_s=20)
+            await push([server.url], path, before + 1, sha256=digest, deadline_s=60)
     with pytest.raises(EngineError, match="decimal"):
-        await client.call("POST", "/finish_weight_update", json={"weight_version": "five"}, deadline_s=5)
-    await client.call("POST", "/resume", deadline_s=5)
+        await client.call("POST", "/finish_weight_update", json={"weight_version": "five"}, deadline_s=60)
+    await client.call("POST", "/resume", deadline_s=60)
     assert (await client.generate(ask("on"))).spans[0].version == before
-    await push([server.url], good, before + 1, deadline_s=20)  # and the next push mends it
+    await push([server.url], good, before + 1, deadline_s=60)  # and the next push mends it
     assert await client.served_version() == before + 1
 
 
@@ -263,7 +292,7 @@ async def test_a_push_to_a_dead_engine_names_it(server: Server, other_weights: P
         free.bind(("127.0.0.1", 0))
         dead = f"http://127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(WeightSyncError, match=dead):
-        await push([dead], other_weights / "model.safetensors", 1, deadline_s=5)
+        await push([dead], other_weights / "model.safetensors", 1, deadline_s=60)
 
 
 def test_a_port_in_use_is_one_line_and_exit_code_2(model_dir: Path) -> None:
