@@ -5,16 +5,17 @@ Owns threads and nothing else; knows no environment.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any, Final, TypeVar, cast
 
 import trio
 from trio.lowlevel import RunVar
 
-from agentrl.errors import UsageError
+from agentrl.errors import EnvError, UsageError
 
 T = TypeVar("T")
 
@@ -39,18 +40,29 @@ async def call(function: Callable[..., T | Awaitable[T]], *args: Any, blocking: 
 
     An async function is awaited here. A plain one goes to a thread if `blocking`, else it is called in place. On
     cancellation a thread is abandoned: it runs to its own end, nobody reads its result."""
-    if inspect.iscoroutinefunction(function):
-        return cast(T, await function(*args, **kwargs))
 
     def body() -> tuple[T | Awaitable[T]]:
         return (function(*args, **kwargs),)  # boxed: trio takes a bare coroutine from a thread for a mistake
 
-    if blocking:
-        (result,) = await trio.to_thread.run_sync(body, abandon_on_cancel=True, limiter=thread_limiter())
-    else:
-        await trio.lowlevel.checkpoint()
-        (result,) = body()
-    return cast(T, await result) if inspect.isawaitable(result) else result
+    with refusing_exit(function):
+        if inspect.iscoroutinefunction(function):
+            return cast(T, await function(*args, **kwargs))
+        if blocking:
+            (result,) = await trio.to_thread.run_sync(body, abandon_on_cancel=True, limiter=thread_limiter())
+        else:
+            await trio.lowlevel.checkpoint()
+            (result,) = body()
+        return cast(T, await result) if inspect.isawaitable(result) else result
+
+
+@contextlib.contextmanager
+def refusing_exit(function: Callable[..., Any]) -> Generator[None]:
+    """`sys.exit` in an author's function (a parser of arguments calls it) fails its episode and not the process."""
+    try:
+        yield
+    except SystemExit as error:
+        name = getattr(function, "__qualname__", repr(function))
+        raise EnvError(f"{name} called sys.exit({error.code!r}), which would end the process") from error
 
 
 class LoopThread:

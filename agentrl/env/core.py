@@ -8,6 +8,7 @@ model, no tokens and no rollout.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, cast
@@ -16,7 +17,7 @@ import gymnasium
 import trio
 
 from agentrl.env import spaces
-from agentrl.env.bridge import LoopThread, call, thread_limiter
+from agentrl.env.bridge import LoopThread, call, refusing_exit, thread_limiter
 from agentrl.errors import EnvError, UsageError
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Message, Messages, StopReason
@@ -65,6 +66,12 @@ class Env(gymnasium.Env[Messages, str]):
 
     _loop: LoopThread | None = None
     _abandoned: trio.Event | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("reset", "step", "close"):
+            if inspect.iscoroutinefunction(vars(cls).get(name)):
+                raise UsageError(f"{cls.__name__}.{name} is async: write async def a{name}, or a plain def {name}")
 
     # --- gymnasium's side
 
@@ -185,7 +192,8 @@ class Env(gymnasium.Env[Messages, str]):
                     token.run_sync_soon(done.set)
 
         try:
-            return await trio.to_thread.run_sync(body, abandon_on_cancel=True, limiter=thread_limiter())
+            with refusing_exit(function):
+                return await trio.to_thread.run_sync(body, abandon_on_cancel=True, limiter=thread_limiter())
         except trio.Cancelled:
             if started:
                 self._abandoned = done

@@ -1,13 +1,18 @@
-"""Bounds of one episode and the meter that watches them. Knows neither environment nor engine."""
+"""Bounds of one episode, the meter that watches them, what broken calls cost. Knows neither environment nor engine."""
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 from agentrl.errors import ConfigError
 from agentrl.records import StopReason
+
+T = TypeVar("T")
+Fault = Literal["structural", "content"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +27,34 @@ class EpisodeLimits:
     def __post_init__(self) -> None:
         for name in ("turns", "tokens", "seconds", "tool_seconds"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not (isinstance(value, int | float) and value > 0):
                 raise ConfigError(f"limits.{name}", value, "give a number above 0, or leave it out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsePolicy:
+    """What a turn with a broken call costs. *Structural*: the envelope is broken, or there is no call where one is
+    due. *Content*: it is sound, but names an unknown tool or arguments that do not fit.
+
+    `*_retries`: turns with such a failure in a row that the model may correct; one more ends the episode with
+    `PARSE_FAILURE`; None leaves that to the other limits. `*_penalty`: taken off the turn's process reward.
+    `mask_*`: the turn is marked (`info["masked"]`) to be left out of the loss."""
+
+    structural_retries: int | None = None
+    content_retries: int | None = None
+    structural_penalty: float = 0.0
+    content_penalty: float = 0.0
+    mask_structural: bool = False
+    mask_content: bool = False
+
+    def retries(self, fault: Fault) -> int | None:
+        return self.structural_retries if fault == "structural" else self.content_retries
+
+    def penalty(self, fault: Fault) -> float:
+        return self.structural_penalty if fault == "structural" else self.content_penalty
+
+    def masks(self, fault: Fault) -> bool:
+        return self.mask_structural if fault == "structural" else self.mask_content
 
 
 class Meter:
@@ -57,3 +88,14 @@ class Meter:
         if limits.tool_seconds is not None:
             left = min(left, limits.tool_seconds - self.tool_seconds)
         return max(0.0, left)
+
+
+def settings_as(kind: type[T], field: str, value: Any) -> T:
+    """`value` as a `kind`, also where it comes as a table. Raises ConfigError."""
+    if isinstance(value, kind):
+        return value
+    try:
+        return kind(**value)
+    except TypeError as error:
+        known = ", ".join(inspect.signature(kind).parameters)
+        raise ConfigError(field, value, f"give fields of {kind.__name__} ({known})") from error

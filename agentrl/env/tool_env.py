@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Literal, TypeVar, cast
+from typing import Any, ClassVar, Final, TypeVar, cast
 
 import trio
 from gymnasium.error import ResetNeeded
@@ -17,10 +17,19 @@ from gymnasium.error import ResetNeeded
 from agentrl.env import bridge
 from agentrl.env.core import CLOSE_DEADLINE_S, Env, Info, ResetResult, StepResult
 from agentrl.env.dialects import get_format
-from agentrl.env.limits import EpisodeLimits, Meter
+from agentrl.env.limits import EpisodeLimits, Fault, Meter, ParsePolicy, settings_as
 from agentrl.env.plugged import Named, Plugged
 from agentrl.env.tool_calls import Malformed, ToolCall
-from agentrl.env.tools import ArgumentCheck, argument_check, clean_text, cut, envelope, function_schema, tools_of
+from agentrl.env.tools import (
+    ArgumentCheck,
+    argument_check,
+    clean_text,
+    cut,
+    envelope,
+    function_schema,
+    is_tool,
+    tools_of,
+)
 from agentrl.errors import (
     ContentParseError,
     ParseError,
@@ -35,33 +44,6 @@ from agentrl.records import Json, Message, Messages, StopReason
 
 T = TypeVar("T")
 MaybeAwaitable = T | Awaitable[T]
-Fault = Literal["structural", "content"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsePolicy:
-    """What a turn with a broken call costs. *Structural*: the envelope is broken, or there is no call where one is
-    due. *Content*: it is sound, but names an unknown tool or arguments that do not fit.
-
-    `*_retries`: turns with such a failure in a row that the model may correct; one more ends the episode with
-    `PARSE_FAILURE`; None leaves that to the other limits. `*_penalty`: taken off the turn's process reward.
-    `mask_*`: the turn is marked (`info["masked"]`) to be left out of the loss."""
-
-    structural_retries: int | None = None
-    content_retries: int | None = None
-    structural_penalty: float = 0.0
-    content_penalty: float = 0.0
-    mask_structural: bool = False
-    mask_content: bool = False
-
-    def retries(self, fault: Fault) -> int | None:
-        return self.structural_retries if fault == "structural" else self.content_retries
-
-    def penalty(self, fault: Fault) -> float:
-        return self.structural_penalty if fault == "structural" else self.content_penalty
-
-    def masks(self, fault: Fault) -> bool:
-        return self.mask_structural if fault == "structural" else self.mask_content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +133,13 @@ class ToolEnv(Env):
     _episode: _Episode | None = None
     _needs_teardown: bool = False
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, value in vars(cls).items():
+            if is_tool(value) and hasattr(ToolEnv, name):
+                mend = f"name the method otherwise, and the tool by @tool(name={name!r})"
+                raise UsageError(f"the tool {cls.__name__}.{name} takes the place of ToolEnv.{name}: {mend}")
+
     def __init__(
         self,
         *,
@@ -161,10 +150,9 @@ class ToolEnv(Env):
         tool_format: str | None = None,
     ) -> None:
         """`tools` beside the class's own, given or named, and the `box` for them: see `agentrl.env.plugged`."""
-        if limits is not None:
-            self.limits = limits if isinstance(limits, EpisodeLimits) else EpisodeLimits(**limits)
-        if parse_policy is not None:
-            self.parse_policy = parse_policy if isinstance(parse_policy, ParsePolicy) else ParsePolicy(**parse_policy)
+        self.limits = settings_as(EpisodeLimits, "limits", self.limits if limits is None else limits)
+        given = self.parse_policy if parse_policy is None else parse_policy
+        self.parse_policy = settings_as(ParsePolicy, "parse_policy", given)
         self.tool_format = tool_format or self.tool_format
         self._format = get_format(self.tool_format)
         self._tools: dict[str, Tool] = {}
@@ -195,9 +183,9 @@ class ToolEnv(Env):
         names = ", ".join(self._tools)
         raise StructuralParseError(f"no tool call found; call one of: {names}")
 
-    def after_turn(self, results: Sequence[CallResult]) -> MaybeAwaitable[float]:
-        """The process reward of the turn, once its calls are done; `self.reward` may have added to it before."""
-        return 0.0
+    def after_turn(self, results: Sequence[CallResult]) -> MaybeAwaitable[float | None]:
+        """The process reward of the turn, once its calls are done, beside what `self.reward` adds to it."""
+        return None
 
     def grade(self) -> MaybeAwaitable[Grade | float | bool | None]:
         """The outcome, once, when the episode ends, also when a limit ends it. True is 1.0 with success; a number is
@@ -247,6 +235,8 @@ class ToolEnv(Env):
         self._live().meter.tokens += count
 
     async def areset(self, *, seed: int | None = None, options: Mapping[str, Json] | None = None) -> ResetResult:
+        if not hasattr(self, "_tools"):
+            raise UsageError(f"{type(self).__name__}.__init__ must call super().__init__()")
         await self._end_episode()
         await super().areset(seed=seed)
         self._seed = seed
@@ -257,7 +247,7 @@ class ToolEnv(Env):
         for offered in await self._plugged.open():
             self.add_tool(offered)
             self._served.append(offered.name)
-        opening = _messages(await self._hook(self.prompt, self.task), "user")
+        opening = _messages(await self._hook(self.prompt, self.task), f"{type(self).__name__}.prompt")
         told = [self.system or "", self._format.instructions(self.schemas) if self._tools else ""]
         if any(told):
             opening = (Message(role="system", content="\n\n".join(filter(None, told))), *opening)
@@ -281,7 +271,8 @@ class ToolEnv(Env):
             results = []
             observation, faults = await self._answer_text(action)
         episode.calls += len(results)
-        episode.reward += float(await self._hook(self.after_turn, tuple(results)))
+        earned = await self._hook(self.after_turn, tuple(results))  # awaited apart: the hook may call self.reward
+        episode.reward += float(earned or 0.0)
         failed = self._charge_faults(episode, faults)
         episode.meter.turns += 1
         stop = StopReason.PARSE_FAILURE if failed else episode.meter.exceeded()
@@ -305,7 +296,11 @@ class ToolEnv(Env):
         if grade is None:
             return info
         if not isinstance(grade, Grade):
-            grade = Grade(outcome=float(grade), success=float(grade) >= 1.0)
+            try:
+                grade = Grade(outcome=float(grade), success=float(grade) >= 1.0)
+            except (TypeError, ValueError):
+                mend = "give a number, a truth value, a Grade or None"
+                raise UsageError(f"{type(self).__name__}.grade returned {grade!r}: {mend}") from None
         return {**info, **grade.info, "outcome": float(grade.outcome), "success": bool(grade.success)}
 
     async def aclose(self) -> None:
@@ -336,10 +331,11 @@ class ToolEnv(Env):
 
     async def _answer_text(self, text: str) -> tuple[Messages, set[Fault]]:
         try:
-            return _messages(await self._hook(self.on_text, text), "user"), set()
+            answer = await self._hook(self.on_text, text)
+            return () if answer is None else _messages(answer, f"{type(self).__name__}.on_text"), set()
         except PolicyFault as error:
             fault: Fault = "structural" if isinstance(error, StructuralParseError) else "content"
-            return _messages(_said(error), "user"), {fault}
+            return _messages(_said(error), "on_text"), {fault}
 
     def _charge_faults(self, episode: _Episode, faults: set[Fault]) -> bool:
         """Count, penalise and mark the turn's parse failures; whether they used up their retries."""
@@ -475,10 +471,11 @@ def _tool_messages(episode: _Episode, results: Sequence[CallResult]) -> Messages
     )
 
 
-def _messages(value: str | Sequence[Message] | None, role: str) -> Messages:
+def _messages(value: str | Sequence[Message], what: str) -> Messages:
     """A hook's answer as messages, copied: what the author keeps must not be what the observer holds."""
-    if value is None:
-        return ()
     if isinstance(value, str):
-        return (Message(role=role, content=clean_text(value)),)
+        return (Message(role="user", content=clean_text(value)),)
+    given: Any = value
+    if not isinstance(given, list | tuple) or not all(isinstance(each, Mapping) for each in cast("list[Any]", given)):
+        raise UsageError(f"{what} returned {given!r:.80}: give a text, or a list of messages")
     return tuple(cast(Message, dict(message)) for message in value)

@@ -148,14 +148,18 @@ class SchemaTool:
             raise ToolError(f"{type(error).__name__}: {error}") from error
 
 
+def is_tool(value: object) -> bool:
+    """Whether `@tool` marked it."""
+    return isinstance(getattr(value, _MARK, None), ToolOptions)
+
+
 def tools_of(owner: object, *, blocking: bool = True) -> list[FunctionTool]:
     """The `@tool` methods of an object, in the order in which its classes define them, base classes first."""
     found: dict[str, ToolOptions] = {}
     for cls in reversed(type(owner).__mro__):
         for attribute, value in vars(cls).items():
-            options = getattr(value, _MARK, None)
-            if isinstance(options, ToolOptions):
-                found[attribute] = options
+            if is_tool(value):
+                found[attribute] = getattr(value, _MARK)
             elif attribute in found:  # overridden without a mark: no longer offered
                 del found[attribute]
     return [FunctionTool(getattr(owner, attribute), options, blocking=blocking) for attribute, options in found.items()]

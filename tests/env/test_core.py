@@ -94,9 +94,10 @@ def test_every_env_has_a_blocking_side(cls):
             env.step("raise")
         assert env.reset(seed=5)[0] == first
     assert env.closed == 1
-    assert set(threading.enumerate()) == threads, "close ends the private loop"
+    # <=, not ==: an idle thread that trio kept from another test may end meanwhile
+    assert set(threading.enumerate()) <= threads, "close ends the private loop"
     env.close()
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads
 
 
 async def test_blocking_bodies_leave_the_event_loop_and_others_do_not():
@@ -116,7 +117,7 @@ def test_a_forgotten_env_ends_its_loop():
     del env
     gc.collect()
     for thread in loop:
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -132,7 +133,7 @@ class Stuck(Env):
 
     def step(self, action):
         self.entered.set()
-        assert self.leave.wait(10)
+        assert self.leave.wait(60)
         self.left = True
         return (), 0.0, False, False, {}
 
@@ -309,13 +310,35 @@ async def test_threads_are_bounded():
 
     def work():
         running.release()
-        assert leave.wait(10)
+        assert leave.wait(60)
 
     async with trio.open_nursery() as nursery:
         for _ in range(MAX_THREADS + 1):
             nursery.start_soon(call, work)
         for _ in range(MAX_THREADS):
-            assert await trio.to_thread.run_sync(running.acquire, True, 10)
+            assert await trio.to_thread.run_sync(running.acquire, True, 60)
         assert not running.acquire(blocking=False), "one more waits for a free thread"
         leave.set()
     assert running.acquire(blocking=False)
+
+
+@pytest.mark.parametrize("name", ["reset", "step", "close"])
+def test_an_async_method_under_a_blocking_name_is_refused(name):
+    async def method(self, *args, **kwargs): ...
+
+    with pytest.raises(UsageError, match=f"^Mixed.{name} is async: write async def a{name}, or a plain def {name}$"):
+        type("Mixed", (SyncCounter,), {name: method})
+
+
+def test_a_step_that_exits_is_the_environments_failure():
+    class Exits(SyncCounter):
+        def step(self, action):
+            raise SystemExit(3)
+
+    async def play():
+        async with Exits() as env:
+            await env.areset(seed=1)
+            await env.astep("x")
+
+    with pytest.raises(EnvError, match=r"Exits.step called sys.exit\(3\), which would end the process$"):
+        trio.run(play)

@@ -9,7 +9,14 @@ from gymnasium.error import ResetNeeded
 from agentrl.env import EpisodeLimits, Grade, ParsePolicy, ToolEnv, tool
 from agentrl.env.dialects import get_format
 from agentrl.env.tool_calls import ToolCall
-from agentrl.errors import ConfigError, SandboxError, StructuralParseError, ToolError, UnknownIdError, UsageError
+from agentrl.errors import (
+    ConfigError,
+    SandboxError,
+    StructuralParseError,
+    ToolError,
+    UnknownIdError,
+    UsageError,
+)
 from agentrl.protocols import ToolResult
 from agentrl.records import StopReason
 
