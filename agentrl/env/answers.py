@@ -22,18 +22,15 @@ _MESSAGES: Final = spaces.Messages(sys.maxsize, sys.maxsize)  # how much is too 
 
 async def start(env: AsyncEnv, task: Task) -> tuple[Messages, dict[str, Json]]:
     """Reset for a task: the first messages and the info. Raises EnvError for an answer that is none."""
-    answer: Any = await env.areset(seed=task.seed, options=dict(task.options))
     what = f"{task.env}: reset"
-    observation, info = _parts(answer, what, "(messages, info)", 2)
+    observation, info = of_reset(await env.areset(seed=task.seed, options=dict(task.options)), what)
     return _messages(observation, f"{what}: observation"), _info(info, what)
 
 
 async def act(env: AsyncEnv, action: str, task: Task) -> Step:
     """Step: what came of an action; numbers of numpy become Python's. Raises EnvError for an answer that is none."""
-    answer: Any = await env.astep(action)
     what = f"{task.env}: step"
-    parts = _parts(answer, what, "(messages, reward, terminated, truncated, info)", 5)
-    observation, reward, terminated, truncated, info = parts
+    observation, reward, terminated, truncated, info = of_step(await env.astep(action), what)
     return Step(
         observation=_messages(observation, f"{what}: observation"),
         reward=_number(reward, f"{what}: reward"),
@@ -46,6 +43,16 @@ async def act(env: AsyncEnv, action: str, task: Task) -> Step:
 async def end(env: AsyncEnv, reason: StopReason, task: Task) -> dict[str, Json]:
     """The last info of an episode that its driver ends. Raises EnvError for what is none."""
     return _info(await env.aend(reason), f"{task.env}: end")
+
+
+def of_reset(answer: Any, what: str) -> tuple[Any, ...]:
+    """The two parts of a reset's answer. Raises EnvError."""
+    return _parts(answer, what, "(messages, info)", 2)
+
+
+def of_step(answer: Any, what: str) -> tuple[Any, ...]:
+    """The five parts of a step's answer. Raises EnvError."""
+    return _parts(answer, what, "(messages, reward, terminated, truncated, info)", 5)
 
 
 def _parts(answer: Any, what: str, form: str, count: int) -> tuple[Any, ...]:

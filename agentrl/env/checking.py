@@ -5,12 +5,13 @@ Everything async runs in a thread that can be left behind: an environment that h
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import queue
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
@@ -19,11 +20,12 @@ import gymnasium
 import numpy as np
 import trio
 
+from agentrl.env import answers
 from agentrl.env.core import as_async
 from agentrl.env.dialects import get_format
 from agentrl.env.sampling import sample_action
 from agentrl.protocols import AsyncEnv
-from agentrl.records import Json, Messages
+from agentrl.records import Json, Messages, StopReason
 
 T = TypeVar("T")
 
@@ -81,6 +83,7 @@ class Played:
     info: Mapping[str, Json] = field(default_factory=dict[str, Json])
     steps: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
     actions: list[str] = field(default_factory=list[str])
+    end: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
 
 class Player:
@@ -93,8 +96,10 @@ class Player:
         self.played = Played()
 
     async def start(self) -> None:
-        start, info = await named("reset", self._env.areset(seed=self._seed))
-        self.played.start, self.played.info = start, _copied(info)
+        answer: Any = await named("reset", self._env.areset(seed=self._seed))
+        with naming("reset"):
+            self.played.start, info = answers.of_reset(answer, "reset")
+        self.played.info = _copied(info)
 
     async def step(self, action: str | None = None) -> bool:
         """One turn; whether the episode is over."""
@@ -102,10 +107,17 @@ class Player:
             given, index = self._subject.actions, len(self.played.steps)
             schemas = getattr(self._env, "schemas", None) or self._env.tool_schemas()
             action = given[index % len(given)] if given else sample_action(schemas, self._form, self._rng)
-        observation, reward, terminated, truncated, info = await named("step", self._env.astep(action))
+        answer: Any = await named("step", self._env.astep(action))
+        with naming("step"):
+            observation, reward, terminated, truncated, info = answers.of_step(answer, "step")
         self.played.actions.append(action)
         self.played.steps.append((observation, reward, terminated, truncated, _copied(info)))
         return bool(terminated or truncated)
+
+    async def end(self) -> None:
+        """What a limit of the run does to an episode that goes on."""
+        if not any(step[2] or step[3] for step in self.played.steps):
+            self.played.end = _copied(await named("aend", self._env.aend(StopReason.TURN_LIMIT)))
 
     async def play(self, actions: Sequence[str] = (), *, steps: int = 0, yields: bool = False) -> Played:
         """A whole episode: these actions, or up to `steps` of its own; `yields` lets others run in between."""
@@ -119,12 +131,22 @@ class Player:
 
 
 async def life(
-    subject: Subject, seed: int, *, actions: Sequence[str] = (), steps: int = 0, yields: bool = False
+    subject: Subject,
+    seed: int,
+    *,
+    actions: Sequence[str] = (),
+    steps: int = 0,
+    yields: bool = False,
+    ends: bool = False,
 ) -> Played:
-    """A fresh instance plays an episode and is closed."""
+    """A fresh instance plays an episode and is closed; `ends` lets a limit of the run end it before."""
     env = as_async(subject.make())
     try:
-        return await Player(subject, env, seed).play(actions, steps=steps, yields=yields)
+        player = Player(subject, env, seed)
+        played = await player.play(actions, steps=steps, yields=yields)
+        if ends:
+            await player.end()
+        return played
     finally:
         with trio.CancelScope(shield=True):
             await named("aclose", env.aclose())
@@ -142,29 +164,35 @@ async def second_life(subject: Subject, actions: Sequence[str]) -> Played:
 
 async def named(method: str, awaitable: Awaitable[T]) -> T:
     """Await a call into the environment; what it raises becomes `Broke` with the method's name."""
-    try:
+    with naming(method):
         return await awaitable
+
+
+@contextlib.contextmanager
+def naming(method: str) -> Generator[None]:
+    try:
+        yield
     except Exception as error:
         raise Broke(method, error) from error
 
 
 def in_trio(subject: Subject, function: Callable[[], Awaitable[T]]) -> T:
     """Run it in a trio loop of its own, in a thread that is left behind if it does not come back in time."""
-    answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+    came: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     async def main() -> T:
         return await function()
 
     def body() -> None:
         try:
-            answers.put((trio.run(main), None))
+            came.put((trio.run(main), None))
         except BaseException as error:
-            answers.put((None, _single(error)))
+            came.put((None, single(error)))
 
     thread = threading.Thread(target=body, name="check_env", daemon=True)
     thread.start()
     try:
-        result, error = answers.get(timeout=subject.deadline_s)
+        result, error = came.get(timeout=subject.deadline_s)
     except queue.Empty:
         raise Broke("step", TimeoutError(f"no answer within {subject.deadline_s:g} s")) from None
     thread.join()
@@ -178,7 +206,9 @@ def place_of(make: Callable[[], gymnasium.Env[Any, Any]], flaw: Flaw) -> str:
     try:
         env = make()
     except Exception as error:
-        return _last_frame(error, None)
+        if not inspect.isclass(make):
+            return _last_frame(error, None)
+        return _last_frame(error, _file_of(make)) or f"{_file_of(make)}:{_line_of(make)}"
     cls = type(env.unwrapped)
     env.close()
     own = [base for base in cls.__mro__ if not f"{base.__module__}.".startswith(_FRAMEWORK)] or [cls]
@@ -213,10 +243,10 @@ def _last_frame(error: BaseException, source: str | None) -> str:
     return f"{inside[-1].filename}:{inside[-1].lineno}" if inside else ""
 
 
-def _single(error: BaseException) -> BaseException:
+def single(error: BaseException) -> BaseException:
     """The one exception in a group of one, which a nursery wraps around it."""
     inner = cast("tuple[BaseException, ...]", getattr(error, "exceptions", ()))
-    return _single(inner[0]) if len(inner) == 1 else error
+    return single(inner[0]) if len(inner) == 1 else error
 
 
 def _copied(info: Mapping[str, Json]) -> Mapping[str, Json]:

@@ -19,7 +19,7 @@ from gymnasium.utils import env_checker
 
 from agentrl.env import leaks, spaces
 from agentrl.env.bridge import LoopThread
-from agentrl.env.checking import Flaw, Played, Player, Skipped, Subject, in_trio, life, named, second_life
+from agentrl.env.checking import Flaw, Played, Player, Skipped, Subject, in_trio, life, named, second_life, single
 from agentrl.env.core import Env, as_async
 from agentrl.env.tools import function_schema
 from agentrl.records import Json, StopReason
@@ -102,8 +102,9 @@ def replays_equally(subject: Subject) -> Iterator[Flaw]:
 def gives_plain_records(subject: Subject) -> Iterator[Flaw]:
     """Observations are messages, rewards finite numbers, flags truth values, infos JSON with typed keys."""
     for seed in range(subject.seed, subject.seed + 3):
-        played = in_trio(subject, lambda seed=seed: life(subject, seed))
+        played = in_trio(subject, lambda seed=seed: life(subject, seed, ends=True))
         yield from _not_plain("reset", played.start, played.info)
+        yield from _not_plain("aend", (), played.end)
         for observation, reward, terminated, truncated, info in played.steps:
             yield from _not_plain("step", observation, info)
             if type(reward) not in (float, int) or not math.isfinite(reward):
@@ -231,7 +232,8 @@ def answers_any_text(subject: Subject) -> Iterator[Flaw]:
 
     try:
         probe()
-    except Exception as error:
+    except Exception as group:
+        error = single(group)  # what hypothesis cannot make happen again comes in a group
         mend = "answer it with an observation (in a ToolEnv raise ToolError or ParseError): model output is hostile"
         yield Flaw(f"the action {last[:200]!r} raised {type(error).__name__}: {error}", mend, "step", error)
     finally:

@@ -258,6 +258,41 @@ def test_a_broken_promise_is_found_and_placed(cls, check, problem, line, monkeyp
     assert found[0].mend in str(result)
 
 
+class FewParts(Good):
+    def step(self, action):
+        return (), 0.0, True, {}
+
+
+class GradesBadly(agentrl.ToolEnv):
+    """Sixteen turns, more than are played: its grade is asked for only where a limit of the run ends the episode."""
+
+    def prompt(self, task):
+        return "go"
+
+    def grade(self):
+        return "good"
+
+
+class NoDocstring(GradesBadly):
+    @agentrl.tool
+    def look(self, at: int): ...
+
+
+@pytest.mark.parametrize(
+    ("cls", "check", "problem", "line"),
+    [
+        (FewParts, "can_start", "step returned 4 values: return (messages, reward, term", "def step"),
+        (GradesBadly, "gives_plain_records", "aend raised UsageError: GradesBadly.grade returned 'good'", "class Grades"),
+        (NoDocstring, "can_start", "tool 'NoDocstring.look' needs a docstring", "class NoDocstring"),
+    ],
+)
+def test_what_a_beginner_writes_is_found_and_placed_in_the_beginners_file(cls, check, problem, line):
+    found = next(each for each in report(cls).findings if each.check == check)
+    path, _, number = found.where.rpartition(":")
+    assert problem in found.problem and path == __file__
+    assert line in inspect.getsource(sys.modules[__name__]).splitlines()[int(number) - 1]
+
+
 def test_findings_raise_with_the_whole_report():
     with pytest.raises(EnvCheckFailed, match=r"CannotReset: 1 checks, 1 findings\n  can_start: .*no map") as caught:
         agentrl.check_env(CannotReset)
