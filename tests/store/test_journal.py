@@ -345,18 +345,29 @@ def test_failures_count_within_one_life_of_the_run(store: RunStore) -> None:
 
 
 def test_journaling_a_turn_costs_little_cpu(store: RunStore) -> None:
-    """At most 0.3 ms of CPU a turn of 192 tokens with its answer; the best of ten batches, as the machine is shared."""
+    """A turn of 192 tokens with its answer costs at most 14 times the CPU of two bare transactions: 0.3 ms where those
+    take 0.02 ms. The best of ten batches of each in turn, as the machine is shared."""
     store.add_groups([TASK] * 10, size=20, purpose="train")
     one = replace(turn(0, 1, 64), prompt_ids=tuple(range(128)), text="x" * 300)
+    bare = sqlite3.connect(store.path.with_name("bare.sqlite"), isolation_level=None)
+    bare.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; CREATE TABLE rows (data BLOB)")
     costs: list[float] = []
+    bare_costs: list[float] = []
     for _ in range(10):
+        before = time.process_time()
+        for _ in range(40):
+            bare.execute("BEGIN IMMEDIATE")
+            bare.execute("INSERT INTO rows VALUES (?)", (bytes(1000),))
+            bare.execute("COMMIT")
+        bare_costs.append((time.process_time() - before) / 20)
         claims = store.claim("worker", 20, lease_s=30.0)
         before = time.process_time()
         for claim in claims:
             store.journal_turn(claim.episode_id, claim.fence, one)
             store.journal_step(claim.episode_id, claim.fence, 0, answer(0))
         costs.append((time.process_time() - before) / len(claims))
-    assert min(costs) < 0.3e-3
+    bare.close()
+    assert min(costs) < 14 * min(bare_costs)
 
 
 def test_writes_of_two_handles_take_turns(store: RunStore, path: Path) -> None:
