@@ -73,9 +73,9 @@ def test_a_tag_within_a_string_is_content(name, call, tag):
 def test_a_long_text_is_read_in_time(name, piece):
     """An action is some thousand tokens; catastrophic backtracking in it would take minutes."""
     text = piece * (30_000 // len(piece))
-    started = time.perf_counter()
+    started = time.process_time()
     get_format(name).parse(text)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 20
 
 
 @pytest.mark.parametrize("name", FORMATS)
