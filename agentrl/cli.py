@@ -39,6 +39,10 @@ def main() -> None:
         app()
     except AgentRLError as error:
         _fail(str(error), error.exit_code)
+    except BaseExceptionGroup as group:  # a Ctrl-C that came while tasks ran
+        if group.split(KeyboardInterrupt)[1] is not None:
+            raise
+        raise SystemExit(130) from None
 
 
 def _fail(line: str, code: int) -> NoReturn:
@@ -157,7 +161,7 @@ def audit(
 @app.command()
 def play(
     env: Annotated[str, typer.Argument(help="Environment id")],
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Constructor argument: key=value")] = None,
 ) -> None:
     """Play the policy's part yourself."""
@@ -194,7 +198,7 @@ def new_env(
 def validate(
     env: Annotated[str, typer.Argument(help="Environment id")],
     n: Annotated[int, typer.Option(min=1, help="Tasks")] = 20,
-    seed: Annotated[int, typer.Option(help="Seed of the first task")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first task")] = 0,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Constructor argument: key=value")] = None,
 ) -> None:
     """Play an environment's oracles (gold, no-op …) for real; exit code 1 if one does not get what it must."""

@@ -31,8 +31,12 @@ def register(id: str, entry_point: str | Callable[..., Any], *, nondeterministic
 def make(id: str, **kwargs: Any) -> Any:
     """The environment behind an id, a `module:attribute` or a `path/to/file.py:attribute`, without any wrapper.
 
-    Raises UnknownIdError naming the nearest known ids; a bad argument is the constructor's own TypeError."""
-    env = registry.resolve("environments", id)(**kwargs)
+    Raises UnknownIdError naming the nearest known ids, UsageError for arguments that the constructor does not take."""
+    maker = registry.resolve("environments", id)
+    try:
+        env = maker(**kwargs)
+    except TypeError as error:
+        raise UsageError(f"{id} cannot be made with {kwargs}: {error}") from error
     if isinstance(env, gymnasium.Env) and env.spec is None and ":" not in id:  # pyright: ignore[reportUnknownMemberType]
         env.spec = EnvSpec(
             id=id,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import parse
+from agentrl.env.dialects import get_format
+from agentrl.env.tool_calls import ToolCall
 from agentrl.records import StopReason, Task
 from agentrl.runtime.play import action_of, play
 from agentrl.runtime.rundir import RunDir
@@ -138,6 +141,9 @@ def test_a_typed_tool_call_is_what_a_model_would_write() -> None:
     }
     with pytest.raises(ValueError, match="not key=value"):
         action_of("/submit now")
+    with pytest.raises(ValueError, match="name a tool"):
+        action_of("/")
+    assert action_of("/submit at=3", "react") == get_format("react").write(ToolCall("submit", {"at": 3}))
 
 
 def test_a_person_plays_an_episode() -> None:
@@ -150,4 +156,50 @@ def test_a_person_plays_an_episode() -> None:
 def test_play_of_an_environment_that_raises_is_one_line() -> None:
     code, _, stderr = agentrl("play", f"{ENVS}:Raising", stdin="x\n")
     assert code == 1
-    assert "KeyError" in one_line(stderr)
+    line = 1 + ENVS.read_text().splitlines().index('        raise KeyError("no such tool")')
+    assert one_line(stderr) == f"agentrl: {ENVS}:Raising raised KeyError: 'no such tool' ({ENVS}:{line})"
+
+
+def test_play_that_is_left_says_no_outcome() -> None:
+    for stdin in ("", "/quit\n"):
+        code, stdout, stderr = agentrl("play", f"{ENVS}:Vowels", stdin=stdin)
+        assert (code, stderr) == (0, "")
+        assert stdout.count("[user]") == 1 and "episode over" not in stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["agentrl/Calculator-v0", "--set", "term=3"], "agentrl/Calculator-v0 cannot be made with {'term': 3}: "),
+        (["agentrl/Calculator-v0", "--set", "limits.turn=3"], "limits = {'turn': 3}: give fields of EpisodeLimits"),
+        (["agentrl/Calculator-v0", "--set", "tools=python"], "tools = 'python': give a list of tools"),
+        (["agentrl/CodeRepair-v0", "--set", "sandbox=nope"], "no sandboxes id 'nope' is registered"),
+        (["json:loads"], "json:loads cannot be made with {}: loads() missing 1 required positional argument"),
+    ],
+)
+@pytest.mark.parametrize("command", ["play", "validate"])
+def test_what_an_environment_does_not_take_is_one_line(command: str, arguments: list[str], says: str) -> None:
+    code, _, stderr = agentrl(command, *arguments)
+    assert code == 2
+    assert one_line(stderr).startswith(f"agentrl: {says}")
+
+
+WAITS = """
+import agentrl, trio
+
+class Waits(agentrl.Env):
+    async def areset(self, *, seed=None, options=None):
+        print("waiting", flush=True)
+        await trio.sleep_forever()
+"""
+
+
+def test_ctrl_c_in_validate_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(WAITS)
+    command = ["-c", "from agentrl.cli import main; main()", "validate", f"{tmp_path}/waits.py:Waits", "--n", "4"]
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, stderr) == (130, "")

@@ -59,6 +59,8 @@ class Plugged:
         self._servers: list[Callable[[], ToolServer]] = []
         self._opened: list[ToolServer] = []
         self.tools: list[Tool] = []
+        if isinstance(named, str | Mapping):
+            raise ConfigError("tools", named, "give a list of tools")
         for each in named:
             if isinstance(each, str):
                 self._resolve({"id": each})

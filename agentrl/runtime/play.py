@@ -9,12 +9,15 @@ from typing import Any
 
 import trio
 
-from agentrl import registry
 from agentrl.env import as_async
-from agentrl.errors import EnvError, InfrastructureError
+from agentrl.env.dialects import get_format
+from agentrl.env.tool_calls import ToolCall
+from agentrl.errors import PolicyFault
 from agentrl.protocols import AsyncEnv
-from agentrl.records import Json, Messages
+from agentrl.records import Json, Messages, StopReason
+from agentrl.registration import make
 from agentrl.runtime.report import printable
+from agentrl.runtime.validate import naming_errors
 
 _HELP = "a line is your action; `/TOOL key=value …` calls a tool; `/quit` ends"
 
@@ -22,55 +25,63 @@ _HELP = "a line is your action; `/TOOL key=value …` calls a tool; `/quit` ends
 def play(
     env_id: str, *, seed: int, kwargs: Mapping[str, Any], read: Callable[[str], str], write: Callable[[str], None]
 ) -> bool:
-    """Play one episode; whether it ended in success. Raises UnknownIdError, EnvError."""
+    """Play one episode; whether it ended in success. Raises UsageError, InfrastructureError."""
     return trio.run(_play, env_id, seed, dict(kwargs), read, write)
 
 
 async def _play(
     env_id: str, seed: int, kwargs: dict[str, Any], read: Callable[[str], str], write: Callable[[str], None]
 ) -> bool:
-    env: AsyncEnv = as_async(registry.resolve("environments", env_id)(**kwargs))
-    try:
-        messages, info = await env.areset(seed=seed)
-        write(f"({_HELP})")
-        for schema in env.tool_schemas():
-            write(f"tool {_signature(schema)}")
-        total, over = 0.0, False
-        while not over:
-            _show(messages, write)
-            try:
-                line = read("> ")
-            except EOFError:
-                break
-            if line.strip() == "/quit":
-                break
-            try:
-                action = action_of(line)
-            except ValueError as error:
-                write(f"({error})")
-                continue
-            messages, reward, terminated, truncated, info = await env.astep(action)
-            total, over = total + reward, terminated or truncated
-            if reward:
-                write(f"(reward {reward:+.2f})")
+    with naming_errors(env_id):
+        env: AsyncEnv = as_async(make(env_id, **kwargs))
+        try:
+            return await _episode(env, seed, read, write)
+        finally:
+            await env.aclose()
+
+
+async def _episode(env: AsyncEnv, seed: int, read: Callable[[str], str], write: Callable[[str], None]) -> bool:
+    tool_format = str(getattr(env, "tool_format", "hermes"))
+    messages, info = await env.areset(seed=seed)
+    write(f"({_HELP})")
+    for schema in env.tool_schemas():
+        write(f"tool {_signature(schema)}")
+    total, over = 0.0, False
+    while not over:
         _show(messages, write)
-        write(f"episode over: outcome {info.get('outcome')}, success {info.get('success')}, step rewards {total:+.2f}")
-        return bool(info.get("success"))
-    except InfrastructureError:
-        raise
-    except Exception as error:
-        raise EnvError(f"{env_id} raised {type(error).__name__}: {error}") from error
-    finally:
-        await env.aclose()
+        try:
+            line = read("> ")
+        except EOFError:
+            return False
+        if line.strip() == "/quit":
+            return False
+        try:
+            action = action_of(line, tool_format)
+        except ValueError as error:
+            write(f"({error})")
+            continue
+        try:
+            messages, reward, terminated, truncated, info = await env.astep(action)
+        except PolicyFault as fault:
+            write(f"episode over: {StopReason.POLICY_FAULT.value} ({fault})")
+            return False
+        total, over = total + reward, terminated or truncated
+        if reward:
+            write(f"(reward {reward:+.2f})")
+    _show(messages, write)
+    write(f"episode over: outcome {info.get('outcome')}, success {info.get('success')}, step rewards {total:+.2f}")
+    return bool(info.get("success"))
 
 
-def action_of(line: str) -> str:
-    """A typed line as an action: `/tool key=value` becomes a Hermes tool call, `\\n` in text a new line.
+def action_of(line: str, tool_format: str = "hermes") -> str:
+    """A typed line as an action: `/tool key=value` becomes a tool call of that format, `\\n` in text a new line.
 
     Raises ValueError for a call that is not of that form."""
     if not line.startswith("/"):
         return line.replace("\\n", "\n")
-    name, *rest = shlex.split(line[1:])
+    name, *rest = shlex.split(line[1:]) or [""]
+    if not name:
+        raise ValueError("name a tool: /TOOL key=value")
     arguments: dict[str, Json] = {}
     for part in rest:
         key, sign, text = part.partition("=")
@@ -80,7 +91,7 @@ def action_of(line: str) -> str:
             arguments[key] = json.loads(text)
         except json.JSONDecodeError:
             arguments[key] = text
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+    return get_format(tool_format).write(ToolCall(name, arguments))
 
 
 def _signature(schema: Mapping[str, Json]) -> str:

@@ -8,7 +8,7 @@ import pytest
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 import agentrl
-from agentrl.errors import UnknownIdError
+from agentrl.errors import UnknownIdError, UsageError
 
 CALCULATOR = "agentrl/Calculator-v0"
 
@@ -71,6 +71,11 @@ def test_register_makes_an_id_known_to_both_and_replaces():
 def test_an_unknown_id_names_its_neighbour():
     with pytest.raises(UnknownIdError, match="agentrl/Calculator-v0"):
         agentrl.make("agentrl/Calculater-v0")
+
+
+def test_arguments_that_do_not_fit_are_named():
+    with pytest.raises(UsageError, match=r"^agentrl/Calculator-v0 cannot be made with {'term': 2}: .* 'term'$"):
+        agentrl.make(CALCULATOR, term=2)
 
 
 def test_a_reference_makes_an_env_too():

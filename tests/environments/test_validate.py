@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import agentrl_environments
-from agentrl.errors import UsageError
+from agentrl.errors import EnvError, UsageError
 from agentrl.runtime.validate import validate
 
 ENV = """
@@ -83,6 +83,15 @@ def test_the_seeds_that_do_not_hold_are_named(parity: str) -> None:
 def test_an_environment_without_oracles_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="offers no oracles"):
         validate("agentrl/FrozenLake-v0", seeds=[0], kwargs={})
+
+
+def test_an_environment_that_raises_is_named_with_its_seed(parity: str) -> None:
+    path = Path(parity.rpartition(":")[0])
+    path.write_text(ENV.replace("        return self.said == ", "        return 1 / 0 == "))
+    line = 1 + next(at for at, text in enumerate(path.read_text().splitlines()) if "1 / 0" in text)
+    with pytest.raises(EnvError) as raised:
+        validate(parity, seeds=[4], kwargs={})
+    assert str(raised.value) == f"{parity}, seed 4: raised ZeroDivisionError: division by zero ({path}:{line})"
 
 
 def test_the_command(parity: str) -> None:
