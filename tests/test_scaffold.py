@@ -57,13 +57,15 @@ def test_installed_it_is_found_by_its_id(package: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(site)
     code = """
 import agentrl, gymnasium
-env = gymnasium.make("my_env/MyEnv-v0", words=3, disable_env_checker=True)
+env = gymnasium.make("my_env/MyEnv-v0", words=3, tools=["calculator"], disable_env_checker=True)
 messages, _ = env.reset(seed=0)
 print(len(messages[-1]["content"].split("?")[1].split()), "words")
+print([schema["function"]["name"] for schema in env.unwrapped.tool_schemas()])
 print(agentrl.check_env("my_env/MyEnv-v0"))
 """
     said = run(tmp_path, "-c", code, path=site)
     assert "3 words" in said
+    assert "['submit', 'count', 'calculator']" in said
     assert "my_env/MyEnv-v0: 11 checks, 0 findings" in said
 
 
@@ -88,7 +90,7 @@ def test_another_name_everywhere(tmp_path: Path) -> None:
     assert not [path for path in written if "$" in path.read_text()]
 
 
-@pytest.mark.parametrize("name", ["", "My_env", "my-env", "2envs", "class", "a/b", "..", "agentrl", "tests"])
+@pytest.mark.parametrize("name", ["", "My_env", "my-env", "2envs", "class", "a/b", "..", "agentrl", "tests", "json"])
 def test_names_that_cannot_be_imported_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="is no name for a package"):
         new_env(name, tmp_path / "there")
@@ -99,4 +101,6 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("mine")
     with pytest.raises(UsageError, match="is not empty: give another --out"):
         new_env("my_env", tmp_path)
+    with pytest.raises(UsageError, match="is no folder: give another --out"):
+        new_env("my_env", tmp_path / "README.md")
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import keyword
 import re
+import sys
 from pathlib import Path
 from string import Template
 
 from agentrl.errors import UsageError
 
 _TEMPLATES = Path(__file__).parent
-_TAKEN = frozenset({"agentrl", "agentrl_environments", "agentrl_tools", "tests"})
+_TAKEN = frozenset({"agentrl", "agentrl_environments", "agentrl_tools", "tests"}) | sys.stdlib_module_names
 
 
 def new_env(name: str, folder: Path) -> tuple[str, list[Path]]:
@@ -22,7 +23,10 @@ def new_env(name: str, folder: Path) -> tuple[str, list[Path]]:
 
     Raises UsageError for a name that Python cannot import, or a folder that holds something already."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or name in _TAKEN:
-        raise UsageError(f"{name!r} is no name for a package: give lower-case letters, digits and _, such as my_env")
+        mend = "give lower-case letters, digits and _, such as my_env, and no module of Python's own"
+        raise UsageError(f"{name!r} is no name for a package: {mend}")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is no folder: give another --out")
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty: give another --out")
     words = {"package": name, "class": "".join(word.capitalize() for word in name.split("_"))}
