@@ -182,13 +182,15 @@ class LeavesAProcess(Good):
     started = []  # noqa: RUF012
 
     def reset(self, *, seed=None, options=None):
-        self.started.append(subprocess.Popen(["sleep", "20"]))
+        self.started.append(subprocess.Popen(["sleep", "300"]))
         return super().reset(seed=seed)
 
 
 class LeavesAThread(Good):
+    found = threading.Event()
+
     def reset(self, *, seed=None, options=None):
-        threading.Thread(target=time.sleep, args=(8,), daemon=True, name="mine").start()
+        threading.Thread(target=self.found.wait, args=(300,), daemon=True, name="mine").start()
         return super().reset(seed=seed)
 
 
@@ -225,7 +227,7 @@ BROKEN = [
     (NotPlain, "gives_plain_records", "info changes on its way through JSON", "def step"),
     (InfoHoldsAnObject, "gives_plain_records", "info is not JSON-safe", "def step"),
     (ClosesOnce, "closes_again", "close raised OSError: already closed", "raise OSError"),
-    (HangsWhenCancelled, "survives_cancellation", "no answer within 1 s", "def astep"),
+    (HangsWhenCancelled, "survives_cancellation", "no answer within 3 s", "def astep"),
     (SharesState, "runs_eight_at_once", "beside seven others", "def step"),
     (TrustsItsReader, "answers_any_text", "the action '[' raised ValueError", "int(action"),
     (LeavesAFile, "leaves_nothing", "file /", "class LeavesAFile"),
@@ -245,10 +247,12 @@ def test_a_broken_promise_is_found_and_placed(cls, check, problem, line, monkeyp
         monkeypatch.setattr("agentrl.env.checks.FUZZ_EXAMPLES", 200)
     monkeypatch.setattr("agentrl.env.checks.LEAK_PATIENCE_S", 0.3)
     if cls not in _reports:
-        _reports[cls] = report(cls, deadline_s=1 if cls is HangsWhenCancelled else 20)
+        _reports[cls] = report(cls, deadline_s=3 if cls is HangsWhenCancelled else 120)
     while LeavesAProcess.started:
         with LeavesAProcess.started.pop() as process:
             process.kill()
+    if cls is LeavesAThread:
+        cls.found.set()
     result = _reports[cls]
     found = [finding for finding in result.findings if finding.check == check and problem in finding.problem]
     assert found, str(result)
@@ -282,7 +286,12 @@ class NoDocstring(GradesBadly):
     ("cls", "check", "problem", "line"),
     [
         (FewParts, "can_start", "step returned 4 values: return (messages, reward, term", "def step"),
-        (GradesBadly, "gives_plain_records", "aend raised UsageError: GradesBadly.grade returned 'good'", "class Grades"),
+        (
+            GradesBadly,
+            "gives_plain_records",
+            "aend raised UsageError: GradesBadly.grade returned 'good'",
+            "class Grades",
+        ),
         (NoDocstring, "can_start", "tool 'NoDocstring.look' needs a docstring", "class NoDocstring"),
     ],
 )
