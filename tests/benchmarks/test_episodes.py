@@ -36,7 +36,7 @@ async def test_a_box_that_nobody_closed_is_found(monkeypatch: pytest.MonkeyPatch
         await env._box.close()
 
     monkeypatch.setattr(episodes.Boxed, "teardown", forget)
-    monkeypatch.setattr(episodes, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(episodes, "PATIENCE_S", 2.0)
     try:
         found = await episodes.measure("bubblewrap", {}, 3, 2)
         assert found["left"] == {"descriptors": 3}
