@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 import trio
+import trio.testing
 from gymnasium.error import ResetNeeded
 
 import agentrl
@@ -35,7 +36,7 @@ WEATHER = {
 
 
 async def ask(session, path, **body):
-    async with httpx.AsyncClient(base_url=session.base_url, timeout=20, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=session.base_url, timeout=60, trust_env=False) as client:
         answer = await client.post(path.removeprefix("/"), json=body)
         return answer.status_code, answer.json()
 
@@ -193,7 +194,7 @@ async def test_what_is_not_served_is_said():
         answers.append(await ask(session, CHAT, messages="x"))
         answers.append(await ask(session, "/v1/embeddings", input="x"))
         answers.append(await ask(session, RESPONSES, input="x", previous_response_id="resp_none"))
-        async with httpx.AsyncClient(base_url=session.base_url, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=session.base_url, timeout=60, trust_env=False) as client:
             answers.append(((await client.get("v1/models")).status_code, {}))
             answers.append(((await client.post("v1/messages", content=b"{")).status_code, {}))
             other = session.base_url.replace(session.api_key, "0" * 32)
@@ -217,7 +218,7 @@ async def test_streams_and_stops():
             "stream_options": {"include_usage": 1},
         }
         async with (
-            httpx.AsyncClient(base_url=session.base_url, trust_env=False) as client,
+            httpx.AsyncClient(base_url=session.base_url, timeout=60, trust_env=False) as client,
             client.stream("POST", "v1/chat/completions", json=body) as answer,
         ):
             got.extend([line async for line in answer.aiter_lines() if line])
@@ -273,18 +274,26 @@ async def test_a_program_that_fails_is_named_with_its_cause():
             await env.areset(seed=0)
 
 
-async def test_a_silent_program_is_ended_and_the_episode_truncated(autojump_clock):
-    ended = []
+async def test_a_silent_program_is_ended_and_the_episode_truncated(mock_clock):
+    """Time jumps once, when the program is silent: with sockets at work an idle loop does not say that all is done."""
+    silent, ended = trio.Event(), []
 
     async def sleeps(session):
         await ask(session, CHAT, messages=[user("x")])
+        silent.set()
         try:
             await trio.sleep_forever()
         finally:
             ended.append(True)
 
-    async with ProgramEnv(sleeps, silence_s=60) as env:
+    async def pass_time():
+        await silent.wait()
+        await trio.testing.wait_all_tasks_blocked()
+        mock_clock.jump(61)
+
+    async with ProgramEnv(sleeps, silence_s=60) as env, trio.open_nursery() as nursery:
         await env.areset(seed=0)
+        nursery.start_soon(pass_time)
         *_, terminated, truncated, info = await env.astep("y")
         assert truncated and not terminated and info["stop_reason"] == "tool_time_limit" and ended == [True]
 
@@ -318,10 +327,10 @@ sys.exit(3)
 
 def alive(pid):
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:  # it may end between any two looks
         return False
-    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return state != "Z"
 
 
 async def test_a_command_is_a_program_and_its_children_end_with_it():
@@ -338,7 +347,7 @@ async def test_a_command_is_a_program_and_its_children_end_with_it():
         *_, terminated, _, info = await env.astep("fine")
         assert terminated and info == {"stop_reason": "done", "exit_code": 3, "outcome": 1.0, "success": True}
     pid = int(exits[0].stdout.split()[0])
-    with trio.fail_after(5):
+    with trio.fail_after(60):
         while alive(pid):  # it was killed; the kernel takes a moment
             await trio.lowlevel.checkpoint()
 
@@ -400,7 +409,7 @@ def test_passes_the_checker():
             await ask(session, CHAT, messages=[user(f"turn {turn}")])
         return True
 
-    assert agentrl.check_env(lambda: ProgramEnv(program, replayable=True), deadline_s=12).findings == ()
+    assert agentrl.check_env(lambda: ProgramEnv(program, replayable=True), deadline_s=120).findings == ()
 
 
 def test_an_empty_command_is_refused():
