@@ -1,13 +1,15 @@
-"""Starts an embedded engine as a child process and ends it with its owner. No torch here."""
+"""Starts an embedded engine as a child process and ends it with its owner; ends what other engines leave. No torch."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from agentrl.errors import EngineUnavailable, UsageError
 
 _POLL_S = 0.05
 _END_S = 5.0  # between asking a process to end and killing it
+_LINGER_S = 3.0  # for what an ended process left in its group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,30 @@ async def _wait_ready(process: trio.Process, ready_file: Path, errors: Path, dea
             await trio.sleep(_POLL_S)
         return json.loads(await trio.Path(ready_file).read_text())["url"]
     raise EngineUnavailable(f"the engine was not up within {deadline_s:g} s")
+
+
+async def end_group(leader: int) -> None:
+    """End the process group of a leader that has ended. What it left may end by itself for a moment: a resource tracker
+    of Python's has the shared memory of the dead to remove, and would leave it if it were killed."""
+    with trio.CancelScope(shield=True), trio.move_on_after(_LINGER_S):
+        while _lives(leader):  # noqa: ASYNC110 - of processes that are not our children nobody tells us
+            await trio.sleep(_POLL_S)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _lives(group: int) -> bool:
+    """Whether some process of a group is there, other than zombies that nobody has reaped yet."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, of_group, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(of_group) == group and state != "Z":
+                return True
+    return not Path("/proc/self").exists()  # then nobody can tell
 
 
 async def _end(process: trio.Process) -> None:

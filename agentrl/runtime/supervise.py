@@ -17,6 +17,7 @@ from pathlib import Path
 
 import trio
 
+from agentrl.engine.launch import end_group
 from agentrl.errors import RunFailed
 
 _GRACE_S = 8.0
@@ -70,9 +71,11 @@ class Child:
         return None if self._process is None else self._process.poll()
 
     async def wait(self) -> int:
-        """Its exit status, when it ends."""
+        """Its exit status, when it and all of its group have ended."""
         assert self._process is not None
-        return await trio.to_thread.run_sync(self._process.wait, abandon_on_cancel=True)
+        status = await trio.to_thread.run_sync(self._process.wait, abandon_on_cancel=True)
+        await end_group(self._process.pid)
+        return status
 
     async def stop(self) -> None:
         """End it: lifeline and SIGTERM first, SIGKILL after a grace. Safe at any time, also under cancellation."""
@@ -88,7 +91,7 @@ class Child:
                     await self.wait()
             if process.poll() is None:
                 process.kill()
-                await self.wait()
+            await self.wait()
 
     def failure(self, status: int) -> str:
         """One line on why it ended with `status`."""

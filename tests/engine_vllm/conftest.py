@@ -5,7 +5,6 @@ Every server is a child with a lifeline: it cannot outlive the test process.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -20,6 +19,7 @@ import trio
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from agentrl.engine.client import EngineClient
+from agentrl.engine.launch import end_group
 from agentrl.engine.vllm.launch import VLLMServer, find_build, ready
 
 from .policy import Policy, make_model
@@ -85,9 +85,9 @@ class Server:
         try:
             self._process.wait(timeout=20)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            self._process.kill()
             self._process.wait()
+            trio.run(end_group, self.pid)
 
 
 def free_port() -> int:

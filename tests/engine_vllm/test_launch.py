@@ -157,6 +157,32 @@ print(sorted(sys.modules.keys() & {{"torch", "trio", "httpx", "pydantic", "gymna
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
 
 
+ORPHAN = """
+import ctypes, multiprocessing, os, signal, sys, time
+from agentrl.engine.vllm import plugin
+
+def engine_core(born_of):
+    while os.getppid() == born_of:
+        time.sleep(0.001)
+    plugin._die_with_parent()
+    time.sleep(60)
+
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # a child subreaper: orphans come to us, not to process 1
+host = os.fork()
+if host == 0:
+    os.environ[plugin.HOST_VARIABLE] = str(os.getpid())
+    multiprocessing.get_context("fork").Process(target=engine_core, args=(os.getpid(),)).start()
+    os.kill(os.getpid(), signal.SIGKILL)
+os.waitpid(host, 0)
+_, status = os.wait()
+sys.exit(os.WTERMSIG(status) != signal.SIGKILL)
+"""
+
+
+def test_law_4_a_process_of_the_server_that_was_still_starting_dies_when_it_finds_its_parent_dead() -> None:
+    assert subprocess.run([sys.executable, "-c", ORPHAN], timeout=30, check=False).returncode == 0
+
+
 def test_experts_are_asked_only_of_a_mixture(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "num_attention_heads": 2}))
     one = server(model=tmp_path, plugin_folder=tmp_path / "p", routed_experts=True)

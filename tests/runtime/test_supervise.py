@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,28 @@ async def test_a_signal_is_named_where_no_line_was_left(tmp_path: Path) -> None:
     with trio.fail_after(DEADLINE_S):
         status = await one.wait()
     assert one.failure(status).startswith("part ended with signal SIGKILL")
+
+
+async def test_law_4_what_a_killed_child_leaves_in_its_group_ends_before_it_is_started_again(tmp_path: Path) -> None:
+    """Such as the engine core of a vLLM server; and Python's resource tracker removes the semaphore of the dead."""
+    code = (
+        "import multiprocessing, os, signal, subprocess\n"
+        "print(subprocess.Popen(['sleep', '60']).pid)\n"
+        "lock = multiprocessing.get_context('spawn').Lock()\nprint(lock._semlock.name)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    one = child(tmp_path, code)
+    one.start()
+    with trio.fail_after(DEADLINE_S):
+        assert await one.wait() == -signal.SIGKILL
+        pid, semaphore = one.log_path.read_text().split()[:2]
+        with suppress(ProcessLookupError):
+            watched = os.pidfd_open(int(pid))
+            try:
+                await trio.lowlevel.wait_readable(watched)
+            finally:
+                os.close(watched)
+    assert not await trio.Path("/dev/shm", f"sem.{semaphore.removeprefix('/')}").exists()
 
 
 def test_law_4_children_of_a_killed_owner_end(tmp_path: Path) -> None:

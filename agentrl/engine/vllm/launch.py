@@ -13,7 +13,6 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +27,7 @@ import trio
 
 import agentrl
 from agentrl.engine.client import EngineClient
+from agentrl.engine.launch import end_group
 from agentrl.engine.vllm.plugin import BACKEND, EXTENSION, ROUTING_VARIABLE
 from agentrl.errors import ConfigError, EngineError, EngineTimeout, ModelError, RunFailed, UsageError
 from agentrl.protocols import GenerateRequest
@@ -248,14 +248,14 @@ async def running(
 
 
 async def _end(process: trio.Process) -> None:
-    """Close the lifeline and wait; after a grace kill its whole group."""
+    """Close the lifeline and wait; after a grace kill it, then what is left of its group."""
     if process.stdin is not None:
         await process.stdin.aclose()
     with trio.move_on_after(_GRACE_S):
         await process.wait()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
     await process.wait()
+    await end_group(process.pid)
 
 
 async def ready(

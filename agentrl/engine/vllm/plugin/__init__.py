@@ -40,9 +40,11 @@ def _die_with_parent() -> None:
     if host is None or host == str(os.getpid()):
         return
     import ctypes
+    import multiprocessing
     import signal
 
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() == 1:  # it died before we asked
+    parent = multiprocessing.parent_process()  # None for a program that vLLM started otherwise
+    if os.getppid() == 1 if parent is None else os.getppid() != parent.pid:  # it died before we asked
         os.kill(os.getpid(), signal.SIGKILL)
