@@ -91,8 +91,15 @@ def wait_for_step(step: int, run: RunDir, process: subprocess.Popen[str]) -> Non
         time.sleep(0.05)  # on another process
 
 
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:  # it ended meanwhile
+        return ""
+
+
 def kill_engine(run: RunDir) -> None:
-    (engine,) = (pid for pid in processes_of(run) if "plugin.host" in Path(f"/proc/{pid}/cmdline").read_text())
+    (engine,) = (pid for pid in processes_of(run) if "plugin.host" in command_line(pid))
     os.kill(engine, signal.SIGKILL)
 
 
