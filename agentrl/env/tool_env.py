@@ -23,6 +23,7 @@ from agentrl.env.tool_calls import Malformed, ToolCall
 from agentrl.env.tools import (
     ArgumentCheck,
     argument_check,
+    as_result,
     clean_text,
     cut,
     envelope,
@@ -209,12 +210,16 @@ class ToolEnv(Env):
         """Add to this turn's info: JSON-safe values that are equal on replay."""
         self._live().info.update(info)
 
-    def call(self, name: str, **arguments: Json) -> str:
+    def call(self, name: str, /, **arguments: Json) -> str:
         """A call as the model has to write it, for oracles."""
         return self._format.write(ToolCall(name, arguments))
 
     def add_tool(self, tool: Tool) -> None:
-        """Offer one more tool. Raises UsageError for a second one of the same name or an invalid schema."""
+        """Offer one more tool. Raises UsageError for what is none, a second one of a name, or an invalid schema."""
+        if missing := [part for part in ("name", "parallel", "schema", "call") if not hasattr(tool, part)]:
+            raise UsageError(f"{tool!r} is no tool: it has no {' and no '.join(missing)}")
+        if (told := function_schema(tool.schema).get("name")) != tool.name:
+            raise UsageError(f"the tool {tool.name!r} is named {told!r} in its schema: give both one name")
         if tool.name in self._tools:
             raise UsageError(f"{type(self).__name__} has two tools named {tool.name!r}: rename one")
         self._checks[tool.name] = argument_check(tool.schema)
@@ -433,7 +438,7 @@ class ToolEnv(Env):
         own = cast("float | None", getattr(tool, "timeout_s", None))
         limit_s = min(own if own is not None else self.tool_timeout_s, episode.meter.tool_seconds_left())
         with trio.move_on_after(limit_s):
-            return await tool.call(call.arguments)
+            return as_result(await bridge.call(tool.call, call.arguments, blocking=self.blocking))
         raise ToolTimeout(f"{call.name} was ended after {limit_s:g} s")
 
 

@@ -278,6 +278,8 @@ def _signature_of(function: Callable[..., Any], name: str) -> _Signature:
         hints = get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:
         raise UsageError(f"{what}: cannot read its type hints: {error}") from error
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise UsageError(f"{what} yields, and a model reads one answer: return it")
     summary, described = _read_docstring(inspect.getdoc(function) or "")
     if not summary:
         raise UsageError(f"{what} needs a docstring: it is what the model reads")

@@ -55,6 +55,24 @@ class Keep:
         self.closed += 1
 
 
+class Plain:
+    """A tool as its author first writes it: a plain `call` that returns a text."""
+
+    name, parallel = "plain", False
+    schema = {"name": "plain", "description": "Say a name.", "parameters": {"type": "object"}}  # noqa: RUF012
+
+    def call(self, arguments: Mapping[str, Any]) -> str:
+        return arguments["name"].upper()
+
+
+class Hasty(Plain):
+    parallel = property()
+
+
+class Renamed(Plain):
+    name = "renamed"
+
+
 class Server:
     """An executor elsewhere: what it offers is known once it runs."""
 
@@ -217,3 +235,19 @@ async def test_an_mcp_server_is_named_and_dies_with_the_episode() -> None:
 
 def test_the_checker_finds_nothing() -> None:
     assert not agentrl.check_env(lambda: Talk(tools=["calculator", f"{HERE}Server"])).findings
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_plain_call_and_a_text_for_a_result_are_taken(blocking: bool) -> None:
+    env = type("Talk", (Talk,), {"blocking": blocking})(tools=[Plain()])
+    env.reset(seed=1)
+    messages, *_ = env.step(env.call("plain", name="ann"))  # an argument of that name too
+    assert messages[0]["content"] == "ANN"
+    env.close()
+
+
+def test_what_is_no_tool_says_what_it_lacks() -> None:
+    with pytest.raises(UsageError, match=r"Hasty object at .* is no tool: it has no parallel$"):
+        Talk(tools=[f"{HERE}Hasty"])
+    with pytest.raises(UsageError, match=r"^the tool 'renamed' is named 'plain' in its schema: give both one name$"):
+        Talk(tools=[Renamed()])

@@ -250,3 +250,17 @@ def test_cut_never_breaks_a_character(text, limit):
 def test_schemas_are_valid_json_schema():
     for offered in tools_of(Box()):
         jsonschema.Draft202012Validator.check_schema(offered.schema["parameters"])
+
+
+def test_a_generator_is_no_tool():
+    def lines():
+        """Lines."""
+        yield "one"
+
+    async def later():
+        """Lines, later."""
+        yield "one"
+
+    for function in (lines, later):
+        with pytest.raises(UsageError, match=r"yields, and a model reads one answer: return it$"):
+            FunctionTool(function)
