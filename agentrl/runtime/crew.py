@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import trio
 
 from agentrl.config import RunConfig
+from agentrl.engine.ports import free_port
 from agentrl.errors import RunFailed, UsageError
 from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint
@@ -58,7 +58,7 @@ class Crew:
         for index in range(0 if urls else self.config.engine.replicas):
             replica = Replica(
                 child=self._child(f"engine-{index}", [], self.config.engine.threads),
-                port=_free_port(),
+                port=free_port(),
                 scratch=self.run.scratch,
                 config=self.config,
                 weights=weights,
@@ -76,7 +76,7 @@ class Crew:
             weights = Weights(model=given_model_dir(self.config, policy), base=first, current=first)
             replica = Replica(
                 child=self._child(f"engine-given-{number}", [], self.config.engine.threads),
-                port=_free_port(),
+                port=free_port(),
                 scratch=self.run.scratch,
                 config=self.config,
                 weights=lambda weights=weights: weights,
@@ -157,7 +157,3 @@ class Crew:
                 await again()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -14,11 +14,11 @@ from agentrl.config import EngineSettings, EnvSource, Rollout, RunConfig
 from agentrl.engine import canary
 from agentrl.engine.canary import Canary, probe_tokens
 from agentrl.engine.client import EngineClient
+from agentrl.engine.ports import free_port
 from agentrl.engine.weights import push
 from agentrl.errors import CanaryMismatch, RunFailed
 from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint
-from agentrl.runtime.crew import _free_port
 from agentrl.runtime.engines import Replica, Weights, current_weights
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.supervise import Child
@@ -43,7 +43,7 @@ async def replica(tmp_path: Path) -> AsyncIterator[Start]:
     """`replica(weights)` is one that has not been started; it ends with the test."""
     child = Child("engine-0", [], tmp_path)
     yield lambda weights: Replica(
-        child=child, port=_free_port(), scratch=tmp_path, config=CONFIG, weights=lambda: weights
+        child=child, port=free_port(), scratch=tmp_path, config=CONFIG, weights=lambda: weights
     )
     await child.stop()
 

@@ -13,7 +13,6 @@ import importlib.util
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ import trio
 import agentrl
 from agentrl.engine.client import EngineClient
 from agentrl.engine.launch import end_group
+from agentrl.engine.ports import free_port
 from agentrl.engine.vllm.plugin import BACKEND, EXTENSION, ROUTING_VARIABLE
 from agentrl.errors import ConfigError, EngineError, EngineTimeout, ModelError, RunFailed, UsageError
 from agentrl.protocols import GenerateRequest
@@ -131,9 +131,7 @@ class VLLMServer:
 
     def on_free_port(self) -> Self:
         """The same on a port that nobody has now."""
-        with socket.socket() as probe:
-            probe.bind((self.host, 0))
-            return replace(self, port=probe.getsockname()[1])
+        return replace(self, port=free_port(self.host))
 
     def argv(self) -> list[str]:
         """What follows the interpreter."""
