@@ -155,5 +155,3 @@ class Crew:
                 child.start()
             else:
                 await again()
-
-
