@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 import trio
@@ -36,12 +36,13 @@ _PINNED = {
 
 @dataclass(slots=True)
 class Crew:
-    """Everything runs in `nursery`; `stop` ends it all. One per supervisor."""
+    """Everything runs in `nursery`; `stop` ends it all. One per supervisor, whose janitor knows them by `mark`."""
 
     run: RunDir
     config: RunConfig
     store: RunStore
     nursery: trio.Nursery
+    mark: Mapping[str, str]
     restarts: dict[str, int] = field(default_factory=dict[str, int])
     _children: list[Child] = field(default_factory=list[Child])
     _closing: bool = False
@@ -123,7 +124,7 @@ class Crew:
 
     def _child(self, name: str, argv: list[str], threads: int) -> Child:
         env = {**_PINNED, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-        child = Child(name, argv, self.run.logs, env)
+        child = Child(name, argv, self.run.logs, env, mark=self.mark)
         self._children.append(child)
         return child
 

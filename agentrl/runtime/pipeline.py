@@ -165,14 +165,13 @@ async def supervise(
 
     Raises Interrupted on SIGINT or SIGTERM, UsageError if another supervisor holds the run."""
     config = run.config()
-    with run.lock():
-        run.make_scratch()
+    with run.lock() as lock, run.owned_scratch(lock) as mark:
         store = RunStore.open(run.store_path)
         try:
             start = start_point(run, store)
             store.release_all()
             async with trio.open_nursery() as nursery:
-                crew = Crew(run, config, store, nursery)
+                crew = Crew(run, config, store, nursery, mark)
                 telemetry = Telemetry(store, run.metrics, "supervisor")
                 nursery.start_soon(_interrupt)
                 try:
@@ -182,7 +181,6 @@ async def supervise(
                 nursery.cancel_scope.cancel()
         finally:
             store.close()
-            run.clear_scratch()
 
 
 async def _interrupt() -> None:

@@ -8,7 +8,8 @@
     RUN/summary.json  RUN/curves.png  RUN/transcripts.md      written at the end
 
 Scratch (weights on their way to the engine, boxes' work folders) lies in shared memory, under a name that follows from
-the run directory, so that the next start finds and removes what a killed one left.
+the run directory. It goes with the supervisor, however that ends: a janitor waits for it, which holds the run's lock
+until all processes of the run are gone, so that the next start finds nothing of the last one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -26,7 +29,11 @@ from typing import IO
 from agentrl import config as configuration
 from agentrl.config import RunConfig
 from agentrl.errors import UsageError
+from agentrl.sandbox.owner import Janitor, is_dead, label
 from agentrl.store import RunStore
+
+_PATIENCE_S = 8.0  # in which children whose lifeline has ended end by themselves
+_DEAD_S, _POLL_S = 30.0, 0.05  # for the janitor of a dead supervisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +102,21 @@ class RunDir:
         return configuration.from_json((self.path / "config.json").read_text())
 
     def lock(self) -> _Lock:
-        """One supervisor at a time: a context manager that raises UsageError while another holds the run."""
+        """One supervisor at a time: a context manager that yields the lock's descriptor, and raises UsageError while
+        another holds the run. What a dead one left is waited for."""
         return _Lock(self.path / "run.lock")
+
+    @contextmanager
+    def owned_scratch(self, lock: int) -> Generator[Mapping[str, str]]:
+        """The scratch space of the process that holds the run's `lock`. Processes that have the yielded variable in
+        their environment may end by themselves when it is dead, and are killed a grace later."""
+        janitor = Janitor(self.scratch, patience_s=_PATIENCE_S, keep_open=[lock])
+        try:
+            self.make_scratch()
+            yield janitor.mark
+        finally:
+            self.clear_scratch()
+            janitor.close()
 
     def make_scratch(self) -> None:
         """An empty scratch space that is ours alone; what an earlier start left in it is removed."""
@@ -117,14 +137,25 @@ class _Lock:
     path: Path
     _file: IO[str] | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("w")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise UsageError(f"another process is running {self.path.parent}: wait for it or stop it") from None
+        self._file = self.path.open("a+")
+        deadline = time.monotonic() + _DEAD_S
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                self._file.seek(0)
+                if not is_dead(self._file.read()) or time.monotonic() > deadline:
+                    self._file.close()
+                    mend = "wait for it or stop it"
+                    raise UsageError(f"another process is running {self.path.parent}: {mend}") from None
+                time.sleep(_POLL_S)
+        self._file.truncate(0)
+        self._file.write(label())
+        self._file.flush()
+        return self._file.fileno()
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:

@@ -25,13 +25,15 @@ _GRACE_S = 8.0
 
 @dataclass(slots=True)
 class Child:
-    """One supervised process. `argv` follows the interpreter; `error` is the line it failed with."""
+    """One supervised process. `argv` follows the interpreter; `mark` names its owner to a janitor, in what it starts
+    too; `error` is the line it failed with."""
 
     name: str
     argv: Sequence[str]
     logs: Path
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     python: str = sys.executable
+    mark: Mapping[str, str] = field(default_factory=dict[str, str])
     _process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -62,7 +64,8 @@ class Child:
                     "PYTHONUNBUFFERED": "1",
                     "AGENTRL_ERROR_FILE": str(self.error_path),
                 }
-                | dict(self.env),
+                | dict(self.env)
+                | dict(self.mark),
                 process_group=0,
             )
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from agentrl.records import GroupState, StopReason, Task
 from agentrl.runtime.checkpoints import start_point
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
+from agentrl.testing.sandbox.escapes import host_processes
 
 CONFIG: RunConfig = parse({"model": "m", "env": {"id": "e"}})
 
@@ -55,6 +59,42 @@ def test_scratch_is_emptied_of_what_a_killed_start_left(tmp_path: Path) -> None:
     finally:
         run.clear_scratch()
     assert not run.scratch.exists()
+
+
+EACH_CALL = """
+import os, subprocess, sys
+from pathlib import Path
+from agentrl.runtime import rundir
+from agentrl.testing.chaos import killed_after_each_call
+from agentrl.testing.sandbox.escapes import host_processes
+
+rundir._PATIENCE_S = 0.2
+run, marker = rundir.RunDir(Path(sys.argv[1])), os.environ["MARKER"]
+
+def supervise():
+    with run.lock() as lock:
+        left = [*host_processes(marker), *run.scratch.parent.glob(run.scratch.name)]
+        assert not left, left  # of the one before, which was killed
+        with run.owned_scratch(lock) as mark:
+            (run.scratch / "weights" / "1").mkdir()
+            subprocess.Popen(["sleep", marker], env={**os.environ, **mark})
+            subprocess.Popen(["sleep", marker], env={**os.environ, **mark}, start_new_session=True)
+
+print(len(list(killed_after_each_call(supervise))))
+"""
+
+
+def test_law_4_scratch_and_processes_go_with_a_killed_supervisor_and_the_next_one_waits_for_that(
+    tmp_path: Path,
+) -> None:
+    """Killed after each folder and process that it made; those that see no end of their lifeline are killed too."""
+    run = RunDir.create(tmp_path / "run", CONFIG)
+    env = {**os.environ, "MARKER": f"4327.{os.getpid()}"}
+    script = [sys.executable, "-c", EACH_CALL, str(run.path)]
+    done = subprocess.run(script, env=env, stdout=subprocess.PIPE, timeout=100, check=True)
+    assert int(done.stdout) >= 7
+    with run.lock():
+        assert not run.scratch.exists() and not host_processes(env["MARKER"])
 
 
 @pytest.fixture
