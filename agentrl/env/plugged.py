@@ -134,9 +134,23 @@ def _tool(value: Any) -> Tool:
 
 def _box(settings: Mapping[str, Any]) -> tuple[str, int, SandboxSpec]:
     """Backend, boxes made ahead, and what kind of box. Raises ConfigError."""
+    if not isinstance(settings, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError("box", settings, "give a table, such as { sandbox = 'docker' }")
     rest = dict(settings)
     backend, ready, image = rest.pop("sandbox", "bubblewrap"), rest.pop("ready", 0), rest.pop("image", None)
-    try:
-        return backend, ready, SandboxSpec(image=image, limits=Limits(**rest))
-    except TypeError as error:
-        raise ConfigError("box", sorted(rest), f"give sandbox, image, ready and fields of Limits: {error}") from error
+    if not isinstance(backend, str):
+        raise ConfigError("box.sandbox", backend, "give the id of a sandbox backend")
+    if not isinstance(ready, int):
+        raise ConfigError("box.ready", ready, "give how many boxes are made ahead, 0 for none")
+    check_limits(rest, "box")
+    return backend, ready, SandboxSpec(image=image, limits=Limits(**rest))
+
+
+def check_limits(settings: Mapping[str, Any], field: str) -> None:
+    """Fields of `Limits` as a run file gives them. Raises ConfigError for what is none, or no number above 0."""
+    known = inspect.signature(Limits).parameters
+    for name, value in settings.items():
+        if name not in known:
+            raise ConfigError(f"{field}.{name}", value, f"give fields of Limits ({', '.join(known)})")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ConfigError(f"{field}.{name}", value, "give a number above 0")

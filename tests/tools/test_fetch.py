@@ -7,7 +7,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from agentrl.errors import ToolError, ToolTimeout
+from agentrl.errors import ToolError, ToolTimeout, UsageError
 from agentrl_tools.fetch import HttpFetch
 
 
@@ -94,3 +94,8 @@ async def test_slow_server_is_given_up(autojump_clock: MockClock) -> None:
     fetch = HttpFetch(["slow.example.org"], timeout_s=3.0, transport=httpx.MockTransport(never))
     with pytest.raises(ToolTimeout):
         await fetch.call({"url": "http://slow.example.org/"})
+
+
+def test_one_host_is_a_list_of_one() -> None:
+    with pytest.raises(UsageError, match=r"^allow = 'docs.python.org': give a list of hosts$"):
+        HttpFetch("docs.python.org")

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import trio
@@ -163,3 +164,37 @@ async def test_server_in_a_box(box: Sandbox) -> None:
             await tool.call({})
     finally:
         await server.aclose()
+
+
+class Floods:
+    """A box whose program writes without end and never a line."""
+
+    def __init__(self) -> None:
+        self.written = 0
+        self.killed = False
+
+    async def start(self, *_: object, **__: object) -> Floods:
+        return self
+
+    async def send(self, data: bytes) -> None: ...
+
+    async def receive(self) -> bytes:
+        await trio.lowlevel.checkpoint()
+        self.written += 1 << 16
+        return b"x" * (1 << 16)
+
+    async def kill(self) -> None:
+        self.killed = True
+
+
+async def test_what_a_server_in_a_box_writes_is_bounded() -> None:
+    box = Floods()
+    server = McpServer(command=["any"], sandbox=cast(Sandbox, box), start_s=START_S)
+    with pytest.raises(InfrastructureError, match=r"'any' does not start: .*"):
+        await server.open()
+    assert (16 << 20) < box.written <= (16 << 20) + (1 << 16) and box.killed
+
+
+def test_settings_of_another_kind_are_named() -> None:
+    with pytest.raises(UsageError, match=r"^command = 'server --fast': give a list of the program and its arguments$"):
+        McpServer(command="server --fast")

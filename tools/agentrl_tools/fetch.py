@@ -10,7 +10,7 @@ import httpx
 import trio
 
 from agentrl.env.tools import readable
-from agentrl.errors import ToolError, ToolTimeout
+from agentrl.errors import ToolError, ToolTimeout, UsageError
 from agentrl.protocols import ToolResult
 from agentrl.records import Json
 from agentrl_tools.base import OUTPUT_BYTES, SchemaChecked, text_result
@@ -36,7 +36,9 @@ class HttpFetch(SchemaChecked):
         output_bytes: int = OUTPUT_BYTES,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """At most `fetch_bytes` of a body are read, at most `output_bytes` shown."""
+        """At most `fetch_bytes` of a body are read, at most `output_bytes` shown. Raises UsageError."""
+        if isinstance(allow, str):
+            raise UsageError(f"allow = {allow!r}: give a list of hosts")
         url: Json = {"type": "string", "description": "http or https address", "maxLength": 2000}
         super().__init__("fetch", f"Fetch a page. Allowed hosts: {', '.join(allow) or 'none'}.", {"url": url}, "url")
         self._allow = [entry.lower() for entry in allow]

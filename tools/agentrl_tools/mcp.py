@@ -13,10 +13,10 @@ an environment's `setup` and `teardown` are. A server in a sandbox dies with its
 from __future__ import annotations
 
 import json
-import math
+import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 import trio
 
@@ -26,6 +26,11 @@ from agentrl.protocols import Sandbox, ToolResult
 from agentrl.records import Json
 from agentrl.sandbox.owner import owned_folder
 from agentrl_tools.base import OUTPUT_BYTES, text_result
+
+_LINE_BYTES: Final = 16 << 20
+_WAITING_MESSAGES: Final = 16  # of a server in a box, which the policy may have made its own
+
+logging.getLogger("mcp").addHandler(logging.NullHandler())  # else each line that is no message is a traceback on stderr
 
 
 class McpServer:
@@ -43,6 +48,8 @@ class McpServer:
         output_bytes: int = OUTPUT_BYTES,
     ) -> None:
         """`start_s` bounds the hand-shake and the listing of tools, `call_s` each call (seconds)."""
+        if isinstance(command, str):
+            raise UsageError(f"command = {command!r}: give a list of the program and its arguments")
         if bool(command) == bool(url):
             raise UsageError("McpServer needs either command=[...] or url='...'")
         self._command, self._url, self._sandbox, self._env = list(command), url, sandbox, dict(env or {})
@@ -199,14 +206,19 @@ async def _box_transport(sandbox: Sandbox, command: Sequence[str], env: Mapping[
     from mcp.types import jsonrpc_message_adapter
 
     process = await sandbox.start(command, env=env)
-    to_client, from_server = anyio.create_memory_object_stream[Any](math.inf)
+    to_client, from_server = anyio.create_memory_object_stream[Any](_WAITING_MESSAGES)
     to_server, from_client = anyio.create_memory_object_stream[Any](0)
 
     async def read() -> None:
-        waiting = b""
+        waiting = bytearray()
         async with to_client:
             while chunk := await process.receive():
-                *lines, waiting = (waiting + chunk).split(b"\n")
+                waiting += chunk
+                if len(waiting) > _LINE_BYTES:
+                    raise ValueError(f"it wrote a line of more than {_LINE_BYTES} bytes")
+                if b"\n" not in chunk:
+                    continue
+                *lines, waiting = waiting.split(b"\n")
                 for line in filter(None, lines):
                     try:
                         message: Any = SessionMessage(jsonrpc_message_adapter.validate_json(line))

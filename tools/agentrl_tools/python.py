@@ -72,6 +72,7 @@ class Python(SchemaChecked):
         super().__init__("python", "Run Python code in a session that stays.", {"code": code}, "code")
         self._sandbox, self._limit_s, self._output_bytes = sandbox, timeout_s, output_bytes
         self.timeout_s = timeout_s + _START_S + 10.0
+        self._longest = 2 * output_bytes + 1_024  # a reply is the output in base64, and some words
         self._process: BoxProcess | None = None
         self._waiting = b""
         self._turn = trio.Lock()
@@ -109,11 +110,11 @@ class Python(SchemaChecked):
         return process
 
     async def _line(self, process: BoxProcess, seconds: float) -> bytes | None:
-        """The next line that the session writes; None if it ended or the time is up."""
+        """The next line that the session writes; None if it ended, the time is up, or it writes more than a reply."""
         with trio.move_on_after(seconds):
             while b"\n" not in self._waiting:
                 more = await process.receive()
-                if not more:
+                if not more or len(self._waiting) > self._longest:
                     return None
                 self._waiting += more
             line, _, self._waiting = self._waiting.partition(b"\n")

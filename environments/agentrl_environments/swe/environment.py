@@ -17,7 +17,7 @@ import trio
 
 from agentrl.env import EpisodeLimits, Grade, ToolEnv
 from agentrl.env.oracles import Oracle, script
-from agentrl.env.plugged import Named
+from agentrl.env.plugged import Named, check_limits
 from agentrl.errors import ConfigError
 from agentrl.protocols import Limits, Sandbox, SandboxSpec
 from agentrl.records import Json
@@ -66,7 +66,7 @@ class CodingTasks(ToolEnv):
         self._sandbox, self._ready = sandbox, ready
         self._box = self.own_box = CurrentBox()
         self._box_limits = dict(box or {})
-        dataclasses.replace(_LIMITS, **self._box_limits)  # what is no field is said now
+        check_limits(self._box_limits, "box")
         self._boxes: SharedBackend | None = None
         editing = [ReplaceText(self._box), WriteFile(self._box), ApplyPatch(self._box)]
         looking = [ListFiles(self._box), ReadFile(self._box), Search(self._box), Shell(self._box, timeout_s=shell_s)]
