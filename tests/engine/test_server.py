@@ -288,11 +288,11 @@ async def test_weights_that_do_not_arrive_whole_are_refused_and_the_old_ones_go_
 
 
 async def test_a_push_to_a_dead_engine_names_it(server: Server, other_weights: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        dead = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(WeightSyncError, match=dead):
-        await push([dead], other_weights / "model.safetensors", 1, deadline_s=60)
+    with socket.socket() as held:  # nobody listens, and nobody else can
+        held.bind(("127.0.0.1", 0))
+        dead = f"http://127.0.0.1:{held.getsockname()[1]}"
+        with pytest.raises(WeightSyncError, match=dead):
+            await push([dead], other_weights / "model.safetensors", 1, deadline_s=60)
 
 
 def test_a_port_in_use_is_one_line_and_exit_code_2(model_dir: Path) -> None:

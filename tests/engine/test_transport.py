@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -130,7 +131,7 @@ async def test_a_body_streams_while_it_is_sent_and_leaving_it_closes_the_connect
     async with serving(chunks) as (client, connections):
         async with client.stream("GET", "/") as response:
             assert await anext(response.aiter_raw()) == b"one"
-        with trio.fail_after(5):
+        with trio.fail_after(60):
             await left.wait()
         assert len(connections) == 1
 
@@ -154,12 +155,11 @@ async def test_a_broken_answer_raises_httpx_errors(answer: bytes, error: type[Ex
 
 
 async def test_nobody_listening_is_a_connect_error() -> None:
-    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    port = listeners[0].socket.getsockname()[1]
-    await listeners[0].aclose()
-    async with httpx.AsyncClient(transport=TrioTransport()) as client:
-        with pytest.raises(httpx.ConnectError):
-            await client.get(f"http://127.0.0.1:{port}/")
+    with socket.socket() as held:  # and nobody else can
+        held.bind(("127.0.0.1", 0))
+        async with httpx.AsyncClient(transport=TrioTransport()) as client:
+            with pytest.raises(httpx.ConnectError):
+                await client.get(f"http://127.0.0.1:{held.getsockname()[1]}/")
 
 
 async def test_a_silent_server_is_a_read_timeout(autojump_clock: trio.testing.MockClock) -> None:

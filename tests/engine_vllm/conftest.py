@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from agentrl.engine.client import EngineClient
 from agentrl.engine.launch import end_group
+from agentrl.engine.ports import free_port
 from agentrl.engine.vllm.launch import VLLMServer, find_build, ready
 
 from .policy import Policy, make_model
@@ -88,12 +88,6 @@ class Server:
             self._process.kill()
             self._process.wait()
             trio.run(end_group, self.pid)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

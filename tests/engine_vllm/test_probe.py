@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from agentrl.engine.client import EngineClient
+from agentrl.engine.ports import free_port
 from agentrl.engine.vllm.probe import FOR_TRAINING, Need, probe
 from agentrl.errors import EngineUnavailable, UsageError
 
-from .conftest import Server, free_port
+from .conftest import Server
 
 pytestmark = pytest.mark.vllm
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ import pytest
 
 from agentrl.cli import _evaluation_config
 from agentrl.config import Algo, parse
+from agentrl.engine.ports import free_port
 from agentrl.errors import ConfigError
 from agentrl.records import GroupState, StopReason
 from agentrl.runtime.models import given_model_dir, model_dir
@@ -76,9 +76,7 @@ def test_law_3_a_broken_host_leaves_loss_and_baseline_a_missing_file_stays(tmp_p
 @contextmanager
 def served() -> Iterator[str]:
     """The address of an engine that somebody else runs."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with started("serve", SMALL["model"], "--port", port) as process:
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + DEADLINE_S
         while True:
