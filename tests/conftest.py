@@ -78,9 +78,9 @@ def _adapters() -> str | None:
 
 def _fails(argv: list[str]) -> str | None:
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     except subprocess.TimeoutExpired:
-        return f"{argv[0]} did not answer in 20 s"
+        return f"{argv[0]} did not answer in 120 s"
     if done.returncode == 0:
         return None
     lines = done.stderr.strip().splitlines()

@@ -40,7 +40,7 @@ DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs
 OUR_FOLDERS = ("agentrl/", "environments/", "tools/", "examples/", "benchmarks/", "tests/", "docs/", "requirements/")
 ENDINGS = ("/", ".py", ".md", ".toml", ".txt", ".sh", ".svg")
 ENTRY_POINT_GROUPS = {"agentrl.environments", "agentrl.tools", "agentrl.sandboxes", "agentrl.models"}
-PYTHON_DEADLINE_S = 120
+PYTHON_DEADLINE_S = 500
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\n]*)\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.M | re.S)
 NOTE = re.compile(r"<!-- (?P<kind>file: (?P<path>\S+)|tree|pyproject) -->\s*\Z")

@@ -216,7 +216,7 @@ def client_side_modules() -> list[str]:
 def test_a_fresh_interpreter_stays_light(modules: list[str], absent: str) -> None:
     code = f"import sys, importlib; [importlib.import_module(m) for m in {modules}]\n"
     code += f"print([m for m in {absent.split()} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.strip() == "[]", done.stderr
 
 

@@ -73,7 +73,7 @@ class Server:
         argv = [sys.executable, "-m", "agentrl.engine.embedded", "--model", str(model), "--ready-file", str(ready)]
         argv += ["--lifeline", "--kv-cache-mb", "16", *options]
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not ready.exists():
             assert self.process.poll() is None and time.monotonic() < deadline, "the engine did not start"
             time.sleep(0.02)

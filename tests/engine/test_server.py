@@ -301,7 +301,7 @@ def test_a_port_in_use_is_one_line_and_exit_code_2(model_dir: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         argv = [sys.executable, "-m", "agentrl.engine.embedded", "--model", str(model_dir), "--port", str(port)]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert done.stderr == f"error: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port\n"
 

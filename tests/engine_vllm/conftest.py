@@ -24,7 +24,7 @@ from agentrl.engine.vllm.launch import VLLMServer, find_build, ready
 
 from .policy import Policy, make_model
 
-START_S = 280.0
+START_S = 500.0
 LORA_RANK = 8
 
 
@@ -83,7 +83,7 @@ class Server:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(timeout=20)
+            self._process.wait(timeout=120)
         finally:
             self._process.kill()
             self._process.wait()

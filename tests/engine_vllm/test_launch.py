@@ -153,7 +153,7 @@ assert point.load().__name__ == "register"
 import agentrl.engine.vllm.plugin.host
 print(sorted(sys.modules.keys() & {{"torch", "trio", "httpx", "pydantic", "gymnasium", "numpy"}}))
 """
-    done = subprocess.run([sys.executable, "-S", "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-S", "-P", "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
 
 

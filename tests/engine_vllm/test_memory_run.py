@@ -45,7 +45,7 @@ def train(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
-@pytest.mark.timeout(600)  # vLLM starts twice
+@pytest.mark.timeout(1200)  # vLLM starts twice
 def test_a_run_learns_without_weight_files_and_a_new_engine_gets_the_current_weights(tmp_path: Path) -> None:
     process, run = train(tmp_path), RunDir(tmp_path / "run")
     try:

@@ -42,7 +42,7 @@ def reward_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 async def _answers(server: Server) -> None:
     client = EngineClient(server.url)
     with trio.fail_after(START_S):
-        while not await client.healthy(deadline_s=2.0):
+        while not await client.healthy(deadline_s=60.0):
             assert not server.ended(), server.log.read_text()
             await trio.sleep(0.1)
     await client.aclose()

@@ -199,7 +199,7 @@ def test_a_package_offers_a_tool_by_entry_point(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.stdout == "cba\n", done.stderr
 
@@ -224,17 +224,16 @@ async def test_named_tools_work_in_the_box_that_the_environment_opens() -> None:
         assert "README.md" in await told(env, "shell", command="ls")
 
 
-@pytest.mark.timeout(120)
 async def test_an_mcp_server_is_named_and_dies_with_the_episode() -> None:
     pytest.importorskip("mcp")
-    env = Talk(tools=[{"id": "mcp", "command": MCP, "start_s": 60.0}])
+    env = Talk(tools=[{"id": "mcp", "command": MCP, "start_s": 300.0}])
     await env.areset(seed=0)
     assert {"add", "pid"} <= {schema["name"] for schema in env.schemas}
     assert json.loads(await told(env, "add", a=2, b=3)) == 5
     descriptor = os.pidfd_open(int(await told(env, "pid")))
     try:
         await env.aclose()
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             await trio.lowlevel.wait_readable(descriptor)
     finally:
         os.close(descriptor)

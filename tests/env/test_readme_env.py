@@ -60,7 +60,7 @@ def test_passes_gymnasiums_checker_without_a_warning():
 
 def test_run_as_a_script_it_is_checked_and_trained_on_for_ten_steps(tmp_path):
     argv = [sys.executable, str(EXAMPLE)]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     assert "Guess: 11 checks, 0 findings" in done.stdout
     assert "trained 10 steps on 160 episodes" in done.stdout

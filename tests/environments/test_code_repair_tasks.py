@@ -46,7 +46,7 @@ def test_a_seed_is_the_same_task_in_another_process() -> None:
     for hash_seed in ("1", "2"):
         environment = {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path)}
         printed = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=60
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=300
         ).stdout
         assert printed.splitlines() == [str(make_task(seed, "train")) for seed in range(5)]
 

@@ -8,7 +8,7 @@ from sandbox.conftest import IMAGE, docker_engine  # noqa: F401  (a fixture)
 import agentrl
 from agentrl.env.oracles import judge
 
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.docker
 
 
 @pytest.mark.parametrize("id", ["agentrl/CodeRepair-v0", "agentrl/RepoRepair-v0"])

@@ -269,7 +269,6 @@ def image(docker_engine: str, root: Path) -> str:  # noqa: F811
 
 
 @pytest.mark.docker
-@pytest.mark.timeout(300)
 async def test_oracles_hold_on_docker(
     docker_engine: str,  # noqa: F811
     image: str,

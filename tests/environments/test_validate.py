@@ -59,7 +59,7 @@ def agentrl(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env={"COLUMNS": "120", "PATH": "/usr/bin:/bin"},
     )

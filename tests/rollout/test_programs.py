@@ -24,7 +24,7 @@ async def test_law_1_a_program_that_sees_text_is_trained_on_the_tokens_that_were
 
     async def program(session: Session) -> float:
         """Two requests of one conversation, then one that remembers nothing of it."""
-        async with httpx.AsyncClient(base_url=session.base_url, timeout=20, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=session.base_url, timeout=300, trust_env=False) as client:
 
             async def ask(messages: list[Any]) -> dict[str, Any]:
                 answer = await client.post("v1/chat/completions", json={"messages": messages, "model": "m"})

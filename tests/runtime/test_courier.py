@@ -23,7 +23,7 @@ from agentrl.runtime.models import model_dir
 from agentrl.train.export import export_weights
 from agentrl.train.model import PolicyModel
 
-SETTINGS = EngineSettings(kv_cache_mb=16, max_batch=4, start_deadline_s=60.0)
+SETTINGS = EngineSettings(kv_cache_mb=16, max_batch=4, start_deadline_s=300.0)
 FOLDER = model_dir("agentrl/tiny-coder")
 TOKENS = probe_tokens(500, 24)
 

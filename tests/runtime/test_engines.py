@@ -31,7 +31,7 @@ TOKENS = probe_tokens(500, 24)
 CONFIG = RunConfig(
     model="unused",
     env=EnvSource(id="test/none"),
-    engine=EngineSettings(kv_cache_mb=16, max_batch=4, start_deadline_s=60.0),
+    engine=EngineSettings(kv_cache_mb=16, max_batch=4, start_deadline_s=300.0),
     rollout=Rollout(max_context=64, max_tokens_per_turn=8),
 )
 FIRST, SECOND = WeightVersion(version=1, step=0), WeightVersion(version=2, step=1)

@@ -176,7 +176,7 @@ except StoreError as error:
 def test_a_write_that_the_system_refuses_is_one_line_and_keeps_what_was_written(store: RunStore) -> None:
     """A limit on the file's size makes write() itself fail, as a broken disk does."""
     child = subprocess.run(
-        [sys.executable, "-c", FILL, str(store.path)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", FILL, str(store.path)], capture_output=True, text=True, timeout=300, check=False
     )
     written = [int(line) for line in child.stdout.split()]
     assert len(written) > 10

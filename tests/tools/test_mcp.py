@@ -20,11 +20,10 @@ from agentrl.testing.sandbox.escapes import host_processes
 from agentrl_tools.mcp import McpServer, McpTool
 
 pytest.importorskip("mcp")
-pytestmark = pytest.mark.timeout(120)
 
 HERE = Path(__file__).parent
 STDIO = [sys.executable, str(HERE / "mcp_server.py")]
-START_S = 60.0  # the package takes its time on a busy machine
+START_S = 300.0  # the package takes its time on a busy machine
 
 
 @pytest.fixture
@@ -56,7 +55,7 @@ async def test_law_4_server_dies_with_the_episode(server: McpServer) -> None:
     try:
         await server.aclose()
         await server.aclose()
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             await trio.lowlevel.wait_readable(descriptor)
     finally:
         os.close(descriptor)

@@ -18,7 +18,7 @@ LOOK = "I look. " + HERMES.write(ToolCall("weather", {"city": "Rome"}))
 def clients(session):
     import openai
 
-    return openai.OpenAI(base_url=f"{session.base_url}/v1", api_key=session.api_key, max_retries=0, timeout=30)
+    return openai.OpenAI(base_url=f"{session.base_url}/v1", api_key=session.api_key, max_retries=0, timeout=300)
 
 
 def chat(session, stream):
@@ -57,7 +57,7 @@ def responses(session, stream):
 def anthropic(session, stream):
     import anthropic as package
 
-    client = package.Anthropic(base_url=session.base_url, api_key=session.api_key, max_retries=0, timeout=30)
+    client = package.Anthropic(base_url=session.base_url, api_key=session.api_key, max_retries=0, timeout=300)
     tool = {"name": "weather", "description": "", "input_schema": PARAMETERS}
     messages = [{"role": "user", "content": "Weather?"}]
     head = {"model": "policy", "max_tokens": 100, "tools": [tool]}
