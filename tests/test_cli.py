@@ -19,7 +19,7 @@ from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 
 ENVS = Path(__file__).parent / "runtime" / "envs.py"
-DEADLINE_S = 120
+DEADLINE_S = 500
 
 
 def agentrl(*arguments: object, stdin: str = "") -> tuple[int, str, str]:
