@@ -35,7 +35,7 @@ def read_rows(where: str) -> Sequence[Mapping[str, Json]]:
 
 def _json_lines(text: str, where: str) -> list[Mapping[str, Json]]:
     rows: list[Mapping[str, Json]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would part a text at its U+2028
         if not line.strip():
             continue
         try:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import agentrl_environments.swe.environment as shipped
+from agentrl.env.datasets import read_rows
 from agentrl.errors import ConfigError
 from agentrl_environments.swe import SWE, Harbor, harbor, jsonl
 from agentrl_environments.swe.carrying import is_artifact, is_source, matching
@@ -59,6 +60,12 @@ def test_a_row_is_a_task() -> None:
         ({"image_name": None}, "image_name", "repositories="),
         ({"patch_is": "bug"}, "patch_is", "repositories="),
         ({"patch_is": "both"}, "patch_is", "choose fix"),
+        ({"test_patch": 3}, "test_patch", "give a text"),
+        ({"test_command": ["pytest"]}, "test_command", "give a text"),
+        ({"image": 3}, "image", "give a text"),
+        ({"sources": "src/*"}, "sources", "a list of patterns"),
+        ({"sources": [3]}, "sources", "a list of patterns"),
+        ({"apart": "no"}, "apart", "give true or false"),
     ],
 )
 def test_a_row_that_makes_no_task_is_refused(changed: dict[str, Any], field: str, mend: str) -> None:
@@ -73,10 +80,30 @@ def test_a_broken_file_names_its_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rows\.jsonl:3 = '\{broken': no JSON"):
         SWE(tasks=str(file))
     file.write_text(f"{json.dumps(ROW)}\n{json.dumps(ROW)}\n")
-    with pytest.raises(ConfigError, match="only 1 different ids"):
+    with pytest.raises(ConfigError, match=r"^tasks = \['owner__name-1'\]: 1 ids come more than once"):
+        SWE(tasks=str(file))
+    file.write_bytes(json.dumps(ROW).encode() + b"\n\xff")
+    with pytest.raises(ConfigError, match=r"rows.jsonl = b'\\xff': no UTF-8 at byte \d+$"):
         SWE(tasks=str(file))
     with pytest.raises(ConfigError, match="give a JSONL file"):
         SWE(tasks=str(tmp_path / "nowhere"))
+
+
+def test_a_text_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path: Path) -> None:
+    said = "one\u2028two\x85three"
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({**ROW, "problem_statement": said}, ensure_ascii=False), "utf-8")
+    (task,) = jsonl.load(file, jsonl.Defaults())
+    assert task.instruction.startswith(said)
+    assert read_rows(str(file)) == [{**ROW, "problem_statement": said}]
+
+
+@pytest.mark.parametrize("repo", ["../secret", "/", "", ".", "a/../../secret"])
+def test_a_row_reaches_no_folder_beside_the_repositories(tmp_path: Path, repo: str) -> None:
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "repositories" / "a").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="has no folder"):
+        jsonl.task_of({**ROW, "repo": repo}, jsonl.Defaults(repositories=tmp_path / "repositories"))
 
 
 def test_repositories_are_found_by_any_of_their_names(tmp_path: Path) -> None:
@@ -136,7 +163,7 @@ def test_artifacts_and_patterns() -> None:
     assert is_artifact("out/answer.txt", set()) and is_artifact("tests/mine.py", set())
     for path in (".harbor/logs/verifier/reward.txt", "conftest.py", "json.py", "a/b.pyc"):
         assert not is_artifact(path, set())
-    declared = matching(["pkg/*.py"])
+    declared = matching(["pkg/*.py"], "sources")
     assert declared("pkg/a/b.py", set()) and not declared("setup.py", set())
 
 
@@ -194,7 +221,7 @@ def test_a_dockerfile_that_needs_a_builder_needs_an_image(folder: Path) -> None:
     assert task.image == "named:1"
 
 
-@pytest.mark.parametrize("name", ["instruction.md", "tests/test.sh", "environment/Dockerfile"])
+@pytest.mark.parametrize("name", ["task.toml", "instruction.md", "tests/test.sh", "environment/Dockerfile"])
 def test_a_folder_that_lacks_a_file_says_which(folder: Path, name: str) -> None:
     (folder / "merge-logs" / name).unlink()
     with pytest.raises(ConfigError, match=name):
@@ -224,6 +251,43 @@ def test_a_bound_that_is_none_is_refused(folder: Path, line: str) -> None:
     (folder / "merge-logs/task.toml").write_text(line)
     with pytest.raises(ConfigError, match=r"task\.toml.*give a number above 0"):
         harbor.load(folder, harbor.Defaults())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("task.toml", b"environment = 3", "task.toml, environment = 3: give a table"),
+        ("task.toml", b"[environment]\nmemory = '2 gigs'", "environment.memory = '2 gigs': give it as 512M or 2G"),
+        ("task.toml", b"[environment]\ndocker_image = 3", "environment.docker_image = 3: give the name of an image"),
+        ("task.toml", b"[agentrl]\ncarry = 'out/*'", "agentrl.carry = 'out/*': give a list of patterns"),
+        ("instruction.md", b"\xff", "instruction.md = b'\\xff': no UTF-8 at byte 0"),
+        ("solution/solve.sh", b"\xff", "solve.sh = b'\\xff': no UTF-8 at byte 0"),
+        ("environment/Dockerfile", b"\xff", "Dockerfile = b'\\xff': no UTF-8 at byte 0"),
+        ("environment/Dockerfile", b"FROM", "Dockerfile = '': a Dockerfile starts with FROM"),
+        ("environment/Dockerfile", b"FROM a\nCOPY b", "'COPY b': write it as COPY SOURCE"),
+        ("environment/Dockerfile", b"FROM a\nCOPY 'b .", '"COPY \'b .": write it as COPY SOURCE'),
+    ],
+)
+def test_a_file_that_is_wrong_is_named(folder: Path, name: str, text: bytes, says: str) -> None:
+    (folder / "merge-logs" / name).write_bytes(text)
+    with pytest.raises(ConfigError) as raised:
+        Harbor(tasks=str(folder))
+    assert says in str(raised.value)
+
+
+def test_a_task_brings_nothing_of_the_host_into_a_box(folder: Path) -> None:
+    (folder / "secret").write_text("hidden")
+    (folder / "merge-logs/environment/files/near").symlink_to("logs/mail.log")
+    assert len(harbor.load(folder, harbor.Defaults())) == 1
+    (folder / "merge-logs/environment/files/far").symlink_to(folder / "secret")
+    with pytest.raises(ConfigError, match=r"far = '.*secret': a link out of the task's folder"):
+        Harbor(tasks=str(folder))
+
+
+def test_images_are_of_tasks_that_are_there(folder: Path) -> None:
+    for images in ("built:1", {"merge-log": "built:1"}):
+        with pytest.raises(ConfigError, match="give the image of a task by its folder"):
+            Harbor(tasks=str(folder), images=images)
 
 
 def test_an_empty_folder_has_no_task(tmp_path: Path) -> None:

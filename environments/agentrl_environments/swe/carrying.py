@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, cast
 
-from agentrl.errors import SandboxPathError
+from agentrl.errors import ConfigError, SandboxPathError
 from agentrl.protocols import Sandbox
 from agentrl_environments.rewards import carried
 
@@ -98,6 +98,9 @@ def _shadows(path: str) -> bool:
     return top.partition(".")[0] in sys.stdlib_module_names | _RUNNERS
 
 
-def matching(patterns: Sequence[str]) -> Callable[[str, Set[str]], bool]:
-    """Declared by patterns: `*` stands for anything, slashes too."""
+def matching(patterns: Sequence[str], where: str) -> Callable[[str, Set[str]], bool]:
+    """Declared by patterns: `*` stands for anything, slashes too. Raises ConfigError; a text is no list."""
+    given: Any = patterns
+    if not isinstance(given, list) or not all(isinstance(each, str) for each in cast("list[Any]", given)):
+        raise ConfigError(where, given, 'give a list of patterns, such as ["src/*"]')
     return lambda path, start: any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)

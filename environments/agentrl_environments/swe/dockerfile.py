@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from agentrl.errors import ConfigError
+from agentrl_environments.swe.task import text_of
 
 _SILENT: Final = {"CMD", "LABEL", "MAINTAINER", "EXPOSE"}  # change nothing that a box has
 
@@ -39,9 +40,14 @@ def recipe(file: Path) -> Recipe:
     base, files, workdir = "", dict[str, Path](), workdir_of(file)
     for word, rest in _instructions(file):
         if word == "FROM" and not base:
-            base = rest.split()[0]
+            base = rest.partition(" ")[0]
         elif word == "COPY" and "--" not in rest:
-            *sources, target = shlex.split(rest)
+            try:
+                *sources, target = shlex.split(rest)
+            except ValueError:
+                sources, target = [], ""
+            if not sources:
+                raise ConfigError(str(file), f"COPY {rest}"[:60], "write it as COPY SOURCE … TARGET")
             for source in sources:
                 files.update(_copied(file, source, target, workdir))
         elif word != "WORKDIR" and word not in _SILENT:
@@ -53,7 +59,7 @@ def recipe(file: Path) -> Recipe:
 
 
 def _instructions(file: Path) -> Iterator[tuple[str, str]]:
-    text = re.sub(r"(?m)^\s*#.*\n", "", file.read_text("utf-8")).replace("\\\n", " ")
+    text = re.sub(r"(?m)^\s*#.*\n", "", text_of(file)).replace("\\\n", " ")
     for line in text.splitlines():
         word, _, rest = line.strip().partition(" ")
         if word:

@@ -9,6 +9,7 @@ models or tokens.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -62,7 +63,8 @@ class CodingTasks(ToolEnv):
         self._tasks = tasks
         self._by_id = {task.id: task for task in tasks}
         if len(self._by_id) < len(tasks):
-            raise ConfigError("tasks", len(tasks), f"only {len(self._by_id)} different ids: give each task its own")
+            twice = [id for id, count in Counter(task.id for task in tasks).items() if count > 1]
+            raise ConfigError("tasks", twice[:3], f"{len(twice)} ids come more than once: give each task its own")
         self._sandbox, self._ready = sandbox, ready
         self._box = self.own_box = CurrentBox()
         self._box_limits = dict(box or {})

@@ -26,12 +26,13 @@ from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.sandbox.folder import WORKSPACE
 from agentrl_environments.swe.carrying import is_artifact, matching
 from agentrl_environments.swe.dockerfile import recipe, workdir_of
-from agentrl_environments.swe.task import Act, Task
+from agentrl_environments.swe.task import Act, Task, text_of
 from agentrl_environments.swe.trees import Tree
 
 _OWN: Final = ".harbor"
 _REWARDS: Final = f"{_OWN}/logs/verifier"
 _VERIFIER_S: Final = 600.0
+_NEEDED: Final = ("task.toml", "instruction.md", "environment/Dockerfile", "tests/test.sh")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +60,8 @@ class Verifier:
                 data = moved_bytes(path.read_bytes(), self.workdir)
                 await box.write(f"{_OWN}/tests/{path.relative_to(self.tests).as_posix()}", data)
         await box.write(f"{_REWARDS}/.keep", b"")
-        script = (self.tests / "test.sh").read_text("utf-8")
-        shell = "bash" if "bash" in script.partition("\n")[0] else "sh"
+        script = (self.tests / "test.sh").read_bytes()
+        shell = "bash" if b"bash" in script.partition(b"\n")[0] else "sh"
         result = await box.exec([shell, f"{_OWN}/tests/test.sh"], timeout_s=self.deadline_s)
         reward = 0.0 if result.timed_out else await _reward(box)
         return Grade(outcome=reward, success=reward >= 1.0)
@@ -68,31 +69,42 @@ class Verifier:
 
 def load(folder: Path, defaults: Defaults) -> list[Task]:
     """The tasks of a folder of task folders, by name. Raises ConfigError that names the file."""
-    found = sorted(path.parent for path in folder.glob("*/task.toml"))
+    found = sorted({path.parent for name in _NEEDED[:2] for path in folder.glob(f"*/{name}")})
+    images: Any = defaults.images
+    if not isinstance(images, Mapping) or set(cast("Mapping[str, Any]", images)) - {path.name for path in found}:
+        raise ConfigError("images", images, f"give the image of a task by its folder in {folder}")
     return [task_of(path, defaults) for path in found]
 
 
 def task_of(folder: Path, defaults: Defaults) -> Task:
     """The task of a folder. Raises ConfigError that says what it lacks."""
-    for name in ("task.toml", "instruction.md", "environment/Dockerfile", "tests/test.sh"):
+    for name in _NEEDED:
         if not (folder / name).is_file():
             raise ConfigError(str(folder), name, "a Harbor task needs this file")
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(
+                str(path), str(path.readlink()), "a link out of the task's folder: what it leads to goes into boxes"
+            )
     try:
-        settings = tomllib.loads((folder / "task.toml").read_text("utf-8"))
-    except ValueError as error:
+        settings = tomllib.loads(text_of(folder / "task.toml"))
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(str(folder / "task.toml"), "", f"no TOML: {error}") from error
+    for name, table in settings.items():
+        if name in ("environment", "agentrl", "verifier", "agent") and not isinstance(table, dict):
+            raise ConfigError(f"{folder / 'task.toml'}, {name}", table, "give a table")
     workdir = workdir_of(folder / "environment" / "Dockerfile")
     image, tree = _environment(folder, settings, defaults)
     carry = _table(settings, "agentrl").get("carry")
     verifier_s = _positive(folder, "verifier.timeout_sec", _table(settings, "verifier").get("timeout_sec"))
     solution = folder / "solution" / "solve.sh"
-    solve = moved(solution.read_text("utf-8"), workdir) if solution.is_file() else ""
-    instruction = moved((folder / "instruction.md").read_text("utf-8"), workdir).strip()
+    solve = moved(text_of(solution), workdir) if solution.is_file() else ""
+    instruction = moved(text_of(folder / "instruction.md"), workdir).strip()
     return Task(
         id=folder.name,
         instruction=f"{instruction}\n\nThe work folder is {WORKSPACE}. Call submit when you are done.",
         tree=tree,
-        declared=matching(carry) if carry else is_artifact,
+        declared=matching(carry, f"{folder / 'task.toml'}, agentrl.carry") if carry else is_artifact,
         grade=Verifier(folder / "tests", workdir, verifier_s or _VERIFIER_S),
         image=image,
         limits=_limits(folder, _table(settings, "environment")),
@@ -126,14 +138,15 @@ def _environment(folder: Path, settings: Mapping[str, Any], defaults: Defaults) 
     file = folder / "environment" / "Dockerfile"
     built = defaults.images.get(folder.name) or _table(settings, "environment").get("docker_image")
     if built:
+        if not isinstance(built, str):
+            raise ConfigError(f"{folder / 'task.toml'}, environment.docker_image", built, "give the name of an image")
         return built, Tree(in_image=workdir_of(file))
     plan = recipe(file)
     return defaults.image or (plan.base if defaults.use_base else None), Tree(files=plan.files)
 
 
 def _table(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    table = settings.get(name, {})
-    return cast("Mapping[str, Any]", table) if isinstance(table, dict) else {}
+    return cast("Mapping[str, Any]", settings.get(name, {}))
 
 
 def _limits(folder: Path, environment: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,7 +154,10 @@ def _limits(folder: Path, environment: Mapping[str, Any]) -> dict[str, Any]:
     limits: dict[str, Any] = {}
     if cpus := _positive(folder, "environment.cpus", environment.get("cpus")):
         limits["cpus"] = cpus
-    older = re.fullmatch(r"(\d+) ?([MG])(i?B)?", str(environment.get("memory", "")))
+    given = environment.get("memory")
+    older = re.fullmatch(r"(\d+) ?([MG])(i?B)?", str(given))
+    if given is not None and not older:
+        raise ConfigError(f"{folder / 'task.toml'}, environment.memory", given, "give it as 512M or 2G")
     memory_mb = environment.get("memory_mb", int(older[1]) * (1024 if older[2] == "G" else 1) if older else None)
     if mb := _positive(folder, "environment.memory_mb", memory_mb):
         limits["memory_bytes"] = int(mb * (1 << 20))

@@ -19,7 +19,7 @@ from agentrl.errors import ConfigError, ToolError
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl_environments.swe.apart import ApartTests
 from agentrl_environments.swe.carrying import is_source, matching
-from agentrl_environments.swe.task import Act, Task
+from agentrl_environments.swe.task import Act, Task, text_of
 from agentrl_environments.swe.trees import Tree, reversed_patch
 from agentrl_environments.swe.verdicts import canonical, graded, passed
 from agentrl_tools.patching import parse_patch
@@ -71,7 +71,7 @@ class HiddenTests:
 def load(file: Path, defaults: Defaults) -> list[Task]:
     """The tasks of a file, in order. Raises ConfigError that names the line."""
     tasks: list[Task] = []
-    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(text_of(file).split("\n"), 1):  # splitlines would part a text at its U+2028
         if not line.strip():
             continue
         where = f"{file.name}:{number}"
@@ -90,6 +90,9 @@ def task_of(row: Mapping[str, Any], defaults: Defaults, where: str = "row") -> T
     for name in ("instance_id", "repo", "problem_statement", "patch"):
         if not isinstance(row.get(name), str):
             raise ConfigError(f"{where}.{name}", row.get(name), "a row needs this text")
+    for name in ("test_patch", "test_command", "patch_is", *_IMAGES):
+        if row.get(name) is not None and not isinstance(row[name], str):
+            raise ConfigError(f"{where}.{name}", row[name], "give a text, or leave it out")
     fails = _tests(row, "FAIL_TO_PASS", where)
     if not fails:
         raise ConfigError(f"{where}.FAIL_TO_PASS", [], "name at least one test, or doing nothing solves the task")
@@ -109,7 +112,7 @@ def task_of(row: Mapping[str, Any], defaults: Defaults, where: str = "row") -> T
             )
         tree = dataclasses.replace(tree, patches=(patch,))
     patterns = row.get("sources")
-    in_sources = matching(patterns) if patterns else is_source
+    in_sources = matching(patterns, f"{where}.sources") if patterns else is_source
 
     def declared(path: str, start: Set[str]) -> bool:
         return path not in hidden and in_sources(path, start)
@@ -118,6 +121,8 @@ def task_of(row: Mapping[str, Any], defaults: Defaults, where: str = "row") -> T
     command = (row.get("test_command") or defaults.test_command).replace("{tests}", files)
     passes = _tests(row, "PASS_TO_PASS", where)
     apart = row.get("apart", defaults.apart)
+    if not isinstance(apart, bool):
+        raise ConfigError(f"{where}.apart", apart, "give true or false")
     grading = ApartTests(fails, passes, image) if apart else HiddenTests(command, fails, passes, defaults.tests_s)
     return Task(
         id=row["instance_id"],
@@ -162,6 +167,10 @@ def _tree(repo: str, image: str | None, defaults: Defaults, where: str) -> Tree:
         return Tree(in_image=defaults.in_image)
     names = (repo, repo.replace("/", "__"), repo.split("/")[-1])
     for name in names:
-        if (folder := defaults.repositories / name).is_dir():
+        parts = Path(name).parts
+        stays = bool(parts) and not {"..", "/"} & set(
+            parts
+        )  # rows are other people's, and what lies here goes into boxes
+        if stays and (folder := defaults.repositories / name).is_dir():
             return Tree(folder=folder)
     raise ConfigError(f"{where}.repo", repo, f"{defaults.repositories} has no folder {' or '.join(names)}")

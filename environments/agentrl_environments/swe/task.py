@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from agentrl.env import Grade
+from agentrl.errors import ConfigError
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl_environments.swe.trees import Tree
 
@@ -49,3 +51,15 @@ class Act:
     @classmethod
     def patch(cls, diff: str) -> Act:
         return cls("apply_patch", diff)
+
+
+def text_of(file: Path) -> str:
+    """A file of a task. Raises ConfigError for what is no text."""
+    try:
+        return file.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            str(file), error.object[error.start : error.end], f"no UTF-8 at byte {error.start}"
+        ) from error
+    except OSError as error:
+        raise ConfigError(str(file), "", f"cannot be read: {error.strerror}") from error
