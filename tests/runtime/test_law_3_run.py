@@ -41,7 +41,7 @@ def test_law_3_an_episode_that_its_judge_cannot_score_is_not_scored(tmp_path: Pa
         unscored = [one for one in ended if one.stop_reason is StopReason.ENGINE_FAILED]
         assert {one.outcome for one in unscored} == {None}
         assert {one.outcome for one in ended if one not in unscored} <= {0.2, 0.7, 0.4, 0.9}
-        assert len(ended) >= 16 and abs(len(unscored) - len(ended) / 5) <= 1
+        assert len(ended) >= 16 and abs(len(unscored) - len(ended) / 5) <= 2  # the run's end cuts a few off, judged
         assert "the judge gave no verdict" in store.failures().detail
 
 
