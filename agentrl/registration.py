@@ -60,7 +60,9 @@ def make_vec(
     each (`async`). Observations and actions are tuples of messages and of texts, which have no array form: shared
     memory is off. `kwargs` go to the environments, `vector_kwargs` to the vector class.
 
-    Raises UsageError for another mode, or for a wish for shared memory."""
+    Raises UsageError for none, another mode, or for a wish for shared memory."""
+    if num_envs < 1:
+        raise UsageError(f"num_envs = {num_envs}: give 1 or more")
     settings = dict(vector_kwargs or {})
     if settings.pop("shared_memory", False):
         raise UsageError("shared_memory = True: messages have no array form, leave it out")

@@ -11,12 +11,13 @@ import functools
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from agentrl.errors import UnknownIdError, UsageError
+from agentrl.errors import AgentRLError, UnknownIdError, UsageError
 
 Kind = Literal["environments", "tools", "sandboxes", "models"]
 Target = str | Callable[..., Any]
@@ -42,7 +43,8 @@ def resolve(kind: Kind, id: str) -> Callable[..., Any]:
         target = _registered[kind, id]
         return load_reference(target) if isinstance(target, str) else target
     if id in _offered(kind):
-        return cast("Callable[..., Any]", _offered(kind)[id].load())
+        point = _offered(kind)[id]
+        return load_reference(f"{point.module}:{point.attr}")
     if ":" in id:
         return load_reference(id)
     known = ids(kind)
@@ -57,12 +59,19 @@ def _offered(kind: Kind) -> dict[str, EntryPoint]:
 
 
 def load_reference(reference: str) -> Callable[..., Any]:
-    """Import `module:attribute` or `path/to/file.py:attribute`. Raises UsageError where either half is missing."""
+    """Import `module:attribute` or `path/to/file.py:attribute`. Raises UsageError where either half is missing, or the
+    module cannot be imported."""
     where, _, attribute = reference.rpartition(":")
     try:
         module = _module_from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except (ImportError, FileNotFoundError) as error:
         raise UsageError(f"cannot import {where!r} of {reference!r}: {error}") from error
+    except AgentRLError:
+        raise
+    except Exception as error:  # its author's own code ran
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        said = error if isinstance(error, SyntaxError) else f"{error} ({at.filename}:{at.lineno})"
+        raise UsageError(f"cannot import {where!r} of {reference!r}: {type(error).__name__}: {said}") from error
     value: Any = module
     for part in attribute.split("."):
         if not hasattr(value, part):

@@ -42,3 +42,31 @@ def test_only_what_another_process_can_import_has_a_reference() -> None:
         registry.reference_of(lambda: 3)
     with pytest.raises(UsageError, match="is no function or class: give the reference of its name"):
         registry.reference_of(functools.partial(module_level))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("class X(:", r"SyntaxError: invalid syntax \(broken.py, line 1\)$"),
+        ("x = 1\nX = y\n", r"NameError: name 'y' is not defined \(.*broken.py:2\)$"),
+        ("import no_such_module", r"No module named 'no_such_module'$"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_line(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "broken.py").write_text(text)
+    with pytest.raises(UsageError, match=rf"^cannot import '{tmp_path}/broken.py' of '.*broken.py:X': {says}"):
+        registry.resolve("environments", f"{tmp_path}/broken.py:X")
+
+
+def test_an_entry_point_that_leads_nowhere_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[agentrl.tools]\nmine = agentrl.records:Tasks\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry._offered.cache_clear()
+    try:
+        with pytest.raises(UsageError, match=r"^'agentrl.records' has no 'Tasks' \(from 'agentrl.records:Tasks'\)$"):
+            registry.resolve("tools", "mine")
+    finally:
+        registry._offered.cache_clear()

@@ -58,3 +58,8 @@ def test_settings_of_the_vector_class_are_passed_on_save_shared_memory() -> None
         agentrl.make_vec(ID, 2, vectorization_mode="async", vector_kwargs={"shared_memory": True})
     with pytest.raises(UsageError, match="vectorization_mode = 'threads': give 'sync' or 'async'"):
         agentrl.make_vec(ID, 2, vectorization_mode="threads")
+
+
+def test_no_environment_is_no_vector():
+    with pytest.raises(UsageError, match=r"^num_envs = 0: give 1 or more$"):
+        agentrl.make_vec("agentrl/Calculator-v0", 0)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import agentrl
 from agentrl.env.dialects import get_format
 from agentrl.env.tool_calls import ToolCall
+from agentrl.errors import UsageError
 from agentrl_environments.calculator.arithmetic import ArithmeticRefused, evaluate, written
 
 ID = "agentrl/Calculator-v0"
@@ -109,5 +110,5 @@ def test_passes_the_checker():
 
 
 def test_sizes_are_checked():
-    with pytest.raises(ValueError, match="terms = 0"):
+    with pytest.raises(UsageError, match="terms = 0"):
         agentrl.make(ID, terms=0)

@@ -173,6 +173,8 @@ def test_bad_settings_are_named() -> None:
         CodeRepair(split="test")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="level"):
         CodeRepair(level="hard")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="remember = -1"):
+        CodeRepair(remember=-1)
 
 
 def test_it_is_a_gymnasium_environment() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from agentrl.env import EpisodeLimits, ToolEnv, tool
 from agentrl.env.oracles import Oracle, say, script
+from agentrl.errors import UsageError
 from agentrl_environments.calculator.arithmetic import ArithmeticRefused, evaluate, written
 
 
@@ -23,7 +24,7 @@ class Calculator(ToolEnv):
 
     def __init__(self, *, terms: int = 3, largest: int = 99, **kwargs: Any) -> None:
         if terms < 1 or largest < 1:
-            raise ValueError(f"terms = {terms}, largest = {largest}: give 1 or more")
+            raise UsageError(f"terms = {terms}, largest = {largest}: give 1 or more")
         self._terms, self._largest = terms, largest
         super().__init__(**kwargs)
 

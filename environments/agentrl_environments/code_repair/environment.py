@@ -58,6 +58,8 @@ class CodeRepair(ToolEnv):
             raise ConfigError("split", split, f"choose one of {', '.join(SPLITS)}")
         if level not in LEVELS:
             raise ConfigError("level", level, f"choose one of {', '.join(LEVELS)}")
+        if remember < 0:
+            raise ConfigError("remember", remember, "give how many test runs are kept, 0 for none")
         self._split: Split = split
         self._level: Level = level
         self._shuffle = shuffle_tests
