@@ -138,6 +138,7 @@ def bash(command):
 
 async def test_mini_swe_agent_is_an_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("MSWEA_SILENT_STARTUP", "1")
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks the network for prices
     monkeypatch.setenv("MSWEA_GLOBAL_CONFIG_DIR", str(tmp_path / "config"))
     (tmp_path / "work").mkdir()
 
