@@ -109,10 +109,11 @@ class Hermes(ToolFormat):
     def _resync(self, text: str, begin: int, error: ParseError) -> Span:
         """A broken call ends after its closing tag, or before the next opening one."""
         inner = begin + len(self._open)
-        close, reopen = text.find(self._close, inner), text.find(self._open, inner)
-        if close >= 0 and (reopen < 0 or close < reopen):
-            return Span(begin, close + len(self._close), Malformed(error, text[inner:close].strip()))
+        reopen = text.find(self._open, inner)
         end = reopen if reopen >= 0 else len(text)
+        close = text.find(self._close, inner, end)
+        if close >= 0:
+            return Span(begin, close + len(self._close), Malformed(error, text[inner:close].strip()))
         return Span(begin, end, Malformed(error, text[inner:end].strip()))
 
 
