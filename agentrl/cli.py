@@ -6,9 +6,9 @@ Nothing heavy is imported before a command needs it.
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
-import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -88,10 +88,11 @@ def evaluate(
 ) -> None:
     """Measure a policy on held-out tasks: success, turns, tokens."""
     from agentrl.runtime.trainer import evaluate as measure
+    from agentrl.sandbox.owner import OwnedFolder
 
     config = _evaluation_config(what, env, n, settings or [])
-    with tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder:
-        results = measure(config, out=out or Path(folder) / "run")
+    with closing(OwnedFolder(prefer_memory=False)) as owner:
+        results = measure(config, out=out or owner.path / "run")
     if as_json:
         print(json.dumps([{name: getattr(r, name) for name in r.__slots__} for r in results], indent=2))
         return
@@ -284,7 +285,8 @@ def bench(
     if name not in found:
         known = ", ".join(sorted(found)) or "none: benchmarks come with a source checkout, not with the package"
         raise UsageError(f"no benchmark {name!r}; known: {known}")
-    raise SystemExit(subprocess.run([sys.executable, str(found[name]), *context.args], check=False).returncode)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, str(found[name]), *context.args])  # in our place: it cannot outlive us
 
 
 def _show_summary(path: Path, summary: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,17 @@ def test_a_benchmark_gives_its_own_help_and_an_unknown_one_names_those_there_are
     code, _, stderr = agentrl("bench", "sandbocks")
     assert code == 2
     assert "known: embedded_engine, engine, episodes" in one_line(stderr)
+
+
+@pytest.mark.bubblewrap
+def test_law_4_a_benchmark_is_the_command_itself_and_cannot_outlive_it() -> None:
+    command = [sys.executable, "-c", "from agentrl.cli import main; main()", "bench", "sandbox"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + DEADLINE_S
+        while "benchmarks/sandbox.py" not in Path(f"/proc/{process.pid}/cmdline").read_text():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        process.kill()
 
 
 def test_a_typed_tool_call_is_what_a_model_would_write() -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import trio
 
 from agentrl.config import EngineSettings
 from agentrl.errors import EngineUnavailable, UsageError
+from agentrl.sandbox.owner import owned_folder
 
 _POLL_S = 0.05
 _END_S = 5.0  # between asking a process to end and killing it
@@ -81,8 +81,8 @@ async def launch_embedded(
 
     Raises UsageError if it cannot be started as asked, EngineUnavailable if it dies or is not up in time."""
     settings = settings or EngineSettings()
-    with tempfile.TemporaryDirectory(prefix="agentrl-engine-") as folder:
-        ready_file, errors = Path(folder) / "ready.json", Path(folder) / "errors.txt"
+    async with owned_folder() as owner:
+        ready_file, errors = owner.path / "ready.json", owner.path / "errors.txt"
         argv = embedded_argv(
             model_dir,
             settings,
@@ -95,7 +95,9 @@ async def launch_embedded(
         )
         with errors.open("wb") as kept:
             output = kept.fileno() if log is None else log
-            process = await trio.lowlevel.open_process(argv, stdin=subprocess.PIPE, stdout=output, stderr=output)
+            process = await trio.lowlevel.open_process(
+                argv, stdin=subprocess.PIPE, stdout=output, stderr=output, env={**os.environ, **owner.mark}
+            )
         try:
             url = await _wait_ready(process, ready_file, errors, settings.start_deadline_s)
             yield EmbeddedEngine(url=url, process=process)

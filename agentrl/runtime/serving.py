@@ -20,6 +20,9 @@ from agentrl.engine.launch import launch_embedded
 from agentrl.engine.vllm import launch as vllm
 from agentrl.errors import EngineUnavailable
 from agentrl.runtime.engines import vllm_server
+from agentrl.sandbox.owner import owned_folder
+
+_PATIENCE_S = 8.0  # in which a vLLM server whose owner is dead ends in order
 
 
 def serve(model: Path, settings: EngineSettings, *, host: str, port: int, max_context: int, lora_rank: int = 0) -> None:
@@ -50,15 +53,15 @@ async def _engine(
         async with launch_embedded(model, settings, host=host, port=port, max_context=max_context) as engine:
             yield engine.url, engine.process
         return
-    with tempfile.TemporaryDirectory(prefix="agentrl-plugin-") as folder:
+    async with owned_folder(patience_s=_PATIENCE_S) as owner:
         server = vllm_server(
-            model, settings, port=port, plugin_folder=Path(folder), max_context=max_context, lora_rank=lora_rank
+            model, settings, port=port, plugin_folder=owner.path, max_context=max_context, lora_rank=lora_rank
         )
         server = replace(server, host=host)
         server = server if port else server.on_free_port()
         log = Path(tempfile.gettempdir()) / f"agentrl-vllm-{server.port}.log"
         print(f"starting vLLM {server.build.version}; its log is {log}", flush=True)
-        async with vllm.running(server, log=log, deadline_s=settings.start_deadline_s) as process:
+        async with vllm.running(server, log=log, deadline_s=settings.start_deadline_s, mark=owner.mark) as process:
             yield server.url, process
 
 

@@ -97,6 +97,7 @@ class Host:
         self._groups: ControlGroups | None = None
         self.folder = OwnedFolder()
         try:
+            self.folder.path.chmod(0o711)  # each box has a user of its own
             self._groups = _control_groups(control_group(self.folder.path.name), want_groups)
             self.snapshots = Snapshots(self.folder.path / "snapshots")
             self._etc = self.folder.path / "etc"

@@ -111,8 +111,8 @@ class OwnedFolder:
     """A host folder of this process's own, and the processes that carry its `mark`. Invariant: all of it is gone after
     `close`, or soon after this process died."""
 
-    def __init__(self, *, prefer_memory: bool = True) -> None:
-        """Raises SandboxError if the host has no place for it."""
+    def __init__(self, *, prefer_memory: bool = True, patience_s: float = 0.0) -> None:
+        """`patience_s` is as a `Janitor` has it. Raises SandboxError if the host has no place for it."""
         shared = Path("/dev/shm")
         base = shared if prefer_memory and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
         home = base / f"{_PREFIX}-{os.getuid()}"
@@ -123,13 +123,12 @@ class OwnedFolder:
             home.chmod(0o711)
             reap(home)
             self.path = home / label()
-            self._janitor = Janitor(self.path)
+            self._janitor = Janitor(self.path, patience_s=patience_s)
             self.mark = self._janitor.mark
             self._lock = threading.Lock()
             self._mounts: set[Path] = set()
             try:
-                self.path.mkdir(mode=0o711)
-                self.path.chmod(0o711)
+                self.path.mkdir(mode=0o700)
             except BaseException:
                 self._janitor.close()
                 raise
@@ -166,9 +165,9 @@ class OwnedFolder:
 
 
 @asynccontextmanager
-async def owned_folder() -> AsyncGenerator[OwnedFolder]:
+async def owned_folder(*, patience_s: float = 0.0) -> AsyncGenerator[OwnedFolder]:
     """An `OwnedFolder` for as long as the block runs; its mark is for processes that are to end with the block."""
-    folder = await trio.to_thread.run_sync(OwnedFolder)
+    folder = await trio.to_thread.run_sync(lambda: OwnedFolder(patience_s=patience_s))
     try:
         yield folder
     finally:

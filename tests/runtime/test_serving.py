@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,9 +45,14 @@ def short_tmp() -> Iterator[Path]:
         yield Path(folder)
 
 
-def children_of(pid: int) -> list[int]:
+def engines_of(pid: int) -> list[int]:
     lists = Path(f"/proc/{pid}/task").glob("*/children")  # a thread's children are its own
-    return [int(child) for found in lists for child in found.read_text().split()]
+    children = [int(child) for found in lists for child in found.read_text().split()]
+    return [child for child in children if "agentrl.engine" in Path(f"/proc/{child}/cmdline").read_text()]
+
+
+def folders_of(pid: int) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"agentrl-boxes-*/{pid}.*"))
 
 
 def wait_until_gone(pid: int) -> None:
@@ -66,13 +72,18 @@ def test_the_engine_ends_with_its_owner(kind: str, how: signal.Signals, short_tm
     with serving(short_tmp, "--kind", kind, "--kv-cache-mb", "64", "--max-context", "256") as (process, url):
         model = httpx.get(f"{url}/v1/models").json()["data"][0]
         assert model["max_model_len"] == 256
-        (engine,) = children_of(process.pid)
+        (engine,) = engines_of(process.pid)
+        assert folders_of(process.pid)
         process.send_signal(how)
         wait_until_gone(engine)
         assert process.wait() == (0 if how == signal.SIGTERM else -signal.SIGKILL)
-    if how == signal.SIGTERM:
-        kept = {path.name for path in short_tmp.iterdir() if path.suffix != ".log"}
-        assert kept <= {f"torchinductor_{os.getuid()}"}  # a cache
+    deadline = time.monotonic() + 60
+    while how == signal.SIGKILL and folders_of(process.pid):  # a janitor takes its time
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not folders_of(process.pid)
+    kept = {path.name for path in short_tmp.iterdir() if path.suffix != ".log"}
+    assert kept <= {f"torchinductor_{os.getuid()}"}  # a cache
 
 
 def test_adapters_are_not_for_the_embedded_engine() -> None:

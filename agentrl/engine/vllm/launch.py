@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -224,14 +224,20 @@ def carry_plugin(folder: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def running(
-    server: VLLMServer, *, log: Path, version: int = 0, deadline_s: float = 180.0
+    server: VLLMServer,
+    *,
+    log: Path,
+    version: int = 0,
+    deadline_s: float = 180.0,
+    mark: Mapping[str, str] | None = None,
 ) -> AsyncGenerator[trio.Process]:
-    """Serve for as long as the block runs. Raises RunFailed if it does not start; see `ready`."""
+    """Serve for as long as the block runs. `mark` names its owner to a janitor. Raises RunFailed if it does not start;
+    see `ready`."""
     server.prepare()
     with log.open("ab") as output:
         process = await trio.lowlevel.open_process(
             [str(server.build.python), *server.argv()],
-            env={**os.environ, **server.env()},
+            env={**os.environ, **server.env(), **(mark or {})},
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
