@@ -54,7 +54,9 @@ class Report:
     def must_pass(self) -> None:
         """Raises AssertionError naming every failed case."""
         lines = [f"{outcome.case.suite}: {outcome.case.name}: {outcome.problem}" for outcome in self.failed]
-        assert not lines, f"{self.backend} breaks {len(lines)} of {len(self.outcomes)} promises:\n" + "\n".join(lines)
+        if lines:
+            promises = f"{len(lines)} of {len(self.outcomes)} promises"
+            raise AssertionError(f"{self.backend} breaks {promises}:\n" + "\n".join(lines))
 
 
 async def check_sandbox(
