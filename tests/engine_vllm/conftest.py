@@ -6,9 +6,9 @@ Every server is a child with a lifeline: it cannot outlive the test process.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,10 +93,8 @@ class Server:
 @pytest.fixture(scope="session")
 def shm() -> Iterator[Path]:
     """A folder in shared memory, gone afterwards."""
-    folder = Path(f"/dev/shm/agentrl-test-{os.getpid()}")
-    folder.mkdir(mode=0o700)
-    yield folder
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix="agentrl-test-", dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

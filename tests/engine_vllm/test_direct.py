@@ -72,7 +72,7 @@ def test_versions_go_from_memory_to_memory_and_the_engine_samples_from_them(serv
         cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
