@@ -26,7 +26,7 @@ from agentrl.records import Json, StopReason
 
 INSTANCES: Final = 8
 FUZZ_EXAMPLES: Final = 150
-LEAK_PATIENCE_S: Final = 3.0
+LEAK_PATIENCE_S: Final = 10.0  # for what ends by itself, on a busy machine too
 _MESSAGES: Final = spaces.Messages()
 
 
