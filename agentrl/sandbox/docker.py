@@ -5,8 +5,9 @@ privileges, our own system call list, read-only root, /workspace and /tmp as tmp
 pids and CPU share of the container, rlimits of each process; commands run under a user id that no other box has.
 
 How it ends: process 1 lives only while this process holds the container's stdin, and the engine removes a container
-that ended. So a box goes when its owner dies, however it dies, also on an engine far away. An ended command may leave
-processes: `kill -1` by the box's own user ends them all at once, while the engine's process 1 is another user's.
+that ended. So a box goes when its owner dies, however it dies, also on an engine far away; a container that was made
+but not started is removed by the owner's janitor. An ended command may leave processes: `kill -1` by the box's own user
+ends them all at once, while the engine's process 1 is another user's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import math
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +32,7 @@ from agentrl.protocols import SandboxSpec
 from agentrl.sandbox import seccomp
 from agentrl.sandbox.container import ENV, Container
 from agentrl.sandbox.folder import WORKSPACE
-from agentrl.sandbox.owner import OwnedFolder, is_dead, label
+from agentrl.sandbox.owner import OwnedFolder, is_dead
 from agentrl.sandbox.streams import AttachedStreams, hijack
 
 T = TypeVar("T")
@@ -43,6 +45,26 @@ _CALL_S = 60.0  # deadline of one call to the engine
 _THREADS = 32
 _CGROUPS = Path("/sys/fs/cgroup")
 _IDLE = 4  # connections kept open between calls
+_REMOVER = """
+import http.client, json, socket, sys, urllib.parse
+address, api, owner = sys.argv[1:]
+url = urllib.parse.urlsplit(address)
+
+def ask(method, path):
+    engine = http.client.HTTPConnection(url.hostname or "localhost", url.port or 2375, timeout=10)
+    if url.scheme == "unix":
+        engine.sock = socket.socket(socket.AF_UNIX)
+        engine.sock.settimeout(10)
+        engine.sock.connect(url.path)
+    engine.request(method, api + path)
+    return engine.getresponse().read()
+
+labels = urllib.parse.quote(json.dumps({"label": ["agentrl.owner=" + owner]}))
+found = json.loads(ask("GET", "/containers/json?all=1&filters=" + labels))
+for container in found:
+    ask("DELETE", "/containers/" + container["Id"] + "?force=1")
+sys.exit(len(found) > 0)
+"""
 
 
 class Docker:
@@ -89,9 +111,10 @@ class DockerEngine:
         self._client, self._address = client, address
         self._cpus = float(client.info().get("NCPU", 1))
         self._threads = trio.CapacityLimiter(_THREADS)
-        self.owner, self.host = label(), _host()
         self._uids = itertools.count(secrets.randbelow(_UIDS))
-        self.folder = OwnedFolder(prefer_memory=False)
+        remover = [sys.executable, "-I", "-c", _REMOVER, address, f"/v{client.api.api_version}"]
+        self.folder = OwnedFolder(prefer_memory=False, remover=remover)
+        self.owner, self.host = self.folder.path.name, _host()
         self._counters: dict[str, Path | None] = {}
 
     @classmethod
@@ -117,7 +140,12 @@ class DockerEngine:
                 raise SandboxUnavailable(f"no docker engine answers at {address}: {error}") from error
 
         engine = await trio.to_thread.run_sync(connect)
-        await engine.call(engine._reap)
+        try:
+            await engine.call(engine._reap)
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await engine.close()
+            raise
         return engine
 
     def _reap(self) -> None:

@@ -31,6 +31,7 @@ from agentrl.sandbox.folder import remove_tree
 _JANITOR = """
 read -r closed
 folder=$1 mark=$2 group=$3 patience=$4
+shift 4
 for attempt in $(seq $((patience + 100))); do
   left=
   for found in $(printf %s "$mark=$folder" | grep -lsFf - /proc/[0-9]*/environ); do
@@ -45,6 +46,7 @@ for attempt in $(seq $((patience + 100))); do
     [ -d "$place$group" ] && find "$place$group" -depth -type d -exec rmdir {} +
     [ -d "$place$group" ] && left=yes
   done
+  [ $# = 0 ] || "$@" "${folder##*/}" || left=yes
   [ -z "$left" ] && [ -n "$closed" ] && exit 0
   [ -z "$left" ] && closed=soon  # a process amid an exec shows no environment for a moment
   sleep 0.1
@@ -79,14 +81,17 @@ class Janitor:
     """Ends and removes what is left of this process: `folder`, mounts in it, control groups of the folder's name, and
     every process that has `mark` in its environment. Make it before what it is to remove."""
 
-    def __init__(self, folder: Path, *, patience_s: float = 0.0, keep_open: Sequence[int] = ()) -> None:
+    def __init__(
+        self, folder: Path, *, patience_s: float = 0.0, keep_open: Sequence[int] = (), remover: Sequence[str] = ()
+    ) -> None:
         """Marked processes may end by themselves for `patience_s` seconds. `keep_open` are descriptors that stay open
-        until all is gone, locks for one."""
+        until all is gone, locks for one. `remover` is a command that removes something else of the owner, whose label
+        is its last argument; it fails as long as there was something."""
         self.mark = {_MARK: str(folder)}
         self._patience_s = patience_s
         arguments = [str(folder), _MARK, control_group(folder.name), str(round(patience_s / 0.1))]
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", _JANITOR, "agentrl-janitor", *arguments],
+            ["/bin/sh", "-c", _JANITOR, "agentrl-janitor", *arguments, *remover],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -111,8 +116,8 @@ class OwnedFolder:
     """A host folder of this process's own, and the processes that carry its `mark`. Invariant: all of it is gone after
     `close`, or soon after this process died."""
 
-    def __init__(self, *, prefer_memory: bool = True, patience_s: float = 0.0) -> None:
-        """`patience_s` is as a `Janitor` has it. Raises SandboxError if the host has no place for it."""
+    def __init__(self, *, prefer_memory: bool = True, patience_s: float = 0.0, remover: Sequence[str] = ()) -> None:
+        """`patience_s` and `remover` are a `Janitor`'s. Raises SandboxError if the host has no place for it."""
         shared = Path("/dev/shm")
         base = shared if prefer_memory and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
         home = base / f"{_PREFIX}-{os.getuid()}"
@@ -123,7 +128,7 @@ class OwnedFolder:
             home.chmod(0o711)
             reap(home)
             self.path = home / label()
-            self._janitor = Janitor(self.path, patience_s=patience_s)
+            self._janitor = Janitor(self.path, patience_s=patience_s, remover=remover)
             self.mark = self._janitor.mark
             self._lock = threading.Lock()
             self._mounts: set[Path] = set()

@@ -134,7 +134,12 @@ class Pool:
         while shelf.boxes:
             box = shelf.boxes.popleft()
             shelf.wanted.set()
-            if await _is_alive(box):
+            try:
+                alive = await _is_alive(box)
+            except BaseException:
+                await _close_all([box])
+                raise
+            if alive:
                 self.counts.warm += 1
                 return box
             self.counts.dead += 1

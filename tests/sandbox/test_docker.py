@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -32,10 +33,20 @@ async def test_keeps_promise(case: Case, backend: Docker) -> None:
 
 
 OWNER = """
-import sys, trio
-from agentrl.sandbox.docker import Docker
+import os, signal, sys, trio
+from agentrl.sandbox.docker import Docker, DockerEngine
+
+call, done = DockerEngine.call, []
+
+async def dying_after(engine, function, *arguments, **options):
+    result = await call(engine, function, *arguments, **options)
+    done.append(function.__name__)
+    if done[-1] == sys.argv[3]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
 
 async def main():
+    DockerEngine.call = dying_after
     box = await Docker(image=sys.argv[1], base_url=sys.argv[2]).create()
     await box.start(["sleep", "60"])
     print("ready", flush=True)
@@ -58,13 +69,16 @@ def containers(address: str, owner: int) -> list[str]:
     return [line for line in listing.splitlines() if line.split(" ")[1].startswith(f"{owner}.")]
 
 
-def test_law_4_no_container_outlives_its_owner(docker_engine: str) -> None:
-    argv = [sys.executable, "-c", OWNER, IMAGE, docker_engine]
+@pytest.mark.parametrize("after", ["the end", "_create", "start"])
+def test_law_4_no_container_outlives_its_owner(docker_engine: str, after: str) -> None:
+    """`_create`: killed when the engine has made a container that nobody has started yet."""
+    argv = [sys.executable, "-c", OWNER, IMAGE, docker_engine, after]
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as owner:
-        assert owner.stdout and owner.stdout.readline() == b"ready\n"
-        assert len(containers(docker_engine, owner.pid)) == 1
-        owner.kill()
-        owner.wait()
+        if after == "the end":
+            assert owner.stdout and owner.stdout.readline() == b"ready\n"
+            assert len(containers(docker_engine, owner.pid)) == 1
+            owner.kill()
+        assert owner.wait(timeout=60) == -signal.SIGKILL
         deadline = time.monotonic() + 20
         while left := containers(docker_engine, owner.pid):
             assert time.monotonic() < deadline, left

@@ -75,6 +75,22 @@ async def test_dead_box_is_not_handed_out(autojump_clock: MockClock) -> None:
         await box.close()
 
 
+async def test_law_4_a_box_whose_taker_was_cancelled_meanwhile_is_closed(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent(*_: object, **__: object) -> ExecResult:
+        await trio.sleep_forever()
+        raise AssertionError
+
+    backend = FakeBackend()
+    async with Pool(backend, ready=1) as pool:
+        await pool.fill(SPEC)
+        monkeypatch.setattr(backend.boxes[0], "exec", silent)
+        with trio.move_on_after(1.0) as scope:
+            await pool.take(SPEC)
+        assert scope.cancelled_caught and backend.boxes[0].closed
+
+
 async def test_setup_is_done_before_and_keys_the_box(autojump_clock: MockClock) -> None:
     backend = FakeBackend()
     setup = Setup(files={"a": b"1"}, commands=[["make"]])
