@@ -5,10 +5,10 @@ Every server is a child with a lifeline: it cannot outlive the test process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from agentrl.engine.client import EngineClient
 from agentrl.engine.launch import end_group
 from agentrl.engine.ports import free_port
 from agentrl.engine.vllm.launch import VLLMServer, find_build, ready
+from agentrl.sandbox.owner import OwnedFolder
 
 from .policy import Policy, make_model
 
@@ -92,9 +93,9 @@ class Server:
 
 @pytest.fixture(scope="session")
 def shm() -> Iterator[Path]:
-    """A folder in shared memory, gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="agentrl-test-", dir="/dev/shm") as folder:
-        yield Path(folder)
+    """A folder in shared memory, gone afterwards, also where the tests are killed."""
+    with contextlib.closing(OwnedFolder()) as owner:
+        yield owner.path
 
 
 @pytest.fixture(scope="session")
