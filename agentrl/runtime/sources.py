@@ -9,6 +9,7 @@ from __future__ import annotations
 from agentrl.config import RunConfig, TaskTable
 from agentrl.env.datasets import read_rows
 from agentrl.env.tasks import Curriculum, Epochs, Mixture, Rows, Seeds, TaskSource
+from agentrl.records import Task
 
 _APART = 1_000_003  # between the seeds of two runs
 
@@ -17,12 +18,21 @@ def task_source(config: RunConfig) -> TaskSource:
     """The training tasks by index, the same in every process and after every restart.
 
     Raises UsageError for rows that cannot be read. Without `[[tasks]]` they are the seeds of `[env]`."""
-    tables = config.tasks or [TaskTable(first_seed=config.env.first_seed)]
+    tables = _tables(config)
     sources = [_source(config, table) for table in tables]
     source = sources[0] if len(sources) == 1 else Mixture(sources, [table.weight for table in tables])
     if config.curriculum is None:
         return source
     return Curriculum(source, **config.curriculum.model_dump())
+
+
+def first_tasks(config: RunConfig) -> list[Task]:
+    """The first task of each table. Raises UsageError for rows that cannot be read."""
+    return [_source(config, table).task(0) for table in _tables(config)]
+
+
+def _tables(config: RunConfig) -> list[TaskTable]:
+    return config.tasks or [TaskTable(first_seed=config.env.first_seed)]
 
 
 def _source(config: RunConfig, table: TaskTable) -> TaskSource:

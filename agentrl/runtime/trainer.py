@@ -17,11 +17,13 @@ from agentrl import registry
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, ModelError
 from agentrl.protocols import Rewarder
+from agentrl.registration import make
 from agentrl.runtime import evaluation, report
 from agentrl.runtime.models import given_model_dir, model_dir
 from agentrl.runtime.pipeline import Supervisor, run_to_end
 from agentrl.runtime.rundir import RunDir
-from agentrl.runtime.sources import task_source
+from agentrl.runtime.sources import first_tasks, task_source
+from agentrl.runtime.validate import naming_errors
 from agentrl.store import RunStore
 
 
@@ -80,12 +82,23 @@ def check_startable(config: RunConfig) -> None:
     if config.syncs_memory:
         check_sender(config.sync)
     Renderer(model_dir(config.model))
-    for id in {config.env.id, *(named.id for named in (*config.tasks, *config.eval.sets) if named.id)}:
-        registry.resolve("environments", id)
+    registry.resolve("environments", config.env.id)
     task_source(config).task(0)
+    _check_environments(config)
     if config.env.reward:
         registry.load_reference(config.env.reward)
     _check_roles(config)
+
+
+def _check_environments(config: RunConfig) -> None:
+    """Each environment of the run is made once, from the arguments that workers will give it."""
+    held_out = [task for each in config.eval.sets for task in evaluation.tasks_of(config, each, 1)]
+    made: list[tuple[str, Mapping[str, Any]]] = []
+    for task in (*first_tasks(config), *held_out):
+        if (task.env, task.kwargs) not in made:
+            made.append((task.env, task.kwargs))
+            with naming_errors(task.env):
+                make(task.env, **task.kwargs).close()
 
 
 def _check_roles(config: RunConfig) -> None:
@@ -93,7 +106,7 @@ def _check_roles(config: RunConfig) -> None:
     bound, given = config.rollout.roles, config.rollout.given_roles()
     if not bound:
         return
-    env = registry.resolve("environments", config.env.id)(**config.env.kwargs)
+    env = make(config.env.id, **config.env.kwargs)
     roles: tuple[str, ...] = tuple(getattr(env, "roles", ()))
     env.close()
     if not roles:

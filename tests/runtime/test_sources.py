@@ -121,6 +121,23 @@ def test_rows_that_are_missing_are_named_before_anything_starts(tmp_path: Path) 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"env": {"id": f"{ENVS}:Vowels", "kwargs": {"levle": 1}}},
+        {"tasks": [{"id": f"{ENVS}:Vowels"}, {"id": f"{ENVS}:Vowels", "kwargs": {"levle": 1}}]},
+        {"tasks": [{"id": f"{ENVS}:Vowels"}], "eval": {"sets": [{"name": "other", "kwargs": {"levle": 1}}]}},
+    ],
+    ids=["env", "tasks", "eval"],
+)
+def test_what_an_environment_does_not_take_is_named_before_anything_starts(
+    tmp_path: Path, section: dict[str, Any]
+) -> None:
+    with pytest.raises(UsageError, match=r"Vowels cannot be made with \{'levle': 1\}"):
+        Trainer(config={**SMALL, **section}, out=tmp_path / "run").train()
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_ends_with_its_tasks_and_trains_each_once(tmp_path: Path) -> None:
     """Seven tasks in steps of two groups: three whole steps, and a last one of one group."""
     tasks = [{"id": f"{ENVS}:Vowels", "first_seed": 30, "seeds": 7, "epochs": 1}]
