@@ -50,6 +50,8 @@ def decode_json(text: str, at: int) -> tuple[Any, int]:
 
     Raises StructuralParseError for what is no JSON, or JSON that no record can carry: NaN, infinities, lone
     surrogates, nesting deeper than `MAX_DEPTH`."""
+    if text[at : at + 1] not in _BEGINS:  # cheaper than the decoder's error, which counts the lines before it
+        raise StructuralParseError("the tool call is not valid JSON: Expecting value at character 0")
     try:
         value, end = _DECODER.raw_decode(text, at)
     except json.JSONDecodeError as error:
@@ -107,6 +109,7 @@ def _finite(number: str) -> float:
     return value
 
 
+_BEGINS: Final = frozenset('{["-0123456789tfnNI')
 _DECODER: Final = json.JSONDecoder(strict=False, parse_constant=_refuse, parse_float=_finite)
 
 
