@@ -87,8 +87,8 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """Measure a policy on held-out tasks: success, turns, tokens."""
+    from agentrl.owner import OwnedFolder
     from agentrl.runtime.trainer import evaluate as measure
-    from agentrl.sandbox.owner import OwnedFolder
 
     config = _evaluation_config(what, env, n, settings or [])
     with closing(OwnedFolder(prefer_memory=False)) as owner:

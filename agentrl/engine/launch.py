@@ -16,7 +16,7 @@ import trio
 
 from agentrl.config import EngineSettings
 from agentrl.errors import EngineUnavailable, UsageError
-from agentrl.sandbox.owner import owned_folder
+from agentrl.owner import owned_folder
 
 _POLL_S = 0.05
 _END_S = 5.0  # between asking a process to end and killing it

@@ -29,7 +29,7 @@ from typing import IO
 from agentrl import config as configuration
 from agentrl.config import RunConfig
 from agentrl.errors import UsageError
-from agentrl.sandbox.owner import Janitor, is_dead, label
+from agentrl.owner import Janitor, is_dead, label
 from agentrl.store import RunStore
 
 _PATIENCE_S = 8.0  # in which children whose lifeline has ended end by themselves

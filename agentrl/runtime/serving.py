@@ -19,8 +19,8 @@ from agentrl.config import EngineSettings
 from agentrl.engine.launch import launch_embedded
 from agentrl.engine.vllm import launch as vllm
 from agentrl.errors import EngineUnavailable
+from agentrl.owner import owned_folder
 from agentrl.runtime.engines import vllm_server
-from agentrl.sandbox.owner import owned_folder
 
 _PATIENCE_S = 8.0  # in which a vLLM server whose owner is dead ends in order
 

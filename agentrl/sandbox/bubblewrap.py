@@ -12,7 +12,7 @@ What bounds what (closed by default; only `SandboxSpec.network` opens):
     disk           a tmpfs of bounded size: mounted as root, else in a user namespace; where neither is allowed the
                    folder is measured while a command runs, which a fast writer outruns
 
-The box dies with its owner: `--die-with-parent` for processes, a janitor for the rest (`owner.py`).
+The box dies with its owner: `--die-with-parent` for processes, a janitor for the rest (`agentrl.owner`).
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ from typing import Protocol
 import trio
 
 from agentrl.errors import SandboxError, SandboxPathError, SandboxUnavailable
+from agentrl.owner import OwnedFolder
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox import archive
 from agentrl.sandbox.background import Background, NeverStarted
 from agentrl.sandbox.command import Refused, checked_argv, checked_env
 from agentrl.sandbox.folder import WORKSPACE
-from agentrl.sandbox.owner import OwnedFolder
 from agentrl.sandbox.scripts import (
     BOUND,
     CLEAR,

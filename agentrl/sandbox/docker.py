@@ -28,11 +28,11 @@ from typing import Any, TypeVar, cast
 import trio
 
 from agentrl.errors import SandboxError, SandboxUnavailable
+from agentrl.owner import OwnedFolder, is_dead
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox import seccomp
 from agentrl.sandbox.container import ENV, Container
 from agentrl.sandbox.folder import WORKSPACE
-from agentrl.sandbox.owner import OwnedFolder, is_dead
 from agentrl.sandbox.streams import AttachedStreams, hijack
 
 T = TypeVar("T")

@@ -12,9 +12,7 @@ import contextlib
 import errno
 import math
 import os
-import shutil
 import stat
-import subprocess
 from collections import deque
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.errors import SandboxError, SandboxPathError
+from agentrl.owner import remove_tree
 
 WORKSPACE = "/workspace"
 """Where every backend shows the work folder inside the box."""
@@ -279,26 +278,6 @@ def usage(*roots: Path) -> float:
         except (PermissionError, RecursionError):
             return math.inf
     return math.inf if hidden else total
-
-
-def make_readable(*roots: Path) -> None:
-    """Give the owner of the trees its rights back."""
-    command = ["chmod", "-R", "u+rwX", "--", *map(str, roots)]
-    subprocess.run(command, check=False, capture_output=True, timeout=60)
-
-
-def remove_tree(path: Path) -> None:
-    """Remove a file or tree that hostile code made: modes of 000 and any depth; links are never followed."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
-        return
-    with contextlib.suppress(OSError, RecursionError):
-        shutil.rmtree(path)
-    if path.exists():
-        make_readable(path)
-        subprocess.run(["rm", "-rf", "--", str(path)], check=False, capture_output=True, timeout=60)
-    if path.exists():
-        raise SandboxError(f"cannot remove {str(path)!r}")
 
 
 @contextmanager

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.errors import SandboxError, SandboxUnavailable
+from agentrl.owner import OwnedFolder, control_group, make_readable, remove_tree
 from agentrl.protocols import Limits, SandboxSpec
 from agentrl.sandbox import seccomp
 from agentrl.sandbox.cgroup import ControlGroup, ControlGroups
 from agentrl.sandbox.enclosure import Enclosure
-from agentrl.sandbox.folder import WORKSPACE, make_readable, remove_tree, usage
+from agentrl.sandbox.folder import WORKSPACE, usage
 from agentrl.sandbox.namespace import Subreaper
-from agentrl.sandbox.owner import OwnedFolder, control_group
 from agentrl.sandbox.snapshots import Snapshots
 
 _LIMITER = "usr/bin/prlimit"

@@ -17,11 +17,11 @@ from pathlib import Path
 import trio
 
 from agentrl.errors import SandboxError
+from agentrl.owner import OwnedFolder
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox.background import Background, NeverStarted
 from agentrl.sandbox.command import Refused, checked_argv, checked_env
 from agentrl.sandbox.folder import WORKSPACE, Folder
-from agentrl.sandbox.owner import OwnedFolder
 from agentrl.sandbox.process import Child, exit_code
 from agentrl.sandbox.snapshots import Snapshots
 from agentrl.sandbox.work_box import WorkBox

@@ -8,7 +8,8 @@ from pathlib import Path
 import trio
 
 from agentrl.errors import SandboxError
-from agentrl.sandbox.folder import Folder, remove_tree
+from agentrl.owner import remove_tree
+from agentrl.sandbox.folder import Folder
 
 
 class Snapshots:

@@ -21,7 +21,7 @@ from agentrl.engine.client import EngineClient
 from agentrl.engine.launch import end_group
 from agentrl.engine.ports import free_port
 from agentrl.engine.vllm.launch import VLLMServer, find_build, ready
-from agentrl.sandbox.owner import OwnedFolder
+from agentrl.owner import OwnedFolder
 
 from .policy import Policy, make_model
 

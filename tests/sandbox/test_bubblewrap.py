@@ -133,7 +133,7 @@ def test_law_4_nothing_outlives_its_owner(how: str, groups: str) -> None:
 
 EACH_CALL = """
 import sys, trio
-from agentrl.sandbox import owner
+from agentrl import owner
 from agentrl.sandbox.bubblewrap import Bubblewrap
 from agentrl.testing.chaos import killed_after_each_call
 

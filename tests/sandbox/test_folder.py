@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import SandboxError, SandboxPathError
+from agentrl.owner import is_dead, label, reap
 from agentrl.sandbox import archive
 from agentrl.sandbox.folder import Folder, stays_inside, usage
-from agentrl.sandbox.owner import is_dead, label, reap
 
 MB = 1 << 20
 

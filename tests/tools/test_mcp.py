@@ -67,7 +67,7 @@ EACH_CALL = """
 import sys, trio
 import mcp.client.stdio  # once, not in every fork
 from agentrl.errors import InfrastructureError
-from agentrl.sandbox import owner
+from agentrl import owner
 from agentrl.testing.chaos import killed_after_each_call
 from agentrl_tools.mcp import McpServer
 

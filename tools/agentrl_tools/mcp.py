@@ -22,9 +22,9 @@ import trio
 
 from agentrl.env.tools import argument_check, clean_text
 from agentrl.errors import InfrastructureError, ToolError, UsageError
+from agentrl.owner import owned_folder
 from agentrl.protocols import Sandbox, ToolResult
 from agentrl.records import Json
-from agentrl.sandbox.owner import owned_folder
 from agentrl_tools.base import OUTPUT_BYTES, text_result
 
 _LINE_BYTES: Final = 16 << 20

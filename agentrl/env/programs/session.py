@@ -21,8 +21,8 @@ import trio
 
 from agentrl.env.programs import http
 from agentrl.env.programs.api import Api, BadRequest, Conversation, Reply, apis, event_text
+from agentrl.owner import OwnedFolder, owned_folder
 from agentrl.records import Json
-from agentrl.sandbox.owner import OwnedFolder, owned_folder
 
 Program = Callable[["Session"], Awaitable[Any] | Any]
 """An agent program: an async function, or a plain one (in a thread of its own), given where the model is."""

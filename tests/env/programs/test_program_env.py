@@ -372,7 +372,7 @@ async def test_closing_ends_a_program_in_the_middle(tmp_path):
 EACH_CALL = """
 import sys, trio
 from agentrl.env.programs import ProgramEnv
-from agentrl.sandbox import owner
+from agentrl import owner
 from agentrl.testing.chaos import MAKING, killed_after_each_call
 
 owner.reap = lambda home: []  # nobody else cleans up here

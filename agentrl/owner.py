@@ -12,21 +12,21 @@ whoever's parent died before never learns of it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import secrets
+import shutil
 import subprocess
 import tempfile
 import threading
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import trio
 
 from agentrl.errors import SandboxError
-from agentrl.sandbox.folder import remove_tree
 
 _JANITOR = """
 read -r closed
@@ -169,7 +169,7 @@ class OwnedFolder:
         self._janitor.close()
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def owned_folder(*, patience_s: float = 0.0) -> AsyncGenerator[OwnedFolder]:
     """An `OwnedFolder` for as long as the block runs; its mark is for processes that are to end with the block."""
     folder = await trio.to_thread.run_sync(lambda: OwnedFolder(patience_s=patience_s))
@@ -178,6 +178,26 @@ async def owned_folder(*, patience_s: float = 0.0) -> AsyncGenerator[OwnedFolder
     finally:
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(folder.close)
+
+
+def make_readable(*roots: Path) -> None:
+    """Give the owner of the trees its rights back."""
+    command = ["chmod", "-R", "u+rwX", "--", *map(str, roots)]
+    subprocess.run(command, check=False, capture_output=True, timeout=60)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a file or tree that hostile code made: modes of 000 and any depth; links are never followed."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    with contextlib.suppress(OSError, RecursionError):
+        shutil.rmtree(path)
+    if path.exists():
+        make_readable(path)
+        subprocess.run(["rm", "-rf", "--", str(path)], check=False, capture_output=True, timeout=60)
+    if path.exists():
+        raise SandboxError(f"cannot remove {str(path)!r}")
 
 
 def reap(home: Path) -> list[str]:
