@@ -10,6 +10,10 @@ await boxes.leave()                     # the last to leave closes the backend
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar, cast
+
 import trio
 from trio.lowlevel import RunVar
 
@@ -18,6 +22,9 @@ from agentrl.protocols import Sandbox, SandboxBackend, SandboxSpec
 from agentrl.sandbox import backend
 from agentrl.sandbox.pool import Pool
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class SharedBackend:
     """Opened for the first box that anyone asks for, closed when the last user has left; then it may be used again.
@@ -25,7 +32,7 @@ class SharedBackend:
 
     def __init__(self, name: str, *, ready: int = 0) -> None:
         """`name` is the registry id of the backend; `ready` boxes of each kind are kept made ahead."""
-        if ready < 0:
+        if not isinstance(ready, int) or ready < 0:  # pyright: ignore[reportUnnecessaryIsInstance] - from a run file
             raise ConfigError("ready", ready, "give how many boxes are made ahead, 0 for none")
         self.name = name
         self._ready = ready
@@ -85,16 +92,27 @@ class SharedBackend:
             gone.set()
 
 
-_backends: RunVar[dict[tuple[str, int], SharedBackend]] = RunVar("agentrl_shared_backends")
+def once_a_loop(function: Callable[P, T]) -> Callable[P, T]:
+    """`functools.cache`, anew in every trio loop: what is made belongs to the loop that asked for it."""
+    caches: RunVar[Callable[P, T]] = RunVar(f"{function.__module__}.{function.__qualname__}")
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            cached = caches.get()
+        except LookupError:
+            cached = cast("Callable[P, T]", functools.cache(function))
+            caches.set(cached)
+        return cached(*args, **kwargs)
+
+    return call
 
 
 def shared(name: str, *, ready: int = 0) -> SharedBackend:
     """The shared backend of this trio loop under a registry id."""
-    try:
-        known = _backends.get()
-    except LookupError:
-        known = dict[tuple[str, int], SharedBackend]()
-        _backends.set(known)
-    if (name, ready) not in known:
-        known[name, ready] = SharedBackend(name, ready=ready)
-    return known[name, ready]
+    return _shared(name, ready)
+
+
+@once_a_loop
+def _shared(name: str, ready: int) -> SharedBackend:
+    return SharedBackend(name, ready=ready)

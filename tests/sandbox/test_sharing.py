@@ -84,8 +84,9 @@ async def test_nobody_gets_a_box_without_entering(opened: list[FakeBackend]) -> 
 
 async def test_who_asks_for_the_same_gets_the_same() -> None:
     assert shared("shared-fake") is shared("shared-fake") is not shared("shared-fake", ready=1)
-    with pytest.raises(ConfigError, match="ready = -1"):
-        shared("shared-fake", ready=-1)
+    for ready, said in ((-1, "ready = -1"), ("many", "ready = 'many'")):
+        with pytest.raises(ConfigError, match=said):
+            shared("shared-fake", ready=ready)  # pyright: ignore[reportArgumentType]
 
 
 async def test_boxes_made_ahead_outlive_who_opened_the_backend_and_end_with_the_last_user(

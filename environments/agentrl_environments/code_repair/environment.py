@@ -10,15 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from trio.lowlevel import RunVar
-
 from agentrl.env import CallResult, EpisodeLimits, Grade, ToolEnv
 from agentrl.env.oracles import Oracle, script
 from agentrl.env.plugged import Named
 from agentrl.errors import ConfigError
 from agentrl.protocols import ToolResult
 from agentrl.records import Json, Messages
-from agentrl.sandbox.sharing import SharedBackend, shared
+from agentrl.sandbox.sharing import SharedBackend, once_a_loop, shared
 from agentrl_environments.code_repair import texts
 from agentrl_environments.code_repair.running import Runner, Values
 from agentrl_environments.code_repair.tasks import SPLITS, RepairTask, Split, make_task
@@ -129,17 +127,7 @@ class CodeRepair(ToolEnv):
         ]
 
 
-_runners: RunVar[dict[tuple[SharedBackend, str | None, int], Runner]] = RunVar("agentrl_code_repair_runners")
-
-
+@once_a_loop
 def _runner_in(boxes: SharedBackend, image: str | None, remember: int) -> Runner:
     """One runner for all episodes of a trio loop, so that siblings share what was run."""
-    try:
-        runners = _runners.get()
-    except LookupError:
-        runners = {}
-        _runners.set(runners)
-    key = boxes, image, remember
-    if key not in runners:
-        runners[key] = Runner(boxes, image=image, remembered=remember)
-    return runners[key]
+    return Runner(boxes, image=image, remembered=remember)

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
-from trio.lowlevel import RunVar
-
 from agentrl.env import EpisodeLimits, Grade, ToolEnv
 from agentrl.env.core import StepResult
 from agentrl.env.oracles import Oracle, script
@@ -20,7 +18,7 @@ from agentrl.errors import ConfigError
 from agentrl.protocols import Limits, SandboxSpec, ToolResult
 from agentrl.records import Json
 from agentrl.sandbox.current import CurrentBox
-from agentrl.sandbox.sharing import SharedBackend, shared
+from agentrl.sandbox.sharing import SharedBackend, once_a_loop, shared
 from agentrl_environments.judging import Judge
 from agentrl_environments.repo_repair import texts
 from agentrl_environments.repo_repair.repository import SPLITS, Split, encoded
@@ -151,17 +149,7 @@ class RepoRepair(ToolEnv):
         ]
 
 
-_judges: RunVar[dict[tuple[SharedBackend, str | None, int], Judge]] = RunVar("agentrl_repo_repair_judges")
-
-
+@once_a_loop
 def _judge_in(boxes: SharedBackend, image: str | None, remember: int) -> Judge:
     """One judge for all episodes of a trio loop, so that siblings share what was judged."""
-    try:
-        judges = _judges.get()
-    except LookupError:
-        judges = {}
-        _judges.set(judges)
-    key = boxes, image, remember
-    if key not in judges:
-        judges[key] = Judge(boxes, image=image, remembered=remember)
-    return judges[key]
+    return Judge(boxes, image=image, remembered=remember)
