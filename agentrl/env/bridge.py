@@ -22,24 +22,63 @@ T = TypeVar("T")
 MAX_THREADS: Final = 64
 """Blocking calls of one trio loop that may run at once; the others wait their turn."""
 
-_limiter: RunVar[trio.CapacityLimiter] = RunVar("agentrl_env_threads")
+
+class _Threads:
+    """The threads of one trio loop. `abandoned` are the calls that run although their callers have left them."""
+
+    def __init__(self) -> None:
+        self.limiter = trio.CapacityLimiter(MAX_THREADS)
+        self.abandoned: set[trio.Event] = set()
 
 
-def thread_limiter() -> trio.CapacityLimiter:
-    """The limiter of the running trio loop under which environments' blocking calls go to threads."""
+_threads: RunVar[_Threads] = RunVar("agentrl_env_threads")
+
+
+async def in_thread(function: Callable[[], T], *, left: Callable[[trio.Event], None] | None = None) -> T:
+    """Run blocking code in a thread. On cancellation the thread is abandoned: it runs to its own end, nobody reads its
+    result; `left` gets an event that is set at that end.
+
+    Raises EnvError where calls that were abandoned, and never end, have taken every thread: to wait for one would use
+    up the deadline of a caller who has not to answer for it."""
     try:
-        return _limiter.get()
+        threads = _threads.get()
     except LookupError:
-        limiter = trio.CapacityLimiter(MAX_THREADS)
-        _limiter.set(limiter)
-        return limiter
+        threads = _Threads()
+        _threads.set(threads)
+    if len(threads.abandoned) >= MAX_THREADS:
+        raise EnvError(f"{MAX_THREADS} blocking calls ran past their deadlines and still run: give them deadlines")
+    ended, token = trio.Event(), trio.lowlevel.current_trio_token()
+    begun = gone = False
+
+    def end() -> None:
+        threads.abandoned.discard(ended)
+        ended.set()
+
+    def body() -> T | None:
+        nonlocal begun
+        begun = True
+        try:
+            return None if gone else function()  # its caller may have left while the thread began
+        finally:
+            with contextlib.suppress(trio.RunFinishedError):
+                token.run_sync_soon(end)
+
+    try:
+        return cast(T, await trio.to_thread.run_sync(body, abandon_on_cancel=True, limiter=threads.limiter))
+    except trio.Cancelled:
+        gone = True
+        if begun and not ended.is_set():
+            threads.abandoned.add(ended)
+            if left is not None:
+                left(ended)
+        raise
 
 
 async def call(function: Callable[..., T | Awaitable[T]], *args: Any, blocking: bool = True, **kwargs: Any) -> T:
     """Call `function`, be it `def` or `async def`, without holding up the trio loop.
 
-    An async function is awaited here. A plain one goes to a thread if `blocking`, else it is called in place. On
-    cancellation a thread is abandoned: it runs to its own end, nobody reads its result."""
+    An async function is awaited here. A plain one goes to a thread if `blocking` (see `in_thread`), else it is called
+    in place."""
 
     def body() -> tuple[T | Awaitable[T]]:
         return (function(*args, **kwargs),)  # boxed: trio takes a bare coroutine from a thread for a mistake
@@ -48,7 +87,7 @@ async def call(function: Callable[..., T | Awaitable[T]], *args: Any, blocking: 
         if inspect.iscoroutinefunction(function):
             return cast(T, await function(*args, **kwargs))
         if blocking:
-            (result,) = await trio.to_thread.run_sync(body, abandon_on_cancel=True, limiter=thread_limiter())
+            (result,) = await in_thread(body)
         else:
             await trio.lowlevel.checkpoint()
             (result,) = body()

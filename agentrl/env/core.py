@@ -7,7 +7,7 @@ model, no tokens and no rollout.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import inspect
 import weakref
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ import gymnasium
 import trio
 
 from agentrl.env import spaces
-from agentrl.env.bridge import LoopThread, call, refusing_exit, thread_limiter
+from agentrl.env.bridge import LoopThread, call, in_thread, refusing_exit
 from agentrl.errors import EnvError, UsageError
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Message, Messages, StopReason
@@ -178,26 +178,12 @@ class Env(gymnasium.Env[Messages, str]):
             raise EnvError(f"{type(self).__name__}.{what}: an earlier call was cancelled in the middle; make a new one")
         if not self.blocking:
             return await call(function, *args, blocking=False, **kwargs)
-        done = trio.Event()
-        token = trio.lowlevel.current_trio_token()
-        started = False
 
-        def body() -> Any:
-            nonlocal started
-            started = True
-            try:
-                return function(*args, **kwargs)
-            finally:
-                with contextlib.suppress(trio.RunFinishedError):
-                    token.run_sync_soon(done.set)
+        def left(ended: trio.Event) -> None:
+            self._abandoned = ended
 
-        try:
-            with refusing_exit(function):
-                return await trio.to_thread.run_sync(body, abandon_on_cancel=True, limiter=thread_limiter())
-        except trio.Cancelled:
-            if started:
-                self._abandoned = done
-            raise
+        with refusing_exit(function):
+            return await in_thread(functools.partial(function, *args, **kwargs), left=left)
 
 
 class _Wrapped(Env):

@@ -1,5 +1,6 @@
 """`Env` from both sides, and the wrapping of other people's environments."""
 
+import functools
 import gc
 import threading
 
@@ -10,7 +11,7 @@ import trio
 
 import agentrl
 from agentrl.env import Env, ToolEnv, as_async, spaces
-from agentrl.env.bridge import MAX_THREADS, call
+from agentrl.env.bridge import MAX_THREADS, call, in_thread
 from agentrl.env.oracles import judge
 from agentrl.errors import EnvError, UsageError
 from agentrl.protocols import AsyncEnv
@@ -320,6 +321,23 @@ async def test_threads_are_bounded():
         assert not running.acquire(blocking=False), "one more waits for a free thread"
         leave.set()
     assert running.acquire(blocking=False)
+
+
+async def test_calls_that_were_abandoned_and_never_end_are_not_charged_to_who_comes_next():
+    leave, ended = threading.Event(), []
+    for _ in range(MAX_THREADS):
+        began = threading.Event()
+        async with trio.open_nursery() as nursery:
+            body = lambda began=began: (began.set(), leave.wait(60))  # noqa: E731
+            nursery.start_soon(functools.partial(in_thread, body, left=ended.append))
+            assert await trio.to_thread.run_sync(began.wait, 60)
+            nursery.cancel_scope.cancel()
+    with pytest.raises(EnvError, match="64 blocking calls ran past their deadlines and still run"):
+        await call(lambda: 1)
+    leave.set()
+    for event in ended:
+        await event.wait()
+    assert len(ended) == MAX_THREADS and await call(lambda: 1) == 1
 
 
 @pytest.mark.parametrize("name", ["reset", "step", "close"])
