@@ -1,24 +1,54 @@
 """SIGKILL at every instant: what is left of an owner that died right after any call that made something (law 4).
 
     for owner in killed_after_each_call(lambda: trio.run(main)):
-        print(owner)            # process ids, for whoever looks for what they left
+        print(owner)            # process ids, for `sweep` to look for what they left
 
-It forks: call it in an interpreter of its own that has no other threads. Knows nothing of what is owned.
+It forks: call it in an interpreter of its own that has no other threads; `sweep` gives it one.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from agentrl.testing.sandbox.escapes import host_processes
+
 MAKING = frozenset({"fork_exec", "mkdir", "chmod", "chown", "write"})
 """Built-in functions, by their names, after which something is there that was not there before."""
+
+_GONE_S = 60.0  # for what ends by itself, or by a janitor, after its owner
+
+
+def sweep(script: str, marker: str, *arguments: str) -> int:
+    """Run `script`, which prints each of `killed_after_each_call`, in an interpreter of its own, and wait until nothing
+    is left of them; how many they were. `marker`, its first argument, stands in the command lines of what they start.
+    Raises AssertionError with what is left."""
+    command = [sys.executable, "-c", script, marker, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    owners = [int(line) for line in done.stdout.split()]
+    deadline = time.monotonic() + _GONE_S
+    while left := [found for owner in owners for found in left_by(owner, marker)]:
+        assert time.monotonic() < deadline, left  # for the end of processes that are not ours there is no event
+        time.sleep(0.05)
+    return len(owners)
+
+
+def left_by(owner: int, marker: str) -> list[str]:
+    """What is on this machine of a process and of what it owns: processes, folders, control groups, mounts."""
+    places = [Path("/dev/shm"), Path("/tmp"), Path("/sys/fs/cgroup"), *Path("/sys/fs/cgroup").glob("*")]
+    found = [str(path) for place in places for path in place.glob(f"agentrl-boxes-*/{owner}.*")]
+    found += [str(path) for place in places for path in place.glob(f"agentrl-boxes.{owner}.*")]
+    found += [line for line in Path("/proc/mounts").read_text().splitlines() if f"/{owner}." in line]
+    return found + [f"process {pid}" for pid in host_processes(marker) if pid != owner]
 
 
 def killed_after_each_call(body: Callable[[], object], calls: Collection[str] = MAKING) -> Iterator[int]:

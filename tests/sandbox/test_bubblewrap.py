@@ -19,8 +19,8 @@ import trio
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.protocols import Limits, SandboxSpec
 from agentrl.sandbox.bubblewrap import Bubblewrap, BubblewrapBox
+from agentrl.testing.chaos import left_by, sweep
 from agentrl.testing.sandbox import CASES, Case
-from agentrl.testing.sandbox.escapes import host_processes
 
 from . import rootfs
 
@@ -101,15 +101,6 @@ trio.run(main)
 """
 
 
-def left_by(owner: int, marker: str) -> list[str]:
-    """What still is on this machine of a process and its boxes: processes, folders, control groups, mounts."""
-    places = [Path("/dev/shm"), Path("/tmp"), Path("/sys/fs/cgroup"), *Path("/sys/fs/cgroup").glob("*")]
-    found = [str(path) for place in places for path in place.glob(f"agentrl-boxes-*/{owner}.*")]
-    found += [str(path) for place in places for path in place.glob(f"agentrl-boxes.{owner}.*")]
-    found += [line for line in Path("/proc/mounts").read_text().splitlines() if f"/{owner}." in line]
-    return found + [f"process {pid}" for pid in host_processes(marker) if pid != owner]
-
-
 @pytest.mark.parametrize("groups", ["groups", "no groups"])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGKILL to the group", "leave", "spawned", "let go"])
 def test_law_4_nothing_outlives_its_owner(how: str, groups: str) -> None:
@@ -155,14 +146,7 @@ for pid in killed_after_each_call(lambda: trio.run(main)):
 def test_law_4_holds_at_every_instant() -> None:
     """Killed after each folder, control group and process that it made: nobody but its own janitor cleans up."""
     marker = f"4324.{os.getpid()}"
-    script = [sys.executable, "-c", EACH_CALL, marker]
-    done = subprocess.run(script, stdout=subprocess.PIPE, text=True, timeout=200, check=True)
-    owners = [int(line) for line in done.stdout.split()]
-    assert len(owners) > 20
-    deadline = time.monotonic() + 20
-    while left := [found for owner in owners for found in left_by(owner, marker)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    assert sweep(EACH_CALL, marker) > 20
 
 
 async def test_close_leaves_nothing(backend: Bubblewrap) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import cast
 
 import pytest
-import trio
 
 from agentrl.errors import SandboxError, SandboxPathError, ToolArgumentError, ToolError
 from agentrl.protocols import ExecResult, Sandbox, SandboxSpec, Tool
@@ -17,6 +16,8 @@ from agentrl_tools.files import ApplyPatch, ListFiles, ReadFile, ReplaceText, Wr
 from agentrl_tools.python import Python
 from agentrl_tools.search import Search
 from agentrl_tools.shell import Shell
+
+from .floods import Floods
 
 pytestmark = pytest.mark.bubblewrap
 
@@ -98,26 +99,8 @@ async def test_python_forged_answers_do_not_crash_the_host(box: Sandbox) -> None
     assert (await python.call({"code": forge})).is_error
 
 
-class Floods:
-    """A box whose session is taken over by its code: it writes without end and never a line."""
-
-    written = 0
-
-    async def start(self, *_: object, **__: object) -> Floods:
-        return self
-
-    async def send(self, data: bytes) -> None: ...
-
-    async def receive(self) -> bytes:
-        await trio.lowlevel.checkpoint()
-        self.written += 1 << 16
-        return b"ready\n" if self.written == 1 << 16 else b"x" * (1 << 16)
-
-    async def kill(self) -> None: ...
-
-
 async def test_what_a_python_session_writes_is_bounded() -> None:
-    box = Floods()
+    box = Floods(b"ready\n")
     result = await Python(cast(Sandbox, box), output_bytes=50_000).call({"code": "1"})
     assert result.is_error and "it was restarted and is empty" in result.content
     assert box.written <= 2 * 50_000 + 1_024 + (3 << 16)

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import cast
@@ -16,8 +15,10 @@ import trio
 
 from agentrl.errors import InfrastructureError, ToolArgumentError, ToolError, UsageError
 from agentrl.protocols import Sandbox
-from agentrl.testing.sandbox.escapes import host_processes
+from agentrl.testing.chaos import sweep
 from agentrl_tools.mcp import McpServer, McpTool
+
+from .floods import Floods
 
 pytest.importorskip("mcp")
 
@@ -89,14 +90,7 @@ for pid in killed_after_each_call(lambda: trio.run(main)):
 def test_law_4_server_dies_with_its_owner_at_every_instant() -> None:
     """Also one that does not mind the end of its stdin, and what it started in a session of its own."""
     marker = f"4326.{os.getpid()}"
-    script = [sys.executable, "-c", EACH_CALL, marker]
-    done = subprocess.run(script, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=100, check=True)
-    owners = [int(line) for line in done.stdout.split()]
-    assert len(owners) >= 4
-    deadline = time.monotonic() + 20
-    while left := [*host_processes(marker), *(p for o in owners for p in Path("/dev/shm").glob(f"agentrl-*/{o}.*"))]:
-        assert time.monotonic() < deadline, left  # for the end of processes that are not ours there is no event
-        time.sleep(0.05)
+    assert sweep(EACH_CALL, marker) >= 4
 
 
 async def test_call_that_takes_too_long_is_the_model_s_to_read() -> None:
@@ -163,27 +157,6 @@ async def test_server_in_a_box(box: Sandbox) -> None:
             await tool.call({})
     finally:
         await server.aclose()
-
-
-class Floods:
-    """A box whose program writes without end and never a line."""
-
-    def __init__(self) -> None:
-        self.written = 0
-        self.killed = False
-
-    async def start(self, *_: object, **__: object) -> Floods:
-        return self
-
-    async def send(self, data: bytes) -> None: ...
-
-    async def receive(self) -> bytes:
-        await trio.lowlevel.checkpoint()
-        self.written += 1 << 16
-        return b"x" * (1 << 16)
-
-    async def kill(self) -> None:
-        self.killed = True
 
 
 async def test_what_a_server_in_a_box_writes_is_bounded() -> None:

@@ -3,9 +3,7 @@
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -21,7 +19,7 @@ from agentrl.env.programs.api import Conversation, Reply
 from agentrl.env.programs.program_env import news_of
 from agentrl.env.tool_calls import ToolCall
 from agentrl.errors import EnvError, UsageError
-from agentrl.testing.sandbox.escapes import host_processes
+from agentrl.testing.chaos import sweep
 
 HERMES = get_format("hermes")
 CHAT, RESPONSES, ANTHROPIC = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -393,14 +391,7 @@ for pid in killed_after_each_call(lambda: trio.run(main), MAKING | {"_accept"}):
 def test_law_4_a_command_and_what_left_its_group_end_with_their_owner_at_every_instant():
     """Killed after each folder and process that it made, and when the program first asks."""
     marker = f"4325.{os.getpid()}"
-    script = [sys.executable, "-c", EACH_CALL, marker, COMMAND.replace('"', "'")]
-    done = subprocess.run(script, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
-    owners = [int(line) for line in done.stdout.split()]
-    assert len(owners) >= 4
-    deadline = time.monotonic() + 20
-    while left := [*host_processes(marker), *(p for o in owners for p in Path("/dev/shm").glob(f"agentrl-*/{o}.*"))]:
-        assert time.monotonic() < deadline, left  # for the end of processes that are not ours there is no event
-        time.sleep(0.05)
+    assert sweep(EACH_CALL, marker, COMMAND.replace('"', "'")) >= 4
 
 
 def test_passes_the_checker():
