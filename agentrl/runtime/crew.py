@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import trio
 
 from agentrl.config import RunConfig
-from agentrl.engine.ports import free_port
 from agentrl.errors import RunFailed, UsageError
+from agentrl.ports import free_port
 from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint
 from agentrl.runtime.child import ENDS_THE_RUN

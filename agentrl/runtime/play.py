@@ -16,8 +16,8 @@ from agentrl.errors import PolicyFault
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Messages, StopReason
 from agentrl.registration import make
+from agentrl.runtime.naming import naming_errors
 from agentrl.runtime.report import printable
-from agentrl.runtime.validate import naming_errors
 
 _HELP = "a line is your action; `/TOOL key=value …` calls a tool; `/quit` ends"
 

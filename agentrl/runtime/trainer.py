@@ -20,10 +20,10 @@ from agentrl.protocols import Rewarder
 from agentrl.registration import make
 from agentrl.runtime import evaluation, report
 from agentrl.runtime.models import given_model_dir, model_dir
+from agentrl.runtime.naming import naming_errors
 from agentrl.runtime.pipeline import Supervisor, run_to_end
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.sources import first_tasks, task_source
-from agentrl.runtime.validate import naming_errors
 from agentrl.store import RunStore
 
 

@@ -4,21 +4,19 @@ Owns the count over seeds. What an oracle is, and how one episode of it is playe
 
 from __future__ import annotations
 
-import contextlib
 import os
-import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import trio
 
 from agentrl.env import as_async
-from agentrl.env.checking import single
 from agentrl.env.oracles import Verdict, judge
-from agentrl.errors import EnvError, InfrastructureError, UsageError
+from agentrl.errors import UsageError
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json
 from agentrl.registration import make
+from agentrl.runtime.naming import naming_errors
 
 
 @dataclass(slots=True)
@@ -77,19 +75,3 @@ async def _validate(new: Callable[[], AsyncEnv], env_id: str, seeds: Sequence[in
             key = verdict.name, verdict.expected
             tallies.setdefault(key, Tally(*key)).count(seed, verdict)
     return list(tallies.values())
-
-
-@contextlib.contextmanager
-def naming_errors(what: str) -> Generator[None]:
-    """What an environment's own code raises becomes EnvError, named once."""
-    try:
-        yield
-    except (InfrastructureError, UsageError):
-        raise
-    except Exception as error:
-        inner = single(error)
-        if isinstance(inner, InfrastructureError | UsageError):
-            raise inner from error
-        place = traceback.extract_tb(inner.__traceback__)[-1]
-        said = " ".join(str(inner).split())
-        raise EnvError(f"{what} raised {type(inner).__name__}: {said} ({place.filename}:{place.lineno})") from error

@@ -8,7 +8,6 @@ as an engine lets it, so they belong on a thread whose owner has a deadline and 
 from __future__ import annotations
 
 import importlib
-import socket
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Protocol
@@ -17,6 +16,7 @@ import torch
 from torch import distributed
 
 from agentrl.errors import ConfigError, WeightSyncError
+from agentrl.ports import free_port
 from agentrl.train.snapshot import Snapshot
 
 _PACKAGE = "vllm.distributed.weight_transfer"
@@ -54,7 +54,7 @@ class Sender:
         tensors of this one. Raises WeightSyncError."""
         with _named(f"joining {world} workers"), _on(self._device):
             if self._sync == "nccl":
-                port = _free_port(address)
+                port = free_port(address)
                 info = self._backend.NCCLTrainerInitInfo(
                     rank=0, master_address=address, master_port=port, world_size=1 + world, packed=True
                 )
@@ -101,9 +101,3 @@ def _named(doing: str) -> Generator[None]:
     except (RuntimeError, ValueError, OSError, AssertionError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise WeightSyncError(f"vLLM's sender failed at {doing}: {reason}") from error
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]

@@ -19,9 +19,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from agentrl.engine.client import EngineClient
 from agentrl.engine.launch import end_group
-from agentrl.engine.ports import free_port
 from agentrl.engine.vllm.launch import VLLMServer, find_build, ready
 from agentrl.owner import OwnedFolder
+from agentrl.ports import free_port
 
 from .policy import Policy, make_model
 

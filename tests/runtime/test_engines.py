@@ -14,9 +14,9 @@ from agentrl.config import EngineSettings, EnvSource, Rollout, RunConfig
 from agentrl.engine import canary
 from agentrl.engine.canary import Canary, probe_tokens
 from agentrl.engine.client import EngineClient
-from agentrl.engine.ports import free_port
 from agentrl.engine.weights import push
 from agentrl.errors import CanaryMismatch, RunFailed
+from agentrl.ports import free_port
 from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint
 from agentrl.runtime.engines import Replica, Weights, current_weights

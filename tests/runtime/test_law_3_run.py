@@ -16,8 +16,8 @@ import pytest
 
 from agentrl.cli import _evaluation_config
 from agentrl.config import Algo, parse
-from agentrl.engine.ports import free_port
 from agentrl.errors import ConfigError
+from agentrl.ports import free_port
 from agentrl.records import GroupState, StopReason
 from agentrl.runtime.models import given_model_dir, model_dir
 from agentrl.runtime.rundir import RunDir

@@ -27,9 +27,9 @@ import trio
 import agentrl
 from agentrl.engine.client import EngineClient
 from agentrl.engine.launch import end_group
-from agentrl.engine.ports import free_port
 from agentrl.engine.vllm.plugin import BACKEND, EXTENSION, ROUTING_VARIABLE
 from agentrl.errors import ConfigError, EngineError, EngineTimeout, ModelError, RunFailed, UsageError
+from agentrl.ports import free_port
 from agentrl.protocols import GenerateRequest
 from agentrl.records import SamplingParams
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.engine import ports
-from agentrl.engine.ports import free_port
+from agentrl import ports
+from agentrl.ports import free_port
 
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
