@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
+from math import inf
 from typing import cast
 from uuid import uuid4
 
@@ -55,12 +56,13 @@ class EngineClient:
         self._connect_s = connect_s
         self._transport = transport or TrioTransport()
         key = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-        self._stream_headers = _STREAMED | key
+        self._stream_headers = httpx.Headers(_STREAMED | key)
         self._http = httpx.AsyncClient(base_url=self.url, headers=key, transport=self._transport, trust_env=False)
         self._generate_url = httpx.URL(f"{self.url}/inference/v1/generate")
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Sampled tokens as they come; the last chunk has `finish`. Leaving the iteration frees the request.
+        """Sampled tokens as they come; the last chunk has `finish`. Leaving the iteration frees the request. An
+        infinite deadline says that the caller bounds each wait for a chunk itself.
 
         Raises ConfigError for impossible sampling, EngineTimeout at the deadline, EngineUnavailable if the engine is
         gone or breaks off, EngineError if it refuses."""
@@ -100,26 +102,28 @@ class EngineClient:
         sent = httpx.Request("POST", self._generate_url, headers=headers, content=body, extensions=extensions)
         with self._named(request.deadline_s):
             # No cancel scope may span a yield: each wait has one of its own.
-            with trio.fail_at(deadline):
+            with _until(deadline):
                 response = await self._transport.handle_async_request(sent)
             stream = cast("httpx.AsyncByteStream", response.stream)
+            parts, rest = aiter(stream), b""
             try:
-                parts, rest = aiter(stream), b""
                 if response.status_code != 200:
-                    with trio.fail_at(deadline):
+                    with _until(deadline):
                         raise self._refused(response.status_code, b"".join([part async for part in parts]))
                 while True:
-                    with trio.fail_at(deadline):
+                    with _until(deadline):
                         part = await anext(parts, None)
                     if part is None:
-                        return
+                        break
                     *whole, rest = (rest + part).split(b"\n")
                     for line in whole:
                         if line.startswith(b"data:") and (payload := line[5:].strip()) != b"[DONE]":
                             yield parse_json(payload)
-            finally:
+            except BaseException:
                 with trio.CancelScope(shield=True):  # closes a socket, waits for nothing
                     await stream.aclose()
+                raise
+            await stream.aclose()
 
     # --- everything that is not a stream ------------------------------------------------------------------------
 
@@ -215,6 +219,11 @@ class EngineClient:
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
             raise EngineUnavailable(f"{self.url} is not there or broke off: {reason}") from error
+
+
+def _until(deadline: float) -> AbstractContextManager[object]:
+    """A cancel scope costs more than the parsing of a chunk: none where the caller has one."""
+    return nullcontext() if deadline == inf else trio.fail_at(deadline)
 
 
 async def collect(stream: AsyncGenerator[Chunk, None]) -> Generation:

@@ -25,7 +25,6 @@ import trio
 
 from agentrl.engine.client import collect
 from agentrl.engine.concurrency import Aimd
-from agentrl.engine.stitching import Stitcher
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Generation, Json
@@ -100,17 +99,16 @@ class Fleet:
 
         Raises EngineTimeout at the request's deadline, EngineError where an engine refuses the request itself."""
         deadline = trio.current_time() + request.deadline_s
-        received = Stitcher()
+        received: list[int] = []
         attempt = 0
         while True:
             replica = await self._choose(request, deadline)
-            left = self._rest(request, received, attempt, deadline - trio.current_time())
-            attempt += 1
             finished = False
-            async with aclosing(self._attempt(replica, left)) as chunks:
+            async with aclosing(self._attempt(replica, _rest(request, received, attempt), deadline)) as chunks:
                 async for chunk in chunks:
-                    received.add(chunk)
-                    self._newest = max(self._newest, *(span.version for span in chunk.spans), 0)
+                    received += chunk.token_ids
+                    for span in chunk.spans:
+                        self._newest = max(self._newest, span.version)
                     if chunk.finish == "abort":  # the engine was paused or drained with abort: not the caller's wish
                         chunk = replace(chunk, finish=None)
                     finished = chunk.finish is not None
@@ -122,6 +120,11 @@ class Fleet:
             if last is not None:
                 yield last
                 return
+            if trio.current_time() >= deadline:
+                raise EngineTimeout(
+                    f"{replica.client.url} did not finish {request.request_id!r} within {request.deadline_s:g} s"
+                )
+            attempt += 1
 
     async def aclose(self) -> None:
         """Close every client."""
@@ -251,14 +254,18 @@ class Fleet:
 
     # --- one attempt --------------------------------------------------------------------------------------------
 
-    async def _attempt(self, replica: Replica, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Chunks from one replica; ends early, without an error, where the request should go on elsewhere."""
+    async def _attempt(
+        self, replica: Replica, request: GenerateRequest, deadline: float
+    ) -> AsyncGenerator[Chunk, None]:
+        """Chunks from one replica; ends early, without an error, at the deadline and where the request should go on
+        elsewhere."""
         replica.running += 1
-        started = trio.current_time()
+        finish: str | None = None
         try:
             async with aclosing(replica.client.stream(request)) as chunks:
-                while True:
-                    scope = trio.CancelScope(deadline=trio.current_time() + self._stall_s)
+                while finish is None:
+                    # One scope a wait: for the request's deadline, a replica that hangs, and one that is drained.
+                    scope = trio.CancelScope(deadline=min(deadline, trio.current_time() + self._stall_s))
                     replica.scopes.add(scope)
                     chunk: Chunk | None = None
                     try:
@@ -266,39 +273,38 @@ class Fleet:
                             chunk = await anext(chunks, None)
                     finally:
                         replica.scopes.discard(scope)
-                    if scope.cancelled_caught:
+                    if scope.cancelled_caught and trio.current_time() < deadline:
                         self._broke(replica)
                     if chunk is None:
                         return
                     replica.failures = 0
+                    finish = chunk.finish
                     yield chunk
-        except EngineTimeout:
-            if trio.current_time() - started >= request.deadline_s:
-                raise
-            self._broke(replica)
-        except EngineUnavailable:
+        except (EngineUnavailable, EngineTimeout):
             self._broke(replica)
         finally:
             replica.running -= 1
             if replica.limit < math.inf:
                 self._announce()
 
-    def _rest(self, request: GenerateRequest, received: Stitcher, attempt: int, left_s: float) -> GenerateRequest:
-        """What is still to be sampled, as a request of its own."""
-        done = len(received.token_ids)
-        return replace(
-            request,
-            request_id=f"{request.request_id}~{attempt}" if attempt else request.request_id,
-            token_ids=request.token_ids + tuple(received.token_ids),
-            sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - done),
-            deadline_s=max(left_s, 0.0),
-        )
+
+def _rest(request: GenerateRequest, received: Sequence[int], attempt: int) -> GenerateRequest:
+    """What is still to be sampled, as a request of its own. The fleet bounds its waits."""
+    if not attempt:
+        return replace(request, deadline_s=math.inf)
+    return replace(
+        request,
+        request_id=f"{request.request_id}~{attempt}",
+        token_ids=(*request.token_ids, *received),
+        sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - len(received)),
+        deadline_s=math.inf,
+    )
 
 
-def _ending(request: GenerateRequest, received: Stitcher) -> Chunk | None:
+def _ending(request: GenerateRequest, received: Sequence[int]) -> Chunk | None:
     """The last chunk, if a replica broke off between a turn's last token and the word that it was the last."""
-    if received.token_ids and received.token_ids[-1] in request.sampling.stop_token_ids:
+    if received and received[-1] in request.sampling.stop_token_ids:
         return Chunk(token_ids=(), logprobs=(), spans=(), finish="stop")
-    if len(received.token_ids) >= request.sampling.max_tokens:
+    if len(received) >= request.sampling.max_tokens:
         return Chunk(token_ids=(), logprobs=(), spans=(), finish="length")
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from agentrl.errors import EngineError
 from agentrl.protocols import Chunk
@@ -49,10 +50,6 @@ class Stitcher:
 
 def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
     """Equal neighbours joined: `[3, 3, 4]` gives spans 3: [0, 2) and 4: [2, 3)."""
-    spans: list[VersionSpan] = []
-    for at, version in enumerate(versions):
-        if spans and spans[-1].version == version:
-            spans[-1] = VersionSpan(version, spans[-1].start, at + 1)
-        else:
-            spans.append(VersionSpan(version, at, at + 1))
-    return tuple(spans)
+    changes = [at for at in range(1, len(versions)) if versions[at] != versions[at - 1]]
+    bounds = [0, *changes, len(versions)] if versions else []
+    return tuple(VersionSpan(versions[start], start, end) for start, end in pairwise(bounds))

@@ -1,29 +1,33 @@
 """HTTP/1.1 for httpx under trio, made for many running requests to few servers.
 
 httpx's own pool looks at every connection on every request; here idle connections of an origin are a stack, and a
-request takes the top one. Owns connections; never knows what is asked for. Plain http only: https goes to httpx's
-own transport. Every wait has the deadline that httpx's timeouts give it.
+request takes the top one. Answers are parsed by httptools (llhttp): a turn comes in many small parts, and parsing is
+what a client does most. Owns connections; never knows what is asked for. Plain http only: https goes to httpx's own
+transport. Every wait has the deadline that httpx's timeouts give it.
 """
 
 from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from math import inf
 from typing import Any, cast
 
-import h11
+import httptools
 import httpx
 import trio
 
 _READ_BYTES = 65_536
+_HEAD_BYTES = 262_144
 _Origin = tuple[str, int]
+_FAILURES = (OSError, trio.BrokenResourceError, trio.ClosedResourceError)
+_FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class TrioTransport(httpx.AsyncBaseTransport):
-    """Hand it to `httpx.AsyncClient(transport=...)`. `keepalive_s` is how long an idle connection is trusted.
+    """Hand it to `httpx.AsyncClient(transport=...)`. `keepalive_s` is how long an idle connection is trusted. Takes
+    bodies of known length only, and no HEAD.
 
     Raises httpx's errors: ConnectError, ConnectTimeout, ReadTimeout, RemoteProtocolError, …"""
 
@@ -42,17 +46,12 @@ class TrioTransport(httpx.AsyncBaseTransport):
         connection = self._take(origin) or await _connect(origin, timeouts.get("connect"))
         try:
             await connection.send(request, timeouts.get("write"))
-            head = await connection.read_head(timeouts.get("read"))
+            status, headers = await connection.read_head(timeouts.get("read"))
         except BaseException:
             connection.close()
             raise
         body = _Body(self, origin, connection, timeouts.get("read"))
-        return httpx.Response(
-            head.status_code,
-            headers=head.headers.raw_items(),
-            stream=body,
-            extensions={"http_version": b"HTTP/1.1"},
-        )
+        return httpx.Response(status, headers=headers, stream=body, extensions={"http_version": b"HTTP/1.1"})
 
     def _take(self, origin: _Origin) -> _Connection | None:
         idle = self._idle.get(origin)
@@ -84,62 +83,94 @@ class TrioTransport(httpx.AsyncBaseTransport):
 
 
 class _Connection:
-    """One socket with its HTTP state. After any error it is closed, never reused."""
+    """One socket with its HTTP state; the parser calls `on_...`. After any error it is closed, never reused."""
 
     def __init__(self, stream: trio.SocketStream) -> None:
         self._stream = stream
-        self._state = h11.Connection(h11.CLIENT)
-        self._trusted = True
+        self._parser = httptools.HttpResponseParser(self)
+        self._expect()
         self.idle_since = 0.0
 
+    def _expect(self) -> None:
+        """Be ready for the answer to a request."""
+        self._status: int | None = None
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._body = b""
+        self._ended, self._kept = False, False
+
     async def send(self, request: httpx.Request, timeout_s: float | None) -> None:
-        headers = request.headers.raw
-        with _translated(httpx.WriteTimeout, httpx.WriteError):
-            data = _wire(
-                self._state,
-                h11.Request(method=request.method.encode(), target=request.url.raw_path, headers=headers),
-            )
-            stream = cast("httpx.AsyncByteStream", request.stream)
-            async for part in stream:
-                data += _wire(self._state, h11.Data(part))
-                if len(data) >= _READ_BYTES:
-                    await self._write(data, timeout_s)
-                    data = b""
-            await self._write(data + _wire(self._state, h11.EndOfMessage()), timeout_s)
+        stream = cast("httpx.AsyncByteStream", request.stream)
+        data = _head(request) + b"".join([part async for part in stream])
+        try:
+            if timeout_s is None:  # the caller's own deadline holds; a scope less on the hot path
+                await self._stream.send_all(data)
+                return
+            with trio.fail_after(timeout_s):
+                await self._stream.send_all(data)
+        except trio.TooSlowError as error:
+            raise httpx.WriteTimeout(str(error)) from error
+        except _FAILURES as error:
+            raise httpx.WriteError(str(error)) from error
 
-    async def _write(self, data: bytes, timeout_s: float | None) -> None:
-        if timeout_s is None:  # the caller's own deadline holds; a scope less on the hot path
-            await self._stream.send_all(data)
-            return
-        with trio.fail_after(timeout_s):
-            await self._stream.send_all(data)
-
-    async def read_head(self, timeout_s: float | None) -> h11.Response:
-        while True:
-            event = await self._next(timeout_s)
-            if isinstance(event, h11.Response):
-                # A server that failed may close the connection behind its answer without having said so: uvicorn does.
-                self._trusted = event.status_code < 500
-                return event
-            if not isinstance(event, h11.InformationalResponse):
-                raise httpx.RemoteProtocolError("the server closed the connection without an answer")
+    async def read_head(self, timeout_s: float | None) -> tuple[int, list[tuple[bytes, bytes]]]:
+        taken = 0
+        while self._status is None:
+            taken += await self._read(timeout_s)
+            if taken > _HEAD_BYTES and self._status is None:
+                raise httpx.RemoteProtocolError(f"the server's headers are longer than {_HEAD_BYTES} bytes")
+        return self._status, self._headers
 
     async def read_data(self, timeout_s: float | None) -> bytes | None:
         """Some of the body; None at its end."""
-        event = await self._next(timeout_s)
-        return bytes(event.data) if isinstance(event, h11.Data) else None
+        while not self._body and not self._ended:
+            await self._read(timeout_s)
+        data, self._body = self._body, b""
+        return data or None
 
-    async def _next(self, timeout_s: float | None) -> Any:
-        with _translated(httpx.ReadTimeout, httpx.ReadError):
-            while (event := self._state.next_event()) is h11.NEED_DATA:
-                self._state.receive_data(await self._read(timeout_s))
-        return event
+    async def _read(self, timeout_s: float | None) -> int:
+        """Take what comes next; how many bytes it was."""
+        try:
+            if timeout_s is None:
+                data = await self._stream.receive_some(_READ_BYTES)
+            else:
+                with trio.fail_after(timeout_s):
+                    data = await self._stream.receive_some(_READ_BYTES)
+        except trio.TooSlowError as error:
+            raise httpx.ReadTimeout(str(error)) from error
+        except _FAILURES as error:
+            raise httpx.ReadError(str(error)) from error
+        if not data:
+            if self._status is None or any(name.lower() in _FRAMING for name, _ in self._headers):
+                raise httpx.RemoteProtocolError("the server closed the connection before its answer's end")
+            self._ended = True  # a body of unsaid length ends with its connection
+        else:
+            try:
+                self._parser.feed_data(data)
+            except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+                raise httpx.RemoteProtocolError(f"the server does not speak HTTP/1.1: {error}") from error
+        return len(data)
 
-    async def _read(self, timeout_s: float | None) -> bytes:
-        if timeout_s is None:
-            return bytes(await self._stream.receive_some(_READ_BYTES))
-        with trio.fail_after(timeout_s):
-            return bytes(await self._stream.receive_some(_READ_BYTES))
+    def on_message_begin(self) -> None:
+        if self._ended:
+            raise httpx.RemoteProtocolError("an answer that nobody asked for")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:  # the answer itself is yet to come
+            self._headers = []
+            return
+        self._status = status
+        # A server that failed may close the connection behind its answer without having said so: uvicorn does.
+        self._kept = status < 500 and self._parser.should_keep_alive()
+
+    def on_body(self, data: bytes) -> None:
+        self._body += data
+
+    def on_message_complete(self) -> None:
+        self._ended = self._status is not None
 
     def alive(self) -> bool:
         """Whether the idle peer has neither closed the connection nor sent something unasked."""
@@ -153,9 +184,9 @@ class _Connection:
         return False
 
     def reusable(self) -> bool:
-        if not self._trusted or self._state.our_state is not h11.DONE or self._state.their_state is not h11.DONE:
+        if not (self._ended and self._kept):
             return False
-        self._state.start_next_cycle()
+        self._expect()
         return True
 
     def close(self) -> None:
@@ -196,26 +227,22 @@ class _Body(httpx.AsyncByteStream):
 
 
 async def _connect(origin: _Origin, timeout_s: float | None) -> _Connection:
-    with (
-        _translated(httpx.ConnectTimeout, httpx.ConnectError),
-        trio.fail_after(inf if timeout_s is None else timeout_s),
-    ):
-        return _Connection(await trio.open_tcp_stream(*origin))
-
-
-def _wire(state: h11.Connection, event: h11.Request | h11.Data | h11.EndOfMessage) -> bytes:
-    return state.send(event) or b""
-
-
-@contextmanager
-def _translated(timeout: type[httpx.TimeoutException], failure: type[httpx.NetworkError]) -> Generator[None]:
     try:
-        yield
+        with trio.fail_after(inf if timeout_s is None else timeout_s):
+            return _Connection(await trio.open_tcp_stream(*origin))
     except trio.TooSlowError as error:
-        raise timeout(str(error)) from error
-    except (OSError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
-        raise failure(str(error)) from error
-    except h11.RemoteProtocolError as error:
-        raise httpx.RemoteProtocolError(str(error)) from error
-    except h11.LocalProtocolError as error:
-        raise httpx.LocalProtocolError(str(error)) from error
+        raise httpx.ConnectTimeout(str(error)) from error
+    except _FAILURES as error:
+        raise httpx.ConnectError(str(error)) from error
+
+
+def _head(request: httpx.Request) -> bytes:
+    """The request line and headers. Raises httpx.LocalProtocolError for what would not be read as sent."""
+    headers = request.headers.raw
+    first = b"%s %s HTTP/1.1\r\n" % (request.method.encode(), request.url.raw_path)
+    head = b"".join([first, *[b"%s: %s\r\n" % header for header in headers], b"\r\n"])
+    if head.count(b"\n") != len(headers) + 2 or head.count(b"\r") != len(headers) + 2 or b"\0" in head:
+        raise httpx.LocalProtocolError("a header with a line end in it")
+    if request.method == "HEAD" or "transfer-encoding" in request.headers:
+        raise httpx.LocalProtocolError("only requests with bodies of known length, and no HEAD")
+    return head

@@ -139,6 +139,19 @@ async def test_an_aborted_turn_goes_on(autojump_clock: trio.testing.MockClock) -
     assert generation.finish == "length"
 
 
+async def test_a_turn_ends_at_its_deadline_and_its_slow_replica_is_not_broken(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    slow = engine("slow", chunk_s=3.0)  # four chunks take 12 s
+    fleet = Fleet([slow])
+    chunks: list[Chunk] = []
+    with pytest.raises(EngineTimeout, match=r"fake://slow did not finish 'r' within 7 s"):
+        async for chunk in fleet.stream(ask(deadline_s=7.0)):
+            chunks.append(chunk)
+    assert trio.current_time() == pytest.approx(7.0) and len(chunks) == 2
+    assert fleet.replicas[0].state is State.READY and fleet.replicas[0].running == 0
+
+
 async def test_with_every_replica_down_a_request_waits_until_its_deadline(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import trio
 
-from agentrl.engine.transport import TrioTransport
+from agentrl.engine.transport import TrioTransport, _Connection
 
 Handler = Callable[[trio.SocketStream, int], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -34,6 +34,10 @@ async def read_request(stream: trio.SocketStream) -> bytes | None:
 async def echo_ok(stream: trio.SocketStream, _: int) -> None:
     while await read_request(stream) is not None:
         await stream.send_all(OK)
+
+
+async def unsaid_length() -> AsyncIterator[bytes]:
+    yield b"a body in parts"
 
 
 @asynccontextmanager
@@ -142,6 +146,10 @@ async def test_a_body_streams_while_it_is_sent_and_leaving_it_closes_the_connect
         (b"", httpx.RemoteProtocolError),
         (b"NONSENSE\r\n\r\n", httpx.RemoteProtocolError),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nshort", httpx.RemoteProtocolError),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nshort\r\n", httpx.RemoteProtocolError),
+        (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 100_000, httpx.RemoteProtocolError),
+        (b"HTTP/1.1 101 Switching\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n", httpx.RemoteProtocolError),
+        (OK + OK, httpx.RemoteProtocolError),  # the second would be taken for the answer to the next request
     ],
 )
 async def test_a_broken_answer_raises_httpx_errors(answer: bytes, error: type[Exception]) -> None:
@@ -152,6 +160,75 @@ async def test_a_broken_answer_raises_httpx_errors(answer: bytes, error: type[Ex
     async with serving(broken) as (client, _):
         with pytest.raises(error):
             await client.get("/")
+
+
+@pytest.mark.parametrize(
+    ("answer", "kept"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\nok", False),  # its end is the connection's
+        (OK.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"), False),
+        (OK.replace(b"1.1", b"1.0"), False),
+        (b"HTTP/1.1 100 Continue\r\nx: y\r\n\r\n" + OK, True),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\no\r\n1\r\nk\r\n0\r\n\r\n", True),
+    ],
+)
+async def test_answers_end_where_they_say_and_connections_are_kept_where_they_may_be(answer: bytes, kept: bool) -> None:
+    async def answering(stream: trio.SocketStream, _: int) -> None:
+        while await read_request(stream) is not None:
+            await stream.send_all(answer)
+            if not kept:
+                return
+
+    async with serving(answering) as (client, connections):
+        for _ in range(2):
+            response = await client.get("/")
+            assert response.text == "ok" and "x" not in response.headers
+        assert len(connections) == (1 if kept else 2)
+
+
+async def test_an_answer_reads_the_same_however_it_is_cut() -> None:
+    answer = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nx: y\r\n\r\n3\r\none\r\n4\r\n two\r\n0\r\n\r\n"
+    waiting = trio.Event()
+
+    class Cut(trio.abc.HalfCloseableStream):
+        """Gives the answer in two parts."""
+
+        def __init__(self, at: int) -> None:
+            self.parts = [answer[:at], answer[at:]]
+
+        async def send_all(self, data: object) -> None: ...
+        async def wait_send_all_might_not_block(self) -> None: ...
+        async def send_eof(self) -> None: ...
+        async def aclose(self) -> None: ...
+        async def receive_some(self, max_bytes: int | None = None) -> bytes:
+            if not self.parts:
+                await waiting.wait()
+            return self.parts.pop(0)
+
+    for at in range(1, len(answer)):
+        connection = _Connection(Cut(at))  # pyright: ignore[reportArgumentType]
+        status, headers = await connection.read_head(None)
+        assert (status, headers[1]) == (200, (b"x", b"y"))
+        body = b""
+        while data := await connection.read_data(None):
+            body += data
+        assert body == b"one two" and connection.reusable()
+
+
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        ("POST", {"headers": {"x": "a\r\nhost: elsewhere"}}),
+        ("POST", {"headers": {"x": "a\n b"}}),
+        ("HEAD", {}),
+        ("POST", {"content": unsaid_length()}),
+    ],
+)
+async def test_what_would_not_be_read_as_meant_is_not_sent(method: str, given: dict[str, object]) -> None:
+    async with serving(echo_ok) as (client, _):
+        with pytest.raises(httpx.LocalProtocolError):
+            await client.request(method, "/", **given)  # pyright: ignore[reportArgumentType]
+        assert (await client.get("/")).text == "ok"
 
 
 async def test_nobody_listening_is_a_connect_error() -> None:
@@ -173,8 +250,6 @@ async def test_a_silent_server_is_a_read_timeout(autojump_clock: trio.testing.Mo
         async def receive_some(self, max_bytes: int | None = None) -> bytes:
             await trio.sleep_forever()
             return b""
-
-    from agentrl.engine.transport import _Connection
 
     connection = _Connection(Silent())  # pyright: ignore[reportArgumentType]
     with pytest.raises(httpx.ReadTimeout):
