@@ -105,12 +105,16 @@ class Rollout(_Section):
         return {policy for policy in self.given_roles().values() if not policy.startswith(("http://", "https://"))}
 
 
+GpuNumbers = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
 class EngineSettings(_Section):
     """Where tokens are sampled."""
 
     kind: Literal["embedded", "vllm"] = "embedded"
     urls: list[str] = Field(default_factory=list)  # attach to these instead of launching
     replicas: Count = 1
+    gpus: list[GpuNumbers] = Field(default_factory=list[GpuNumbers])  # one of vLLM on each of these: [[0], [1, 2]]
     threads: Count = 1
     max_batch: Count = 128
     kv_cache_mb: Count = 512
@@ -122,6 +126,25 @@ class EngineSettings(_Section):
     recompute_kv: bool = False  # after new weights: recompute the KV of running requests, or keep it
     admin_deadline_s: Positive = 30.0
     start_deadline_s: Positive = 120.0
+
+    @property
+    def places(self) -> list[list[int]]:
+        """The GPUs of each engine that the run starts; none where vLLM takes the first, or there is no vLLM."""
+        return self.gpus or [[]] * self.replicas
+
+    @model_validator(mode="after")
+    def _of_gpus(self) -> Self:
+        if not self.gpus:
+            return self
+        if self.kind == "embedded" or self.urls:
+            mend = "it is for replicas of vLLM that the run starts: leave it out"
+            raise ConfigError("engine.gpus", self.gpus, mend)
+        if self.replicas not in (1, len(self.gpus)):
+            mend = f"engine.gpus names {len(self.gpus)}: leave it out"
+            raise ConfigError("engine.replicas", self.replicas, mend)
+        if any(len(set(own)) != len(own) for own in self.gpus):
+            raise ConfigError("engine.gpus", self.gpus, "a replica takes each of its GPUs once")
+        return self
 
 
 class Buffer(_Section):
@@ -291,25 +314,28 @@ class RunConfig(_Section):
         return self
 
     def _possible_memory_sync(self) -> None:
-        """NCCL joins no GPU with itself, CUDA IPC leaves no GPU; an engine that the run starts is on the first one."""
-        sync, device = self.sync, self.train.device
+        """NCCL joins no GPU with itself, CUDA IPC leaves no GPU; where `engine.gpus` says nothing, an engine that the
+        run starts is on the first one."""
+        sync, device, engine = self.sync, self.train.device, self.engine
         if self.train.lora_rank:
             mend = f"train.lora_rank = {self.train.lora_rank} trains an adapter: 'auto' sends it alone, 'full' merged"
             raise ConfigError("engine.sync", sync, mend)
         if device == "cpu":
             mend = f"engine.sync = {sync!r} sends what lies in a GPU's memory: give 'cuda', or engine.sync = 'auto'"
             raise ConfigError("train.device", device, mend)
-        if self.engine.urls:
+        if engine.urls:
             return
-        if sync == "nccl" and device in ("cuda", "cuda:0"):
-            mend = "the run starts its engine on the first GPU: give 'cuda:1', or engine.sync = 'ipc' to share one"
+        taken = [gpu for own in engine.places for gpu in own or [0]]
+        where = f"the run's engines are on GPU {', '.join(map(str, sorted(set(taken))))}"
+        learner = int(device.removeprefix("cuda").removeprefix(":") or 0)
+        if sync == "ipc" and set(taken) != {learner}:
+            mend = f"{where}, and 'ipc' shares one: have the learner and all engines on it, or give 'nccl'"
             raise ConfigError("train.device", device, mend)
-        if sync == "nccl" and self.engine.replicas > 1:
-            mend = "replicas share the first GPU, and NCCL joins each GPU once: start one a GPU and give engine.urls"
-            raise ConfigError("engine.replicas", self.engine.replicas, mend)
-        if sync == "ipc" and device not in ("cuda", "cuda:0"):
-            mend = "the run starts its engine on the first GPU, which 'ipc' has to share: give 'cuda', or 'nccl'"
+        if sync == "nccl" and learner in taken:
+            mend = f"{where}: give the learner another one, as 'cuda:1', or engine.sync = 'ipc' to share one"
             raise ConfigError("train.device", device, mend)
+        if sync == "nccl" and len(set(taken)) != len(taken):
+            raise ConfigError("engine.gpus", engine.gpus, "NCCL joins each GPU once: give each replica its own")
 
 
 def load(path: Path, overrides: list[str] | None = None) -> RunConfig:

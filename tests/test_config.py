@@ -78,10 +78,13 @@ def test_an_adapter_travels_alone_where_the_engine_takes_it(engine: dict[str, st
         ("ipc", {"device": "cuda", "lora_rank": 8}, {}, "engine.sync", "'auto' sends it alone, 'full' merged"),
         ("nccl", {}, {}, "train.device", "give 'cuda', or engine.sync = 'auto'"),
         ("ipc", {"device": "cpu"}, {}, "train.device", "give 'cuda', or engine.sync = 'auto'"),
-        ("nccl", {"device": "cuda"}, {}, "train.device", "give 'cuda:1', or engine.sync = 'ipc'"),
-        ("nccl", {"device": "cuda:0"}, {}, "train.device", "give 'cuda:1', or engine.sync = 'ipc'"),
-        ("nccl", {"device": "cuda:1"}, {"replicas": 2}, "engine.replicas", "start one a GPU and give engine.urls"),
-        ("ipc", {"device": "cuda:1"}, {}, "train.device", "give 'cuda', or 'nccl'"),
+        ("nccl", {"device": "cuda"}, {}, "train.device", "on GPU 0: give the learner another one, as 'cuda:1'"),
+        ("nccl", {"device": "cuda:0"}, {}, "train.device", "or engine.sync = 'ipc' to share one"),
+        ("nccl", {"device": "cuda:2"}, {"gpus": [[0], [1, 2]]}, "train.device", "engines are on GPU 0, 1, 2: give the"),
+        ("nccl", {"device": "cuda:1"}, {"replicas": 2}, "engine.gpus", "give each replica its own"),
+        ("nccl", {"device": "cuda:3"}, {"gpus": [[0, 1], [1]]}, "engine.gpus", "give each replica its own"),
+        ("ipc", {"device": "cuda:1"}, {}, "train.device", "have the learner and all engines on it, or give 'nccl'"),
+        ("ipc", {"device": "cuda"}, {"gpus": [[0], [1]]}, "train.device", "on GPU 0, 1, and 'ipc' shares one"),
     ],
 )
 def test_weights_cannot_go_from_memory_to_memory_everywhere(
@@ -96,13 +99,36 @@ def test_weights_cannot_go_from_memory_to_memory_everywhere(
     [
         ("nccl", "cuda:1", {}),
         ("nccl", "cuda", {"urls": ["http://a:1", "http://b:1"]}),
+        ("nccl", "cuda:3", {"gpus": [[0], [1, 2]]}),
         ("ipc", "cuda", {"replicas": 2}),
+        ("ipc", "cuda:1", {"gpus": [[1], [1]]}),
         ("ipc", "cuda:3", {"urls": ["http://127.0.0.1:1"]}),
     ],
 )
 def test_where_weights_can_go_from_memory_to_memory(sync: str, device: str, engine: dict[str, object]) -> None:
     parsed = config.parse({**MINIMAL, "train": {"device": device}, "engine": {"kind": "vllm", "sync": sync, **engine}})
     assert parsed.sync == sync and parsed.syncs_memory
+
+
+@pytest.mark.parametrize(
+    ("engine", "field", "mend"),
+    [
+        ({"gpus": [[0]]}, "engine.gpus", "for replicas of vLLM that the run starts"),
+        ({"kind": "vllm", "urls": ["http://a:1"], "gpus": [[0]]}, "engine.gpus", "leave it out"),
+        ({"kind": "vllm", "replicas": 3, "gpus": [[0], [1]]}, "engine.replicas", "engine.gpus names 2"),
+        ({"kind": "vllm", "gpus": [[0, 0]]}, "engine.gpus", "takes each of its GPUs once"),
+        ({"kind": "vllm", "gpus": [[]]}, "engine.gpus.0", "at least 1"),
+        ({"kind": "vllm", "gpus": [[-1]]}, "engine.gpus.0.0", "greater than or equal to 0"),
+    ],
+)
+def test_gpus_that_cannot_be_placed_are_refused(engine: dict[str, object], field: str, mend: str) -> None:
+    error = broken(engine=engine)
+    assert error.field == field and mend in str(error)
+
+
+def test_a_replica_for_each_entry_of_gpus() -> None:
+    assert config.parse({**MINIMAL, "engine": {"kind": "vllm", "gpus": [[0], [1, 2]]}}).engine.places == [[0], [1, 2]]
+    assert config.parse({**MINIMAL, "engine": {"kind": "vllm", "replicas": 2}}).engine.places == [[], []]
 
 
 def test_an_unknown_key_inside_a_list_is_found() -> None:

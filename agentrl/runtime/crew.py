@@ -53,16 +53,18 @@ class Crew:
         def weights() -> Weights:
             return current_weights(self.config, self.store, start)
 
-        urls = list(self.config.engine.urls)
+        settings = self.config.engine
+        urls = list(settings.urls)
         for url in urls:
             await attach(url, weights(), self.config)
-        for index in range(0 if urls else self.config.engine.replicas):
+        for index, gpus in enumerate([] if urls else settings.places):
             replica = Replica(
-                child=self._child(f"engine-{index}", [], self.config.engine.threads),
+                child=self._child(f"engine-{index}", [], settings.threads),
                 port=free_port(),
                 scratch=self.run.scratch,
                 config=self.config,
                 weights=weights,
+                gpus=gpus,
             )
             await self._serve(replica)
             urls.append(replica.url)

@@ -7,7 +7,7 @@ memory no file holds the current ones: it comes up with those the run began with
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,13 +67,14 @@ def current_weights(config: RunConfig, store: RunStore, start: StartPoint) -> We
 
 @dataclass(slots=True, kw_only=True)
 class Replica:
-    """A supervised engine. `weights` is asked at every start."""
+    """A supervised engine, on `gpus` if any are named. `weights` is asked at every start."""
 
     child: Child
     port: int
     scratch: Path
     config: RunConfig
     weights: Callable[[], Weights]
+    gpus: Sequence[int] = ()
 
     @property
     def url(self) -> str:
@@ -120,6 +121,7 @@ class Replica:
             port=self.port,
             plugin_folder=self.scratch / f"{self.child.name}-plugin",
             max_context=self.config.rollout.max_context,
+            gpus=self.gpus,
             lora_rank=self.config.train.lora_rank if self.config.sync == "adapter" else 0,
         )
         server.prepare()
@@ -161,7 +163,14 @@ class Replica:
 
 
 def vllm_server(
-    model: Path, settings: EngineSettings, *, port: int, plugin_folder: Path, max_context: int, lora_rank: int = 0
+    model: Path,
+    settings: EngineSettings,
+    *,
+    port: int,
+    plugin_folder: Path,
+    max_context: int,
+    gpus: Sequence[int] = (),
+    lora_rank: int = 0,
 ) -> vllm.VLLMServer:
     """A vLLM server with all that training needs. Raises UsageError where there is no vLLM."""
     return vllm.VLLMServer(
@@ -175,6 +184,7 @@ def vllm_server(
         kv_cache_bytes=settings.kv_cache_mb << 20,
         stream_tokens=settings.stream_tokens,
         threads=settings.threads,
+        gpus=tuple(gpus),
         lora_rank=lora_rank,
         max_loras=_ADAPTERS,
         routed_experts=settings.routed_experts,

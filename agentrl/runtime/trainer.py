@@ -77,10 +77,12 @@ class Trainer:
 def check_startable(config: RunConfig) -> None:
     """Fail early, in this process: model, environment and reward must be found before anything is started."""
     from agentrl.engine.renderer import Renderer
-    from agentrl.engine.vllm.launch import check_sender
+    from agentrl.engine.vllm.launch import check_gpus, check_sender
 
     if config.syncs_memory:
         check_sender(config.sync)
+    if config.engine.gpus:
+        check_gpus([gpu for own in config.engine.gpus for gpu in own])
     Renderer(model_dir(config.model))
     registry.resolve("environments", config.env.id)
     task_source(config).task(0)

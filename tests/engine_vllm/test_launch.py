@@ -65,6 +65,30 @@ def test_what_it_leaves_lies_in_the_servers_own_folder_sockets_where_a_path_may_
     assert server(plugin_folder=long).env()["VLLM_RPC_BASE_PATH"] == tempfile.gettempdir()
 
 
+def test_a_server_sees_its_own_gpus_only_and_splits_its_layers_over_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    one, two = server(build=CUDA, gpus=(3,)), server(build=CUDA, gpus=(1, 2))
+    assert (one.env()["CUDA_VISIBLE_DEVICES"], two.env()["CUDA_VISIBLE_DEVICES"]) == ("3", "1,2")
+    assert "--tensor-parallel-size" not in options(one)
+    assert options(two)["--tensor-parallel-size"] == "2"
+    assert "CUDA_VISIBLE_DEVICES" not in server(build=CUDA).env()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-5a, 6")  # what a scheduler gave this process
+    assert two.env()["CUDA_VISIBLE_DEVICES"] == "GPU-5a,6"
+
+
+def test_gpus_that_nobody_has_are_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "find_build", lambda: CPU)
+    with pytest.raises(ConfigError, match=r"engine.gpus .*/vllm/bin/python has vLLM's CPU build"):
+        launch.check_gpus([0])
+    monkeypatch.setattr(launch, "find_build", lambda: CUDA)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    launch.check_gpus([0, 1])
+    with pytest.raises(ConfigError, match=r"engine.gpus .*\[2\].* shows 2: count them from 0"):
+        launch.check_gpus([0, 2])
+
+
 def test_lora_is_there_only_when_asked_for() -> None:
     assert "--enable-lora" not in options(server())
     found = options(server(lora_rank=16, max_loras=3))

@@ -9,18 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+import trio
 
 from agentrl.config import EngineSettings, EnvSource, Rollout, RunConfig
 from agentrl.engine import canary
 from agentrl.engine.canary import Canary, probe_tokens
 from agentrl.engine.client import EngineClient
+from agentrl.engine.vllm import launch
+from agentrl.engine.vllm.launch import Build
 from agentrl.engine.weights import push
 from agentrl.errors import CanaryMismatch, RunFailed
 from agentrl.ports import free_port
 from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint
+from agentrl.runtime.crew import Crew
 from agentrl.runtime.engines import Replica, Weights, current_weights
 from agentrl.runtime.models import model_dir
+from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import Child
 from agentrl.store import RunStore
 from agentrl.train.export import export_weights
@@ -75,7 +80,7 @@ async def serves(replica: Replica) -> int:
 
 async def test_what_was_proved_of_a_version_lies_beside_its_weights(tmp_path: Path, second: Weights) -> None:
     assert second.file is not None and second.canary is not None
-    start = StartPoint(model=FOLDER, checkpoint=None, version=FIRST)
+    start = StartPoint(model=FOLDER, checkpoint=None, version=first)
     with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
         store.confirm_version(store.mint_version(0))
         assert current_weights(CONFIG, store, start).canary is None  # nothing was sent yet
@@ -130,3 +135,27 @@ async def test_the_learner_may_have_been_faster(
     monkeypatch.setattr(canary, "check", overtaken)
     await engine.up()
     assert await serves(engine) == 3
+
+
+async def test_each_replica_is_started_on_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the start of vLLM's interpreter, in whose place is one that ends at once."""
+    monkeypatch.setattr(launch, "find_build", lambda: Build(python=Path("/bin/false"), version="0.32.0", cpu=False))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    started: list[tuple[str, str | None]] = []
+
+    async def serve(_: Crew, replica: Replica) -> None:
+        with pytest.raises(RunFailed, match="vLLM ended before it was ready"):
+            await replica.up()
+        started.append((replica.child.name, replica.child.env.get("CUDA_VISIBLE_DEVICES")))
+
+    monkeypatch.setattr(Crew, "_serve", serve)
+    for name, engine in (("a", {"gpus": [[1], [2, 3]]}), ("b", {"replicas": 1})):
+        config = CONFIG.model_copy(update={"engine": EngineSettings.model_validate({"kind": "vllm", **engine})})
+        run = RunDir.create(tmp_path / name, config)
+        with run.lock() as lock, run.owned_scratch(lock), RunStore.open(run.store_path) as store:
+            first = store.mint_version(0)
+            store.confirm_version(first)
+            async with trio.open_nursery() as nursery:
+                crew = Crew(run, config, store, nursery, mark={})
+                await crew.start_engines(StartPoint(model=FOLDER, checkpoint=None, version=first))
+    assert started == [("engine-0", "1"), ("engine-1", "2,3"), ("engine-0", None)]

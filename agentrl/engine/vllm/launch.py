@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -98,14 +98,37 @@ def check_sender(sync: str) -> None:
         raise ConfigError("engine.sync", sync, mend) from None
 
 
+def check_gpus(gpus: Sequence[int]) -> None:
+    """Raises ConfigError for GPUs that the vLLM found, or this process, cannot take."""
+    build = find_build()
+    if build.cpu:
+        mend = f"{build.python} has vLLM's CPU build: leave it out, or set {PYTHON_VARIABLE}"
+        raise ConfigError("engine.gpus", list(gpus), mend)
+    _visible(gpus)
+
+
+def _visible(gpus: Sequence[int]) -> list[str]:
+    """What CUDA calls GPUs that torch counts: where this process sees a few only, it counts those. Raises ConfigError
+    for one that it does not see."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if seen is None:
+        return [str(gpu) for gpu in gpus]
+    names = [name.strip() for name in seen.split(",") if name.strip()]
+    if beyond := [gpu for gpu in gpus if gpu >= len(names)]:
+        mend = f"CUDA_VISIBLE_DEVICES={seen!r} shows {len(names)}: count them from 0"
+        raise ConfigError("engine.gpus", beyond, mend)
+    return [names[gpu] for gpu in gpus]
+
+
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as transformers' mixtures name it
 _SOCKET_FOLDER = 70  # bytes: a socket's path has 107 at most, of which vLLM's name for it takes 37
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMServer:
-    """One server to start. `lora_rank` 0 switches LoRA off; `kv_cache_bytes` None leaves the size to vLLM (which on a
-    CPU takes most of the memory); `plugin_folder` is a folder of this server's own, made if missing."""
+    """One server to start. `gpus` are those it takes, as torch counts them: its layers are split over several (tensor
+    parallel); without any vLLM takes the first. `lora_rank` 0 switches LoRA off; `kv_cache_bytes` None leaves the size
+    to vLLM (on a CPU: most of the memory); `plugin_folder` is a folder of this server's own, made if missing."""
 
     model: Path
     port: int
@@ -119,6 +142,7 @@ class VLLMServer:
     kv_cache_bytes: int | None = None
     stream_tokens: int = 16
     threads: int = 1
+    gpus: tuple[int, ...] = ()
     lora_rank: int = 0
     max_loras: int = 2
     routed_experts: bool = False
@@ -162,6 +186,8 @@ class VLLMServer:
             options |= {"block-size": _BLOCK, "distributed-executor-backend": "uni"}
         elif self.routed_experts:
             flags.append("enable-return-routed-experts")
+        if len(self.gpus) > 1:
+            options["tensor-parallel-size"] = len(self.gpus)
         command = ["-m", "agentrl.engine.vllm.plugin.host"]
         for name, value in options.items():
             command += [f"--{name}", str(value)]
@@ -188,6 +214,8 @@ class VLLMServer:
             "VLLM_RPC_BASE_PATH": str(self.plugin_folder) if short else temporary,
             "TORCHINDUCTOR_CACHE_DIR": compiled,
         }
+        if self.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(self.gpus))
         if self.lora_rank:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self.weight_backend == "ipc":
