@@ -125,7 +125,7 @@ class EngineSettings(_Section):
     routed_experts: bool = False  # journal the experts that a mixture computed each token with
     recompute_kv: bool = False  # after new weights: recompute the KV of running requests, or keep it
     admin_deadline_s: Positive = 30.0
-    start_deadline_s: Positive = 120.0
+    start_deadline_s: Positive = 600.0  # a large model is read, and on a GPU compiled as well
 
     @property
     def places(self) -> list[list[int]]:

@@ -76,6 +76,12 @@ def test_a_server_sees_its_own_gpus_only_and_splits_its_layers_over_them(monkeyp
     assert two.env()["CUDA_VISIBLE_DEVICES"] == "GPU-5a,6"
 
 
+def test_a_server_whose_cache_has_a_size_asks_for_no_more_of_its_gpu() -> None:
+    assert options(server(build=CUDA, kv_cache_bytes=1 << 30))["--gpu-memory-utilization"] == "0.01"
+    assert "--gpu-memory-utilization" not in options(server(build=CUDA))  # vLLM measures what it can take
+    assert "--gpu-memory-utilization" not in options(server(kv_cache_bytes=1 << 30))
+
+
 def test_gpus_that_nobody_has_are_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

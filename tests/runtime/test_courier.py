@@ -156,10 +156,10 @@ async def test_from_memory_all_engines_are_tried_again_together_until_they_have_
 async def test_from_memory_an_engine_that_does_not_come_back_ends_the_delivery(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
-    memory = Memory(["engine 2 is gone"] * 1000)
+    memory = Memory(["engine 2 is gone"] * 10_000)
     with pytest.raises(WeightSyncError, match="engine 2 is gone"):
         await memory_courier(memory, monkeypatch).deliver(URLS, PARCEL)
-    assert trio.current_time() >= 120  # engine.start_deadline_s
+    assert trio.current_time() >= 600  # engine.start_deadline_s
 
 
 async def test_an_engine_that_came_up_with_older_weights_is_behind_and_one_that_is_away_is_not(

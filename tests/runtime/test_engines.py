@@ -80,7 +80,7 @@ async def serves(replica: Replica) -> int:
 
 async def test_what_was_proved_of_a_version_lies_beside_its_weights(tmp_path: Path, second: Weights) -> None:
     assert second.file is not None and second.canary is not None
-    start = StartPoint(model=FOLDER, checkpoint=None, version=first)
+    start = StartPoint(model=FOLDER, checkpoint=None, version=FIRST)
     with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
         store.confirm_version(store.mint_version(0))
         assert current_weights(CONFIG, store, start).canary is None  # nothing was sent yet

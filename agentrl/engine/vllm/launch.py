@@ -177,6 +177,8 @@ class VLLMServer:
         flags = ["enable-scale-out", "enable-prompt-tokens-details"]
         if self.kv_cache_bytes is not None:
             options["kv-cache-memory-bytes"] = self.kv_cache_bytes
+            if not self.build.cpu:  # else 92% of its GPU must be free, where a learner or another engine may be
+                options["gpu-memory-utilization"] = "0.01"
         if self.lora_rank:
             flags.append("enable-lora")
             room = next((rank for rank in _LORA_RANKS if rank >= self.lora_rank), self.lora_rank)
