@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -246,30 +247,39 @@ def serve(
     max_batch: Annotated[int, typer.Option(min=1, help="Requests computed at once")] = 128,
     kv_cache_mb: Annotated[int, typer.Option(min=1)] = 512,
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Of vLLM's weights")] = "float32",
+    gpus: Annotated[str, typer.Option(help="The GPUs to split its layers over, as 0,1 (vLLM)")] = "",
     lora_rank: Annotated[int, typer.Option(min=0, help="Take adapters up to this rank (vLLM)")] = 0,
     sync: Annotated[Literal["auto", "nccl", "ipc"], typer.Option(help="How it takes new weights (vLLM)")] = "auto",
     routed_experts: Annotated[bool, typer.Option(help="Tell which experts a mixture chooses (vLLM)")] = False,
 ) -> None:
     """Serve a model until Ctrl-C. A run attaches with --set engine.kind=… --set 'engine.urls=["URL"]'."""
     from agentrl.config import EngineSettings
+    from agentrl.engine.vllm.launch import check_gpus
     from agentrl.runtime.models import model_dir
     from agentrl.runtime.serving import serve as serve_model
 
+    if not re.fullmatch(r"(\d+(,\d+)*)?", gpus):
+        raise UsageError(f"--gpus {gpus!r}: write their numbers as 0,1")
+    if gpus and kind == "embedded":
+        raise UsageError(f"--gpus {gpus} is for --kind vllm; the embedded engine has none")
     if lora_rank and kind == "embedded":
         raise UsageError("--lora-rank is for --kind vllm; to the embedded engine adapters come merged")
     if sync != "auto" and kind == "embedded":
         raise UsageError(f"--sync {sync} is for --kind vllm; the embedded engine takes files")
     if routed_experts and kind == "embedded":
         raise UsageError("--routed-experts is for --kind vllm; the embedded engine has no mixtures")
+    placed = [[int(number) for number in gpus.split(",")]] if gpus else []
+    if placed:
+        check_gpus(*placed)
     settings = EngineSettings(
         kind=kind,
+        gpus=placed,
         threads=threads,
         max_batch=max_batch,
         kv_cache_mb=kv_cache_mb,
         dtype=dtype,
         sync=sync,
         routed_experts=routed_experts,
-        start_deadline_s=600.0,
     )
     serve_model(model_dir(model), settings, host=host, port=port, max_context=max_context, lora_rank=lora_rank)
 

@@ -54,8 +54,15 @@ async def _engine(
             yield engine.url, engine.process
         return
     async with owned_folder(patience_s=_PATIENCE_S) as owner:
+        (gpus,) = settings.places
         server = vllm_server(
-            model, settings, port=port, plugin_folder=owner.path, max_context=max_context, lora_rank=lora_rank
+            model,
+            settings,
+            port=port,
+            plugin_folder=owner.path,
+            max_context=max_context,
+            gpus=gpus,
+            lora_rank=lora_rank,
         )
         server = replace(server, host=host)
         server = server if port else server.on_free_port()

@@ -10,11 +10,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+
+from agentrl.cli import main
+from agentrl.engine.vllm import launch
+from agentrl.engine.vllm.launch import Build, VLLMServer
+from agentrl.errors import RunFailed
 
 DEADLINE_S = 280
 
@@ -86,7 +91,34 @@ def test_the_engine_ends_with_its_owner(kind: str, how: signal.Signals, short_tm
     assert kept <= {f"torchinductor_{os.getuid()}"}  # a cache
 
 
-def test_adapters_are_not_for_the_embedded_engine() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lora-rank", "8"], "--lora-rank is for --kind vllm"),
+        (["--gpus", "0"], "--gpus 0 is for --kind vllm"),
+        (["--kind", "vllm", "--gpus", "0;1"], "write their numbers as 0,1"),
+    ],
+)
+def test_what_no_engine_takes_is_refused(arguments: list[str], said: str) -> None:
     command = [sys.executable, "-c", "from agentrl.cli import main; main()", "serve", "agentrl/tiny-coder"]
-    done = subprocess.run([*command, "--lora-rank", "8"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "--kind vllm" in done.stderr
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and said in done.stderr
+
+
+def test_a_server_is_started_on_the_gpus_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Up to the start of vLLM's interpreter, in whose place is one that ends at once."""
+    given: list[VLLMServer] = []
+
+    def running(server: VLLMServer, **_: object) -> AbstractAsyncContextManager[object]:
+        given.append(server)
+        raise RunFailed("it ended")
+
+    monkeypatch.setattr(launch, "find_build", lambda: Build(python=Path("/bin/false"), version="0.32.0", cpu=False))
+    monkeypatch.setattr(launch, "running", running)
+    monkeypatch.setattr(sys, "argv", ["agentrl", "serve", "agentrl/tiny-coder", "--kind", "vllm", "--gpus", "2,3"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == RunFailed.exit_code and "it ended" in capsys.readouterr().err
+    assert [server.gpus for server in given] == [(2, 3)]
