@@ -28,24 +28,30 @@ FLAG = r"start it with --weight-transfer-config '{\"backend\": \"%s\"}'"
 
 
 @pytest.fixture(scope="module", params=["nccl", "ipc"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that takes weights from memory to memory."""
+def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    """Servers that take weights from memory to memory: two that join one group, or one that shares the memory."""
     folder = tmp_path_factory.mktemp(request.param)
     model = make_model(folder / "model")
     gloo.carry(folder)
     gloo.carry(folder, Path(mapped.__file__))
-    server = Server(model, folder, weight_backend=request.param)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(folder))
-        server.start()
+    started: list[Server] = []
     try:
-        trio.run(server.ready, 1)
-        yield server
+        for number in range(2 if request.param == "nccl" else 1):
+            (own := folder / str(number)).mkdir()
+            started.append(Server(model, own, weight_backend=request.param))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("PYTHONPATH", str(folder))
+                started[-1].start()
+        for server in started:
+            trio.run(server.ready, 1)
+        yield started
     finally:
-        server.close()
+        for server in started:
+            server.close()
 
 
-async def test_a_server_says_how_it_takes_weights(server: Server) -> None:
+async def test_a_server_says_how_it_takes_weights(servers: list[Server]) -> None:
+    server = servers[0]
     client = EngineClient(server.url)
     facts = await probe(client)
     await client.aclose()
@@ -60,7 +66,8 @@ async def test_a_server_says_how_it_takes_weights(server: Server) -> None:
     assert Need.WEIGHTS in needed("delta") and Need.LORA in needed("adapter")
 
 
-def test_versions_go_from_memory_to_memory_and_the_engine_samples_from_them(server: Server) -> None:
+def test_versions_go_from_memory_to_memory_and_the_engines_sample_from_them(servers: list[Server]) -> None:
+    server, urls = servers[0], [server.url for server in servers]
     model = server.spec.model
     fallback = sysconfig.get_path("purelib")  # for what vLLM's environment lacks of ours
     code = (
@@ -68,7 +75,7 @@ def test_versions_go_from_memory_to_memory_and_the_engine_samples_from_them(serv
         "runpy.run_module('tests.engine_vllm.trainer', run_name='__main__')"
     )
     done = subprocess.run(
-        [server.spec.build.python, "-c", code, server.spec.weight_backend, server.url, model],
+        [server.spec.build.python, "-c", code, server.spec.weight_backend, model, *urls],
         cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
@@ -79,7 +86,7 @@ def test_versions_go_from_memory_to_memory_and_the_engine_samples_from_them(serv
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.strip().splitlines()[-1])
     size = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
-    assert [(one["served"], one["bytes"]) for one in said["told"]] == [(2, size), (3, size)]
+    assert [(one["served"], one["bytes"]) for one in said["told"]] == [([2] * len(urls), size), ([3] * len(urls), size)]
     assert all(one["error"] < 1e-4 for one in said["told"])
     assert all(one["pieces"] > 3 for one in said["told"])
     assert said["joined"] == 1  # the second version goes over the same channel

@@ -1,6 +1,6 @@
-"""A learner whose environment has vLLM: sends two versions to a server and says what came of it, as JSON.
+"""A learner whose environment has vLLM: sends two versions to servers and says what came of it, as JSON.
 
-A module of its own process, with vLLM's interpreter: `tests.engine_vllm.trainer SYNC URL MODEL_FOLDER`.
+A module of its own process, with vLLM's interpreter: `tests.engine_vllm.trainer SYNC MODEL_FOLDER URL...`.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -46,10 +46,10 @@ class Counting(Sender):
             self._backend.NCCLTrainerInitInfo = functools.partial(info, packed_buffer_size_bytes=CHUNK)
 
 
-async def main(sync: Any, url: str, folder: Path) -> None:
+async def main(sync: Any, folder: Path, *urls: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokens = probe_tokens(model.config.vocab_size, 24)
-    sender, client = Counting(sync, "cpu"), EngineClient(url)
+    sender, clients = Counting(sync, "cpu"), [EngineClient(url) for url in urls]
     sender.shrink()
     counter: Any = gloo.Communicator if sync == "nccl" else mapped.Stream
     transfer, told = Transfer(sender), []
@@ -61,17 +61,18 @@ async def main(sync: Any, url: str, folder: Path) -> None:
         logprobs = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
         snapshot = take(model, torch.float32)
         counter.pieces = 0
-        report = await transfer.push([client], snapshot, version, deadline_s=60.0)
+        report = await transfer.push(clients, snapshot, version, deadline_s=60.0)
         expected = Canary(version=version, token_ids=tokens, logprobs=tuple(logprobs.tolist()))
-        error = await canary.check([client], expected, deadline_s=60.0)
-        served = await client.served_version()
+        error = await canary.check(clients, expected, deadline_s=60.0)
+        served = [await client.served_version() for client in clients]
         told.append({"served": served, "error": error, "bytes": report.bytes, "pieces": counter.pieces})
     sender.channel.leave()
-    await client.aclose()
+    for client in clients:
+        await client.aclose()
     print(json.dumps({"told": told, "joined": sender.joined}))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     (gloo if sys.argv[1] == "nccl" else mapped).register()
-    trio.run(main, sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    trio.run(main, sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
