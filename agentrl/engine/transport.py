@@ -11,7 +11,7 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from math import inf
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import httptools
@@ -102,10 +102,7 @@ class _Connection:
         stream = cast("httpx.AsyncByteStream", request.stream)
         data = _head(request) + b"".join([part async for part in stream])
         try:
-            if timeout_s is None:  # the caller's own deadline holds; a scope less on the hot path
-                await self._stream.send_all(data)
-                return
-            with trio.fail_after(timeout_s):
+            with _within(timeout_s):
                 await self._stream.send_all(data)
         except trio.TooSlowError as error:
             raise httpx.WriteTimeout(str(error)) from error
@@ -130,11 +127,8 @@ class _Connection:
     async def _read(self, timeout_s: float | None) -> int:
         """Take what comes next; how many bytes it was."""
         try:
-            if timeout_s is None:
+            with _within(timeout_s):
                 data = await self._stream.receive_some(_READ_BYTES)
-            else:
-                with trio.fail_after(timeout_s):
-                    data = await self._stream.receive_some(_READ_BYTES)
         except trio.TooSlowError as error:
             raise httpx.ReadTimeout(str(error)) from error
         except _FAILURES as error:
@@ -228,12 +222,17 @@ class _Body(httpx.AsyncByteStream):
 
 async def _connect(origin: _Origin, timeout_s: float | None) -> _Connection:
     try:
-        with trio.fail_after(inf if timeout_s is None else timeout_s):
+        with _within(timeout_s):
             return _Connection(await trio.open_tcp_stream(*origin))
     except trio.TooSlowError as error:
         raise httpx.ConnectTimeout(str(error)) from error
     except _FAILURES as error:
         raise httpx.ConnectError(str(error)) from error
+
+
+def _within(timeout_s: float | None) -> AbstractContextManager[object]:
+    """Without a timeout the caller's own deadline holds: a scope less on the hot path."""
+    return nullcontext() if timeout_s is None else trio.fail_after(timeout_s)
 
 
 def _head(request: httpx.Request) -> bytes:
