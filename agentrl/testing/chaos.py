@@ -25,7 +25,7 @@ from agentrl.testing.sandbox.escapes import host_processes
 MAKING = frozenset({"fork_exec", "mkdir", "chmod", "chown", "write"})
 """Built-in functions, by their names, after which something is there that was not there before."""
 
-_GONE_S = 60.0  # for what ends by itself, or by a janitor, after its owner
+_GONE_S = 20.0  # for what ends by itself, or by a janitor, after its owner
 
 
 def sweep(script: str, marker: str, *arguments: str) -> int:
@@ -33,7 +33,7 @@ def sweep(script: str, marker: str, *arguments: str) -> int:
     is left of them; how many they were. `marker`, its first argument, stands in the command lines of what they start.
     Raises AssertionError with what is left."""
     command = [sys.executable, "-c", script, marker, *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=200, check=True)
     owners = [int(line) for line in done.stdout.split()]
     deadline = time.monotonic() + _GONE_S
     while left := [found for owner in owners for found in left_by(owner, marker)]:
