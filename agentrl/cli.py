@@ -268,12 +268,12 @@ def serve(
         raise UsageError(f"--sync {sync} is for --kind vllm; the embedded engine takes files")
     if routed_experts and kind == "embedded":
         raise UsageError("--routed-experts is for --kind vllm; the embedded engine has no mixtures")
-    placed = [[int(number) for number in gpus.split(",")]] if gpus else []
-    if placed:
-        check_gpus(*placed)
+    numbers = [int(number) for number in gpus.split(",") if number]
+    if numbers:
+        check_gpus(numbers)
     settings = EngineSettings(
         kind=kind,
-        gpus=placed,
+        gpus=[numbers] if numbers else [],
         threads=threads,
         max_batch=max_batch,
         kv_cache_mb=kv_cache_mb,

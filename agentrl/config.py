@@ -20,6 +20,7 @@ MAX_LORA_RANK = 512  # that vLLM takes
 
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+Gpus = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class _Section(BaseModel):
@@ -105,16 +106,13 @@ class Rollout(_Section):
         return {policy for policy in self.given_roles().values() if not policy.startswith(("http://", "https://"))}
 
 
-GpuNumbers = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-
-
 class EngineSettings(_Section):
     """Where tokens are sampled."""
 
     kind: Literal["embedded", "vllm"] = "embedded"
     urls: list[str] = Field(default_factory=list)  # attach to these instead of launching
     replicas: Count = 1
-    gpus: list[GpuNumbers] = Field(default_factory=list[GpuNumbers])  # one of vLLM on each of these: [[0], [1, 2]]
+    gpus: list[Gpus] = Field(default_factory=list[Gpus])  # one of vLLM on each of these: [[0], [1, 2]]
     threads: Count = 1
     max_batch: Count = 128
     kv_cache_mb: Count = 512

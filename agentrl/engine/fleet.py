@@ -31,7 +31,8 @@ from agentrl.records import Generation, Json
 
 
 class Servable(Protocol):
-    """What a fleet needs of a client: `EngineClient` is one. `version` is the weight version last known."""
+    """What a fleet needs of a client: `EngineClient` is one. `version` is the weight version last known. Requests come
+    with an infinite deadline: the fleet bounds each wait for a chunk itself."""
 
     url: str
     version: int

@@ -108,7 +108,7 @@ def test_what_no_engine_takes_is_refused(arguments: list[str], said: str) -> Non
 def test_a_server_is_started_on_the_gpus_it_is_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Up to the start of vLLM's interpreter, in whose place is one that ends at once."""
+    """Up to the start of its process."""
     given: list[VLLMServer] = []
 
     def running(server: VLLMServer, **_: object) -> AbstractAsyncContextManager[object]:
