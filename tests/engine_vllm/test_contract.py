@@ -44,6 +44,11 @@ async def post(server: Server, **changes: Any) -> httpx.Response:
         return await http.post("/inference/v1/generate", json=body(**changes))
 
 
+async def test_the_cpu_build_answers_without_compiling_anything(server: Server, client: EngineClient) -> None:
+    assert (await client.generate(ask())).token_ids
+    assert not list(server.spec.plugin_folder.glob("torchinductor_*"))  # the server's folder for temporary files
+
+
 async def test_a_whole_answer(server: Server) -> None:
     asked = body()
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:

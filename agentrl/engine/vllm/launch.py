@@ -225,6 +225,8 @@ class VLLMServer:
         if self.build.cpu:
             # Without the first, the executor `uni` (one process less to start, 0.4 GiB less) is not to be had on a CPU.
             env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            # `enforce-eager` leaves a few small operations that are compiled at the first request: seconds of C++.
+            env["TORCHDYNAMO_DISABLE"] = "1"
             if self.routed_experts:
                 env[ROUTING_VARIABLE] = "1"
         return env
