@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from agentrl.testing.sandbox.escapes import host_processes
+from agentrl.testing.sandbox.case import host_processes
 
 MAKING = frozenset({"fork_exec", "mkdir", "chmod", "chown", "write"})
 """Built-in functions, by their names, after which something is there that was not there before."""

@@ -16,7 +16,7 @@ from agentrl.records import GroupState, StopReason, Task
 from agentrl.runtime.checkpoints import start_point
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
-from agentrl.testing.sandbox.escapes import host_processes
+from agentrl.testing.sandbox.case import host_processes
 
 CONFIG: RunConfig = parse({"model": "m", "env": {"id": "e"}})
 
@@ -66,7 +66,7 @@ import os, subprocess, sys
 from pathlib import Path
 from agentrl.runtime import rundir
 from agentrl.testing.chaos import killed_after_each_call
-from agentrl.testing.sandbox.escapes import host_processes
+from agentrl.testing.sandbox.case import host_processes
 
 rundir._PATIENCE_S = 0.2
 run, marker = rundir.RunDir(Path(sys.argv[1])), os.environ["MARKER"]

@@ -12,7 +12,7 @@ from agentrl.errors import SandboxError
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox.local_unsafe import LocalUnsafe
 from agentrl.testing.sandbox import CASES, Case
-from agentrl.testing.sandbox.escapes import host_processes
+from agentrl.testing.sandbox.case import host_processes
 
 # Attacks that do no harm to this machine when they succeed.
 HARMLESS = (

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import trio
@@ -105,3 +108,33 @@ async def must_fail(operation: Awaitable[object]) -> None:
     except SandboxError:
         return
     raise AssertionError("no SandboxError was raised")
+
+
+def host_processes(marker: str) -> list[int]:
+    """Ids of host processes whose command line holds `marker`."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                if marker.encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+async def must_vanish(marker: str) -> None:
+    """Host processes with `marker` must be gone within a few seconds."""
+    with trio.move_on_after(5):
+        for pid in host_processes(marker):
+            with suppress(ProcessLookupError):
+                descriptor = os.pidfd_open(pid)
+                try:
+                    await trio.lowlevel.wait_readable(descriptor)
+                finally:
+                    os.close(descriptor)
+    survivors = host_processes(marker)
+    for pid in survivors:  # they were started by this case: nothing else holds its marker
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not survivors, "processes of the box still run on the host"

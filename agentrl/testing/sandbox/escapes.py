@@ -1,4 +1,7 @@
-"""Red team: attempts to see, touch or outlive what lies outside the box."""
+"""Red team: attempts to see, touch or outlive what lies outside the box.
+
+An attack that would harm the machine if it succeeded is made only when a harmless probe has proven its wall (`walls`).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import functools
 import os
 import secrets
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -16,7 +17,8 @@ from pathlib import Path
 import trio
 
 from agentrl.errors import SandboxPathError
-from agentrl.testing.sandbox.case import Bench, Case, case, must_refuse, output, py, sh
+from agentrl.testing.sandbox import walls
+from agentrl.testing.sandbox.case import Bench, Case, case, host_processes, must_refuse, must_vanish, output, py, sh
 
 CASES: list[Case] = []
 attack = functools.partial(case, CASES, "red team")
@@ -50,37 +52,6 @@ def secret_file() -> Generator[tuple[Path, str]]:
 def only(path: Path) -> bool:
     """Whether a file is alone in its folder."""
     return list(path.parent.iterdir()) == [path]
-
-
-def host_processes(marker: str) -> list[int]:
-    """Ids of host processes whose command line holds `marker`."""
-    found: list[int] = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and int(entry.name) != os.getpid():
-            try:
-                if marker.encode() in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
-
-
-def _witness(marker: str) -> subprocess.Popen[bytes]:
-    """A host process with `marker` in its command line that waits to be killed."""
-    return subprocess.Popen([sys.executable, "-c", "input()", marker], stdin=subprocess.PIPE)
-
-
-async def must_vanish(marker: str) -> None:
-    """Host processes with `marker` must be gone within a few seconds."""
-    with trio.move_on_after(5):
-        for pid in host_processes(marker):
-            with suppress(ProcessLookupError):
-                descriptor = os.pidfd_open(pid)
-                try:
-                    await trio.lowlevel.wait_readable(descriptor)
-                finally:
-                    os.close(descriptor)
-    assert not host_processes(marker), "processes of the box still run on the host"
 
 
 # --- paths and links -------------------------------------------------------------------------------------------------
@@ -201,6 +172,7 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """writing to the system: /usr, /etc, /bin, /lib, /dev, the root folder"""
     async with bench.box() as box:
+        await walls.read_only_system(box)
         for folder in ("/usr/bin", "/etc", "/bin", "/lib", "/dev", "/"):
             result = await sh(box, f"echo x > {folder}/owned || mkdir {folder}/owned2 || touch {folder}")
             assert result.exit_code != 0, f"{folder} can be written"
@@ -212,40 +184,52 @@ async def _(bench: Bench) -> None:
 @attack()
 async def _(bench: Bench) -> None:
     """kernel settings through /proc/sys, /sys and sysrq"""
-    files = "/proc/sys/kernel/core_pattern /proc/sys/kernel/hostname /proc/sysrq-trigger /sys/power/state"
+    kernel = "/proc/sys/kernel/core_pattern /proc/sys/kernel/hostname /proc/sys/vm/drop_caches /proc/sysrq-trigger"
+    program = """
+import os, sys
+for path in sys.argv[1:]:
+    try: os.close(os.open(path, os.O_WRONLY)); print("HIT", path)  # opened, never written
+    except OSError: pass
+"""
     async with bench.box() as box:
-        script = (
-            f"for f in {files} /proc/sys/vm/drop_caches /sys/kernel/uevent_helper; do echo 1 > $f && echo HIT $f; done"
-        )
-        assert b"HIT" not in (await sh(box, script)).stdout
+        result = await py(box, program, *kernel.split(), "/sys/power/state", "/sys/kernel/uevent_helper")
+        assert b"HIT" not in result.stdout, result
 
 
 @attack()
 async def _(bench: Bench) -> None:
     """memory, disks and the kernel log as device nodes"""
+    devices = "/dev/mem /dev/kmsg /dev/port /dev/kcore /proc/kcore /dev/sda /dev/vda /dev/nvme0n1 /dev/loop0 /dev/kvm"
+    program = """
+import os, sys
+for path in sys.argv[1:]:
+    try: os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK)); print("HIT", path)  # opened, never read
+    except OSError: pass
+"""
     async with bench.box() as box:
-        devices = (
-            "/dev/mem /dev/kmsg /dev/port /dev/kcore /proc/kcore /dev/sda /dev/vda /dev/nvme0n1 /dev/loop0 /dev/kvm"
-        )
-        assert not (await sh(box, f"for d in {devices}; do head -c 1 $d && echo HIT $d; done")).stdout
-        assert (await sh(box, "mknod d b 8 0 && head -c 1 d")).exit_code != 0
+        await sh(box, "mknod d b 8 0")
+        result = await py(box, program, *devices.split(), "d")
+        assert not result.stdout, result
 
 
 @attack()
 async def _(bench: Bench) -> None:
     """mount, pivot_root, chroot, and the new mount calls"""
     async with bench.box() as box:
+        await walls.no_capabilities(box)
         result = await py(
             box,
             _CALL
             + """
+import os
+os.mkdir("m")
 numbers = (40, 41, 51, 39, 428, 430, 442) if ARM else (165, 155, 161, 166, 428, 430, 442)
-held = [refused(n, b"/tmp" if n != 430 else b"tmpfs", b"/tmp", b"tmpfs", 0, 0) for n in numbers]
+held = [refused(n, b"m" if n != 430 else b"tmpfs", b"m", b"tmpfs", 0, 0) for n in numbers]
 print(all(held), held)
 """,
         )
         assert result.stdout.startswith(b"True"), result
-        assert (await sh(box, "mount -t tmpfs none /tmp || mount --bind /workspace /tmp")).exit_code != 0
+        assert (await sh(box, "mount -t tmpfs none m || mount --bind /workspace m")).exit_code != 0
 
 
 @attack()
@@ -273,8 +257,7 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """setuid programs and setuid(0)"""
     async with bench.box() as box:
-        script = "cp /usr/bin/id myid && chmod 6755 myid && ./myid -u; find / -xdev -perm -4000 -exec {} --version ';'"
-        result = await sh(box, script + " >/dev/null 2>&1; true")
+        result = await sh(box, "cp /usr/bin/id myid && chmod 6755 myid && ./myid -u")
         assert result.stdout.split()[0] != b"0", result
         program = "import os\ntry:\n    os.setuid(0); print('root')\nexcept OSError:\n    print('refused')"
         assert (await py(box, program)).stdout == b"refused\n"
@@ -283,8 +266,12 @@ async def _(bench: Bench) -> None:
 @attack()
 async def _(bench: Bench) -> None:
     """ptrace, process_vm_readv, bpf, perf, userfaultfd, keyrings, kexec, modules, io_uring"""
-    x86 = "(101, 0), (310, 1), (321, 0), (298, 0), (323, 0), (248, b'user'), (250, 0), (246, 0), (175, 0), (425, 8)"
-    arm = "(117, 0), (270, 1), (280, 0), (241, 0), (282, 0), (217, b'user'), (219, 0), (104, 0), (105, 0), (425, 8)"
+    x86 = (
+        "(101, 0), (310, 1), (321, 0), (298, 0), (323, 0), (248, b'user'), (250, 0), (246, 0, 1000), (175, 0), (425, 8)"
+    )
+    arm = (
+        "(117, 0), (270, 1), (280, 0), (241, 0), (282, 0), (217, b'user'), (219, 0), (104, 0, 1000), (105, 0), (425, 8)"
+    )
     program = f"{_CALL}\nheld = [refused(*call, 0, 0, 0, 0, 0) for call in (({arm}) if ARM else ({x86}))]"
     async with bench.box() as box:
         result = await py(box, f"{program}\nprint(all(held), held)")
@@ -300,8 +287,9 @@ libc = ctypes.CDLL(None, use_errno=True)
 parent, child = os.openpty()
 hits = 0
 for request in (0x5412, 0x5412 | 1 << 32, 0x541C):
-    for fd in (0, 1, 2, child):
-        hits += libc.syscall(29 if os.uname().machine == "aarch64" else 16, fd, ctypes.c_ulong(request), b"x") >= 0
+    for fd in (0, 1, 2, child):  # no key is given: that there is none is found out after the right to type it
+        libc.syscall(29 if os.uname().machine == "aarch64" else 16, fd, ctypes.c_ulong(request), None)
+        hits += ctypes.get_errno() == errno.EFAULT
 print(hits)
 """
     async with bench.box() as box:
@@ -329,6 +317,7 @@ print(hits)
 """
     name = socket.gethostname()
     async with bench.box() as box:
+        await walls.no_capabilities(box)
         assert (await py(box, program)).stdout == b"[]\n"
     assert socket.gethostname() == name
 
@@ -338,11 +327,12 @@ async def _(bench: Bench) -> None:
     """control groups: mounting them, leaving them, raising their bounds"""
     script = """
 for f in $(find /sys/fs/cgroup -writable -type f 2>/dev/null | head -5); do echo HIT $f; done
-mkdir -p /tmp/cg && mount -t cgroup -o memory none /tmp/cg && echo HIT mount
-mount -t cgroup2 none /tmp/cg && echo HIT mount2
+mkdir -p cg && mount -t cgroup -o memory none cg && echo HIT mount
+mount -t cgroup2 none cg && echo HIT mount2
 true
 """
     async with bench.box() as box:
+        await walls.no_capabilities(box)
         assert b"HIT" not in (await sh(box, script)).stdout
 
 
@@ -354,13 +344,9 @@ async def _(bench: Bench) -> None:
     """peeking at the host's processes through /proc"""
     async with bench.box() as box:
         marker = f"peek{secrets.token_hex(8)}"
-        witness = _witness(marker)
-        try:
+        with walls.witness(marker):
             script = "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n'"
             listing = await output(box, script)
-        finally:
-            witness.kill()
-            witness.wait()
         assert marker not in listing
         count = await output(box, "ls -d /proc/[0-9]* | wc -l")
         assert int(count) < 10, f"{count} processes are visible"
@@ -388,15 +374,16 @@ async def _(bench: Bench) -> None:
 @attack()
 async def _(bench: Bench) -> None:
     """signals to the supervisor and to everything in sight"""
-    async with bench.box() as box:
-        await sh(box, "kill -KILL $PPID; kill -KILL 1; kill -TERM -1; sleep 0.1", timeout_s=10)
-        program = """
+    program = """
 import os
-for pid in range(2, 40000):
+for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
     try:
         if pid != os.getpid(): os.kill(pid, 9)
     except OSError: pass
 """
+    async with bench.box() as box:
+        await walls.own_processes(box)
+        await sh(box, "kill -KILL $PPID; kill -KILL 1; sleep 0.1", timeout_s=10)
         await py(box, program, timeout_s=10)
         assert await output(box, "echo alive") == "alive\n"
 
@@ -483,7 +470,7 @@ except OSError: pass
 for family, kind, protocol in ((2, 3, 1), (17, 3, 0), (40, 1, 0), (38, 5, 0)):
     try: socket.socket(family, kind, protocol); hits.append((family, kind))
     except OSError: pass
-try: socket.socket(2, 2).sendto(b"x", ("8.8.8.8", 53)); hits.append("datagram")
+try: socket.socket(2, 2).connect(("8.8.8.8", 53)); hits.append("route")  # sends nothing
 except OSError: pass
 print(hits)
 """

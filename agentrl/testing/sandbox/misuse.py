@@ -1,10 +1,14 @@
-"""Red team: attempts to use up what the host has, or to spoil what comes after."""
+"""Red team: attempts to use up what the host has, or to spoil what comes after.
+
+Each attack ends by itself at a bound that the machine can bear, or is made only when a probe has proven its wall.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
 import resource
+import secrets
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +16,7 @@ import trio
 
 from agentrl.errors import SandboxPathError
 from agentrl.protocols import Limits
+from agentrl.testing.sandbox import walls
 from agentrl.testing.sandbox.case import QUICK, Bench, Case, case, output, py, sh
 
 CASES: list[Case] = []
@@ -28,15 +33,17 @@ def own_memory() -> int:
 async def _(bench: Bench) -> None:
     """a fork bomb"""
     async with bench.box(limits=Limits(pids=32, wall_s=20.0)) as box:
+        await walls.bounded_processes(box, 32)
         with trio.fail_after(40):
             await sh(box, "b() { b | b & }; b; sleep 1", timeout_s=2.0)
             program = """
 import os, time
 n = 0
 try:
-    while os.fork(): n += 1
-    time.sleep(1); os._exit(0)
-except OSError: print(n)
+    while n < 100 and os.fork(): n += 1
+    if n < 100: time.sleep(1); os._exit(0)
+except OSError: pass
+print(n)
 """
             result = await py(box, program)
             assert 0 < int(result.stdout) <= 32, result
@@ -63,7 +70,7 @@ print(n, flush=True)
 @attack()
 async def _(bench: Bench) -> None:
     """a memory bomb in one process"""
-    program = "b = []\nwhile True: b.append(bytearray(b'x') * (16 << 20))"
+    program = "b = [bytearray(b'x') * (16 << 20) for _ in range(64)]"
     async with bench.box(limits=Limits(memory_bytes=128 * _MB, wall_s=20.0)) as box:
         with trio.fail_after(40):
             result = await py(box, program)
@@ -77,7 +84,7 @@ async def _(bench: Bench) -> None:
     """more CPU time than the deadline: all cores, all processes"""
     async with bench.box(limits=Limits(cpu_s=30.0, wall_s=1.0)) as box:
         with trio.fail_after(20):
-            result = await sh(box, "for i in 1 2 3 4 5 6 7 8; do (while :; do :; done) & done; wait")
+            result = await sh(box, "for i in 1 2 3 4 5 6 7 8; do timeout 15 sh -c 'while :; do :; done' & done; wait")
         assert result.timed_out, result
 
 
@@ -101,13 +108,14 @@ async def _(bench: Bench) -> None:
     """filling the disk from /tmp and /dev/shm"""
     limits = Limits(disk_bytes=16 * _MB, file_bytes=64 * _MB, memory_bytes=128 * _MB, wall_s=20.0)
     async with bench.box(limits=limits) as box:
-        for folder in ("/tmp", "/dev/shm"):
-            fill = f"cd {folder} && for i in 1 2 3 4 5; do head -c 60000000 /dev/zero > f$i; done"
+        for place in ("/tmp", "/dev/shm"):
+            folder = f"{place}/agentrl-{secrets.token_hex(8)}"
+            fill = f"mkdir {folder} && cd {folder} && for i in 1 2 3 4 5; do head -c 60000000 /dev/zero > f$i; done"
             with trio.fail_after(60):
                 result = await sh(box, f"{fill}; du -sk . | cut -f1; sleep 1")
             written = int(result.stdout.split()[0]) * 1024 if result.stdout.split() else 0
-            assert written <= 2 * limits.disk_bytes, f"{written} bytes in {folder}"
-            await sh(box, f"rm -f {folder}/f*")
+            assert written <= 2 * limits.disk_bytes, f"{written} bytes in {place}"
+            await sh(box, f"rm -rf {folder}")
 
 
 @attack()
@@ -142,7 +150,8 @@ async def _(bench: Bench) -> None:
     async with bench.box(limits=Limits(output_bytes=10_000, wall_s=2.0, cpu_s=30.0)) as box:
         before = own_memory()
         with trio.fail_after(20):
-            result = await sh(box, "yes & yes >&2")
+            endless = "yes | head -c 200000000"
+            result = await sh(box, f"({endless}) & ({endless}) >&2; sleep 30")
         assert result.timed_out and result.truncated, result
         assert (len(result.stdout), len(result.stderr)) == (10_000, 10_000)
         assert own_memory() - before < 50 * _MB
@@ -203,6 +212,7 @@ os.chmod(".", 0)
 async def _(bench: Bench) -> None:
     """taking the work folder away: modes, renames, deletion"""
     async with bench.box() as box:
+        await walls.own_work_folder(box)
         await sh(box, "cd /; rm -rf /workspace /workspace/* ; mv /workspace /gone; chmod 0 /workspace; true")
         result = await sh(box, "cd /; chmod 755 /workspace; cd /workspace && echo alive")
         assert result.exit_code in (0, 126), result
@@ -212,6 +222,7 @@ async def _(bench: Bench) -> None:
 async def _(bench: Bench) -> None:
     """background processes that take all a box may have, then one more command"""
     async with bench.box(limits=Limits(pids=24, memory_bytes=128 * _MB, wall_s=10.0)) as box:
+        await walls.bounded_processes(box, 24)
         await box.start(["sh", "-c", "while :; do sleep 100 & done"])
         await trio.sleep(0.5)
         with trio.fail_after(30):
