@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
 import trio
@@ -135,7 +136,7 @@ class Supervisor:
         self.store.set_meta("phase", phase)
 
     def _clock(self, name: str) -> None:
-        if self.store.meta(name) is None:
+        if not self.store.meta(name):
             self.store.set_meta(name, str(time.time()))
 
 
@@ -173,7 +174,7 @@ async def supervise(
             async with trio.open_nursery() as nursery:
                 crew = Crew(run, config, store, nursery, mark)
                 telemetry = Telemetry(store, run.metrics, "supervisor")
-                nursery.start_soon(_interrupt)
+                nursery.start_soon(_interrupt, run.path)
                 try:
                     yield Supervisor(run, config, store, telemetry, crew, start, on_tick)
                 finally:
@@ -183,10 +184,10 @@ async def supervise(
             store.close()
 
 
-async def _interrupt() -> None:
+async def _interrupt(path: Path) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async for number in signals:
-            raise Interrupted(f"stopped by {signal.Signals(number).name}; go on with agentrl train --resume")
+            raise Interrupted(f"stopped by {signal.Signals(number).name}; go on with agentrl train --resume {path}")
 
 
 def run_to_end(

@@ -80,15 +80,27 @@ class RunDir:
                 raise UsageError(f"{path} holds a run: give --resume {path}, --overwrite, or another --out")
             with run.lock():
                 shutil.rmtree(path)
-        elif path.exists() and any(path.iterdir()):
+        elif path.is_dir() and any(entry != run.logs for entry in path.iterdir()):
             raise UsageError(f"{path} is not empty and holds no run: give another --out")
-        run.logs.mkdir(parents=True)
-        run.checkpoints.mkdir()
-        text = configuration.to_json(config)
-        (path / "config.json").write_text(text)
-        with RunStore.create(run.store_path, text) as store:
+        try:
+            run.logs.mkdir(parents=True, exist_ok=True)
+            run.checkpoints.mkdir()
+        except OSError as error:
+            raise UsageError(f"{path} cannot be made a run's folder ({error.strerror}): give another --out") from None
+        with RunStore.create(run.store_path, configuration.to_json(config)) as store:
             store.set_meta("created_s", str(time.time()))
+            run.write_config(config, store)
         return run
+
+    def discard(self) -> None:
+        """Remove a run that never began: all but its logs, which say why, and these too where they say nothing."""
+        for entry in self.path.iterdir():
+            if entry.is_dir() and entry != self.logs:
+                shutil.rmtree(entry)
+            elif entry != self.logs:
+                entry.unlink()
+        if not any(log.stat().st_size for log in self.logs.iterdir()):
+            shutil.rmtree(self.path)
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
@@ -99,7 +111,25 @@ class RunDir:
         return run
 
     def config(self) -> RunConfig:
-        return configuration.from_json((self.path / "config.json").read_text())
+        """The run's configuration; the store's copy where its file is gone. Raises UsageError for a file that is
+        broken."""
+        file = self.path / "config.json"
+        try:
+            return configuration.from_json(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            with RunStore.open(self.store_path) as store:
+                return configuration.from_json(store.meta("config") or "{}")
+        except (OSError, ValueError) as error:
+            mend = "mend it, or remove it: the run store has a copy"
+            raise UsageError(f"{file} is no configuration ({error}): {mend}") from None
+
+    def write_config(self, config: RunConfig, store: RunStore) -> None:
+        """Make `config` the run's, in its file and in its store."""
+        text = configuration.to_json(config)
+        store.set_meta("config", text)
+        whole = self.path / "config.json.new"
+        whole.write_text(text, encoding="utf-8")
+        whole.replace(self.path / "config.json")
 
     def lock(self) -> _Lock:
         """One supervisor at a time: a context manager that yields the lock's descriptor, and raises UsageError while

@@ -7,7 +7,7 @@ summary = Trainer(model="agentrl/tiny-coder", env="agentrl/CodeRepair-v0", confi
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -15,13 +15,13 @@ from typing import Any, Protocol, cast
 from agentrl import config as configuration
 from agentrl import registry
 from agentrl.config import RunConfig
-from agentrl.errors import ConfigError, ModelError
+from agentrl.errors import AgentRLError, ConfigError, ModelError
 from agentrl.protocols import Rewarder
 from agentrl.registration import make
-from agentrl.runtime import evaluation, report
+from agentrl.runtime import evaluation, extending, report
 from agentrl.runtime.models import given_model_dir, model_dir
 from agentrl.runtime.naming import naming_errors
-from agentrl.runtime.pipeline import Supervisor, run_to_end
+from agentrl.runtime.pipeline import Interrupted, Supervisor, run_to_end
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.sources import first_tasks, task_source
 from agentrl.store import RunStore
@@ -66,12 +66,28 @@ class Trainer:
         """Run to the end; the contents of `summary.json`. Raises RunFailed when the run cannot go on."""
         check_startable(self.config)
         run = RunDir.create(self.out, self.config, overwrite=self._overwrite)
-        return finish_training(run, view)
+        try:
+            return finish_training(run, view)
+        except AgentRLError:
+            if not began(run):
+                run.discard()
+            raise
 
     @staticmethod
-    def resume(path: Path | str, view: View | None = None) -> dict[str, Any]:
-        """Go on with the run at `path` from its newest checkpoint, its journal and its buffer."""
-        return finish_training(RunDir.open(Path(path)), view)
+    def resume(path: Path | str, view: View | None = None, *, settings: Sequence[str] = ()) -> dict[str, Any]:
+        """Go on with the run at `path` from its newest checkpoint, its journal and its buffer. `settings`
+        (`section.key=value`) change how long it trains and what it may use. Raises ConfigError for one that a run
+        keeps."""
+        run = RunDir.open(Path(path))
+        if settings:
+            extending.change(run, list(settings))
+        return finish_training(run, view)
+
+
+def began(run: RunDir) -> bool:
+    """Whether the run came so far that episodes were played: its engines were up."""
+    with RunStore.open(run.store_path) as store:
+        return store.meta("phase") is not None
 
 
 def check_startable(config: RunConfig) -> None:
@@ -166,7 +182,10 @@ def evaluate(
     async def body(supervisor: Supervisor) -> None:
         await supervisor.measure()
 
-    run_to_end(run, body, on_tick=view.tick if view else lambda _: None)
+    try:
+        run_to_end(run, body, on_tick=view.tick if view else lambda _: None)
+    except Interrupted:
+        raise Interrupted("the evaluation was stopped: give the same command again, it starts anew") from None
     store = RunStore.open(run.store_path)
     try:
         found = [evaluation.result(store, s.name, evaluation.label(s.name, "now")) for s in config.eval.sets]

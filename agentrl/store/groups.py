@@ -77,6 +77,11 @@ class Groups(Part):
             step = 0 if version is None else version.step
             return [_create(self._db, task, size, purpose, step) for task in tasks]
 
+    def rename_purpose(self, purpose: str, new: str) -> None:
+        """Call the groups of an evaluation otherwise from now on."""
+        with self._db.write():
+            self._db.execute("UPDATE groups SET purpose = ? WHERE purpose = ?", (new, purpose))
+
     def tasks_started(self) -> int:
         """How many training tasks were admitted: the place in their source."""
         with self._db.read():

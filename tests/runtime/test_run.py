@@ -159,7 +159,13 @@ def test_a_run_from_python_with_a_reward_of_ones_own(tmp_path: Path) -> None:
     assert "after: " in (run.path / "transcripts.md").read_text()
     assert_lawful(run, steps=4)
     assert_nothing_remains(run)
-    trained = str(run.checkpoints / "step-00000004")
+    longer = Trainer.resume(run.path, settings=["train.steps=6"])
+    assert (longer["steps"], longer["episodes"], longer["eval"]["after"]["n"]) == (6, 48, 4)
+    assert longer["train_s"] > summary["train_s"]
+    with RunStore.open(run.store_path) as store:
+        assert store.counts("eval:held_out:during@4") == {GroupState.SCORED: 4}
+    assert_lawful(run, steps=6)
+    trained = str(run.checkpoints / "step-00000006")
     again = configuration.parse({**SMALL, "model": trained, "env": {"id": f"{ENVS}:Vowels"}})
     (result,) = evaluate(again, out=tmp_path / "eval")
     assert (result.name, result.n) == ("held_out", 4)
@@ -206,7 +212,7 @@ def test_law_4_ctrl_c_ends_everything_in_order(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130
-    assert err.strip().splitlines()[-1] == "agentrl: stopped by SIGINT; go on with agentrl train --resume"
+    assert err.strip().splitlines()[-1] == f"agentrl: stopped by SIGINT; go on with agentrl train --resume {run.path}"
     assert_nothing_remains(run)
 
 

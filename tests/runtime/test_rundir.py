@@ -158,3 +158,33 @@ def test_configuration_survives_the_round_trip(tmp_path: Path) -> None:
         parse({"model": "m"})
     run = RunDir.create(tmp_path / "run", CONFIG)
     assert RunDir.open(run.path).config() == CONFIG
+
+
+def test_a_lost_configuration_is_read_from_the_store_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", CONFIG)
+    (run.path / "config.json").unlink()
+    assert run.config() == CONFIG
+    for text in (b"{bad", b"\xff\xfe\x00"):
+        (run.path / "config.json").write_bytes(text)
+        with pytest.raises(UsageError, match=r"config\.json is no configuration .*: mend it, or remove it"):
+            run.config()
+
+
+def test_what_is_no_folder_cannot_be_a_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/dev/null")):
+        with pytest.raises(UsageError, match="give another --out"):
+            RunDir.create(path, CONFIG)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_run_that_never_began_leaves_logs_or_nothing_and_is_no_obstacle(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", CONFIG)
+    (run.logs / "engine-0.log").write_text("")
+    run.discard()
+    assert not run.path.exists()
+    run = RunDir.create(tmp_path / "run", CONFIG)
+    (run.logs / "engine-0.log").write_text("why it failed")
+    run.discard()
+    assert list(run.path.rglob("*")) == [run.logs, run.logs / "engine-0.log"]
+    RunDir.create(tmp_path / "run", CONFIG)

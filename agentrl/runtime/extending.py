@@ -1,0 +1,87 @@
+"""Settings that a run may change when it goes on: how long it trains and what it may use, never what it learns from.
+
+Owns the list of them. If a run that had ended gets more steps, its last evaluation becomes one of those in training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+from agentrl import config as configuration
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.runtime import evaluation
+from agentrl.runtime.rundir import RunDir
+from agentrl.store import RunStore
+
+_MAY_CHANGE = (
+    "train.steps",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.threads",
+    "train.compile",
+    "train.gradient_checkpointing",
+    "*.*_deadline_s",
+    "rollout.failure_budget",
+    "rollout.max_running",
+    "rollout.workers",
+    "engine.urls",
+    "engine.replicas",
+    "engine.threads",
+    "engine.gpus",
+    "engine.max_batch",
+    "engine.kv_cache_mb",
+    "buffer.keep_*",
+    "eval.every",
+    "eval.n_during",
+)
+
+
+def change(run: RunDir, overrides: list[str]) -> None:
+    """Write `overrides` (`section.key=value`) into a run that nothing runs at the moment.
+
+    Raises ConfigError for a setting that a run keeps, for fewer steps than it has done, and for a bad value; UsageError
+    while another process runs it."""
+    with run.lock(), RunStore.open(run.store_path) as store:
+        before = run.config()
+        document = before.model_dump(mode="json")
+        for override in overrides:
+            configuration.apply_override(document, override)
+        config = configuration.parse(document)
+        _check(before, config, store)
+        if config.train.steps > before.train.steps:
+            _reopen(before, store)
+        run.write_config(config, store)
+
+
+def _check(before: RunConfig, after: RunConfig, store: RunStore) -> None:
+    old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, after))
+    for key in old.keys() | new.keys():
+        if old.get(key) != new.get(key) and not any(fnmatchcase(key, pattern) for pattern in _MAY_CHANGE):
+            mend = f"a run that goes on keeps it ({old.get(key)!r}): leave it out, or start another run with --out"
+            raise ConfigError(key, new.get(key), mend)
+    done = store.current_version().step
+    if after.train.steps < done:
+        raise ConfigError("train.steps", after.train.steps, f"the run has done {done}: give as many or more")
+
+
+def _reopen(before: RunConfig, store: RunStore) -> None:
+    """Training goes on: its clock runs again, from what it had counted, and its last evaluation is none of the last."""
+    started, ended = store.meta("train_started_s"), store.meta("train_ended_s")
+    if started and ended:
+        store.set_meta("train_started_s", str(time.time() - (float(ended) - float(started))))
+        store.set_meta("train_ended_s", "")
+    for held_out in before.eval.sets:
+        ended = evaluation.label(held_out.name, "after")
+        store.rename_purpose(ended, evaluation.label(held_out.name, f"during@{before.train.steps}"))
+
+
+def _leaves(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in document.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(cast("dict[str, Any]", value), f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
