@@ -27,15 +27,18 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Train language-model agents with reinforcement learning.",
 )
 _new = typer.Typer(no_args_is_help=True, help="Begin something of your own.")
 app.add_typer(_new, name="new")
+_UNWRAPPED = 10_000  # columns
 _SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")]
 
 
 def main() -> None:
-    """Entry point of the `agentrl` command."""
+    """Entry point of the `agentrl` command. References such as `my_env:MyEnv` are found in the working folder too."""
+    sys.path.append(str(Path.cwd()))  # last: it shadows nothing that is installed
     try:
         app()
     except AgentRLError as error:
@@ -51,6 +54,28 @@ def _fail(line: str, code: int) -> NoReturn:
     raise SystemExit(code)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"agentrl {version('agentrl')}")
+        raise typer.Exit
+
+
+_VERSION = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say the version")]
+
+
+@app.callback()
+def _of_all(version: _VERSION = False) -> None:
+    """Train language-model agents with reinforcement learning."""
+
+
+def _console() -> Console:
+    """A terminal as wide as it is; what goes to a file or a pipe is never wrapped."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_UNWRAPPED, soft_wrap=True)
+
+
 @app.command()
 def train(
     file: Annotated[Path | None, typer.Argument(help="The run file (TOML)")] = None,
@@ -59,7 +84,7 @@ def train(
     resume: Annotated[Path | None, typer.Option(help="Go on with this run directory")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a run that is there")] = False,
 ) -> None:
-    """Train from a run file, or go on with a run."""
+    """Train from a run file, or go on with a run, for longer if you like: --resume RUN --set train.steps=200."""
     from agentrl import config as configuration
     from agentrl.runtime.live import LiveView
     from agentrl.runtime.trainer import Trainer
@@ -67,9 +92,9 @@ def train(
     if (file is None) == (resume is None):
         raise UsageError("give either a run file or --resume RUN_DIR")
     if resume is not None:
-        if settings or out or overwrite:
-            raise UsageError("--resume goes on with the run as it was started: it takes no --set, --out or --overwrite")
-        path, summary = resume, Trainer.resume(resume, LiveView())
+        if out or overwrite:
+            raise UsageError("--resume goes on with the run where it is: it takes no --out and no --overwrite")
+        path, summary = resume, Trainer.resume(resume, LiveView(), settings=settings or [])
     else:
         assert file is not None
         config = configuration.load(file, settings)
@@ -101,7 +126,7 @@ def evaluate(
     for r in results:
         numbers = (f"{r.success:.3f}", f"{r.outcome:.3f}", f"{r.turns:.2f}", f"{r.tokens:.1f}")
         table.add_row(r.name, str(r.n), *numbers, str(r.failed))
-    Console().print(table)
+    _console().print(table)
 
 
 def _evaluation_config(what: str, env: str | None, n: int, settings: list[str]) -> RunConfig:
@@ -126,6 +151,7 @@ def _evaluation_config(what: str, env: str | None, n: int, settings: list[str]) 
         document = {"model": what, "env": {"id": env}}
     if env is not None and env != document["env"]["id"]:
         document["env"] = {"id": env}
+        document["tasks"], document["curriculum"] = [], None
         document["eval"] = {}
     sets: list[dict[str, Any]] = document.get("eval", {}).get("sets") or [{"name": "tasks", "kwargs": {}}]
     document["eval"] = {"sets": [{**held_out, "n": n} for held_out in sets]}
@@ -155,7 +181,7 @@ def audit(
         table = Table("checked", "found")
         for name, value in json.loads(report.to_json()).items():
             table.add_row(name, json.dumps(value))
-        Console().print(table)
+        _console().print(table)
     if report.violations:
         raise SystemExit(1)
 
@@ -216,7 +242,7 @@ def validate(
         missed = ", ".join(f"{at} (got {got})" for at, got in list(tally.missed.items())[:10])
         turns = f"{tally.turns / tally.episodes:.1f}"
         table.add_row(tally.name, f"{tally.expected:g}", str(tally.episodes), str(tally.held), turns, missed or "-")
-    Console().print(table)
+    _console().print(table)
     if any(tally.missed for tally in tallies):
         raise SystemExit(1)
 
@@ -231,7 +257,7 @@ def doctor() -> None:
     for finding in findings:
         mark = "[green]ok[/]" if finding.works else "[red]missing[/]" if finding.needed else "[yellow]-[/]"
         table.add_row(finding.part, mark, escape(finding.seen), escape("" if finding.works else finding.mend))
-    Console().print(table)
+    _console().print(table)
     if any(finding.needed and not finding.works for finding in findings):
         raise SystemExit(1)
 
@@ -292,15 +318,18 @@ def bench(
     """Run a benchmark of this source checkout; more arguments go to it, `--help` too."""
     folder = Path(__file__).resolve().parent.parent / "benchmarks"
     found = {path.stem: path for path in folder.glob("*.py") if not path.stem.startswith("_")}
+    known = ", ".join(sorted(found)) or "none: benchmarks come with a source checkout, not with the package"
+    if name in ("-h", "--help"):
+        print(f"Usage: agentrl bench NAME [ARGS]; agentrl bench NAME --help says which. Benchmarks: {known}")
+        return
     if name not in found:
-        known = ", ".join(sorted(found)) or "none: benchmarks come with a source checkout, not with the package"
         raise UsageError(f"no benchmark {name!r}; known: {known}")
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, str(found[name]), *context.args])  # in our place: it cannot outlive us
 
 
 def _show_summary(path: Path, summary: dict[str, Any]) -> None:
-    console = Console()
+    console = _console()
     table = Table(title=f"{summary['name']}: {summary['steps']} steps, seed {summary['seed']}", title_justify="left")
     table.add_column("")
     table.add_column("before", justify="right")

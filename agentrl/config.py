@@ -18,7 +18,7 @@ from agentrl.errors import ConfigError, UsageError
 
 MAX_LORA_RANK = 512  # that vLLM takes
 
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Gpus = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
@@ -165,9 +165,9 @@ class Algo(_Section):
     importance: Literal["token", "none"] = "token"  # behaviour -> proximal correction
     importance_cap: Positive = 2.0
     normalise: Literal["token", "sequence"] = "token"
-    process_weight: Annotated[float, Field(ge=0)] = 1.0  # 0 switches process rewards off
-    kl_weight: Annotated[float, Field(ge=0)] = 0.0
-    entropy_weight: Annotated[float, Field(ge=0)] = 0.0
+    process_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0  # 0 switches process rewards off
+    kl_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    entropy_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
 class Train(_Section):
@@ -176,7 +176,7 @@ class Train(_Section):
     steps: Count = 100
     lr: Positive = 5e-4
     warmup_steps: Annotated[int, Field(ge=0)] = 5
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     grad_clip: Positive = 1.0
     tokens_per_batch: Count = 4096  # packed tokens of one forward pass; gradients accumulate over passes
@@ -227,7 +227,7 @@ class Evaluation(_Section):
 class RunConfig(_Section):
     """A whole run. `seed` decides tasks and sampling order; the same file runs on one CPU or many GPUs."""
 
-    name: str = "run"
+    name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "run"  # also its folder's, below runs/
     seed: int = 0
     model: str
     env: EnvSource
@@ -259,6 +259,12 @@ class RunConfig(_Section):
     def _of_tasks(cls, document: Any) -> Any:
         """A run that names no environment is on that of its first task."""
         match document:
+            case {"env": {"id": str(id)}, "tasks": [{"id": str()}, *_] as tables}:
+                named = [str(table.get("id") or id) for table in cast("list[dict[str, Any]]", tables)]
+                if id not in named:
+                    mend = f"no [[tasks]] table plays it (they name {', '.join(named)}): leave it out"
+                    raise ConfigError("env.id", id, mend)
+                return document
             case {"env": {"id": _}} | {"env": BaseModel()}:
                 return document
             case {"tasks": [{"id": id}, *_]}:
@@ -341,9 +347,11 @@ def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
 
     Raises ConfigError for a bad setting, UsageError for a file that cannot be read or parsed."""
     try:
-        document = tomllib.loads(path.read_text())
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read run file {str(path)!r}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is no run file: it is not a text in UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not valid TOML: {error}") from error
     for override in overrides or []:

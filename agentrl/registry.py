@@ -65,7 +65,9 @@ def load_reference(reference: str) -> Callable[..., Any]:
     try:
         module = _module_from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except (ImportError, FileNotFoundError) as error:
-        raise UsageError(f"cannot import {where!r} of {reference!r}: {error}") from error
+        missing = isinstance(error, ModuleNotFoundError) and error.name == where
+        hint = f" (for a file write path/to/{where}.py:{attribute})" if missing else ""
+        raise UsageError(f"cannot import {where!r} of {reference!r}: {error}{hint}") from error
     except AgentRLError:
         raise
     except Exception as error:  # its author's own code ran

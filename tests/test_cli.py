@@ -53,6 +53,12 @@ def one_line(stderr: str) -> str:
         ('model = "agentrl/tiny-coder"\n[env]\nid = "agentrl/CodeRepair-v0"\n[train]\nstep = 3\n', "train.step = 3"),
         ('model = "nowhere/at-all"\n[env]\nid = "agentrl/CodeRepair-v0"\n', "model 'nowhere/at-all'"),
         ("model = \n", "not valid TOML"),
+        ('model = "m"\n[env]\nid = "e"\n[train]\nlr = inf\n', "train.lr = inf: "),
+        ('name = "../x"\nmodel = "m"\n[env]\nid = "e"\n', "name = '../x': "),
+        (
+            'model = "m"\n[env]\nid = "e"\n[[tasks]]\nid = "f"\n',
+            "env.id = 'e': no [[tasks]] table plays it (they name f)",
+        ),
     ],
 )
 def test_a_wrong_run_file_is_one_line_and_exit_code_2(tmp_path: Path, document: str, says: str) -> None:
@@ -85,6 +91,55 @@ def test_a_store_of_a_newer_schema_is_refused(tmp_path: Path) -> None:
         code, _, stderr = agentrl(*command)
         assert code == 2
         assert "schema 999" in one_line(stderr)
+
+
+def test_what_is_no_run_file_or_no_folder_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b"\x8c\x00\xff")
+    code, _, stderr = agentrl("train", tmp_path / "run.toml")
+    assert (code, one_line(stderr)) == (2, f"agentrl: {tmp_path}/run.toml is no run file: it is not a text in UTF-8")
+    run = RunDir.create(tmp_path / "run", parse({"model": "m", "env": {"id": "e"}}))
+    (run.path / "config.json").write_text("{bad")
+    for command in (("train", "--resume", run.path), ("eval", run.path)):
+        code, _, stderr = agentrl(*command)
+        assert code == 2
+        assert "config.json is no configuration" in one_line(stderr)
+
+
+def test_a_module_of_the_working_folder_is_found_as_its_file_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_world.py").write_text(
+        f"from agentrl.registry import load_reference\nWorld = load_reference({f'{ENVS}:Vowels'!r})\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for reference in ("my_world:World", "my_world.py:World"):
+        code, stdout, stderr = agentrl("play", reference, stdin="/quit\n")
+        assert (code, stderr) == (0, "")
+        assert "[user]" in stdout
+    code, _, stderr = agentrl("play", "his_world:World")
+    assert (code, one_line(stderr)) == (
+        2,
+        "agentrl: cannot import 'his_world' of 'his_world:World': No module named 'his_world' "
+        "(for a file write path/to/his_world.py:World)",
+    )
+
+
+def test_version_and_help_have_their_usual_names() -> None:
+    from importlib.metadata import version
+
+    assert agentrl("--version") == (0, f"agentrl {version('agentrl')}\n", "")
+    for arguments in (["-h"], ["train", "-h"], ["bench", "-h"], ["bench", "--help"]):
+        code, stdout, stderr = agentrl(*arguments)
+        assert (code, stderr) == (0, "")
+        assert "Usage: " in stdout
+
+
+def test_what_goes_to_a_pipe_is_not_wrapped(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / ("long" * 50), parse({"model": "m", "env": {"id": "e"}}))
+    code, stdout, _ = agentrl("audit", run.path)
+    assert code == 0
+    widths = {len(line) for line in stdout.strip().splitlines()}
+    assert len(widths) == 1, "a row of the table is a line"
 
 
 @pytest.mark.parametrize("arguments", [["train"], ["train", "a.toml", "--resume", "b"]])

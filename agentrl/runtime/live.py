@@ -57,7 +57,7 @@ class LiveView:
     def _lines(self, supervisor: Supervisor) -> None:
         if supervisor.phase != self._phase:
             self._phase = supervisor.phase
-            self.console.print(f"[{_age(supervisor)}] {self._phase}", markup=False)
+            self.console.print(f"[{_age(supervisor)}] {self._phase}", markup=False, soft_wrap=True)
         for row in supervisor.store.metrics("step", after=self._printed):
             self._printed = row.step
             v = row.values
@@ -67,6 +67,7 @@ class LiveView:
                 f"busy {v['busy_s']:.2f} s  idle {v['idle_s']:.2f} s",
                 markup=False,
                 highlight=False,
+                soft_wrap=True,
             )
 
     def _panel(self, supervisor: Supervisor) -> RenderableType:
