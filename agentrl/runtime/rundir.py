@@ -9,7 +9,8 @@
 
 Scratch (weights on their way to the engine, boxes' work folders) lies in shared memory, under a name that follows from
 the run directory. It goes with the supervisor, however that ends: a janitor waits for it, which holds the run's lock
-until all processes of the run are gone, so that the next start finds nothing of the last one.
+until all processes of the run are gone, so that the next start finds nothing of the last one. Should the janitor be
+killed too, the next run on the machine removes what is left.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Generator, Mapping
@@ -34,6 +36,8 @@ from agentrl.store import RunStore
 
 _PATIENCE_S = 8.0  # in which children whose lifeline has ended end by themselves
 _DEAD_S, _POLL_S = 30.0, 0.05  # for the janitor of a dead supervisor
+_LOCK = "run.lock"
+_OWNER = "owner"  # in scratch: the label of the supervisor, and the run's path
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class RunDir:
         if not os.access(root, os.W_OK):
             root = Path(tempfile.gettempdir())
         name = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:12]
-        return root / f"agentrl-{os.getuid()}-{name}"
+        return root / f"{_scratch_prefix()}{name}"
 
     @classmethod
     def create(cls, path: Path, config: RunConfig, *, overwrite: bool = False) -> RunDir:
@@ -134,12 +138,14 @@ class RunDir:
     def lock(self) -> _Lock:
         """One supervisor at a time: a context manager that yields the lock's descriptor, and raises UsageError while
         another holds the run. What a dead one left is waited for."""
-        return _Lock(self.path / "run.lock")
+        return _Lock(self.path / _LOCK)
 
     @contextmanager
     def owned_scratch(self, lock: int) -> Generator[Mapping[str, str]]:
         """The scratch space of the process that holds the run's `lock`. Processes that have the yielded variable in
         their environment may end by themselves when it is dead, and are killed a grace later."""
+        for left in self.scratch.parent.glob(f"{_scratch_prefix()}*"):
+            _reap(left)
         janitor = Janitor(self.scratch, patience_s=_PATIENCE_S, keep_open=[lock])
         try:
             self.make_scratch()
@@ -155,11 +161,36 @@ class RunDir:
             self.scratch.mkdir(mode=0o700)
         except FileExistsError:
             raise UsageError(f"{self.scratch} belongs to somebody else: remove it, or choose another --out") from None
+        (self.scratch / _OWNER).write_text(f"{label()}\n{self.path.resolve()}")
         (self.scratch / "weights").mkdir()
         (self.scratch / "tmp").mkdir()
 
     def clear_scratch(self) -> None:
         shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _scratch_prefix() -> str:
+    return f"agentrl-{os.getuid()}-"
+
+
+def _reap(scratch: Path) -> None:
+    """Remove scratch that nobody owns: its supervisor is dead, and nobody holds its run's lock, which a janitor at work
+    and a next supervisor would. The lock is held meanwhile, so that none comes."""
+    try:
+        facts = scratch.lstat()
+        owner, _, run = (scratch / _OWNER).read_text().partition("\n")
+    except OSError:
+        return
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077 or not is_dead(owner):
+        return
+    try:
+        with (Path(run) / _LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            Janitor(scratch, keep_open=[lock.fileno()]).close()
+    except FileNotFoundError:  # the run was removed
+        Janitor(scratch).close()
+    except OSError:  # somebody holds it, or it is not ours to open
+        return
 
 
 @dataclass(slots=True)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from agentrl.config import RunConfig, parse
 from agentrl.errors import ConfigError, UsageError
+from agentrl.owner import label
 from agentrl.records import GroupState, StopReason, Task
 from agentrl.runtime.checkpoints import start_point
 from agentrl.runtime.rundir import RunDir
@@ -95,6 +98,84 @@ def test_law_4_scratch_and_processes_go_with_a_killed_supervisor_and_the_next_on
     assert int(done.stdout) >= 7
     with run.lock():
         assert not run.scratch.exists() and not host_processes(env["MARKER"])
+
+
+KILLED_WITH_ITS_JANITOR = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from agentrl.runtime.rundir import RunDir
+
+run = RunDir(Path(sys.argv[1]))
+with run.lock() as lock, run.owned_scratch(lock):
+    (run.scratch / "weights" / "7.safetensors").write_bytes(b"of a model as large as memory")
+    (janitor,) = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    os.kill(int(janitor), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def dead(tmp_path: Path) -> Iterator[RunDir]:
+    """A run whose supervisor was killed together with its janitor: its scratch is still there."""
+    run = RunDir.create(tmp_path / "dead", CONFIG)
+    subprocess.run([sys.executable, "-c", KILLED_WITH_ITS_JANITOR, str(run.path)], timeout=60)
+    assert (run.scratch / "weights" / "7.safetensors").exists()
+    yield run
+    run.clear_scratch()
+
+
+def another_run_starts(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "another", CONFIG)
+    with run.lock() as lock, run.owned_scratch(lock):
+        assert run.scratch.exists()
+
+
+def test_law_4_the_next_run_on_the_machine_removes_scratch_whose_supervisor_and_janitor_were_killed(
+    tmp_path: Path, dead: RunDir
+) -> None:
+    another_run_starts(tmp_path)
+    assert not dead.scratch.exists()
+
+
+def test_the_scratch_of_a_run_whose_folder_is_gone_is_removed_too(tmp_path: Path, dead: RunDir) -> None:
+    shutil.rmtree(dead.path)
+    another_run_starts(tmp_path)
+    assert not dead.scratch.exists()
+
+
+def relabel(run: RunDir, *, pid: int, started: str) -> None:
+    """Have the scratch's owner be another process."""
+    owner = run.scratch / "owner"
+    label, *rest = owner.read_text().split("\n")
+    owner.write_text("\n".join([".".join([str(pid), started, *label.split(".")[2:]]), *rest]))
+
+
+def test_a_process_that_has_the_number_of_a_dead_owner_is_not_taken_for_it(tmp_path: Path, dead: RunDir) -> None:
+    relabel(dead, pid=os.getpid(), started="12")  # ours, but we started at another time
+    another_run_starts(tmp_path)
+    assert not dead.scratch.exists()
+
+
+def test_the_scratch_of_a_live_owner_is_left_alone(tmp_path: Path, dead: RunDir) -> None:
+    relabel(dead, pid=os.getpid(), started=label().split(".")[1])
+    another_run_starts(tmp_path)
+    assert (dead.scratch / "weights" / "7.safetensors").exists()
+
+
+def test_scratch_is_left_to_whoever_holds_its_run(tmp_path: Path, dead: RunDir) -> None:
+    """Such as the dead one's janitor, which is not done yet, or the next supervisor, which is about to take it over."""
+    with dead.lock():
+        another_run_starts(tmp_path)
+    assert (dead.scratch / "weights" / "7.safetensors").exists()
+
+
+def test_a_folder_that_only_looks_like_scratch_is_left_alone(tmp_path: Path, dead: RunDir) -> None:
+    for take_away in (lambda: (dead.scratch / "owner").unlink(), lambda: dead.scratch.chmod(0o777)):
+        take_away()
+        another_run_starts(tmp_path)
+        shutil.rmtree(tmp_path / "another")
+        assert (dead.scratch / "weights" / "7.safetensors").exists()
+        (dead.scratch / "owner").write_text("1.1.1.1\n")
 
 
 @pytest.fixture
