@@ -42,6 +42,16 @@ def start_point(run: RunDir, store: RunStore) -> StartPoint:
     return StartPoint(model=checkpoint or model_dir(run.config().model), checkpoint=checkpoint, version=version)
 
 
+def where_it_stands(start: StartPoint, run: RunDir, store: RunStore) -> StartPoint:
+    """`start`, or the newest checkpoint since then: of a few that are kept, that which a run began with goes first.
+    Changes nothing."""
+    checkpoint = newest(run.checkpoints)
+    version = None if checkpoint is None else store.version_at(step_of(checkpoint))
+    if checkpoint is None or version is None:
+        return start
+    return StartPoint(model=checkpoint, checkpoint=checkpoint, version=version)
+
+
 def newest(folder: Path) -> Path | None:
     """The newest complete checkpoint in `folder`."""
     found = sorted(path for path in folder.glob("step-*") if (path / "state.json").is_file())

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 import trio
 
 from agentrl.config import RunConfig
-from agentrl.errors import RunFailed, UsageError
+from agentrl.errors import AgentRLError, RunFailed, UsageError
 from agentrl.ports import free_port
 from agentrl.records import WeightVersion
-from agentrl.runtime.checkpoints import StartPoint
+from agentrl.runtime.checkpoints import StartPoint, where_it_stands
 from agentrl.runtime.child import ENDS_THE_RUN
-from agentrl.runtime.engines import Replica, Weights, attach, current_weights
+from agentrl.runtime.engines import Replica, Weights, WrongWeights, attach, current_weights
 from agentrl.runtime.models import given_model_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import Child, RestartBudget
@@ -51,7 +51,7 @@ class Crew:
         """Start (or attach to) the engines and write their URLs into the store; all serve the current weights then."""
 
         def weights() -> Weights:
-            return current_weights(self.config, self.store, start)
+            return current_weights(self.config, self.store, where_it_stands(start, self.run, self.store))
 
         settings = self.config.engine
         urls = list(settings.urls)
@@ -143,6 +143,7 @@ class Crew:
         """Wait for the child; start it again while its budget lasts, or set `done` when it ended well."""
         budget = RestartBudget()
         while True:
+            budget.well()
             status = await child.wait()
             if self._closing:
                 return
@@ -152,9 +153,25 @@ class Crew:
             why = child.failure(status)
             if status in (UsageError.exit_code, ENDS_THE_RUN):
                 raise RunFailed(why)
-            budget.spend(why)
+            await self._mend(child, again, budget, why)
+
+    async def _mend(
+        self, child: Child, again: Callable[[], Awaitable[None]] | None, budget: RestartBudget, why: str
+    ) -> None:
+        """Start a child that ended; as often as its budget allows, where it dies while it is being started."""
+        while True:
+            await budget.spend(why)
+            if self._closing:
+                return
             self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
             if again is None:
                 child.start()
-            else:
+                return
+            try:
                 await again()
+                return
+            except WrongWeights:
+                raise
+            except AgentRLError as error:
+                why = str(error)
+                await child.end()

@@ -48,18 +48,23 @@ class Weights:
     canary: Canary | None = None
 
 
+class WrongWeights(RunFailed):
+    """An engine was started again and computes with other weights than it says: another start would not help."""
+
+
 def current_weights(config: RunConfig, store: RunStore, start: StartPoint) -> Weights:
-    """What the store calls current, in a run that began at `start`; `start` itself where what came after is in nothing
-    but the learner's memory. Raises RunFailed if its files are gone."""
+    """What the store calls current, in a run whose newest files on disk are those of `start`; `start` itself where what
+    came after is in nothing but the learner's memory. Raises RunFailed if its files are gone."""
     current = start.version if config.syncs_memory else store.current_version()
     path = store.weights_path(current.version)
     found = path if path is not None and path.exists() else None
-    if found is None and current != start.version:
+    if found is None and current.step != start.version.step:
         raise RunFailed(f"the weights of version {current.version} are gone: go on with --resume")
     kept = None if found is None else canary.beside(found)
     proof = Canary.read(kept) if kept is not None and kept.exists() else None
     if config.sync != "adapter":
-        return Weights(model=start.model, base=start.version, current=current, file=found, canary=proof)
+        base = current if found is None else start.version  # versions of one step have the same weights
+        return Weights(model=start.model, base=base, current=current, file=found, canary=proof)
     first = WeightVersion(version=0, step=0) if current.step else current  # an adapter's tokens carry its own version
     adapter = found or start.adapter
     return Weights(model=model_dir(config.model), base=first, current=current, adapter=adapter, canary=proof)
@@ -82,7 +87,8 @@ class Replica:
 
     async def up(self) -> None:
         """Start it and wait until it serves the current weights and, where they were sent before, computes with them.
-        Raises RunFailed with what its log or error says."""
+        Raises RunFailed with what its log or error says, WeightSyncError if it dies while it is given its weights,
+        WrongWeights if it computes with others."""
         weights = self.weights()
         if self.config.engine.kind == "vllm":
             await self._up_vllm(weights)
@@ -141,7 +147,8 @@ class Replica:
                 await _load_adapter(client, weights, settings)
 
     async def _prove(self, weights: Weights) -> None:
-        """The canary that the version passed when it was sent. Raises RunFailed if the engine is not its equal.
+        """The canary that the version passed when it was sent. Raises WrongWeights if the engine is not its
+        equal.
 
         The learner may have sent the next version meanwhile, or the engine have died again: then somebody else sees
         to it, and nothing is proved here."""
@@ -159,7 +166,7 @@ class Replica:
                     await canary.check([client], weights.canary, update_info=info, deadline_s=deadline_s)
                 except CanaryMismatch as error:
                     if await client.served_version(deadline_s=deadline_s) == version:
-                        raise RunFailed(f"{self.child.name} was started again: {error}") from error
+                        raise WrongWeights(f"{self.child.name} was started again: {error}") from error
 
 
 def vllm_server(

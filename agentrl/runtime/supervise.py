@@ -7,6 +7,7 @@ fails leaves one line in `logs/NAME.error`.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from agentrl.engine.launch import end_group
 from agentrl.errors import RunFailed
 
 _GRACE_S = 8.0
+_PAUSE_S = 4.0  # before the second start in a row
 
 
 @dataclass(slots=True)
@@ -80,6 +82,12 @@ class Child:
         await end_group(self._process.pid)
         return status
 
+    async def end(self) -> None:
+        """End it at once, also if it hangs."""
+        if self._process is not None:
+            self._process.kill()
+            await self.wait()
+
     async def stop(self) -> None:
         """End it: lifeline and SIGTERM first, SIGKILL after a grace. Safe at any time, also under cancellation."""
         process = self._process
@@ -106,16 +114,25 @@ class Child:
 
 @dataclass(slots=True)
 class RestartBudget:
-    """How often a role may be restarted: `allowed` times in a window of `window_s` seconds."""
+    """How often a child may be started again: `allowed` times, as long as it is never well for `window_s` seconds. The
+    first time at once, then after pauses that double, so that an outage of a minute does not use it all up."""
 
     allowed: int = 5
-    window_s: float = 300.0
-    _times: list[float] = field(default_factory=list[float])
+    window_s: float = 60.0
+    _spent: int = 0
+    _well_since: float = math.inf
 
-    def spend(self, why: str) -> None:
-        """Record one restart. Raises RunFailed when the budget is spent."""
-        now = trio.current_time()
-        self._times = [at for at in self._times if now - at < self.window_s]
-        if len(self._times) >= self.allowed:
-            raise RunFailed(f"{why} (restarted {self.allowed} times within {self.window_s:g} s)")
-        self._times.append(now)
+    def well(self) -> None:
+        """The child is up, and well from now on."""
+        self._well_since = trio.current_time()
+
+    async def spend(self, why: str) -> None:
+        """Record that it ended; returns when it may be started. Raises RunFailed when the budget is spent."""
+        if trio.current_time() - self._well_since >= self.window_s:
+            self._spent = 0
+        self._well_since = math.inf
+        if self._spent >= self.allowed:
+            raise RunFailed(f"{why} (started again {self.allowed} times, never well for {self.window_s:g} s)")
+        if self._spent:
+            await trio.sleep(_PAUSE_S * 2 ** (self._spent - 1))
+        self._spent += 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from agentrl.engine.weights import push
 from agentrl.errors import CanaryMismatch, RunFailed
 from agentrl.ports import free_port
 from agentrl.records import WeightVersion
-from agentrl.runtime.checkpoints import StartPoint
+from agentrl.runtime.checkpoints import StartPoint, start_point
 from agentrl.runtime.crew import Crew
 from agentrl.runtime.engines import Replica, Weights, current_weights
 from agentrl.runtime.models import model_dir
@@ -88,6 +89,89 @@ async def test_what_was_proved_of_a_version_lies_beside_its_weights(tmp_path: Pa
         assert current_weights(CONFIG, store, start) == replace(second, canary=None)
         second.canary.write(canary.beside(second.file))
         assert current_weights(CONFIG, store, start) == second
+
+
+@dataclass
+class Going:
+    """A run whose engines were told to start, and the replica that was."""
+
+    run: RunDir
+    store: RunStore
+    replica: Replica
+
+    def checkpoint(self, step: int) -> Path:
+        """The learner's checkpoint of `step`, its version confirmed; it keeps one."""
+        for old in self.run.checkpoints.iterdir():
+            shutil.rmtree(old)
+        folder = self.run.checkpoints / f"step-{step:08d}"
+        folder.mkdir()
+        (folder / "state.json").write_text("{}")
+        return folder
+
+    def version(self, step: int, *, kept: bool) -> WeightVersion:
+        """A confirmed version, whose file lies in scratch as long as it is `kept`."""
+        path = self.run.path / f"{step}.safetensors"
+        if kept:
+            path.touch()
+        version = self.store.mint_version(step, path)
+        self.store.confirm_version(version)
+        return version
+
+
+@pytest.fixture
+async def going(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[], Going]]:
+    """`going()` starts a run, or resumes it where its newest checkpoint is, up to the start of an engine's process."""
+    started: list[Replica] = []
+
+    async def serve(_: Crew, replica: Replica) -> None:
+        started.append(replica)
+
+    monkeypatch.setattr(Crew, "_serve", serve)
+    run = RunDir.create(tmp_path / "run", CONFIG.model_copy(update={"model": str(FOLDER)}))
+    with RunStore.open(run.store_path) as store:
+        async with trio.open_nursery() as nursery:
+
+            async def start() -> Going:
+                crew = Crew(run, run.config(), store, nursery, mark={})
+                await crew.start_engines(start_point(run, store))
+                return Going(run, store, started[-1])
+
+            yield start  # pyright: ignore[reportReturnType]
+
+
+async def test_an_engine_started_again_takes_the_checkpoint_of_now_and_not_the_one_resumed_from(going: Any) -> None:
+    found = await going()
+    found.version(5, kept=True)
+    found.checkpoint(5)
+    resumed = await going()
+    ahead = [resumed.version(step, kept=True) for step in (6, 7, 8)][-1]
+    newest = resumed.checkpoint(7)  # the one resumed from is gone
+    weights = resumed.replica.weights()
+    assert (weights.model, weights.base.step) == (newest, 7)
+    assert (weights.current, weights.file) == (ahead, resumed.run.path / "8.safetensors")
+
+
+async def test_a_version_whose_file_was_tidied_is_taken_from_the_checkpoint_that_has_the_same_weights(
+    going: Any,
+) -> None:
+    """The learner died two versions after its checkpoint: the run stands at a version of which no file is left."""
+    found = await going()
+    kept = found.version(5, kept=False)
+    folder = found.checkpoint(5)
+    for step in (6, 7):
+        found.version(step, kept=True)
+    assert start_point(found.run, found.store).version == kept  # as the next learner does
+    weights = found.replica.weights()
+    assert (weights.model, weights.base, weights.current, weights.file) == (folder, kept, kept, None)
+
+
+async def test_a_version_that_is_nowhere_is_said_to_be_gone(going: Any) -> None:
+    found = await going()
+    found.checkpoint(5)
+    found.version(5, kept=False)
+    found.version(6, kept=False)
+    with pytest.raises(RunFailed, match="the weights of version 3 are gone: go on with --resume"):
+        found.replica.weights()
 
 
 async def test_an_engine_started_again_is_proved(replica: Start, second: Weights, monkeypatch: Any) -> None:

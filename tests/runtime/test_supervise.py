@@ -133,11 +133,33 @@ def test_law_4_children_of_a_killed_owner_end(tmp_path: Path) -> None:
         os.close(watched)
 
 
-async def test_a_restart_budget_is_per_window(autojump_clock: MockClock) -> None:
+async def test_a_restart_budget_is_for_a_stretch_in_which_the_child_is_never_well(autojump_clock: MockClock) -> None:
     budget = RestartBudget(allowed=2, window_s=10)
-    budget.spend("died")
-    budget.spend("died")
-    with pytest.raises(RunFailed, match=r"died \(restarted 2 times within 10 s\)"):
-        budget.spend("died")
+    for _ in range(2):
+        await budget.spend("died")
+        budget.well()
+        await trio.sleep(9)
+    with pytest.raises(RunFailed, match=r"died \(started again 2 times, never well for 10 s\)"):
+        await budget.spend("died")
+    budget.well()
     await trio.sleep(11)
-    budget.spend("died")
+    await budget.spend("died")
+
+
+async def test_what_takes_long_to_start_is_not_well_meanwhile(autojump_clock: MockClock) -> None:
+    """An engine that is always killed while it starts, for longer than the window, uses the budget up."""
+    budget = RestartBudget(allowed=2, window_s=10)
+    for _ in range(2):
+        await budget.spend("died")
+        await trio.sleep(600)
+    with pytest.raises(RunFailed, match="died"):
+        await budget.spend("died")
+
+
+async def test_one_outage_of_a_minute_does_not_use_up_a_restart_budget(autojump_clock: MockClock) -> None:
+    """Every start fails at once as long as it lasts."""
+    budget, started = RestartBudget(), trio.current_time()
+    await budget.spend("no GPU")
+    assert trio.current_time() == started, "the first time at once"
+    while trio.current_time() - started < 60:
+        await budget.spend("no GPU")

@@ -1,0 +1,86 @@
+"""Children that die: started again within a budget, also where they die while they are being started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from agentrl.config import EnvSource, RunConfig
+from agentrl.errors import RunFailed, WeightSyncError
+from agentrl.runtime.crew import Crew
+from agentrl.runtime.engines import WrongWeights
+from agentrl.runtime.rundir import RunDir
+
+CONFIG = RunConfig(model="unused", env=EnvSource(id="test/none"))
+
+
+class Mortal:
+    """A child that dies so many times, each time by a signal, and lives then."""
+
+    def __init__(self, deaths: int) -> None:
+        self.name, self.pid, self.deaths, self.ended = "engine-0", 1, deaths, 0
+
+    async def wait(self) -> int:
+        if not self.deaths:
+            await trio.sleep_forever()
+        self.deaths -= 1
+        return -9
+
+    def failure(self, status: int) -> str:
+        return f"{self.name} ended with signal {-status}"
+
+    async def end(self) -> None:
+        self.ended += 1
+
+
+class Starts:
+    """How a child is started again: as often as there are `failures`, not at all."""
+
+    def __init__(self, *failures: Exception) -> None:
+        self.failures, self.done = list(failures), trio.Event()
+
+    async def __call__(self) -> None:
+        if self.failures:
+            raise self.failures.pop(0)
+        self.done.set()
+
+
+async def keep(tmp_path: Path, child: Mortal, starts: Starts) -> Crew:
+    """A crew that keeps the child, until it was started again."""
+    crew: Any = None
+    async with trio.open_nursery() as nursery:
+        crew = Crew(RunDir(tmp_path), CONFIG, None, nursery, mark={})  # pyright: ignore[reportArgumentType]
+        nursery.start_soon(crew._keep, child, starts)
+        await starts.done.wait()
+        nursery.cancel_scope.cancel()
+    return crew
+
+
+@pytest.mark.parametrize("failure", [RunFailed("engine-0 was killed"), WeightSyncError("it was killed amid a push")])
+async def test_an_engine_killed_while_it_is_being_started_again_is_started_once_more(
+    failure: Exception, tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    child, starts = Mortal(1), Starts(failure, failure)
+    crew = await keep(tmp_path, child, starts)
+    assert crew.restarts == {"engine-0": 3}
+    assert child.ended == 2, "what hangs half-started is ended first"
+
+
+async def test_an_engine_that_never_comes_up_again_uses_up_its_budget(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    with pytest.raises(ExceptionGroup) as raised:
+        await keep(tmp_path, Mortal(1), Starts(*[RunFailed("engine-0 was not ready")] * 100))
+    (error,) = raised.value.exceptions
+    assert isinstance(error, RunFailed)
+    assert str(error) == "engine-0 was not ready (started again 5 times, never well for 60 s)"
+
+
+async def test_an_engine_that_comes_back_with_other_weights_is_not_tried_again(tmp_path: Path) -> None:
+    with pytest.raises(ExceptionGroup) as raised:
+        await keep(tmp_path, Mortal(1), Starts(WrongWeights("engine-0 was started again: canary")))
+    assert isinstance(raised.value.exceptions[0], WrongWeights)
