@@ -230,6 +230,7 @@ class RunConfig(_Section):
     name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "run"  # also its folder's, below runs/
     seed: int = 0
     model: str
+    scratch_dir: Annotated[str, Field(pattern="^/")] | None = None  # for weight files; default: shared memory
     env: EnvSource
     tasks: list[TaskTable] = Field(default_factory=list[TaskTable])
     curriculum: CurriculumSettings | None = None

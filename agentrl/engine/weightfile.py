@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.errors import WeightSyncError
+from agentrl.errors import ModelError, WeightSyncError
 
 Bytes = NDArray[np.uint8]
 
@@ -44,6 +45,10 @@ class TensorPlace:
     start: int
     end: int
 
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
 
 def open_bytes(path: Path) -> Bytes:
     """A read-only view of a file's bytes. Raises WeightSyncError if it cannot be read or is empty."""
@@ -51,6 +56,27 @@ def open_bytes(path: Path) -> Bytes:
         return cast("Bytes", np.memmap(path, dtype=np.uint8, mode="r"))
     except (OSError, ValueError) as error:
         raise WeightSyncError(f"cannot read weight file {str(path)!r}: {error}") from error
+
+
+def parts(folder: Path) -> list[Path]:
+    """The weight files of a model folder: several where `model.safetensors.index.json` lists them. Raises ModelError if
+    there is none, or the index names one that is not there."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} lists no weights ({error!r}): save the model again with save_pretrained") from error
+    found = [folder / name for name in names] or [folder / "model.safetensors"]
+    if missing := [path.name for path in found if not path.is_file()]:
+        mend = f"it has no {missing[0]}: save the model again with save_pretrained"
+        raise ModelError(f"cannot read weights from {str(folder)!r}: {mend}")
+    return found
+
+
+def width(data: Bytes) -> int:
+    """Bytes of an element, as most of a weight file's elements have it. Raises WeightSyncError for a malformed file."""
+    largest = max(places(data), key=lambda place: place.numel)
+    return (largest.end - largest.start) // largest.numel
 
 
 def digest(data: Bytes) -> str:

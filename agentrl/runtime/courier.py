@@ -26,8 +26,7 @@ from agentrl.engine.weights import PushReport, push, update_info
 from agentrl.errors import CanaryMismatch, EngineError, RunFailed
 
 _RETRY_S = 0.5
-_KEPT = 2  # weight files: one for an engine that is started again while the next is on its way
-_WIDTH = 4  # bytes of an element of the learner's files
+KEPT = 2  # weight files: one for an engine that is started again while the next is on its way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +107,10 @@ class Courier:
         versions, also those of a learner before this one. Never while another parcel is being written."""
         if not self._sent:
             return  # nothing went through files
-        needed = self._sent[-_KEPT:]
+        needed = self._sent[-KEPT:]
         if self._sync == "adapter":
             in_use = await self._retire(urls, [parcel.version for parcel in needed])
-            older = [parcel for parcel in self._sent[:-_KEPT] if parcel.version in in_use]
+            older = [parcel for parcel in self._sent[:-KEPT] if parcel.version in in_use]
             if len(older) < len(in_use):
                 return  # somebody uses one whose folder is not known here: nothing goes for now
             needed = older + needed
@@ -188,7 +187,7 @@ class Courier:
 
 def _write_delta(base: Path, new: Path, path: Path) -> None:
     old, fresh = weightfile.open_bytes(base), weightfile.open_bytes(new)
-    weightfile.write_delta(old, fresh, path, width=_WIDTH)
+    weightfile.write_delta(old, fresh, path, width=weightfile.width(fresh))
 
 
 async def _serves(engine: EngineClient, version: int) -> bool:

@@ -21,13 +21,14 @@ import torch
 import trio
 
 from agentrl.config import RunConfig
+from agentrl.engine import canary
 from agentrl.engine.canary import Canary, probe_tokens
 from agentrl.errors import ConfigError
 from agentrl.records import Group, WeightVersion
 from agentrl.runtime.checkpoints import start_point
 from agentrl.runtime.courier import Courier, MemoryParcel, Parcel
 from agentrl.runtime.lifeline import watch_lifeline
-from agentrl.runtime.models import model_dir
+from agentrl.runtime.models import engine_dtype, model_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.telemetry import Telemetry
@@ -117,7 +118,7 @@ class _Learning:
             self._learner.export_adapter(path)
         else:
             path = path.with_suffix(".safetensors")
-            sha256 = self._learner.export(path).sha256
+            sha256 = self._learner.export(path, dtype=getattr(torch, self._dtype)).sha256
         version = self._store.mint_version(self._learner.step_index, path)
         parcel = Parcel(version=version.version, path=path, sha256=sha256, canary=self._canary(version))
         self._push = self._pushes.submit(self._send, version, parcel, row)
@@ -133,10 +134,13 @@ class _Learning:
 
     def _snapshot(self, version: WeightVersion) -> MemoryParcel:
         """The weights of now in the engines' dtype: a copy, for the next step changes them while they are sent."""
-        dtype = torch.float32 if self._config.engine.dtype == "float32" else torch.bfloat16
-        snapshot = take(self._learner.model.module, dtype)
+        snapshot = take(self._learner.model.module, getattr(torch, self._dtype))
         assert snapshot is not None, "only rank 0 sends"
         return MemoryParcel(version=version.version, snapshot=snapshot, canary=self._canary(version))
+
+    @property
+    def _dtype(self) -> canary.Dtype:
+        return engine_dtype(self._config.engine, self._learner.model.folder)
 
     def _urls(self) -> list[str]:
         return json.loads(self._store.meta("engine_urls") or "[]")
@@ -147,8 +151,8 @@ class _Learning:
         if not settings.canary:
             return None
         tokens = probe_tokens(self._learner.model.vocab, min(_PROBE, self._config.rollout.max_context - 1))
-        dtype = "float32" if settings.kind == "embedded" or settings.dtype == "float32" else "bfloat16"
-        return Canary(version=version.version, token_ids=tokens, logprobs=self._learner.score(tokens), dtype=dtype)
+        logprobs = self._learner.score(tokens)
+        return Canary(version=version.version, token_ids=tokens, logprobs=logprobs, dtype=self._dtype)
 
     def _settle(self) -> float:
         """Wait for the push under way; how long that took. Raises what it raised."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Literal
 
 from agentrl import registry
-from agentrl.config import RunConfig
+from agentrl.config import EngineSettings, RunConfig
 from agentrl.errors import ModelError, UnknownIdError
 
 
@@ -19,6 +21,17 @@ def given_model_dir(config: RunConfig, policy: str) -> Path:
     if (given / "tokenizer.json").read_bytes() != (own / "tokenizer.json").read_bytes():
         raise ModelError(f"model {policy!r} has another tokenizer.json than {config.model!r}: it cannot play a role")
     return given
+
+
+def engine_dtype(settings: EngineSettings, folder: Path) -> Literal["float32", "float16", "bfloat16"]:
+    """What the engines that serve the model of `folder` compute in, and so what weights travel in: for "auto" that
+    of the model, or bfloat16 for one of float32, as vLLM has it."""
+    if settings.kind == "embedded":
+        return "float32"
+    if settings.dtype != "auto":
+        return settings.dtype
+    config = json.loads((folder / "config.json").read_text())
+    return "float16" if "float16" in (config.get("dtype"), config.get("torch_dtype")) else "bfloat16"
 
 
 def model_dir(name: str) -> Path:

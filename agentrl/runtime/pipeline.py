@@ -29,6 +29,7 @@ from agentrl.records import GroupState
 from agentrl.runtime import evaluation
 from agentrl.runtime.checkpoints import StartPoint, start_point
 from agentrl.runtime.crew import Crew
+from agentrl.runtime.room import check_room
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.sources import task_source
 from agentrl.store import RunStore
@@ -59,7 +60,9 @@ class Supervisor:
     started_s: float = field(default_factory=time.time)
 
     async def train(self) -> None:
-        """Evaluate, train, evaluate again. Returns when all of it is in the store."""
+        """Evaluate, train, evaluate again. Returns when all of it is in the store. Raises ConfigError where weights
+        have no room to travel."""
+        check_room(self.config, self.start.model, self.run.scratch)
         await self.crew.start_engines(self.start)
         self._enter("eval")
         self.crew.start_workers()

@@ -7,10 +7,10 @@
     RUN/metrics.jsonl       every metric row, one JSON object a line
     RUN/summary.json  RUN/curves.png  RUN/transcripts.md      written at the end
 
-Scratch (weights on their way to the engine, boxes' work folders) lies in shared memory, under a name that follows from
-the run directory. It goes with the supervisor, however that ends: a janitor waits for it, which holds the run's lock
-until all processes of the run are gone, so that the next start finds nothing of the last one. Should the janitor be
-killed too, the next run on the machine removes what is left.
+Scratch (weights on their way to the engine, boxes' work folders) lies in shared memory, or in the `scratch_dir` of the
+configuration, under a name that follows from the run directory. It goes with the supervisor, however that ends: a
+janitor waits for it, which holds the run's lock until all processes of the run are gone, so that the next start finds
+nothing of the last one. Should the janitor be killed too, the next run on the machine removes what is left.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import IO
 
 from agentrl import config as configuration
 from agentrl.config import RunConfig
-from agentrl.errors import UsageError
+from agentrl.errors import ConfigError, UsageError
 from agentrl.owner import Janitor, is_dead, label
 from agentrl.store import RunStore
 
@@ -68,9 +68,11 @@ class RunDir:
 
     @property
     def scratch(self) -> Path:
-        """Shared memory where the system has it, else its temporary folder."""
+        """In the run's `scratch_dir`; by default shared memory where the system has it, else its temporary folder."""
         root = Path("/dev/shm")
-        if not os.access(root, os.W_OK):
+        if (chosen := self.config().scratch_dir) is not None:
+            root = Path(chosen)
+        elif not os.access(root, os.W_OK):
             root = Path(tempfile.gettempdir())
         name = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:12]
         return root / f"{_scratch_prefix()}{name}"
@@ -144,14 +146,15 @@ class RunDir:
     def owned_scratch(self, lock: int) -> Generator[Mapping[str, str]]:
         """The scratch space of the process that holds the run's `lock`. Processes that have the yielded variable in
         their environment may end by themselves when it is dead, and are killed a grace later."""
-        for left in self.scratch.parent.glob(f"{_scratch_prefix()}*"):
+        scratch = self.scratch
+        for left in scratch.parent.glob(f"{_scratch_prefix()}*"):
             _reap(left)
-        janitor = Janitor(self.scratch, patience_s=_PATIENCE_S, keep_open=[lock])
+        janitor = Janitor(scratch, patience_s=_PATIENCE_S, keep_open=[lock])
         try:
             self.make_scratch()
             yield janitor.mark
         finally:
-            self.clear_scratch()
+            shutil.rmtree(scratch, ignore_errors=True)
             janitor.close()
 
     def make_scratch(self) -> None:
@@ -161,6 +164,9 @@ class RunDir:
             self.scratch.mkdir(mode=0o700)
         except FileExistsError:
             raise UsageError(f"{self.scratch} belongs to somebody else: remove it, or choose another --out") from None
+        except OSError as error:
+            mend = f"no folder can be made there ({error.strerror}): name one that is there and can be written to"
+            raise ConfigError("scratch_dir", str(self.scratch.parent), mend) from error
         (self.scratch / _OWNER).write_text(f"{label()}\n{self.path.resolve()}")
         (self.scratch / "weights").mkdir()
         (self.scratch / "tmp").mkdir()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from agentrl.errors import RunFailed
 from agentrl.train import lora
 
 
@@ -46,9 +48,10 @@ def checkpoint_names(module: Any, state: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def checkpoint_tensors(module: Any, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The tensors of a transformers model as its checkpoint format has them, on the CPU, cast to `dtype`."""
+    """The tensors of a transformers model as its checkpoint format has them, on the CPU, cast to `dtype`. Vectors stay
+    as they are: they weigh nothing, and engines keep some (a router's biases) in float32 whatever their dtype."""
     return {
-        name: tensor.to("cpu", dtype if tensor.is_floating_point() else None)
+        name: tensor.to("cpu", dtype if tensor.is_floating_point() and tensor.dim() > 1 else None)
         for name, tensor in checkpoint_names(module, held(module)).items()
     }
 
@@ -56,9 +59,11 @@ def checkpoint_tensors(module: Any, dtype: torch.dtype | None = None) -> dict[st
 def export_weights(
     module: Any, path: Path, *, dtype: torch.dtype | None = None, metadata: Mapping[str, str] | None = None
 ) -> WeightFile:
-    """Write the weights to `path`: the whole file or none, a reader never sees half of one."""
+    """Write the weights to `path`: the whole file or none, a reader never sees half of one. Raises RunFailed if its
+    folder has no room for them."""
     tensors = checkpoint_tensors(module, dtype)
     path.parent.mkdir(parents=True, exist_ok=True)
+    check_room(path.parent, sum(tensor.nbytes for tensor in tensors.values()))
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         save_file(tensors, draft, metadata={"format": "pt", **(metadata or {})})
@@ -69,3 +74,14 @@ def export_weights(
     finally:
         draft.unlink(missing_ok=True)
     return WeightFile(path=path, sha256=digest, names=tuple(sorted(tensors)), size_bytes=size)
+
+
+def check_room(folder: Path, size_bytes: int) -> None:
+    """Raises RunFailed if so many bytes do not fit. Asked before a write: shared memory that overflows kills a writer
+    that maps it."""
+    free = shutil.disk_usage(folder).free
+    if free < size_bytes:
+        raise RunFailed(
+            f"{folder} has {free >> 20} MiB left, and the weights take {-(-size_bytes >> 20)}: free some, or name a "
+            "folder with more room in scratch_dir"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from agentrl.engine import weightfile
-from agentrl.errors import WeightSyncError
+from agentrl.errors import ModelError, WeightSyncError
 
 
 @pytest.fixture
@@ -43,6 +44,30 @@ def test_places_are_those_of_the_library(folder: Path) -> None:
             assert place.shape == expected.shape
             assert data[place.start : place.end].tobytes() == expected.tobytes()
     assert {place.dtype for place in found.values()} == {"F32", "U8", "F16", "F64"}
+
+
+def test_the_files_of_a_folder_are_one_or_those_of_its_index(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no model\.safetensors"):
+        weightfile.parts(folder)
+    (folder / "model.safetensors").touch()
+    assert weightfile.parts(folder) == [folder / "model.safetensors"]
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"b": names[1], "a": names[0], "c": names[1]}}))
+    (folder / names[0]).touch()
+    with pytest.raises(ModelError, match=f"has no {names[1]}"):
+        weightfile.parts(folder)
+    (folder / names[1]).touch()
+    assert weightfile.parts(folder) == [folder / name for name in names]
+    index.write_text("[]")
+    with pytest.raises(ModelError, match="lists no weights"):
+        weightfile.parts(folder)
+
+
+def test_the_width_of_a_file_is_that_of_most_of_its_elements(folder: Path) -> None:
+    path = folder / "w.safetensors"
+    save_file({"vector": np.zeros(7, dtype=np.float32), "matrix": np.zeros((9, 9), dtype=np.float16)}, path)
+    assert weightfile.width(weightfile.open_bytes(path)) == 2
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 
 from agentrl import config as configuration
 from agentrl.config import RunConfig
+from agentrl.engine import weightfile
 from agentrl.engine.vllm import launch
 from agentrl.errors import ConfigError
 from agentrl.records import WeightVersion
@@ -22,6 +23,7 @@ from agentrl.runtime.courier import MemoryParcel
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.trainer import Trainer, evaluate
 from agentrl.store import RunStore
+from agentrl.train.export import WeightFile, export_weights
 from agentrl.train.model import PolicyModel
 
 URLS = ["http://a:1", "http://b:1"]
@@ -95,6 +97,23 @@ def test_a_step_is_sent_as_a_copy_in_the_engines_dtype(scene: Scene) -> None:
             parameter.add_(1.0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in parcel.snapshot)
     assert (parcel.canary.version, parcel.canary.dtype) == (6, "bfloat16")
+
+
+def test_a_file_is_written_in_the_engines_dtype(scene: Scene, tmp_path: Path) -> None:
+    def export(path: Path, dtype: torch.dtype) -> WeightFile:
+        return export_weights(scene.model.module, path, dtype=dtype)
+
+    scene.learning._learner.export = export
+    scene.learning._run = SimpleNamespace(scratch=tmp_path)
+    sizes: list[float] = []
+    for dtype in ("float32", "bfloat16"):
+        scene.learning._config = run_config(sync="full", dtype=dtype)
+        scene.learning._publish({})
+        _, parcel, _ = scene.pushes.made[-1]
+        assert weightfile.width(weightfile.open_bytes(parcel.path)) == (2 if dtype == "bfloat16" else 4)
+        assert (parcel.sha256, parcel.canary.dtype) == (weightfile.digest(weightfile.open_bytes(parcel.path)), dtype)
+        sizes.append(parcel.path.stat().st_size)
+    assert sizes[1] < 0.55 * sizes[0]
 
 
 def test_an_engine_that_was_started_again_gets_the_current_version_from_a_learner_that_waits(scene: Scene) -> None:

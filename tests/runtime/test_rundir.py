@@ -51,6 +51,20 @@ def test_one_supervisor_at_a_time(tmp_path: Path) -> None:
         pass
 
 
+def test_scratch_lies_where_the_run_file_says_and_goes_with_the_run(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    run = RunDir.create(tmp_path / "run", CONFIG.model_copy(update={"scratch_dir": str(disk)}))
+    with run.lock() as lock, pytest.raises(ConfigError, match=r"scratch_dir = .*disk'.*name one that is there"):
+        run.owned_scratch(lock).__enter__()
+    disk.mkdir()
+    with run.lock() as lock, run.owned_scratch(lock):
+        assert run.scratch.parent == disk
+        assert sorted(path.name for path in run.scratch.iterdir()) == ["tmp", "weights"]
+    assert not list(disk.iterdir())
+    with pytest.raises(ConfigError, match="scratch_dir"):
+        parse({"model": "m", "env": {"id": "e"}, "scratch_dir": "beside/it"})
+
+
 def test_scratch_is_emptied_of_what_a_killed_start_left(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run", CONFIG)
     try:

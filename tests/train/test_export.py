@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from agentrl.errors import RunFailed
 from agentrl.train import export
 from agentrl.train.learner import Learner
 
@@ -34,8 +37,23 @@ def test_names_and_values_are_those_of_the_folder(tie: bool, tmp_path: Path) -> 
 def test_it_can_be_cast(qwen3_dir: Path, tmp_path: Path) -> None:
     learner = Learner(run_config(), qwen3_dir)
     file = learner.export(tmp_path / "half.safetensors", dtype=torch.bfloat16)
-    assert {tensor.dtype for tensor in load_file(file.path).values()} == {torch.bfloat16}
+    whole = learner.export(tmp_path / "whole.safetensors")
+    matrices, vectors = {torch.bfloat16}, {torch.float32}  # an engine may need a router's biases in float32
+    for tensor in load_file(file.path).values():
+        assert tensor.dtype in (matrices if tensor.dim() > 1 else vectors)
+    assert file.size_bytes < 0.55 * whole.size_bytes
     assert all(parameter.dtype == torch.float32 for parameter in learner.model.parameters())
+
+
+def test_a_folder_without_room_is_refused_before_a_byte_is_written(
+    qwen3_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = Learner(run_config(), qwen3_dir)
+    size = learner.export(tmp_path / "first.safetensors").size_bytes
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=size // 2))
+    with pytest.raises(RunFailed, match=r"MiB left, and the weights take .* scratch_dir"):
+        learner.export(tmp_path / "second.safetensors")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["first.safetensors"]
 
 
 def test_a_failed_write_leaves_the_old_file(qwen3_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
+from agentrl.engine import weightfile
 from agentrl.engine.embedded.architecture import Architecture
 from agentrl.errors import ModelError
 
@@ -18,14 +18,8 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of a model folder, or of one safetensors file, in float32.
 
     Raises ModelError where nothing readable is there."""
-    if path.is_dir():
-        index = path / "model.safetensors.index.json"
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
-        parts = [path / file for file in files] or [path / "model.safetensors"]
-    else:
-        parts = [path]
     weights: dict[str, torch.Tensor] = {}
-    for part in parts:
+    for part in weightfile.parts(path) if path.is_dir() else [path]:
         try:
             weights |= load_file(part)
         except (OSError, SafetensorError) as error:

@@ -1,0 +1,42 @@
+"""Whether weight files have room to travel, asked before the first is written and before anything is started.
+
+A container's shared memory is 64 MiB unless it is told otherwise, and a file that overflows it kills its writer or its
+reader in the middle of a run. Owns the estimate; the size of each file is checked again by the learner as it writes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from agentrl.config import RunConfig
+from agentrl.engine import weightfile
+from agentrl.errors import ConfigError
+from agentrl.runtime.courier import KEPT
+from agentrl.runtime.models import engine_dtype
+
+
+def check_room(config: RunConfig, model: Path, scratch: Path) -> None:
+    """Raises ConfigError where `scratch` cannot hold the files that lie there at once: those that are kept, the next
+    one, and a delta if there are deltas."""
+    if config.syncs_memory:
+        return
+    files = KEPT + (2 if config.sync == "delta" else 1)
+    need, free = files * _file_bytes(config, model), shutil.disk_usage(scratch).free
+    if need > free:
+        raise ConfigError(
+            "scratch_dir",
+            config.scratch_dir,
+            f"{scratch.parent} has {free >> 20} MiB left, and {files} weight files on their way to engines take "
+            f"{-(-need >> 20)} MiB: name a folder with more room (a disk will do), or give the container more shared "
+            f"memory (docker run --shm-size={-(-2 * need >> 20)}m)",
+        )
+
+
+def _file_bytes(config: RunConfig, model: Path) -> int:
+    """What one weight file, or one adapter, of a run over `model` takes; within a few kilobytes."""
+    tensors = [place for part in weightfile.parts(model) for place in weightfile.places(weightfile.open_bytes(part))]
+    if config.sync == "adapter":
+        return sum(4 * config.train.lora_rank * sum(place.shape) for place in tensors if len(place.shape) == 2)
+    width = 4 if engine_dtype(config.engine, model) == "float32" else 2
+    return sum(place.numel * (width if len(place.shape) > 1 else 4) for place in tensors)
