@@ -23,7 +23,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -70,10 +70,10 @@ class RunDir:
     def scratch(self) -> Path:
         """In the run's `scratch_dir`; by default shared memory where the system has it, else its temporary folder."""
         root = Path("/dev/shm")
-        if (chosen := self.config().scratch_dir) is not None:
-            root = Path(chosen)
-        elif not os.access(root, os.W_OK):
+        if not os.access(root, os.W_OK):
             root = Path(tempfile.gettempdir())
+        with suppress(UsageError):  # of a run that is gone: it has its default place
+            root = Path(self.config().scratch_dir or root)
         name = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:12]
         return root / f"{_scratch_prefix()}{name}"
 
