@@ -192,7 +192,7 @@ class Train(_Section):
     lora_targets: list[str] = Field(default_factory=list)  # ends of layer names; default: all linear but the output
     checkpoint_every: Count = 20
     keep_checkpoints: Count = 2
-    stall_deadline_s: Positive = 600.0  # the run fails when nothing at all moved for so long
+    stall_deadline_s: Positive = 600.0  # no turn, answer, episode end or step for so long: the run fails
 
     @model_validator(mode="after")
     def _of_an_adapter(self) -> Self:

@@ -129,12 +129,17 @@ class Metrics(Part):
         """Episodes that entered the loss in the lineage that counts: the scored members of its groups. Reads all."""
         return self.length_bias().trained.episodes
 
-    def progress(self) -> tuple[int, int]:
-        """Two numbers of which at least one grows while anything goes on: turns journaled, values recorded."""
+    def progress(self) -> tuple[int, ...]:
+        """Numbers of which one grows with every turn, answer, episode that ends, and step of the learner; nothing else
+        moves them: neither metrics, nor groups that only expire. Constant time."""
         with self._db.read():
-            row = self._db.row("SELECT (SELECT MAX(id) FROM turns), (SELECT MAX(id) FROM metrics)")
+            row = self._db.row(
+                "SELECT (SELECT MAX(id) FROM turns), (SELECT MAX(turn_id) FROM steps),"
+                " (SELECT MAX(version) FROM versions),"
+                " (SELECT SUM(n) FROM ending_counts WHERE stop_reason <> 'expired')"
+            )
         assert row is not None
-        return row[0] or 0, row[1] or 0
+        return tuple(number or 0 for number in row)
 
     def length_bias(self) -> LengthBias:
         """Lengths of trained and dropped training episodes. A trained group's unscored members count as dropped, under
