@@ -14,7 +14,8 @@ AgentRLError
 │   │                          └── ScoreError
 │   ├── SandboxError           ├── SandboxUnavailable
 │   ├── EnvError               an environment's own code raised
-│   └── StoreError             ├── LeaseLost           └── DiskFull
+│   └── StoreError             ├── LeaseLost           ├── DiskFull
+│                              ├── StoreBusy           └── StoreDamaged
 └── PolicyFault                the policy could have caused it: stays in loss and baseline
     ├── ParseError             ├── StructuralParseError   ├── ContentParseError
     ├── SandboxPathError       a path in a box: missing, of the wrong kind, leading out, no space
@@ -22,6 +23,8 @@ AgentRLError
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 
 class AgentRLError(Exception):
@@ -116,6 +119,14 @@ class DiskFull(StoreError):
     """No space for the journal: the run pauses, nothing is lost."""
 
 
+class StoreBusy(StoreError):
+    """Another process held the store's write lock past every patience: a person has to end it."""
+
+
+class StoreDamaged(StoreError):
+    """The store's file is not what was written: a person has to put a copy in its place."""
+
+
 class PolicyFault(AgentRLError):
     """A failure that the policy could have caused (law 3): the model reads its text as an observation."""
 
@@ -149,3 +160,21 @@ class ToolArgumentError(ToolError):
 
 class ToolTimeout(ToolError):
     """The tool ran past its deadline and was ended."""
+
+
+def matters(error: BaseException) -> BaseException:
+    """The one error of a group, nested ones included, that says what went wrong: one of ours before anything else, and
+    of those one that the user can mend, or that ends the run, before the others. Any other error is itself."""
+    ranks = (UsageError, (RunFailed, StoreBusy, StoreDamaged), AgentRLError)
+
+    def rank(leaf: BaseException) -> int:
+        return next((at for at, kind in enumerate(ranks) if isinstance(leaf, kind)), len(ranks))
+
+    return min(_leaves(error), key=rank)
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    members = cast("BaseExceptionGroup[BaseException]", error).exceptions
+    return [leaf for member in members for leaf in _leaves(member)]

@@ -13,25 +13,29 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from agentrl.errors import AgentRLError, RunFailed
+from agentrl.errors import AgentRLError, RunFailed, StoreBusy, StoreDamaged, matters
 
 ENDS_THE_RUN = 3
 """Exit status of a child that says, on purpose, that the run cannot go on: starting it again would not help."""
 
+_FINAL = (RunFailed, StoreBusy, StoreDamaged)
+
 
 def run_role(role: str, main: Callable[[], None]) -> int:
-    """Run a child's body; its failure becomes one line in $AGENTRL_ERROR_FILE and an exit status."""
+    """Run a child's body; its failure becomes one line in $AGENTRL_ERROR_FILE and an exit status. Of several errors at
+    once it is the one that matters; the log has them all."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         main()
-    except AgentRLError as error:
-        _leave_note(str(error))
-        print(f"agentrl {role}: {error}", file=sys.stderr)
-        return ENDS_THE_RUN if isinstance(error, RunFailed) else error.exit_code
-    except BaseException as error:
+    except BaseException as raised:
+        error = matters(raised)
         if isinstance(error, SystemExit) and error.code in (0, None):
             return 0
-        traceback.print_exc()
+        if isinstance(error, AgentRLError):
+            _leave_note(str(error))
+            print(f"agentrl {role}: {error}", file=sys.stderr)
+            return ENDS_THE_RUN if isinstance(error, _FINAL) else error.exit_code
+        traceback.print_exception(raised)
         _leave_note(f"{type(error).__name__}: {' '.join(str(error).split())}")
         return 1
     return 0

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import trio
 
 from agentrl.config import RunConfig
-from agentrl.errors import AgentRLError, RunFailed, UsageError
+from agentrl.errors import AgentRLError, RunFailed, StoreBusy, UsageError
 from agentrl.ports import free_port
 from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint, where_it_stands
@@ -25,6 +26,8 @@ from agentrl.runtime.models import given_model_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import Child, RestartBudget
 from agentrl.store import RunStore
+
+_LAST_WORD_S = 2.0  # for which the end of a run waits for the store's lock
 
 _PINNED = {
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -111,7 +114,9 @@ class Crew:
     async def stop(self) -> None:
         """End every child, engines last, so that nobody sees a dead engine as a failure."""
         self._closing = True
-        self.store.set_meta("phase", "stop")
+        self.store.hurry(_LAST_WORD_S)
+        with suppress(StoreBusy):  # it ends them below as well
+            self.store.set_meta("phase", "stop")
         for group in ([c for c in self._children if not c.name.startswith("engine")], self._children):
             with trio.CancelScope(shield=True):
                 async with trio.open_nursery() as nursery:

@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import trio
 
 from agentrl.config import RunConfig
-from agentrl.errors import AgentRLError, RunFailed
+from agentrl.errors import RunFailed, matters
 from agentrl.records import GroupState
 from agentrl.runtime import evaluation
 from agentrl.runtime.checkpoints import StartPoint, start_point
@@ -208,18 +207,4 @@ def run_to_end(
     try:
         trio.run(main)
     except BaseExceptionGroup as group:
-        raise _first(group) from None
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The leaf that matters: an error of ours before anything else."""
-    leaves = list(_leaves(group))
-    return next((leaf for leaf in leaves if isinstance(leaf, AgentRLError)), leaves[0])
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(cast("BaseExceptionGroup[BaseException]", error))
-        else:
-            yield error
+        raise matters(group) from None

@@ -84,6 +84,10 @@ class RunStore(Groups, Leases, Journal, Buffer, Lineage, Metrics, Readers):
             raise
         return cls(db)
 
+    def hurry(self, busy_s: float) -> None:
+        """From now on wait no longer than `busy_s` seconds for another process's write lock."""
+        self._db.hurry(busy_s)
+
     def close(self) -> None:
         """Close this process's handle; no call may follow."""
         self._db.close()

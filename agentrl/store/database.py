@@ -2,27 +2,37 @@
 
 Owns the SQLite connection of one process; never knows a table. Every write is a transaction that takes the write lock
 at its start (BEGIN IMMEDIATE), so a process that is killed leaves either all of it or nothing, and two processes never
-deadlock halfway. Every sqlite3 error leaves here as a `StoreError` of one line.
+deadlock halfway. Every sqlite3 error, and every row that cannot be read, leaves here as a `StoreError` of one line.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
+import struct
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from agentrl.errors import DiskFull, StoreError, UsageError
+import zstandard
+
+from agentrl.errors import DiskFull, StoreBusy, StoreDamaged, StoreError, UsageError
 from agentrl.store import schema
 
-BUSY_S = 30.0
-"""How long a write waits for another process's write lock before it fails, seconds. Writes take well under a
-millisecond; only a stopped process holds the lock for longer."""
+BUSY_S = 120.0
+"""How long a write waits for another process's write lock before it fails, seconds. Our own writes take well under a
+millisecond; a backup, or somebody's shell, may hold the lock for longer, and the run waits for it."""
+
+_WRITE_LOCK = 120
+"""The byte of the file `-shm` that SQLite locks to write (WAL_WRITE_LOCK in its sources)."""
 
 _FULL_BELOW_BYTES = 1 << 20
+_HEADER_BYTES = 100  # of any SQLite file
+
+_UNREADABLE = (zstandard.ZstdError, struct.error, json.JSONDecodeError, UnicodeDecodeError)
 
 Row = tuple[Any, ...]
 
@@ -37,12 +47,15 @@ class Database:
         self.clock = clock
         self._connection = connection
         self._lock = threading.RLock()
+        self._busy_s = BUSY_S
 
     @classmethod
     def connect(cls, path: Path, *, clock: Callable[[], float], create: bool) -> Self:
         """Open the file, or make it if `create`. UsageError: there is none. StoreError: it is no database."""
         if not create and not path.is_file():
             raise UsageError(f"{path} holds no run: there is no such file")
+        if not create and path.stat().st_size < _HEADER_BYTES and Path(f"{path}-wal").exists():
+            raise _damaged(path, ValueError("the file is empty"))  # SQLite would begin it anew, and wait for its users
         try:
             connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
             connection.execute("PRAGMA journal_mode = WAL")
@@ -51,6 +64,12 @@ class Database:
         except sqlite3.Error as error:
             raise named(error, path) from error
         return cls(path, connection, clock)
+
+    def hurry(self, busy_s: float) -> None:
+        """From now on wait no longer than `busy_s` for another process's write lock."""
+        self._busy_s = busy_s
+        with self._lock:
+            self._connection.execute(f"PRAGMA busy_timeout = {int(1000 * busy_s)}")
 
     def close(self) -> None:
         """Close the connection; the last one to close folds the write-ahead log into the file."""
@@ -96,7 +115,9 @@ class Database:
                 yield
                 self._connection.execute("COMMIT")
             except sqlite3.Error as error:
-                raise named(error, self.path) from error
+                raise named(error, self.path, self._busy_s) from error
+            except _UNREADABLE as error:
+                raise _damaged(self.path, error) from error
             except UnicodeEncodeError as error:
                 raise StoreError(f"{self.path}: a name or text cannot be written as UTF-8: {error}") from error
             finally:
@@ -115,7 +136,9 @@ class Database:
                 self._connection.execute("BEGIN")
                 yield
             except sqlite3.Error as error:
-                raise named(error, self.path) from error
+                raise named(error, self.path, self._busy_s) from error
+            except _UNREADABLE as error:
+                raise _damaged(self.path, error) from error
             finally:
                 self._roll_back()
 
@@ -149,20 +172,63 @@ class Part:
         self._db = db
 
 
-def named(error: sqlite3.Error, path: Path) -> StoreError:
-    """What an sqlite3 error means, in one line."""
+def named(error: sqlite3.Error, path: Path, busy_s: float | None = None) -> StoreError:
+    """What an sqlite3 error means, in one line. `busy_s` is how long the write lock was waited for."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and _free_bytes(path) < _FULL_BELOW_BYTES):
         return DiskFull(f"{path}: no space left for the run store: free some; what was journaled is kept")
     if code == sqlite3.SQLITE_BUSY:
-        return StoreError(f"{path}: another process held the write lock for over {BUSY_S:g} s")
+        return _busy(path, BUSY_S if busy_s is None else busy_s)
     if code == sqlite3.SQLITE_CANTOPEN:
         return StoreError(f"{path}: cannot be opened: see that the folder exists and may be written")
     if code == sqlite3.SQLITE_READONLY:
         return StoreError(f"{path}: may not be written")
-    if code == sqlite3.SQLITE_NOTADB:
-        return StoreError(f"{path}: is not a run store")
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or not code:  # 0: text that is not UTF-8
+        return _damaged(path, error)
     return StoreError(f"{path}: {error}")
+
+
+def _damaged(path: Path, error: Exception) -> StoreDamaged:
+    what = "is not a run store, or is damaged" if "not a database" in str(error) else f"is damaged ({error})"
+    mend = f"put a copy of it in its place and go on with agentrl train --resume {path.parent}; without one, begin a"
+    return StoreDamaged(f"{path}: {what}: {mend} new run with the newest folder of {path.parent}/checkpoints as model")
+
+
+def _busy(path: Path, busy_s: float) -> StoreBusy:
+    pid = _lock_holder(path)
+    who, mend = "another process", f"find it with lsof {path} and end it"
+    if pid is not None:
+        who, mend = f"process {pid} ({_command(pid)})", f"end it with kill -9 {pid}"
+    go_on = f"{mend}; then go on with agentrl train --resume {path.parent}"
+    return StoreBusy(f"{path}: {who} has held the write lock for over {busy_s:g} s: {go_on}")
+
+
+def _lock_holder(path: Path) -> int | None:
+    """The process that holds the write lock, None if the system does not say. Never opens the file: closing it again
+    would give up this process's own locks."""
+    try:
+        inode = Path(f"{path}-shm").stat().st_ino
+        locks = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    for line in locks:
+        match line.split():  # 5: POSIX ADVISORY WRITE 4711 00:2f:1234 120 120
+            case [_, "POSIX", _, "WRITE", pid, device, first, last] if device.split(":")[-1] == str(inode):
+                if int(first) <= _WRITE_LOCK and (last == "EOF" or int(last) >= _WRITE_LOCK) and int(pid) > 0:
+                    return int(pid)
+            case _:
+                pass
+    return None
+
+
+def _command(pid: int) -> str:
+    """What a process runs, as far as one line takes."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return "gone by now"
+    line = " ".join(" ".join(words).split())
+    return "".join(c for c in line if c.isprintable())[:80] or "no command line"
 
 
 def _free_bytes(path: Path) -> int:

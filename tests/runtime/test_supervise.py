@@ -63,18 +63,24 @@ async def test_a_child_that_will_not_end_is_killed(tmp_path: Path, monkeypatch: 
         ("UsageError('bad thing: mend it')", 2, "part: bad thing: mend it"),
         ("RunFailed('went wrong')", ENDS_THE_RUN, "part: went wrong"),
         ("ZeroDivisionError('two\\nlines')", 1, "part: ZeroDivisionError: two lines"),
+        ("ExceptionGroup('nursery', [ExceptionGroup('inner', [StoreError('not here')])])", 1, "part: not here"),
+        ("ExceptionGroup('nursery', [ZeroDivisionError('1 / 0')])", 1, "part: ZeroDivisionError: 1 / 0"),
+        ("ExceptionGroup('n', [KeyError('k'), StoreError('s'), RunFailed('r')])", ENDS_THE_RUN, "part: r"),
+        ("ExceptionGroup('n', [RunFailed('r'), UsageError('bad thing: mend it')])", 2, "part: bad thing: mend it"),
+        ("BaseExceptionGroup('n', [SystemExit(0)])", 0, None),
     ],
 )
-async def test_a_failing_child_leaves_one_line(tmp_path: Path, raised: str, status: int, line: str) -> None:
+async def test_a_failing_child_leaves_one_line(tmp_path: Path, raised: str, status: int, line: str | None) -> None:
     code = (
-        "import sys\nfrom agentrl.errors import UsageError, RunFailed\nfrom agentrl.runtime.child import run_role\n"
+        "import sys\nfrom agentrl.errors import RunFailed, StoreError, UsageError\n"
+        "from agentrl.runtime.child import run_role\n"
         f"def main(): raise {raised}\nsys.exit(run_role('part', main))"
     )
     one = child(tmp_path, code)
     one.start()
     with trio.fail_after(DEADLINE_S):
         assert await one.wait() == status
-    assert one.failure(status) == line
+    assert not one.error_path.exists() if line is None else one.failure(status) == line
 
 
 async def test_a_signal_is_named_where_no_line_was_left(tmp_path: Path) -> None:

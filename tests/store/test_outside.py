@@ -1,0 +1,134 @@
+"""What others do to the file of a live run: hold its lock, damage it. One clear line each, and nothing lost."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import StoreBusy, StoreDamaged, StoreError
+from agentrl.runtime.child import ENDS_THE_RUN, run_role
+from agentrl.store import RunStore, database
+
+from .play import admit, play_all, serve
+
+HOLD = """
+import sqlite3, sys
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+connection.execute("BEGIN IMMEDIATE")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def held(path: Path) -> Iterator[int]:
+    """Another process holds the write lock; its process id."""
+    argv = [sys.executable, "-c", HOLD, str(path)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"held\n"
+            yield holder.pid
+        finally:
+            holder.kill()
+
+
+def test_a_write_waits_for_minutes_while_another_process_holds_the_lock(store: RunStore) -> None:
+    """Forty seconds, as a backup may take, must end nothing; reading waits for nobody."""
+    (busy_ms,) = store._db.row("PRAGMA busy_timeout") or (0,)  # pyright: ignore[reportPrivateUsage]
+    assert 60_000 <= busy_ms <= 300_000
+    assert busy_ms == 1000 * database.BUSY_S
+    with held(store.path):
+        assert store.meta("config") is not None
+
+
+def test_law_4_a_lock_that_is_never_given_back_ends_in_one_line_that_names_its_holder(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RunStore.create(path, "{}").close()
+    monkeypatch.setattr(database, "BUSY_S", 0.2)
+    with RunStore.open(path) as store, held(path) as pid:
+        with pytest.raises(StoreBusy) as refused:
+            store.set_meta("phase", "train")
+        line = str(refused.value)
+        assert "\n" not in line
+        assert line.startswith(f"{path}: process {pid} (")
+        assert "has held the write lock for over 0.2 s" in line
+        assert f"kill -9 {pid}" in line
+        assert f"agentrl train --resume {path.parent}" in line
+        subprocess.run(line[line.index("kill -9") : line.index(f"{pid};") + len(str(pid))].split(), check=True)
+        store.set_meta("phase", "train")  # what it said to type was typed
+        assert store.meta("phase") == "train"
+
+
+def test_who_is_in_a_hurry_waits_no_longer(store: RunStore) -> None:
+    store.hurry(0.1)
+    with held(store.path), pytest.raises(StoreBusy, match=r"for over 0\.1 s"):
+        store.set_meta("phase", "stop")
+
+
+def damage(path: Path, how: str) -> None:
+    size = path.stat().st_size
+    left = {"half": size // 2, "tenth": size // 10, "a byte": 1, "nothing": 0}
+    if how in left:
+        os.truncate(path, left[how])
+    else:
+        with path.open("r+b") as file:
+            file.seek({"head": 0, "middle": size // 4}[how])
+            file.write(os.urandom(size // 2))
+
+
+@pytest.mark.parametrize("how", ["half", "tenth", "a byte", "nothing", "head", "middle"])
+def test_a_damaged_file_ends_in_one_line_that_names_it_and_says_what_to_do(
+    store: RunStore, path: Path, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever opens it next, as a worker that is started again does; the damage came while the run was live."""
+    for _ in range(10):
+        admit(store, limit=4, max_lag=99)
+        play_all(store)
+    store._db._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # pyright: ignore[reportPrivateUsage]
+    damage(path, how)
+
+    def use() -> None:
+        with RunStore.open(path) as again:
+            list(again.trajectories("train"))
+            again.take(1, 40, max_lag=9)
+
+    monkeypatch.setenv("AGENTRL_ERROR_FILE", str(tmp_path / "error"))
+    assert run_role("worker", use) == ENDS_THE_RUN
+    (line,) = (tmp_path / "error").read_text().splitlines()
+    assert line.startswith(f"{path}: ")
+    assert "put a copy" in line
+    assert f"agentrl train --resume {path.parent}" in line
+    assert str(path.parent / "checkpoints") in line
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE tokens SET data = x'00112233' WHERE turn_id = 1",
+        "UPDATE turns SET spans = '[[1,' WHERE id = 1",
+        "UPDATE steps SET observation = CAST(x'5bff' AS TEXT) WHERE turn_id = 1",
+    ],
+)
+def test_a_row_that_cannot_be_read_is_damage_too(store: RunStore, path: Path, statement: str) -> None:
+    """SQLite keeps no checksums: a page of the right shape may hold anything."""
+    admit(store, limit=1)
+    play_all(store)
+    connection = sqlite3.connect(path)
+    connection.execute(statement)
+    connection.commit()
+    connection.close()
+    with pytest.raises(StoreDamaged, match="is damaged") as refused:
+        list(store.trajectories("train"))
+    assert "\n" not in str(refused.value)
+    with pytest.raises(StoreError):
+        store.take(1, 1, max_lag=9)
+    serve(store, 1)  # the rest of it can still be written
