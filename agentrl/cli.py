@@ -247,6 +247,41 @@ def validate(
         raise SystemExit(1)
 
 
+@app.command("list")
+def list_ids(
+    kind: Annotated[
+        Literal["environments", "tools", "sandboxes", "models"] | None, typer.Argument(help="Only of this kind")
+    ] = None,
+) -> None:
+    """Say which environments, tools, sandboxes and models are installed."""
+    from agentrl.runtime.catalogue import KINDS, entries
+
+    table = Table("kind", "id", "what it is")
+    for each in KINDS if kind is None else (kind,):
+        for entry in entries(each):
+            table.add_row(each, escape(entry.id), escape(entry.summary))
+    _console().print(table)
+
+
+@app.command()
+def show(
+    id: Annotated[str, typer.Argument(help="An id that agentrl list shows, or module:Class, or file.py:Class")],
+) -> None:
+    """Say what an id stands for and which arguments it takes."""
+    from agentrl.runtime.catalogue import find
+
+    entry = find(id)
+    console = _console()
+    console.print(f"{entry.id}  ({entry.kind}, {entry.target})\n\n{entry.text}\n", markup=False, highlight=False)
+    table = Table("argument", "kind", "default")
+    for argument in entry.arguments:
+        table.add_row(*map(escape, (argument.name, argument.kind, argument.default or "required")))
+    if entry.open:
+        table.add_row("…", "", "and whatever it passes on")
+    if table.row_count:
+        console.print(table)
+
+
 @app.command()
 def doctor() -> None:
     """Say what this machine has and what to do about what is missing."""

@@ -48,8 +48,13 @@ def resolve(kind: Kind, id: str) -> Callable[..., Any]:
     if ":" in id:
         return load_reference(id)
     known = ids(kind)
-    near = difflib.get_close_matches(id, known, n=3) or known
+    near = nearest(id, known) or known
     raise UnknownIdError(f"no {kind} id {id!r} is registered; known: {', '.join(near) or 'none'}")
+
+
+def nearest(id: str, known: list[str]) -> list[str]:
+    """The few of `known` that `id` may have been meant for."""
+    return difflib.get_close_matches(id, known, n=3)
 
 
 @functools.cache

@@ -40,7 +40,8 @@ _REAP_S = 10.0
 
 
 class Bubblewrap:
-    """Backend `bubblewrap`. `image` of a spec is a folder with a root file system; None is the host's /usr.
+    """Boxes of bubblewrap on this machine, closed by default. `image` of a spec is a folder with a root file
+    system; None is the host's /usr.
 
     `readonly` maps further host paths to paths in every box. `control_groups`: None uses them where they can be made,
     True insists on them, False never does."""

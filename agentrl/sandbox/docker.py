@@ -68,8 +68,9 @@ sys.exit(len(found) > 0)
 
 
 class Docker:
-    """Backend `docker`. `image` is the default of specs that name none; it must be present on the engine and hold `sh`
-    and coreutils. `base_url` is the engine's address (`unix://...`, `tcp://...`), by default the environment's."""
+    """Boxes of a Docker engine, closed by default. `image` is the default of specs that name none; it must be
+    present on the engine and hold `sh` and coreutils. `base_url` is the engine's address (`unix://...`,
+    `tcp://...`), by default the environment's."""
 
     name = "docker"
 

@@ -23,7 +23,8 @@ _WARNING = (
 
 
 class LocalUnsafe(ProcessBackend):
-    """Backend `local-unsafe`. Warns once a process. Of a spec, `image` must be None and `network` is always open."""
+    """Commands run on this machine with no wall around them; warns once a process. Of a spec, `image` must be None
+    and `network` is always open."""
 
     name = "local-unsafe"
     _warned = False

@@ -1,0 +1,103 @@
+"""What installed packages offer under an id, read from its class: for `agentrl list` and `agentrl show`.
+
+Nothing is made of it: a class is imported and its documentation read.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from agentrl import registry
+from agentrl.errors import UnknownIdError, UsageError
+
+KINDS: tuple[registry.Kind, ...] = get_args(registry.Kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of a constructor; `default` is what it is without being given, None where it has to be given."""
+
+    name: str
+    kind: str
+    default: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is behind an id. `text` is its whole documentation; `open` says whether it takes further arguments."""
+
+    kind: registry.Kind
+    id: str
+    target: str
+    text: str
+    arguments: tuple[Argument, ...]
+    open: bool = False
+
+    @property
+    def summary(self) -> str:
+        """The first sentence that says more than the id."""
+        text = re.sub(rf"^`{re.escape(self.id)}`[.:] *", "", " ".join(self.text.split()))
+        return text.partition(". ")[0].rstrip(".")
+
+
+def entries(kind: registry.Kind) -> list[Entry]:
+    """All of a kind, by id."""
+    return [_entry(kind, id) for id in registry.ids(kind)]
+
+
+def find(id: str) -> Entry:
+    """What an id stands for, whichever its kind; also a reference `module:Class` or `file.py:Class`. Raises
+    UnknownIdError naming the nearest known ones."""
+    for kind in KINDS:
+        if id in registry.ids(kind):
+            return _entry(kind, id)
+    if ":" in id:
+        return _entry("environments", id)
+    known = ", ".join(near) if (near := registry.nearest(id, [i for kind in KINDS for i in registry.ids(kind)])) else ""
+    raise UnknownIdError(f"nothing is registered as {id!r}; " + (f"near: {known}" if known else "see agentrl list"))
+
+
+def _entry(kind: registry.Kind, id: str) -> Entry:
+    try:
+        maker: Any = registry.resolve(kind, id)
+    except UsageError as error:
+        return Entry(kind, id, "", f"cannot be imported: {error}", ())
+    target = f"{maker.__module__}:{maker.__qualname__}"
+    parameters = list(_parameters(maker))
+    plain = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    return Entry(
+        kind,
+        id,
+        target,
+        inspect.getdoc(maker) or "",
+        tuple(Argument(p.name, _annotation(p), None if p.default is p.empty else repr(p.default)) for p in plain),
+        open=len(plain) < len(parameters),
+    )
+
+
+def _parameters(maker: Any) -> list[inspect.Parameter]:
+    """Those of the constructor; arguments that it passes on are followed to the class that takes them."""
+    found: dict[str, inspect.Parameter] = {}
+    classes: tuple[type, ...] = maker.__mro__ if inspect.isclass(maker) else ()
+    constructors: list[Any] = [c.__dict__["__init__"] for c in classes if c is not object and "__init__" in c.__dict__]
+    for function in constructors if classes else [maker]:
+        parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+        inherited = bool(found)  # what a base class needs, the class itself gives it
+        found |= {p.name: p for p in parameters if p.name not in found and not (inherited and p.default is p.empty)}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+        found = {name: p for name, p in found.items() if p.kind is not p.VAR_KEYWORD}
+    return list(found.values())
+
+
+def _annotation(parameter: inspect.Parameter) -> str:
+    if parameter.annotation is parameter.empty:
+        return ""
+    return (
+        parameter.annotation
+        if isinstance(parameter.annotation, str)
+        else inspect.formatannotation(parameter.annotation)
+    )
