@@ -149,7 +149,8 @@ def check_toml(block: Block) -> list[str]:
         if block.note == "pyproject":
             groups = document["project"]["entry-points"].keys()
             return [f"{block}: no entry-point group {group}" for group in groups - ENTRY_POINT_GROUPS]
-        config.parse({"model": "agentrl/tiny-coder", "env": {"id": "any"}, **document})
+        named = {} if "tasks" in document else {"env": {"id": "any"}}
+        config.parse({"model": "agentrl/tiny-coder", **named, **document})
     except (tomllib.TOMLDecodeError, ConfigError) as error:
         return [f"{block}: {error}"]
     return []

@@ -16,9 +16,9 @@ Show = Callable[[str, Any, Mapping[str, Any]], str]
 
 
 class PettingZoo(RolesEnv):
-    """`agentrl/PettingZoo-v0`. `env` is an AEC environment, a factory, or its reference
-    (`"pettingzoo.classic.tictactoe_v3:env"`), made with `kwargs`. Roles are its agents; all need Discrete actions,
-    which `actions` may name.
+    """`agentrl/PettingZoo-v0`. A turn-by-turn environment of PettingZoo. `env` is an AEC environment, a factory, or
+    its reference (`"pettingzoo.classic.tictactoe_v3:env"`), made with `kwargs`. Roles are its agents; all need
+    Discrete actions, which `actions` may name.
 
     A role writes the name of its action alone, or at the end as `action: NAME`. Where the environment gives an action
     mask, the legal actions are listed and others refused. `show(role, observation, info)` makes the text; the default

@@ -14,8 +14,9 @@ from agentrl.records import Json
 
 
 class ReasoningGym(ToolEnv):
-    """`agentrl/ReasoningGym-v0`. `task` names a data set of reasoning-gym (`leg_counting`, `basic_arithmetic`, …),
-    `config` its settings. Every seed is a question of its own; the outcome is the data set's own score from 0 to 1.
+    """`agentrl/ReasoningGym-v0`. Questions of reasoning-gym. `task` names a data set of reasoning-gym
+    (`leg_counting`, `basic_arithmetic`, …), `config` its settings. Every seed is a question of its own; the outcome
+    is the data set's own score from 0 to 1.
 
     The model answers within `<answer>…</answer>`; an answer without the tags costs a turn."""
 

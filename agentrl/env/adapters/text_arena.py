@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 
 class TextArena(RolesEnv):
-    """`agentrl/TextArena-v0`. `game` is a TextArena id (`TicTacToe-v0`, `Wordle-v0`, …), `players` how many sit down.
+    """`agentrl/TextArena-v0`. A game of TextArena. `game` is a TextArena id (`TicTacToe-v0`, `Wordle-v0`, …),
+    `players` how many sit down.
 
     Roles are `player_0`, `player_1`, …; each sees what the game and the others said since its own last turn. Outcomes
     are TextArena's rewards. Its games draw from Python's and numpy's global generators: their states are exchanged

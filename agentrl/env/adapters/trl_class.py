@@ -20,8 +20,8 @@ from agentrl.records import Json, Message
 
 
 class TrlEnv(ToolEnv):
-    """`agentrl/TRL-v0`. `env` is the class (or a factory), or its reference `module:Class`; `prompt` the opening
-    where the row has no `prompt` of its own.
+    """`agentrl/TRL-v0`. A class written for TRL, unchanged. `env` is the class (or a factory), or its reference
+    `module:Class`; `prompt` the opening where the row has no `prompt` of its own.
 
     Blocking methods run in a thread. Rows come from the reset options. Such an environment does not promise replay."""
 

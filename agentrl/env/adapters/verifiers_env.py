@@ -7,8 +7,10 @@ over HTTP like any other. They need `uv` on the PATH, with which verifiers sets 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import itertools
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 from agentrl.env.core import as_messages
@@ -18,10 +20,12 @@ from agentrl.env.tool_env import Grade
 from agentrl.errors import EnvError, UsageError
 from agentrl.records import Json
 
+_COUNTED: dict[tuple[str, str, str, int], int] = {}  # tasks that a set was found to have, up to those asked for
+
 
 class Verifiers(ProgramEnv):
-    """`agentrl/Verifiers-v0`. `taskset` is the id of an installed taskset, `env` that of an environment to pair it
-    with (default: the taskset's own, else the single-agent one).
+    """`agentrl/Verifiers-v0`. An environment of verifiers (v1), unchanged. `taskset` is the id of an installed
+    taskset, `env` that of an environment to pair it with (default: the taskset's own, else the single-agent one).
 
     Task `index` of the options is played, else one drawn below `tasks`. `harness` and `runtime` are those of every
     agent that the environment declares; `config` overrides any part of verifiers' own configuration. All agents are
@@ -44,9 +48,15 @@ class Verifiers(ProgramEnv):
         try:
             self._config = self._resolved(taskset, env, harness, runtime, config or {})
         except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
-            raise UsageError(f"verifiers makes no environment of {taskset!r}: {error}") from error
+            raise UsageError(f"verifiers makes no environment of {taskset!r}: {error}{_hint(taskset)}") from error
         if tasks < 1:
             raise UsageError(f"tasks = {tasks}: give 1 or more")
+        known = (taskset, env, repr(config), tasks)
+        if known not in _COUNTED:  # once a process, for a set may take long to load; in a thread, for it may block
+            with ThreadPoolExecutor(1) as thread:
+                _COUNTED[known] = thread.submit(self._count, tasks).result()
+        if _COUNTED[known] < tasks:
+            raise UsageError(f"tasks = {tasks}: the taskset {taskset!r} has {_COUNTED[known]}: give as many or fewer")
         self._tasks = tasks
         super().__init__(self._play, **settings)
 
@@ -66,6 +76,10 @@ class Verifiers(ProgramEnv):
         seats = {role: {"harness": {"id": harness}, "runtime": {"type": runtime}} for role in roles}
         whole = {"id": env, "taskset": {"id": taskset}, "interception": {"type": "server"}, **seats}
         return self._loaders.resolve_env_config(_merged(whole, more))
+
+    def _count(self, at_most: int) -> int:
+        taskset = self._loaders.load_environment(self._config).taskset
+        return sum(1 for _ in itertools.islice(taskset, at_most))
 
     def _play(self, session: Session) -> Any:
         return asyncio.run(self._episode(session))
@@ -135,6 +149,16 @@ def export(make: Callable[[], Any], *, size: int = 1_000_000) -> tuple[type, typ
             interaction.trace.record_reward("process", total, 1.0)
 
     return Tasks, Game
+
+
+def _hint(taskset: str) -> str:
+    """What to do about a module that is an environment of verifiers' old kind."""
+    try:
+        old = callable(getattr(importlib.import_module(taskset.replace("-", "_")), "load_environment", None))
+    except Exception:  # its author's own code ran
+        old = False
+    how = "make it a taskset of v1, or run its program through agentrl/Program-v0"
+    return f" (it has a load_environment, as verifiers v0 had: v1 has no such environments; {how})" if old else ""
 
 
 def _task_at(taskset: Any, index: int) -> Any:

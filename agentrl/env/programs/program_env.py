@@ -27,8 +27,9 @@ from agentrl.records import Json, Message, Messages, StopReason
 
 
 class ProgramEnv(Env):
-    """`agentrl/Program-v0`. `program` is a function of a `Session`, its reference `module:function`, or a command
-    (a list of texts); it finds the model by the session or by the usual variables (`OPENAI_BASE_URL`, …).
+    """`agentrl/Program-v0`. An agent program that speaks to a model over HTTP. `program` is a function of a
+    `Session`, its reference `module:function`, or a command (a list of texts); it finds the model by the session or
+    by the usual variables (`OPENAI_BASE_URL`, …).
 
     It may speak OpenAI's chat completions or responses, or Anthropic's messages, streamed or whole. Sampling settings
     that it asks for are the run's business and are ignored, save stop texts. The outcome is what `grade` says; by

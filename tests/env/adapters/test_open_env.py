@@ -1,11 +1,10 @@
 """Real OpenEnv servers played through the adapter, and an environment of ours served to OpenEnv's own client."""
 
-import contextlib
 import socket
-import threading
 
 import gymnasium
 import pytest
+from serving import serving
 
 import agentrl
 from agentrl.env.adapters.open_env import OpenEnv, serve
@@ -19,25 +18,6 @@ HERMES = get_format("hermes")
 
 def said(name, /, **arguments):
     return HERMES.write(ToolCall(name, arguments))
-
-
-@contextlib.contextmanager
-def serving(app):
-    """The address of `app`, served by uvicorn in a thread until the end of the block."""
-    import uvicorn
-
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(60)
-            assert not thread.is_alive()
 
 
 def counter_app():

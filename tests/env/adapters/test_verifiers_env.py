@@ -55,3 +55,12 @@ def test_what_it_cannot_make_is_named():
         Verifiers("no_such_taskset")
     with pytest.raises(UsageError, match="tasks = 0"):
         Verifiers("vf_sums", tasks=0)
+    with pytest.raises(UsageError, match="tasks = 100: the taskset 'vf_sums' has 6: give as many or fewer"):
+        Verifiers("vf_sums")
+
+
+def test_an_environment_of_the_old_kind_is_told_what_it_is(tmp_path, monkeypatch):
+    (tmp_path / "vf_of_old.py").write_text("def load_environment(**kwargs): return None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UsageError, match=r"as verifiers v0 had: v1 has no such environments; make it a taskset of v1"):
+        Verifiers("vf_of_old")
