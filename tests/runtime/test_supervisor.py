@@ -16,6 +16,7 @@ from agentrl.engine.fleet import Fleet
 from agentrl.errors import RunFailed
 from agentrl.records import StopReason, WeightVersion
 from agentrl.runtime.checkpoints import StartPoint
+from agentrl.runtime.models import model_dir
 from agentrl.runtime.pipeline import Supervisor
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.worker import report
@@ -49,7 +50,7 @@ def supervisor(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
         run = RunDir.create(tmp_path / "run", parse(document))
         store = RunStore.open(run.store_path)
         serve(store, 0)
-        start = StartPoint(model=tmp_path, checkpoint=None, version=WeightVersion(version=1, step=0))
+        start = StartPoint(model=model_dir("agentrl/tiny-coder"), checkpoint=None, version=WeightVersion(version=1, step=0))
         crew: Any = NoChildren()
         telemetry = Telemetry(store, run.metrics, "supervisor")
         opened.append(Supervisor(run, run.config(), store, telemetry, crew, start, lambda _: None))
