@@ -1,7 +1,11 @@
 """LoRA (Hu et al., 2021): a small trained adapter over frozen weights, in the format of PEFT.
 
-Owns how an adapter is put into a model, written, read back, and merged into the weights below. Never knows what the
-adapter is trained for, nor which version it becomes. `peft` is imported only when there is an adapter to train.
+Owns how an adapter is put into a model, switched off, written, read back, and merged into the weights below. Never
+knows what the adapter is trained for, nor which version it becomes. `peft` is imported only when there is an adapter.
+
+Each expert of a mixture has matrices A and B of its own, of the rank asked for. PEFT keeps those of a layer side by
+side; a file names them by expert where the model's folder does, as engines and PEFT read them. Where the model keeps
+an expert's gate and up as one matrix, they share its A.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -9,36 +13,48 @@ adapter is trained for, nor which version it becomes. `peft` is imported only wh
 
 from __future__ import annotations
 
+import copy
 import shutil
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from agentrl.config import Train
 from agentrl.errors import ModelError
+from agentrl.train.targets import choose, pieces
 
 WEIGHTS = "adapter_model.safetensors"
+_NAME = "default"  # PEFT's for an adapter that got none
 _PREFIX = "base_model.model."  # PEFT's names are those of a model that it has wrapped
 
 
 def inject(module: Any, train: Train, folder: Path) -> None:
     """Put a fresh adapter into a transformers model and freeze the rest. It starts as nothing: B is 0.
 
-    Raises ModelError if `train.lora_targets` names no layer of the model."""
+    Raises ModelError if the model lacks a layer that `train.lora_targets` names."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = train.lora_targets or "all-linear"
-    alpha = train.lora_alpha or 2 * train.lora_rank
-    config = LoraConfig(r=train.lora_rank, lora_alpha=alpha, target_modules=targets, bias="none")
     try:
-        inject_adapter_in_model(config, module)
+        parts = choose(module, train.lora_targets)
     except ValueError as error:
-        reason = str(error).partition(". ")[0]
-        raise ModelError(f"cannot put an adapter into {str(folder)!r} (train.lora_targets): {reason}") from error
+        raise ModelError(f"cannot put an adapter into {str(folder)!r} (train.lora_targets): {error}") from error
+    config = LoraConfig(
+        r=train.lora_rank,
+        lora_alpha=train.lora_alpha or 2 * train.lora_rank,
+        target_modules=[f"model.{part.name}" for part in parts if not part.parameter],
+        target_parameters=[f"model.{part.name}.{part.parameter}" for part in parts if part.parameter],
+        bias="none",
+    )
+    shell = nn.Module()  # hides the architecture: PEFT would put targets and ranks of its own in the place of ours
+    shell.add_module("model", module)
+    inject_adapter_in_model(config, shell)
+    module.peft_config = shell.peft_config
 
 
 def has_adapter(module: Any) -> bool:
@@ -46,56 +62,117 @@ def has_adapter(module: Any) -> bool:
     return hasattr(module, "peft_config")
 
 
+@contextmanager
+def switched_off(module: Any) -> Generator[None]:
+    """Inside, the model computes with the weights below its adapter alone."""
+    layers = [layer for _, layer in _layers(module)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
 def merged(module: Any) -> dict[str, Tensor]:
     """The state of a model as if its adapter, if it has one, had been added to the weights below."""
-    state = {
-        name.replace(".base_layer.", "."): tensor.detach()
-        for name, tensor in module.state_dict().items()
-        if ".lora_" not in name
-    }
+    state = {_below(name): tensor.detach() for name, tensor in module.state_dict().items() if ".lora_" not in name}
     if has_adapter(module):
-        from peft.tuners.lora import LoraLayer
-
-        for name, layer in module.named_modules():
-            if isinstance(layer, LoraLayer):
-                for adapter in layer.active_adapters:
-                    state[f"{name}.weight"] = state[f"{name}.weight"] + _delta(layer, adapter)
+        for name, layer in _layers(module):
+            key = f"{_below(name)}.{_parameter(layer)}"
+            state[key] = state[key] + _delta(layer)
     return state
-
-
-@torch.no_grad()
-def _delta(layer: Any, adapter: str) -> Tensor:
-    return layer.get_delta_weight(adapter)
 
 
 def save(module: Any, folder: Path) -> Path:
     """Write the adapter to `folder`, whole or not at all, for PEFT or an engine to load."""
-    from peft import get_peft_model_state_dict
-
-    tensors = {
-        _PREFIX + name: tensor.detach().to("cpu").contiguous()
-        for name, tensor in get_peft_model_state_dict(module).items()
-    }
+    views = _views(module)
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
+    tensors = {_PREFIX + name: tensor.to("cpu", copy=True).contiguous() for name, tensor in views.items()}
     save_file(tensors, draft / WEIGHTS, metadata={"format": "pt"})
-    (config,) = module.peft_config.values()
-    config.save_pretrained(draft)
+    _description(module, views).save_pretrained(draft)
     return draft.rename(folder)
 
 
+@torch.no_grad()
 def load(module: Any, folder: Path) -> None:
     """Take a written adapter into a model that has one of the same shape. Raises ModelError otherwise."""
-    from peft import set_peft_model_state_dict
-
     try:
-        tensors = load_file(folder / WEIGHTS)
-        found = set_peft_model_state_dict(module, {name.removeprefix(_PREFIX): t for name, t in tensors.items()})
-    except (OSError, SafetensorError, RuntimeError) as error:
+        tensors = {name.removeprefix(_PREFIX): t for name, t in load_file(folder / WEIGHTS).items()}
+    except (OSError, SafetensorError) as error:
         reason = next(iter(str(error).splitlines()))
         raise ModelError(f"cannot load the adapter in {str(folder)!r}: {reason}") from error
-    lacking = [name for name in found.missing_keys if ".lora_" in name]
-    if lacking or found.unexpected_keys:
-        first = next(iter([*lacking, *found.unexpected_keys]))
-        raise ModelError(f"the adapter in {str(folder)!r} is of another shape: {first} (train.lora_rank, lora_targets)")
+    views = _views(module)
+    for name in sorted(views.keys() | tensors.keys()):
+        if name not in views or name not in tensors or views[name].shape != tensors[name].shape:
+            raise ModelError(
+                f"the adapter in {str(folder)!r} is of another shape: {name} (train.lora_rank, lora_targets)"
+            )
+    for name, view in views.items():
+        view.copy_(tensors[name])
+    for name, view in views.items():
+        if not torch.equal(view.cpu(), tensors[name].to(view.dtype)):  # written over by another one
+            shared = "the model has one A for this and another part of an expert, the file two"
+            raise ModelError(f"the adapter in {str(folder)!r} does not fit, {name}: {shared}")
+
+
+def _layers(module: Any) -> Iterator[tuple[str, Any]]:
+    """The adapted layers. One that adapts another parameter of the same module lies around it, as `base_layer`."""
+    from peft.tuners.lora import LoraLayer
+
+    return ((name, layer) for name, layer in module.named_modules() if isinstance(layer, LoraLayer))
+
+
+def _below(name: str) -> str:
+    """A name without the layers that PEFT put in between."""
+    return ".".join(word for word in name.split(".") if word != "base_layer")
+
+
+def _parameter(layer: Any) -> str:
+    """What of its module a layer adapts."""
+    return getattr(layer, "parameter_name", "weight")
+
+
+@torch.no_grad()
+def _delta(layer: Any) -> Tensor:
+    return layer.get_delta_weight(_NAME)
+
+
+def _views(module: Any) -> dict[str, Tensor]:
+    """The adapter's tensors by their names in a file, as views: what is written into them is what is trained."""
+    stacks: dict[str, tuple[str, Any]] = {}
+    views: dict[str, Tensor] = {}
+    for name, layer in _layers(module):
+        down, up = layer.lora_A[_NAME].weight.detach(), layer.lora_B[_NAME].weight.detach()
+        views |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
+        if _is_stack(layer):
+            stacks[f"{_below(name)}.{layer.parameter_name}"] = (name, layer)
+    divided = pieces(module, {key: layer.get_param().shape for key, (_, layer) in stacks.items()})
+    for key, (name, layer) in stacks.items():
+        if divided[key]:
+            down, up = views.pop(f"{name}.lora_A.weight"), views.pop(f"{name}.lora_B.weight")
+            down_ERI = down.view(layer.num_experts, -1, down.shape[1])
+            up_ORE = up.view(up.shape[0], -1, layer.num_experts)
+            for piece in divided[key]:
+                views[f"{piece.name}.lora_A.weight"] = down_ERI[piece.expert]
+                views[f"{piece.name}.lora_B.weight"] = up_ORE[piece.start : piece.stop, :, piece.expert]
+    return views
+
+
+def _is_stack(layer: Any) -> bool:
+    return hasattr(layer, "parameter_name") and layer.get_param().ndim == 3
+
+
+def _description(module: Any, views: dict[str, Tensor]) -> Any:
+    """What PEFT says of the adapter beside its tensors, in the names of the file."""
+    (config,) = module.peft_config.values()
+    told = copy.copy(config)
+    kept = {name: layer for name, layer in _layers(module) if f"{name}.lora_A.weight" in views and _is_stack(layer)}
+    owners = {name.partition(".lora_")[0] for name in views} - kept.keys()
+    told.target_modules = {owner.rpartition(".")[2] for owner in owners}
+    ends = {f"{_below(name).rpartition('.')[2]}.{layer.parameter_name}" for name, layer in kept.items()}
+    told.target_parameters = sorted(ends) or None
+    return told

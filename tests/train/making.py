@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from agentrl.config import Algo, Buffer, EnvSource, Rollout, RunConfig, Train
 from agentrl.records import Group, GroupState, Step, StopReason, Task, Trajectory, Turn, VersionSpan
@@ -49,6 +56,26 @@ def tiny_llama(folder: Path) -> Path:
         initializer_range=0.3,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def mixture(folder: Path) -> Path:
+    """A mixture of experts, which the model fuses and its checkpoint format keeps apart."""
+    torch.manual_seed(2)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        initializer_range=0.3,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return folder
 
 

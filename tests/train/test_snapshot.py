@@ -12,33 +12,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM
 
 from agentrl.train.snapshot import take
 
-from .making import VOCAB, tiny_qwen3
+from .making import mixture, tiny_qwen3
 from .ranks import WORLD
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def mixture(folder: Path) -> Path:
-    """A mixture of experts, which the model fuses and its checkpoint format keeps apart."""
-    torch.manual_seed(2)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def load(folder: Path) -> Any:
