@@ -310,6 +310,7 @@ def serve(
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Of vLLM's weights")] = "float32",
     gpus: Annotated[str, typer.Option(help="The GPUs to split its layers over, as 0,1 (vLLM)")] = "",
     lora_rank: Annotated[int, typer.Option(min=0, help="Take adapters up to this rank (vLLM)")] = 0,
+    lora_targets: Annotated[str, typer.Option(help="On these layers alone, as q_proj,v_proj (vLLM on a CPU)")] = "",
     sync: Annotated[Literal["auto", "nccl", "ipc"], typer.Option(help="How it takes new weights (vLLM)")] = "auto",
     routed_experts: Annotated[bool, typer.Option(help="Tell which experts a mixture chooses (vLLM)")] = False,
 ) -> None:
@@ -342,7 +343,16 @@ def serve(
         sync=sync,
         routed_experts=routed_experts,
     )
-    serve_model(model_dir(model), settings, host=host, port=port, max_context=max_context, lora_rank=lora_rank)
+    targets = tuple(target for target in lora_targets.split(",") if target)
+    serve_model(
+        model_dir(model),
+        settings,
+        host=host,
+        port=port,
+        max_context=max_context,
+        lora_rank=lora_rank,
+        lora_targets=targets,
+    )
 
 
 # `agentrl bench NAME --help` is the benchmark's own help.

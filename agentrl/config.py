@@ -189,7 +189,7 @@ class Train(_Section):
     compile: bool = False  # fuse what a layer computes: faster passes for half a minute at the start and a C++ compiler
     lora_rank: Annotated[int, Field(ge=0)] = 0  # train a LoRA adapter of this rank over frozen weights; 0: all weights
     lora_alpha: Count | None = None  # its scale times the rank; default: twice the rank
-    lora_targets: list[str] = Field(default_factory=list)  # ends of layer names; default: all linear but the output
+    lora_targets: list[str] = Field(default_factory=list)  # ends of layer names; default: all but output and routers
     checkpoint_every: Count = 20
     keep_checkpoints: Count = 2
     stall_deadline_s: Positive = 600.0  # no turn, answer, episode end or step for so long: the run fails

@@ -129,6 +129,7 @@ class Replica:
             max_context=self.config.rollout.max_context,
             gpus=self.gpus,
             lora_rank=self.config.train.lora_rank if self.config.sync == "adapter" else 0,
+            lora_targets=self.config.train.lora_targets,
         )
         server.prepare()
         self.child.python, self.child.argv, self.child.env = str(server.build.python), server.argv(), server.env()
@@ -178,6 +179,7 @@ def vllm_server(
     max_context: int,
     gpus: Sequence[int] = (),
     lora_rank: int = 0,
+    lora_targets: Sequence[str] = (),
 ) -> vllm.VLLMServer:
     """A vLLM server with all that training needs. Raises UsageError where there is no vLLM."""
     return vllm.VLLMServer(
@@ -193,6 +195,7 @@ def vllm_server(
         threads=settings.threads,
         gpus=tuple(gpus),
         lora_rank=lora_rank,
+        lora_targets=tuple(lora_targets),
         max_loras=_ADAPTERS,
         routed_experts=settings.routed_experts,
         weight_backend=settings.sync if settings.sync in ("nccl", "ipc") else BACKEND,

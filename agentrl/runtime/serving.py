@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import tempfile
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,13 +25,22 @@ from agentrl.runtime.engines import vllm_server
 _PATIENCE_S = 8.0  # in which a vLLM server whose owner is dead ends in order
 
 
-def serve(model: Path, settings: EngineSettings, *, host: str, port: int, max_context: int, lora_rank: int = 0) -> None:
+def serve(
+    model: Path,
+    settings: EngineSettings,
+    *,
+    host: str,
+    port: int,
+    max_context: int,
+    lora_rank: int = 0,
+    lora_targets: Sequence[str] = (),
+) -> None:
     """Serve `model` until SIGINT or SIGTERM; `port` 0 takes a free one. Prints the URL on a line of its own when the
     engine answers. Raises UsageError or RunFailed if it does not start, EngineUnavailable if it ends by itself."""
 
     async def main() -> int | None:
         status = None
-        async with _engine(model, settings, host, port, max_context, lora_rank) as (url, process):
+        async with _engine(model, settings, host, port, max_context, lora_rank, lora_targets) as (url, process):
             print(url, flush=True)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_end_on_signal, nursery.cancel_scope)
@@ -47,7 +56,13 @@ def serve(model: Path, settings: EngineSettings, *, host: str, port: int, max_co
 
 @asynccontextmanager
 async def _engine(
-    model: Path, settings: EngineSettings, host: str, port: int, max_context: int, lora_rank: int
+    model: Path,
+    settings: EngineSettings,
+    host: str,
+    port: int,
+    max_context: int,
+    lora_rank: int,
+    lora_targets: Sequence[str],
 ) -> AsyncGenerator[tuple[str, trio.Process]]:
     if settings.kind == "embedded":
         async with launch_embedded(model, settings, host=host, port=port, max_context=max_context) as engine:
@@ -63,6 +78,7 @@ async def _engine(
             max_context=max_context,
             gpus=gpus,
             lora_rank=lora_rank,
+            lora_targets=lora_targets,
         )
         server = replace(server, host=host)
         server = server if port else server.on_free_port()

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,30 @@ sys.exit(os.WTERMSIG(status) != signal.SIGKILL)
 
 def test_law_4_a_process_of_the_server_that_was_still_starting_dies_when_it_finds_its_parent_dead() -> None:
     assert subprocess.run([sys.executable, "-c", ORPHAN], timeout=30, check=False).returncode == 0
+
+
+def mixture(folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps({"num_experts": 4, "head_dim": 32}))
+    return folder
+
+
+@pytest.mark.parametrize("targets", [(), ("q_proj", "down_proj"), ("mlp.experts",), ("experts.w1", "experts.w3")])
+def test_adapters_on_experts_are_refused_on_a_cpu_with_what_to_set(targets: tuple[str, ...], tmp_path: Path) -> None:
+    one = server(model=mixture(tmp_path), plugin_folder=tmp_path / "p", lora_rank=8, lora_targets=targets)
+    with pytest.raises(ModelError, match=r'train\.lora_targets = \["q_proj", .*, or engine\.sync = "full"'):
+        one.prepare()
+    replace(one, build=CUDA).prepare()
+    replace(one, lora_rank=0).prepare()
+
+
+def test_a_mixture_on_a_cpu_is_told_which_layers_adapters_adapt(tmp_path: Path) -> None:
+    targets = ("self_attn.q_proj", "v_proj", "shared_expert.down_proj")
+    one = server(model=mixture(tmp_path), plugin_folder=tmp_path / "p", lora_rank=8, lora_targets=targets)
+    one.prepare()
+    argv = one.argv()
+    at = argv.index("--lora-target-modules")
+    assert argv[at + 1 : at + 4] == ["q_proj", "v_proj", "down_proj"]
+    assert "--lora-target-modules" not in replace(one, build=CUDA).argv()
 
 
 def test_experts_are_asked_only_of_a_mixture(tmp_path: Path) -> None:

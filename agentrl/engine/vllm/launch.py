@@ -121,13 +121,16 @@ def _visible(gpus: Sequence[int]) -> list[str]:
 
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as transformers' mixtures name it
+_EXPERTS = re.compile(r"((.*\.)?experts\.)?(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)|(.*\.)?experts")
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _SOCKET_FOLDER = 70  # bytes: a socket's path has 107 at most, of which vLLM's name for it takes 37
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMServer:
     """One server to start. `gpus` are those it takes, as torch counts them: its layers are split over several (tensor
-    parallel); without any vLLM takes the first. `lora_rank` 0 switches LoRA off; `kv_cache_bytes` None leaves the size
+    parallel); without any vLLM takes the first. `lora_rank` 0 switches LoRA off; `lora_targets` are ends of the names
+    of layers that adapters adapt, which the CPU build has to know of a mixture. `kv_cache_bytes` None leaves the size
     to vLLM (on a CPU: most of the memory); `plugin_folder` is a folder of this server's own, made if missing."""
 
     model: Path
@@ -144,6 +147,7 @@ class VLLMServer:
     threads: int = 1
     gpus: tuple[int, ...] = ()
     lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ()
     max_loras: int = 2
     routed_experts: bool = False
     weight_backend: str = BACKEND
@@ -193,6 +197,8 @@ class VLLMServer:
         command = ["-m", "agentrl.engine.vllm.plugin.host"]
         for name, value in options.items():
             command += [f"--{name}", str(value)]
+        if self.build.cpu and self.lora_rank and self.lora_targets:
+            command += ["--lora-target-modules", *(target.rpartition(".")[2] for target in self.lora_targets)]
         return [*command, *(f"--{flag}" for flag in flags), *self.extra]
 
     def env(self) -> dict[str, str]:
@@ -235,6 +241,8 @@ class VLLMServer:
         """Check the model and lay out the plugin's folder. Raises ModelError for what this build cannot serve."""
         if self.build.cpu:
             _check_head_dim(self.model)
+        if self.build.cpu and self.lora_rank:
+            _check_adapters(self.model, self.lora_targets)
         if self.routed_experts:
             _check_mixture(self.model)
         carry_plugin(self.plugin_folder)
@@ -385,9 +393,24 @@ def _config(model: Path) -> dict[str, Any]:
         raise ModelError(f"cannot read {str(model / 'config.json')!r}: {error.strerror}") from error
 
 
-def _check_mixture(model: Path) -> None:
+def _is_mixture(model: Path) -> bool:
     config = _config(model)
-    if not any(config.get(name) for name in _EXPERT_COUNTS):
+    return any(config.get(name) for name in _EXPERT_COUNTS)
+
+
+def _check_adapters(model: Path, targets: Sequence[str]) -> None:
+    """vLLM adapts experts with a GPU's kernel. With the CPU's it takes adapters of other layers, if told of which."""
+    adapted = [target for target in targets if _EXPERTS.fullmatch(target)] if targets else ["all layers"]
+    if adapted and _is_mixture(model):
+        names = ", ".join(f'"{name}"' for name in _ATTENTION)
+        raise ModelError(
+            f"{model}: vLLM's CPU build adapts no experts ({', '.join(adapted)}): set train.lora_targets = [{names}] "
+            f'(agentrl serve: --lora-targets {",".join(_ATTENTION)}), or engine.sync = "full": all weights, merged'
+        )
+
+
+def _check_mixture(model: Path) -> None:
+    if not _is_mixture(model):
         raise ModelError(f"{model}: the model has no experts that it could tell of: set engine.routed_experts = false")
 
 

@@ -5,7 +5,11 @@
 - A request without an adapter is computed with the adapter in the last slot: its index -1 counts from the end
   (`install`).
 
-And loudly: with LoRA, a request for prompt log-probs beside another request kills the engine (`install`).
+And loudly, with LoRA (`install`):
+
+- A request for prompt log-probs beside another request kills the engine.
+- A mixture does not start: vLLM takes the kernel for adapted experts, which needs Triton, also where no adapter adapts
+  them (`--lora-target-modules`). With the usual one vLLM itself refuses to adapt experts.
 
 Switched off by $AGENTRL_VLLM_MEND=0 at start, or while running by `enabled`, so that tests can show what a canary sees.
 """
@@ -24,11 +28,12 @@ enabled = os.environ.get(MEND_VARIABLE, "1") != "0"
 
 
 def install() -> None:
-    """Have requests without an adapter be computed without one, prompts be scored beside other requests, and the matrix
-    unit be usable. Safe to call again."""
+    """Have requests without an adapter be computed without one, prompts be scored beside other requests, mixtures take
+    adapters of other layers, and the matrix unit be usable. Safe to call again."""
     import torch
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
     # Linux lends AMX tiles only to a process that asked. Nobody asks where threads are not bound, and the first
     # bfloat16 attention then dies of an illegal instruction. False where there is no such unit.
@@ -50,6 +55,13 @@ def install() -> None:
         if not enabled or len(self.sampler_indices) == len(x):
             add_logits(self, y, x, *args, **kwargs)
 
+    settle = FusedMoEConfig.__post_init__
+
+    def mended_settle(self):
+        settle(self)
+        self.is_lora_enabled = self.is_lora_enabled and not enabled
+
+    FusedMoEConfig.__post_init__ = mended_settle
     lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = mended_shrink
     punica_cpu.PunicaWrapperCPU.add_lora_logits = mended_add_logits
 
