@@ -50,7 +50,9 @@ def supervisor(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
         run = RunDir.create(tmp_path / "run", parse(document))
         store = RunStore.open(run.store_path)
         serve(store, 0)
-        start = StartPoint(model=model_dir("agentrl/tiny-coder"), checkpoint=None, version=WeightVersion(version=1, step=0))
+        run.make_scratch()
+        first = WeightVersion(version=1, step=0)
+        start = StartPoint(model=model_dir("agentrl/tiny-coder"), checkpoint=None, version=first)
         crew: Any = NoChildren()
         telemetry = Telemetry(store, run.metrics, "supervisor")
         opened.append(Supervisor(run, run.config(), store, telemetry, crew, start, lambda _: None))
@@ -60,6 +62,7 @@ def supervisor(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
     for one in opened:
         one.telemetry.close()
         one.store.close()
+        one.run.clear_scratch()
 
 
 async def until_it_fails(supervisor: Supervisor, *others: Callable[[], Any]) -> tuple[str, float]:
