@@ -1,4 +1,4 @@
-"""What a model's name stands for: a folder, or an id that a package registered."""
+"""What a model's name stands for: a folder, an id that a package registered, or one of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Literal
 
 from agentrl import registry
 from agentrl.config import EngineSettings, RunConfig
-from agentrl.errors import ModelError, UnknownIdError
+from agentrl.errors import ModelError
+from agentrl.runtime import hub
 
 
 def given_model_dir(config: RunConfig, policy: str) -> Path:
@@ -35,15 +36,27 @@ def engine_dtype(settings: EngineSettings, folder: Path) -> Literal["float32", "
 
 
 def model_dir(name: str) -> Path:
-    """The folder (Hugging Face layout) behind a path or a registered id such as `agentrl/tiny-coder`.
+    """The folder (Hugging Face layout) behind a path, a registered id such as `agentrl/tiny-coder`, or an id of the
+    Hugging Face hub, which is downloaded if it is not in the cache.
 
-    Raises ModelError if there is neither, or the folder has no config.json."""
+    Raises ModelError if there is none of them, or the folder has no config.json."""
     path = Path(name)
     if not path.is_dir():
-        try:
-            path = Path(registry.resolve("models", name)())
-        except UnknownIdError as error:
-            raise ModelError(f"model {name!r} is neither a folder nor a registered id ({error})") from None
+        path = _named(name)
     if not (path / "config.json").is_file():
         raise ModelError(f"model folder {str(path)!r} has no config.json: save a model there with save_pretrained")
     return path
+
+
+def _named(name: str) -> Path:
+    if ":" in name or name in registry.ids("models"):
+        return Path(registry.resolve("models", name)())
+    known = registry.ids("models")
+    if near := registry.nearest(name, known):
+        raise ModelError(f"no model is registered as {name!r}; near: {', '.join(near)}")
+    if hub.is_id(name):
+        return hub.folder_of(name)
+    raise ModelError(
+        f"model {name!r} is neither a folder, nor a registered id ({', '.join(known)}), nor one of the hub (as "
+        "Qwen/Qwen3-0.6B)"
+    )
