@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from agentrl.testing.printing import check_linear
 from agentrl_environments.swe.verdicts import canonical, passed
 
 PYTEST = """\
@@ -74,3 +77,39 @@ def test_one_name_for_a_test_however_it_is_written() -> None:
     for name in ("test_x (a.b.Case)", "test_x (a.b.Case.test_x)", "a.b.Case.test_x", " a.b.Case.test_x "):
         assert canonical(name) == "a.b.Case.test_x"
     assert canonical("tests/a.py::Case::test_x[(1)]") == "tests/a.py::Case::test_x[(1)]"
+
+
+def test_a_log_costs_no_more_than_linear_time_and_memory() -> None:
+    words = [
+        "FAILED ",
+        "PASSED ",
+        "XFAIL ",
+        "a - ",
+        "::",
+        " PASSED",
+        " [ 50%]",
+        "\x1b[0",
+        "test_a (b.C)",
+        " ... ",
+        "skipped ",
+    ]
+    check_linear(passed, words=words)
+
+
+def test_a_name_that_is_too_long_or_parted_too_often_has_not_passed() -> None:
+    for name in ("a.py::" + "x" * 5_000, "a.py::x[" + " - " * 50 + "]"):
+        assert passed(f"PASSED {name}\n{name} PASSED\n") == frozenset()
+
+
+@pytest.mark.parametrize("name", ["a.py::t[x] - y", ":: ::", "a::b c", "x::y [ 5%]", "a::b PASSED"])
+def test_lines_of_v_read_as_the_pattern_that_they_once_were(name: str) -> None:
+    pattern = re.compile(r"^(\S.*?::.+) (PASSED|FAILED)(?:\s+\[ *\d+%\])?$")
+    for line in (
+        f"{name} PASSED",
+        f"{name} PASSED  [ 50%]",
+        f"{name} PASSED[50%]",
+        f" {name} PASSED",
+        f"{name} PASSED [%]",
+    ):
+        found = pattern.match(line)
+        assert passed(line) == ({found[1]} if found and found[2] == "PASSED" else set()), line

@@ -1,7 +1,8 @@
 """Verdicts of single tests, read from what a test run printed: `pytest -rA`, `pytest -v` and `unittest -v`.
 
-A test that the log calls both passed and failed has failed, and one that it does not name has not passed. Knows nothing
-of boxes. A log is no proof: the sources under test ran in the process that printed it.
+A test that the log calls both passed and failed has failed, and one that it does not name has not passed. Reading costs
+time and memory linear in the log, whatever it holds. Knows nothing of boxes. A log is no proof: the sources under test
+ran in the process that printed it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import Final
 from agentrl.env import Grade
 
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
-_WORDS: Final = "PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED"
-_STATUS_FIRST: Final = re.compile(rf"^({_WORDS}) (.+)$")  # the short summary of -rA
-_STATUS_LAST: Final = re.compile(rf"^(\S.*?::.+) ({_WORDS})(?:\s+\[ *\d+%\])?$")  # -v
+_WORDS: Final = frozenset({"PASSED", "FAILED", "ERROR", "XFAIL", "XPASS", "SKIPPED"})
+_PERCENT: Final = re.compile(r" *\d+%\]")
+_REASON: Final = " - "  # what stands between a name and a reason, and within the parameters of some names
+_LONGEST: Final = 4_096  # characters of a name
+_PARTS: Final = 16  # a name has fewer separators than this
 _UNITTEST: Final = re.compile(r"^(\w+) \(([\w.<>]+)\)(.*)$")
 _ENDING: Final = re.compile(r"(?:^|\.\.\. ?|\s)(ok|FAIL|ERROR|expected failure|unexpected success|skipped .*)$")
 _COMPLAINT: Final = re.compile(r"^(?:FAIL|ERROR|UNEXPECTED SUCCESS): (\w+ \([\w.<>]+\))")
@@ -39,15 +42,15 @@ def passed(log: str) -> frozenset[str]:
     running = ""  # the unittest test whose verdict has not come yet
     for line in _COLOURS.sub("", log).splitlines():
         line = line.rstrip()
-        if (found := _STATUS_FIRST.match(line)) is not None:
-            status, rest = found.groups()
-            # a reason stands behind " - ", which the parameters of a test may hold as well
-            parts = rest.split(" - ")
-            names = [rest] if status == "PASSED" else [" - ".join(parts[: at + 1]) for at in range(len(parts))]
-            (good if status in _GOOD else bad).update(names)
+        if not line:
             continue
-        if (found := _STATUS_LAST.match(line)) is not None:
-            (good if found[2] in _GOOD else bad).add(found[1])
+        status, _, rest = line.partition(" ")
+        if status in _WORDS and rest:  # the short summary of -rA
+            (good if status in _GOOD else bad).update(_possible(rest, reasoned=status != "PASSED"))
+            continue
+        name, status = _status_last(line)
+        if status in _WORDS:
+            (good if status in _GOOD else bad).update(_possible(name, reasoned=False))
             continue
         if (found := _COMPLAINT.match(line)) is not None:
             bad.add(canonical(found[1]))
@@ -58,6 +61,25 @@ def passed(log: str) -> frozenset[str]:
             (good if found[1] in _GOOD else bad).add(running)
             running = ""
     return frozenset(good - bad)
+
+
+def _possible(text: str, *, reasoned: bool) -> list[str]:
+    """The names of tests that a text may be: itself and, if a reason may stand behind it, each beginning before a
+    separator. What is too long, or has too many separators, is no name."""
+    if not reasoned:
+        return [text] if len(text) <= _LONGEST and text.count(_REASON) < _PARTS else []
+    parts = text[: _LONGEST + 1].split(_REASON, _PARTS)[:_PARTS]
+    return [name for at in range(len(parts)) if len(name := _REASON.join(parts[: at + 1])) <= _LONGEST]
+
+
+def _status_last(line: str) -> tuple[str, str]:
+    """Name and status of a line of pytest's -v, such as `file.py::test PASSED [ 50%]`; two empty texts for others."""
+    before, _, percent = line.rpartition("[")
+    if _PERCENT.fullmatch(percent) and before[-1:].isspace():
+        line = before.rstrip()
+    name, _, status = line.rpartition(" ")
+    at = name.find("::", 1)
+    return (name, status) if 0 < at < len(name) - 2 and not name[0].isspace() else ("", "")
 
 
 def graded(good: Set[str], fails: Sequence[str], passes: Sequence[str]) -> Grade:
