@@ -11,6 +11,7 @@ from agentrl.protocols import ExecResult
 
 NOT_FOUND, REFUSED = 127, 126
 _MAX_BYTES = 1 << 20  # of all arguments and environment; Linux takes two of them with the pointers
+_MAX_COUNT = 8_000  # bubblewrap takes 9,000 of its own and the command's together
 _MAX_ONE = (128 << 10) - 1  # of one argument, Linux's MAX_ARG_STRLEN
 
 
@@ -27,7 +28,7 @@ def checked_argv(argv: Sequence[str]) -> list[bytes]:
     if not argv or not argv[0]:
         raise Refused("no command given")
     encoded = [_encode(argument, "argument") for argument in argv]
-    if sum(map(len, encoded)) > _MAX_BYTES:
+    if sum(map(len, encoded)) > _MAX_BYTES or len(encoded) > _MAX_COUNT:
         raise Refused("argument list too long")
     return encoded
 

@@ -326,13 +326,14 @@ class Container:
         if code != 0:
             raise SandboxPathError(f"{path!r}: {words.decode(errors='replace').strip() or f'exit code {code}'}")
         if len(out) >= limit:
-            raise SandboxPathError(f"{path!r} is larger than the bound of the box")
+            raise SandboxPathError(f"{path!r} is larger than {limit - 1} bytes")
         return out
 
-    async def read(self, path: str) -> bytes:
-        """The bytes of a file of the work folder."""
+    async def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
+        """The bytes of a file of the work folder. Raises SandboxPathError if there are more than `most_bytes`."""
         self._must_be_open()
-        bound = self.spec.limits.disk_bytes + 1
+        disk_bytes = self.spec.limits.disk_bytes
+        bound = (disk_bytes if most_bytes is None else min(most_bytes, disk_bytes)) + 1
         return await self._must_own(path, READ, checked_path(path), str(bound), limit=bound)
 
     async def write(self, path: str, data: bytes) -> None:

@@ -36,8 +36,8 @@ class CurrentBox:
     ) -> BoxProcess:
         return await self._live().start(argv, cwd=cwd, env=env)
 
-    async def read(self, path: str) -> bytes:
-        return await self._live().read(path)
+    async def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
+        return await self._live().read(path, most_bytes=most_bytes)
 
     async def write(self, path: str, data: bytes) -> None:
         await self._live().write(path, data)

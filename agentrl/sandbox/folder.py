@@ -67,15 +67,16 @@ class Folder:
 
     # --- single files -------------------------------------------------------------------------------------------
 
-    def read(self, path: str) -> bytes:
-        """The bytes of a regular file."""
+    def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
+        """The bytes of a regular file, if it has at most `most_bytes`."""
+        bound = self.limit if most_bytes is None else min(most_bytes, self.limit)
         with self._faults(path), self._parent(path) as (parent, name):
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
             with os.fdopen(fd, "rb") as file:
                 self._must_be_regular(path, fd)
-                data = file.read(self.limit + 1)
-        if len(data) > self.limit:
-            raise SandboxPathError(f"{path!r} is larger than {self.limit} bytes")
+                data = file.read(bound + 1)
+        if len(data) > bound:
+            raise SandboxPathError(f"{path!r} is larger than {bound} bytes")
         return data
 
     def write(self, path: str, data: bytes) -> None:

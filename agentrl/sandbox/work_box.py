@@ -22,10 +22,10 @@ class WorkBox:
         self._taken: set[str] = set()
         self._closed = False
 
-    async def read(self, path: str) -> bytes:
-        """The bytes of a file of the work folder."""
+    async def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
+        """The bytes of a file of the work folder. Raises SandboxPathError if there are more than `most_bytes`."""
         self._must_be_open()
-        return self._work.read(path)
+        return self._work.read(path, most_bytes=most_bytes)
 
     async def write(self, path: str, data: bytes) -> None:
         """Write a file of the work folder, making parent folders as needed."""

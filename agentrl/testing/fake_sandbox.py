@@ -54,11 +54,14 @@ class FakeSandbox:
     ) -> BoxProcess:
         raise SandboxError("a fake sandbox has no background processes")
 
-    async def read(self, path: str) -> bytes:
+    async def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
         self._check()
         if path not in self.files:
             raise SandboxPathError(f"{path!r}: No such file or directory")
-        return self.files[path]
+        data = self.files[path]
+        if most_bytes is not None and len(data) > most_bytes:
+            raise SandboxPathError(f"{path!r} is larger than {most_bytes} bytes")
+        return data
 
     async def write(self, path: str, data: bytes) -> None:
         self._check()

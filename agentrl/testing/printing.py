@@ -18,24 +18,30 @@ from typing import Final
 
 from agentrl.errors import PolicyFault
 
-_UNITS: Final = (" ", "\n", "a", "0", ":", "-", ".", "(", "[", "{", "<", '"', "\\", "\x1b[", "é", "\r", "a - ", "a b ")
-_SMALL: Final = 6_000  # characters: quadratic costs show, and a broken reader fails in seconds
+SIGNS: Final = (" ", "\n", "a", "0", ":", "-", "(", "[", "<", '"', "\\", "\x1b[", "é", "a - ")
 _TIMES: Final = 4
 _QUICK_S: Final = 0.03  # what the longer text may cost without more questions
 _RATIO: Final = 9.0  # linear is 4, quadratic 16
 _BYTES: Final = 500  # of memory for each character of the longer text
 
 
-def check_linear(read: Callable[[str], object], *, words: Sequence[str] = (), seeds: int = 10) -> None:
+def check_linear(
+    read: Callable[[str], object],
+    *,
+    words: Sequence[str] = (),
+    signs: Sequence[str] = SIGNS,
+    seeds: int = 8,
+    size: int = 4_000,
+) -> None:
     """Raises AssertionError naming the text for which `read` costs more than linear time or memory.
 
-    `words` are the texts that mean something to the reader; mixed with common signs they make the units that are
-    repeated, on one line and on many. `seeds` is how many random mixtures are tried. A PolicyFault that `read` raises
-    is an answer; any other exception is passed on."""
-    for unit in _units(words, seeds):
+    `words` are the texts that mean something to the reader; they, `signs`, and `seeds` random mixtures of both are the
+    units that are repeated, on one line and on many. `size` is the shorter text's, in characters. A PolicyFault that
+    `read` raises is an answer; any other exception is passed on."""
+    for unit in _units(words, signs, seeds):
         for start, end in (("", ""), ("", "\n"), (words[0] if words else "x", "")):
             repeated = unit + end
-            short, long = (start + repeated * (size // len(repeated)) for size in (_SMALL, _TIMES * _SMALL))
+            short, long = (start + repeated * (length // len(repeated)) for length in (size, _TIMES * size))
             what = f"{start!r} and then {repeated!r} again and again"
             if _cpu_s(read, long) > _QUICK_S:  # the best of several: another thread's work is not the reader's
                 ratio = min(_cpu_s(read, long) for _ in range(3)) / min(_cpu_s(read, short) for _ in range(3))
@@ -44,12 +50,12 @@ def check_linear(read: Callable[[str], object], *, words: Sequence[str] = (), se
             assert used < _BYTES * len(long), f"{what}: {len(long)} characters took {used} bytes"
 
 
-def _units(words: Sequence[str], seeds: int) -> Iterator[str]:
-    yield from _UNITS
-    yield from filter(None, words)
+def _units(words: Sequence[str], signs: Sequence[str], seeds: int) -> Iterator[str]:
+    yield from signs
+    yield from words
     for seed in range(seeds):
         chosen = random.Random(seed)
-        yield "".join(chosen.choices([*words, *words, *_UNITS], k=chosen.randint(2, 4)))
+        yield "".join(chosen.choices([*words, *words, *signs], k=chosen.randint(2, 4)))
 
 
 def _cpu_s(read: Callable[[str], object], text: str) -> float:

@@ -115,9 +115,7 @@ async def carried(box: Sandbox, artifacts: Sequence[str]) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for path in artifacts:
         try:
-            data = await box.read(path)
+            files[path] = await box.read(path, most_bytes=LARGEST_ARTIFACT)
         except SandboxPathError:
             continue
-        if len(data) <= LARGEST_ARTIFACT:
-            files[path] = data
     return files

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import tracemalloc
+import zlib
+
 import httpx
 import pytest
 import trio
@@ -16,7 +20,7 @@ def served(asked: list[str]) -> httpx.MockTransport:
         asked.append(str(request.url))
         match request.url.path:
             case "/page":
-                return httpx.Response(200, content=b"hello \xff")
+                return httpx.Response(200, stream=httpx.ByteStream(b"hello \xff"))
             case "/out":
                 return httpx.Response(302, headers={"location": "http://evil.example.net/secret"})
             case "/in":
@@ -24,9 +28,9 @@ def served(asked: list[str]) -> httpx.MockTransport:
             case "/loop":
                 return httpx.Response(302, headers={"location": "/loop"})
             case "/big":
-                return httpx.Response(200, content=b"x" * 100_000)
+                return httpx.Response(200, stream=httpx.ByteStream(b"x" * 100_000))
             case _:
-                return httpx.Response(404, content=b"nothing here")
+                return httpx.Response(404, stream=httpx.ByteStream(b"nothing here"))
 
     return httpx.MockTransport(answer)
 
@@ -99,3 +103,34 @@ async def test_slow_server_is_given_up(autojump_clock: MockClock) -> None:
 def test_one_host_is_a_list_of_one() -> None:
     with pytest.raises(UsageError, match=r"^allow = 'docs.python.org': give a list of hosts$"):
         HttpFetch("docs.python.org")
+
+
+def packed(encoding: str, body: bytes) -> HttpFetch:
+    headers = {"content-encoding": encoding}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert "zstd" not in request.headers["accept-encoding"] and "br" not in request.headers["accept-encoding"]
+        return httpx.Response(200, headers=headers, stream=httpx.ByteStream(body))
+
+    return HttpFetch(["docs.example.org"], transport=httpx.MockTransport(answer))
+
+
+async def test_a_packed_body_is_unpacked_no_further_than_the_bound() -> None:
+    body = gzip.compress(b"x" * (40 << 20))
+    tracemalloc.start()
+    try:
+        result = await packed("gzip", body).call({"url": "https://docs.example.org/"})
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    assert result.truncated and result.content.startswith("xxx")
+
+
+async def test_packed_bodies_are_read_and_unknown_packing_is_an_error_that_the_model_reads() -> None:
+    url, hello = {"url": "https://docs.example.org/"}, b"hello"
+    for encoding, body in (("gzip", gzip.compress(hello)), ("deflate", zlib.compress(hello)), ("identity", hello)):
+        assert (await packed(encoding, body).call(url)).content == "hello"
+    short = gzip.compress(b"x" * 99)[:-12]
+    for encoding, body in (("zstd", b"\x28\xb5\x2f\xfd"), ("gzip, gzip", b"x"), ("gzip", b"no gzip"), ("gzip", short)):
+        with pytest.raises(ToolError, match=r"packed|unpack"):
+            await packed(encoding, body).call(url)

@@ -1,7 +1,10 @@
-"""Fetch a page over HTTP, from hosts on a list and from no other, redirects included. Runs outside of any box."""
+"""Fetch a page over HTTP, from hosts on a list and from no other, redirects included. Runs outside of any box.
+
+A page is unpacked here and not by httpx, which unpacks a whole chunk at once: 131 kB may hold gigabytes."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from urllib.parse import urljoin, urlsplit
@@ -17,6 +20,7 @@ from agentrl_tools.base import OUTPUT_BYTES, SchemaChecked, text_result
 
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = 5
+_HEADERS = {"User-Agent": "agentrl", "Accept-Encoding": "gzip, deflate"}
 
 
 class HttpFetch(SchemaChecked):
@@ -59,7 +63,7 @@ class HttpFetch(SchemaChecked):
             for _ in range(_REDIRECTS + 1):
                 self._must_be_allowed(url)
                 try:
-                    async with client.stream("GET", url, headers={"User-Agent": "agentrl"}) as response:
+                    async with client.stream("GET", url, headers=_HEADERS) as response:
                         if response.has_redirect_location:
                             url = urljoin(url, response.headers["location"])
                             continue
@@ -69,11 +73,7 @@ class HttpFetch(SchemaChecked):
         raise ToolError(f"more than {_REDIRECTS} redirects")
 
     async def _shown(self, url: str, response: httpx.Response) -> ToolResult:
-        body = b""
-        async for chunk in response.aiter_bytes(1 << 14):
-            body += chunk
-            if len(body) > self._fetch_bytes:
-                break
+        body = await self._body(url, response)
         was_cut = len(body) > self._fetch_bytes
         text = readable(body[: self._fetch_bytes]) or "[empty]"
         shown = text_result(text, self._output_bytes, is_error=response.is_error, truncated=was_cut)
@@ -81,6 +81,25 @@ class HttpFetch(SchemaChecked):
             return shown
         said = f"HTTP {response.status_code} from {url}\n{shown.content}"
         return ToolResult(content=said, is_error=True, truncated=shown.truncated)
+
+    async def _body(self, url: str, response: httpx.Response) -> bytes:
+        """The bytes of a page, unpacked, up to one past the bound. Raises ToolError for another packing."""
+        packing = response.headers.get("content-encoding", "identity").strip().lower()
+        if packing not in ("", "identity", "gzip", "x-gzip", "deflate"):
+            raise ToolError(f"cannot fetch {url}: it is packed as {packing[:40]!r}, which was not asked for")
+        unpack = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32) if packing not in ("", "identity") else None
+        body = bytearray()
+        async for chunk in response.aiter_raw(1 << 14):
+            room = self._fetch_bytes + 1 - len(body)
+            try:
+                body += unpack.decompress(chunk, room) if unpack else chunk[:room]
+            except zlib.error as error:
+                raise ToolError(f"cannot unpack {url}: {error}") from error
+            if len(body) > self._fetch_bytes:
+                return bytes(body)
+        if unpack and not unpack.eof:
+            raise ToolError(f"cannot unpack {url}: it ends too early")
+        return bytes(body)
 
     def _must_be_allowed(self, url: str) -> None:
         try:

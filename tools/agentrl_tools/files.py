@@ -1,16 +1,28 @@
-"""Files of a box: list, read, write, replace, patch. Bytes that are not UTF-8 survive an edit elsewhere."""
+"""Files of a box: list, read, write, replace, patch. Bytes that are not UTF-8 survive an edit elsewhere.
+
+A file larger than `MOST_BYTES` is refused before it is read, and what takes time is done in a thread: the policy makes
+the files, and this process serves other episodes too.
+"""
 
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import trio
 
 from agentrl.env.tools import readable
 from agentrl.errors import ToolError
 from agentrl.protocols import Sandbox, ToolResult
 from agentrl.records import Json
 from agentrl_tools.base import OUTPUT_BYTES, SchemaChecked, text_result
-from agentrl_tools.patching import FilePatch, apply_hunks, parse_patch
+from agentrl_tools.patching import Effort, FilePatch, apply_hunks, parse_patch
+
+MOST_BYTES: Final = 4 << 20
+"""Bound of a file that is shown or edited."""
+_MOST_FILES: Final = 200  # of one patch
+_MOST_WRITTEN: Final = 16 << 20  # bytes of them together
 
 _PATH: Json = {"type": "string", "description": "path relative to the work folder", "minLength": 1}
 
@@ -45,8 +57,10 @@ class ListFiles(SchemaChecked):
         result = await self._sandbox.exec(command, timeout_s=self.timeout_s)
         if result.exit_code != 0 and not result.stdout:
             raise ToolError(readable(result.stderr).strip() or f"find ended with {result.exit_code}")
-        found = sorted(posixpath.normpath(line) for line in readable(result.stdout).splitlines())
-        return text_result("\n".join(found) or "no file", self._output_bytes, truncated=result.truncated)
+        lines = readable(result.stdout).splitlines()
+        found = sorted(posixpath.normpath(line) for line in lines[: self._output_bytes])  # more are never shown
+        more = result.truncated or len(lines) > self._output_bytes
+        return text_result("\n".join(found) or "no file", self._output_bytes, truncated=more)
 
 
 class ReadFile(SchemaChecked):
@@ -67,14 +81,21 @@ class ReadFile(SchemaChecked):
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
         """Raises ToolArgumentError, ToolError, SandboxPathError, SandboxError."""
         given = self.checked(arguments)
-        lines = readable(await self._sandbox.read(given["path"])).split("\n")
+        data = await self._sandbox.read(given["path"], most_bytes=MOST_BYTES)
+        return await trio.to_thread.run_sync(self._shown, data, given)
+
+    def _shown(self, data: bytes, given: Mapping[str, Json]) -> ToolResult:
+        lines = readable(data).split("\n")
         if lines[-1] == "":
             lines.pop()
         first, last = given.get("first", 1), min(given.get("last", len(lines)), len(lines))
         if lines and first > len(lines):
             raise ToolError(f"{given['path']} has {len(lines)} lines: there is no line {first}")
-        shown = (f"{number}\t{lines[number - 1]}" for number in range(first, last + 1))
-        return text_result("\n".join(shown) or "[empty]", self._output_bytes)
+        numbers: Sequence[int] = range(first, last + 1)
+        if more := len(numbers) > self._output_bytes:  # each takes three bytes: those in the middle are never shown
+            numbers = [*numbers[: self._output_bytes // 2], *numbers[-(self._output_bytes // 2) :]]
+        shown = (f"{number}\t{lines[number - 1]}" for number in numbers)
+        return text_result("\n".join(shown) or "[empty]", self._output_bytes, truncated=more)
 
 
 class WriteFile(SchemaChecked):
@@ -109,7 +130,7 @@ class ReplaceText(SchemaChecked):
         """Raises ToolArgumentError, ToolError, SandboxPathError, SandboxError."""
         given = self.checked(arguments)
         path, old = given["path"], _bytes(given["old"])
-        data = await self._sandbox.read(path)
+        data = await self._sandbox.read(path, most_bytes=MOST_BYTES)
         count = data.count(old)
         if count != 1:
             mend = "look at the file again" if count == 0 else "give more of what stands around it"
@@ -129,9 +150,14 @@ class ApplyPatch(SchemaChecked):
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
         """Raises ToolArgumentError, ToolError, SandboxPathError, SandboxError."""
         changes = parse_patch(self.checked(arguments)["patch"])
+        if len(changes) > _MOST_FILES:
+            raise ToolError(f"the patch has {len(changes)} parts: give at most {_MOST_FILES} at once")
         written: dict[str, bytes | None] = {}
+        effort = Effort()
         for change in changes:
-            written.update(await self._changed(change, written))
+            written.update(await self._changed(change, written, effort))
+            if sum(len(data or b"") for data in written.values()) > _MOST_WRITTEN:
+                raise ToolError(f"the patched files have more than {_MOST_WRITTEN} bytes: patch fewer at once")
         for path, data in written.items():
             if data is not None:
                 await self._sandbox.write(path, data)
@@ -140,18 +166,25 @@ class ApplyPatch(SchemaChecked):
             await self._sandbox.exec(["rm", "-f", "--", *(f"./{path}" for path in gone)])
         return ToolResult(content="applied to " + ", ".join(written))
 
-    async def _changed(self, change: FilePatch, written: Mapping[str, bytes | None]) -> dict[str, bytes | None]:
+    async def _changed(
+        self, change: FilePatch, written: Mapping[str, bytes | None], effort: Effort
+    ) -> dict[str, bytes | None]:
         """What one file's part of the patch makes of the files."""
-        before = ""
-        if change.old is not None:
-            data = written[change.old] if change.old in written else await self._sandbox.read(change.old)
-            if data is None:
-                raise ToolError(f"{change.old} was removed by an earlier part of the patch")
-            before = _text(data)
-        after = apply_hunks(before, change.hunks, change.old or change.new or "")
+        data: bytes | None = b""
+        if change.old is not None and change.old in written:
+            data = written[change.old]
+        elif change.old is not None:
+            data = await self._sandbox.read(change.old, most_bytes=MOST_BYTES)
+        if data is None:
+            raise ToolError(f"{change.old} was removed by an earlier part of the patch")
+        after = await trio.to_thread.run_sync(_patched, data, change, effort)
         changed: dict[str, bytes | None] = {}
         if change.old is not None and change.old != change.new:
             changed[change.old] = None
         if change.new is not None:
-            changed[change.new] = _bytes(after)
+            changed[change.new] = after
         return changed
+
+
+def _patched(data: bytes, change: FilePatch, effort: Effort) -> bytes:
+    return _bytes(apply_hunks(_text(data), change.hunks, change.old or change.new or "", effort))

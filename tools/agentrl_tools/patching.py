@@ -1,14 +1,18 @@
 """Unified diffs: parsed as models write them, applied exactly. Knows nothing of files.
 
-Line numbers are only a hint (models miscount): a hunk goes where its old lines stand, nearest to the number given."""
+Line numbers are only a hint (models miscount): a hunk goes where its old lines stand, nearest to the number given. What
+that may cost is bounded, as a policy chooses both the patch and the files."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from agentrl.errors import ToolError
 
+_DIGITS = 9  # of a line number
+_STEPS = 3_000_000  # lines looked at for one patch: about a second
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
 
 
@@ -31,6 +35,19 @@ class FilePatch:
     hunks: list[Hunk] = field(default_factory=list[Hunk])
 
 
+@dataclass(slots=True)
+class Effort:
+    """How many more lines may be looked at before a patch is given up."""
+
+    left: int = _STEPS
+
+    def spend(self, lines: int) -> None:
+        """Raises ToolError if that is too many."""
+        self.left -= lines
+        if self.left < 0:
+            raise ToolError("the patch takes too long to place: give right line numbers, or make it smaller")
+
+
 def parse_patch(text: str) -> list[FilePatch]:
     """Raises ToolError with what is wrong and where."""
     patches: list[FilePatch] = []
@@ -44,6 +61,8 @@ def parse_patch(text: str) -> list[FilePatch]:
         elif (found := _HUNK.match(line)) is not None:
             if not patches:
                 raise ToolError(f"line {at + 1} of the patch is a hunk of no file: write --- and +++ lines before it")
+            if len(found[1]) > _DIGITS:
+                raise ToolError(f"line {at + 1} of the patch names a line with a number of {len(found[1])} digits")
             hunk = Hunk(int(found[1]))
             at = _parse_hunk(lines, at + 1, hunk)
             patches[-1].hunks.append(hunk)
@@ -89,32 +108,55 @@ def _name(field_: str) -> str | None:
     return name[2:] if name[:2] in ("a/", "b/") else name
 
 
-def apply_hunks(text: str, hunks: list[Hunk], name: str) -> str:
+def apply_hunks(text: str, hunks: list[Hunk], name: str, effort: Effort | None = None) -> str:
     """The text after all hunks. Raises ToolError naming the first that does not fit."""
+    effort = effort or Effort()
     ended = text.endswith("\n") or not text
     lines = text.split("\n")
     if ended:
         lines.pop()
-    shift = floor = 0
+    done: list[str] = []
+    at = 0  # lines before it are in `done`, as the hunks so far left them
     for number, hunk in enumerate(hunks, 1):
         old = hunk.old
-        place = _find(lines, old, hunk.at - 1 + shift if old else hunk.at + shift, floor)
+        place = _find(lines, old, hunk.at - 1 if old else hunk.at, at, effort)
         if place is None:
             near = old[0] if old else ""
             raise ToolError(f"hunk {number} does not fit {name}: its lines (first {near!r}) do not stand there")
-        lines[place : place + len(old)] = hunk.new
-        shift += len(hunk.new) - len(old)
-        floor = place + len(hunk.new)
-        if hunk.ends_open and floor == len(lines):
+        done += lines[at:place]
+        done += hunk.new
+        at = place + len(old)
+        if hunk.ends_open and at == len(lines):
             ended = False
-        elif floor == len(lines) and hunk.new:
+        elif at == len(lines) and hunk.new:
             ended = True
-    return "\n".join(lines) + ("\n" if ended and lines else "")
+    done += lines[at:]
+    return "\n".join(done) + ("\n" if ended and done else "")
 
 
-def _find(lines: list[str], old: list[str], hint: int, floor: int) -> int | None:
+def _find(lines: list[str], old: list[str], hint: int, floor: int, effort: Effort) -> int | None:
     """Where `old` stands in `lines` from `floor` on, nearest to `hint`."""
     if not old:
         return max(floor, min(hint, len(lines)))
-    places = [at for at in range(floor, len(lines) - len(old) + 1) if lines[at : at + len(old)] == old]
-    return min(places, key=lambda at: abs(at - hint), default=None)
+    if lines[max(hint, floor) : max(hint, floor) + len(old)] == old:
+        return max(hint, floor)
+    effort.spend(len(lines) - floor + len(old))
+    return min(_places(lines, old, floor), key=lambda at: abs(at - hint), default=None)
+
+
+def _places(lines: list[str], old: list[str], floor: int) -> Iterator[int]:
+    """Where `old` stands from `floor` on, in one pass (Knuth, Morris and Pratt)."""
+    back = [0] * len(old)  # how much of `old` stands again at the end of its first lines
+    length = 0
+    for at in range(1, len(old)):
+        while length and old[at] != old[length]:
+            length = back[length - 1]
+        length += old[at] == old[length]
+        back[at] = length
+    length = 0
+    for at in range(floor, len(lines)):
+        while length and (length == len(old) or lines[at] != old[length]):
+            length = back[length - 1]
+        length += lines[at] == old[length]
+        if length == len(old):
+            yield at + 1 - length

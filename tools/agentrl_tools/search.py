@@ -42,5 +42,7 @@ class Search(SchemaChecked):
             raise ToolError(f"the search was ended after {self.timeout_s:g} s: narrow it")
         if result.exit_code > 1 and not result.stdout:
             raise ToolError(readable(result.stderr).strip() or f"grep ended with {result.exit_code}")
-        found = "\n".join(line.removeprefix("./") for line in readable(result.stdout).splitlines())
-        return text_result(found or "no match", self._output_bytes, truncated=result.truncated)
+        lines = readable(result.stdout).splitlines()
+        found = "\n".join(line.removeprefix("./") for line in lines[: self._output_bytes])  # more are never shown
+        more = result.truncated or len(lines) > self._output_bytes
+        return text_result(found or "no match", self._output_bytes, truncated=more)

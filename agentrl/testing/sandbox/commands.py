@@ -84,6 +84,14 @@ async def _(bench: Bench) -> None:
 
 @promise()
 async def _(bench: Bench) -> None:
+    """a command of a hundred thousand arguments is exit code 126, a result; one of five thousand runs"""
+    async with bench.box() as box:
+        assert (await box.exec(["echo", *["x"] * 100_000])).exit_code == 126
+        assert (await box.exec(["echo", *["x"] * 5_000])).stdout == b"x " * 4_999 + b"x\n"
+
+
+@promise()
+async def _(bench: Bench) -> None:
     """arguments arrive exactly: spaces, quotes, newlines, unicode, empty, leading dashes"""
     arguments = ["a b", "'\"$HOME`id`", "line\nbreak", "äß→🙂", "", "--flag", "-n", "*"]
     async with bench.box() as box:

@@ -89,6 +89,16 @@ async def _(bench: Bench) -> None:
 
 @promise()
 async def _(bench: Bench) -> None:
+    """a file of more bytes than asked for is refused, also one that only looks large"""
+    async with bench.box(files={"f": b"12345"}) as box:
+        await output(box, "truncate -s 60M sparse")
+        assert await box.read("f", most_bytes=5) == b"12345"
+        for path, most in (("f", 4), ("f", 0), ("sparse", 1000)):
+            await must_refuse(box.read(path, most_bytes=most))
+
+
+@promise()
+async def _(bench: Bench) -> None:
     """writing onto a folder or below a file is the box's own doing: SandboxPathError"""
     async with bench.box(files={"folder/file": b""}) as box:
         for path in ("folder", "folder/file/below", ".", ""):
