@@ -8,6 +8,8 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 ifeq ($(UV_FIND_LINKS),)
 export UV_TORCH_BACKEND ?= cpu
 endif
+# torch and transformers compiled anew in each process of a run are ten seconds in each.
+export PYTHONDONTWRITEBYTECODE :=
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
 .PHONY: help setup demo test check vllm lock clean
