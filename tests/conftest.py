@@ -4,6 +4,9 @@ A test marked with a part (`@pytest.mark.docker`) is skipped, with the reason, o
 `AGENTRL_REQUIRE=all` (or a comma list of parts) makes it fail instead, so that a green run says that nothing was left
 out. `all` stands for every part that some collected test is marked with, save `gpu`: that one is named in the closing
 lines where it was not there.
+
+What a test starts carries the mark of its pytest process (or of its worker, under xdist) and ends with it, also where
+that is killed.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from agentrl.owner import OwnedFolder
 
 # Property tests judge what the code does, not how busy the machine is.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -116,24 +121,32 @@ def required(setting: str) -> frozenset[str]:
 
 
 _required_key = pytest.StashKey[frozenset[str]]()
-_absent_key = pytest.StashKey[dict[str, str]]()
+_ABSENT = "absent part"  # name of a report's property: (part, reason)
+_ORDERLY_S = 2.0  # for servers that end by themselves when their owner is gone
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_required_key] = required(os.environ.get("AGENTRL_REQUIRE", ""))
-    config.stash[_absent_key] = {}
+    owner, patch = OwnedFolder(prefer_memory=False, patience_s=_ORDERLY_S), pytest.MonkeyPatch()
+    for name, value in owner.mark.items():
+        patch.setenv(name, value)
+    patch.setenv("PYTHONDONTWRITEBYTECODE", "")  # else every process compiles torch and transformers for itself
+    config.add_cleanup(owner.close)
+    config.add_cleanup(patch.undo)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for part in PARTS:
         if item.get_closest_marker(part) and (reason := missing(part)):
-            item.config.stash[_absent_key][part] = reason
+            item.user_properties.append((_ABSENT, (part, reason)))
             if part in item.config.stash[_required_key]:
                 pytest.fail(f"AGENTRL_REQUIRE asks for {part}: {reason}", pytrace=False)
             pytest.skip(f"no {part}: {reason}")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for part, reason in config.stash[_absent_key].items():
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    named = [dict(getattr(report, "user_properties", ())).get(_ABSENT) for report in reports]
+    for part, reason in sorted({tuple(one) for one in named if one}):
         terminalreporter.write_line(f"not run: tests marked {part} ({reason})")

@@ -1,13 +1,18 @@
-"""The rule about missing parts, run in a pytest of its own."""
+"""The rule about missing parts, and what is left of a pytest that is killed: each in a pytest of its own."""
 
 from __future__ import annotations
 
+import os
+import select
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 pytest_plugins = ["pytester"]
 
+DEADLINE_S = 60.0
 CONFTEST = (Path(__file__).parent / "conftest.py").read_text()
 PROBES = "\nPARTS.update(docker=lambda: 'no engine', gpu=lambda: 'no device', ray=lambda: None)\n"
 
@@ -69,3 +74,80 @@ def test_an_unknown_part_is_refused(suite: pytest.Pytester, monkeypatch: pytest.
     result = suite.runpytest_inprocess()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*AGENTRL_REQUIRE=dokcer*not among all, bubblewrap, docker*"])
+
+
+HANGING = """
+import os, subprocess, sys, time
+
+DETACHED = "import subprocess as s; print(s.Popen(['sleep', '600'], stdout=s.DEVNULL, start_new_session=True).pid)"
+
+def test_that_hangs():
+    child = subprocess.Popen(["sleep", "600"])
+    orphan = subprocess.run([sys.executable, "-c", DETACHED], stdout=subprocess.PIPE, text=True)
+    with open("started", "w") as told:
+        print(os.getpid(), child.pid, orphan.stdout.strip(), file=told, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["-n", "1"]], ids=["alone", "with a worker"])
+def test_law_4_a_killed_pytest_leaves_no_process_of_its_tests(pytester: pytest.Pytester, options: list[str]) -> None:
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(HANGING)
+    assert_it_ends_what_it_started_when_killed(pytester, *options)
+
+
+def assert_it_ends_what_it_started_when_killed(pytester: pytest.Pytester, *options: str) -> None:
+    """Its hanging test has told the three processes that have to go by writing their ids to a pipe."""
+    started = pytester.path / "started"
+    os.mkfifo(started)
+    suite = subprocess.Popen([sys.executable, "-m", "pytest", "-q", *options], stdout=subprocess.DEVNULL)
+    told = os.open(started, os.O_RDWR)  # for both, so that opening waits for nobody
+    try:
+        assert readable(told, DEADLINE_S), "it started nothing"
+        processes = [os.pidfd_open(int(pid)) for pid in os.read(told, 4096).split()]
+        assert not any(readable(process, 0.0) for process in processes)
+    finally:
+        suite.kill()
+        suite.wait()
+    assert [readable(process, DEADLINE_S) for process in processes] == [True] * 3
+
+
+def readable(descriptor: int, within_s: float) -> bool:
+    """Whether there is something to read; for a process: whether it has ended."""
+    return bool(select.select([descriptor], [], [], within_s)[0])
+
+
+def test_a_process_that_a_test_starts_finds_its_modules_compiled() -> None:
+    """Else each of them compiles torch and transformers for itself: ten seconds."""
+    keeps = "import sys; sys.exit(sys.dont_write_bytecode)"
+    assert subprocess.run([sys.executable, "-c", keeps], check=False).returncode == 0
+
+
+WITH_DOCKER = """
+import os, subprocess, time
+from pathlib import Path
+
+def test_that_hangs(docker_engine):
+    docker = ["docker", "--host", docker_engine]
+    run = [*docker, "run", "--detach", "--network=none", "agentrl-test:1", "sleep", "600"]
+    box = subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
+    inspect = [*docker, "inspect", "--format", "{{.State.Pid}}", box]
+    process = subprocess.run(inspect, capture_output=True, text=True, check=True).stdout
+    daemon = Path(docker_engine.removeprefix("unix://")).with_name("pid").read_text()
+    with open("started", "w") as told:
+        print(os.getpid(), daemon, process.strip(), file=told, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.docker
+def test_law_4_a_killed_pytest_leaves_no_docker_engine(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(__file__).parent
+    ours = f"import sys\nsys.path.insert(0, {str(folder)!r})\nfrom sandbox.conftest import docker_engine\n"
+    pytester.makeconftest(CONFTEST + ours)
+    pytester.makepyfile(WITH_DOCKER)
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{pytester.path}/nobody.sock")  # so that it starts one of its own
+    assert_it_ends_what_it_started_when_killed(pytester)

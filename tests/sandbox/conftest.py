@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.owner import OwnedFolder
+
 from . import rootfs
 
 IMAGE = "agentrl-test:1"
@@ -26,16 +28,20 @@ def docker_engine() -> Iterator[str]:
         import_image(address)
         yield address
         return
-    with tempfile.TemporaryDirectory(prefix="agentrl-dockerd-") as name:
+    with contextlib.closing(OwnedFolder(prefer_memory=False, patience_s=10.0)) as owned:
+        name = str(owned.path)
         address = f"unix://{name}/docker.sock"
         with Path(name, "log").open("wb") as log:
-            daemon = subprocess.Popen(daemon_command(name), stdout=log, stderr=log, start_new_session=True)
+            own = {**env(address), **owned.mark}
+            command, pipe = daemon_command(name), subprocess.PIPE
+            daemon = subprocess.Popen(command, stdin=pipe, stdout=log, stderr=log, start_new_session=True, env=own)
         try:
             wait_for(address, daemon, Path(name, "log"))
             import_image(address)
             yield address
         finally:
-            daemon.terminate()
+            assert daemon.stdin is not None
+            daemon.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(timeout=20)
             with contextlib.suppress(ProcessLookupError):
@@ -46,14 +52,25 @@ def docker_engine() -> Iterator[str]:
                     subprocess.run(["umount", "-l", line.split()[1]], check=False)
 
 
+# A daemon that only ends leaves its containers running.
+UNTIL_STDIN_CLOSES = """
+pidfile=$1
+shift
+{ dockerd --pidfile="$pidfile" "$@"; kill $$; } &
+read -r _
+docker ps --quiet | xargs --no-run-if-empty docker kill
+kill "$(cat "$pidfile")"
+wait
+"""
+
+
 def daemon_command(folder: str) -> list[str]:
-    """A daemon without networks and without configuration of the machine's, that dies with this process."""
+    """A daemon without networks and without configuration of the machine's, that ends when this process has."""
     paths = [f"--host=unix://{folder}/docker.sock", f"--data-root={folder}/data", f"--exec-root={folder}/run"]
-    paths += [f"--pidfile={folder}/pid", f"--config-file={folder}/none.json"]
-    network = ["--bridge=none", "--iptables=false", "--ip-masq=false"]
+    network = ["--bridge=none", "--iptables=false", "--ip-masq=false", f"--config-file={folder}/none.json"]
     rest = ["--storage-driver=overlay2", "--shutdown-timeout=2", "--default-ulimit=nofile=1024:4096"]
     Path(folder, "none.json").write_text("{}")
-    return ["setpriv", "--pdeathsig", "TERM", "dockerd", *paths, *network, *rest]
+    return ["sh", "-c", UNTIL_STDIN_CLOSES, "dockerd-of-tests", f"{folder}/pid", *paths, *network, *rest]
 
 
 def answers(address: str) -> bool:
