@@ -264,6 +264,28 @@ def list_ids(
 
 
 @app.command()
+def keys(
+    of: Annotated[str, typer.Argument(help="Only keys that begin so, such as rollout")] = "",
+    page: Annotated[
+        bool, typer.Option("--page", help="The whole table as Markdown, as docs/run-file.md has it")
+    ] = False,
+) -> None:
+    """Say which keys a run file has, their defaults and what they mean."""
+    from agentrl.runtime import keys as run_file
+
+    if page:
+        print(run_file.page(), end="")
+        return
+    found = [key for key in run_file.all_keys() if key.name.startswith(of)]
+    if not found:
+        raise UsageError(f"no key begins with {of!r}: agentrl keys shows all")
+    table = Table("key", "value", "default", "meaning")
+    for key in found:
+        table.add_row(*map(escape, (key.name, key.kind.replace("`", ""), key.default, key.meaning)))
+    _console().print(table)
+
+
+@app.command()
 def show(
     id: Annotated[str, typer.Argument(help="An id that agentrl list shows, or module:Class, or file.py:Class")],
 ) -> None:

@@ -30,10 +30,10 @@ class _Section(BaseModel):
 class EnvSource(_Section):
     """Which tasks: environment id, constructor arguments, and the stream of seeds."""
 
-    id: str
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    options: dict[str, Any] = Field(default_factory=dict)
-    first_seed: int = 0
+    id: str  # environment: an id, module:Class or file.py:Class
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # arguments of its constructor
+    options: dict[str, Any] = Field(default_factory=dict)  # reset options of every episode
+    first_seed: int = 0  # where the stream of seeds begins
     reward: str | None = None  # module:name of a rewarder (trajectory -> float, a judge) in the place of its outcome
 
 
@@ -41,12 +41,12 @@ class TaskTable(_Section):
     """One source of training tasks: rows of a data set as reset options, a range of seeds, or (neither) an endless
     stream of seeds that also the run's seed decides. What is left out is `env`'s."""
 
-    id: str | None = None
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    options: dict[str, Any] = Field(default_factory=dict)
+    id: str | None = None  # environment; default: that of env
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # arguments of its constructor
+    options: dict[str, Any] = Field(default_factory=dict)  # reset options; a row adds its own
     weight: Positive = 1.0  # its share of the tasks, beside the other tables' weights
     rows: str | None = None  # FILE.jsonl or FILE.parquet beside the run file, or hf:NAME[:SPLIT]
-    first_seed: Annotated[int, Field(ge=0)] = 0
+    first_seed: Annotated[int, Field(ge=0)] = 0  # where its seeds begin
     seeds: Count | None = None  # so many, from first_seed on
     epochs: Count | None = None  # how often rows or seeds are played, each time in another order; default: endlessly
 
@@ -79,13 +79,13 @@ class CurriculumSettings(_Section):
 class Rollout(_Section):
     """How episodes run."""
 
-    workers: Count = 1
-    group_size: Annotated[int, Field(ge=2)] = 8
+    workers: Count = 1  # processes that play episodes
+    group_size: Annotated[int, Field(ge=2)] = 8  # episodes of one task that are judged beside each other
     max_running: Count = 128  # episodes at once, all workers together
     max_turns: Count = 8
-    max_tokens_per_turn: Count = 64
+    max_tokens_per_turn: Count = 64  # a longer turn is cut, and the environment told
     max_context: Count = 1024  # tokens of one row
-    temperature: Positive = 1.0
+    temperature: Positive = 1.0  # of sampling, in training and evaluation
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)  # texts that end a turn as well
     turn_deadline_s: Positive = 60.0
     step_deadline_s: Positive = 60.0
@@ -109,20 +109,20 @@ class Rollout(_Section):
 class EngineSettings(_Section):
     """Where tokens are sampled."""
 
-    kind: Literal["embedded", "vllm"] = "embedded"
+    kind: Literal["embedded", "vllm"] = "embedded"  # ours for a CPU, or vLLM
     urls: list[str] = Field(default_factory=list)  # attach to these instead of launching
-    replicas: Count = 1
+    replicas: Count = 1  # engines that the run starts
     gpus: list[Gpus] = Field(default_factory=list[Gpus])  # one of vLLM on each of these: [[0], [1, 2]]
-    threads: Count = 1
-    max_batch: Count = 128
-    kv_cache_mb: Count = 512
+    threads: Count = 1  # of arithmetic, in each engine
+    max_batch: Count = 128  # requests that an engine computes at once
+    kv_cache_mb: Count = 512  # keys and values of an engine
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of vLLM's weights and cache; embedded is float32
     stream_tokens: Count = 16  # tokens per streamed chunk
     sync: Literal["auto", "full", "delta", "nccl", "ipc"] = "auto"  # how new weights travel, see RunConfig.sync
     canary: bool = True  # after every sync: compare log-probs of a fixed probe with the learner's
     routed_experts: bool = False  # journal the experts that a mixture computed each token with
     recompute_kv: bool = False  # after new weights: recompute the KV of running requests, or keep it
-    admin_deadline_s: Positive = 30.0
+    admin_deadline_s: Positive = 30.0  # for an engine to answer about weights, pauses and its state
     start_deadline_s: Positive = 600.0  # a large model is read, and on a GPU compiled as well
 
     @property
@@ -148,9 +148,9 @@ class EngineSettings(_Section):
 class Buffer(_Section):
     """How far generation may run ahead, and what the learner takes first."""
 
-    groups_per_step: Count = 16
+    groups_per_step: Count = 16  # groups that one optimizer step learns from
     max_lag: Annotated[int, Field(ge=0)] = 4  # optimizer steps; 0 is synchronous training
-    order: Literal["oldest"] = "oldest"
+    order: Literal["oldest"] = "oldest"  # which scored groups the learner takes first
     keep_steps: Annotated[int, Field(ge=0)] = 50  # trained groups of so many last steps keep their token arrays
     keep_sample: Annotated[float, Field(ge=0, le=1)] = 0.02  # and this share of the older ones
 
@@ -158,30 +158,30 @@ class Buffer(_Section):
 class Algo(_Section):
     """The loss. Names are those of the papers that the docstrings of `agentrl.algos` cite."""
 
-    baseline: Literal["leave_one_out", "group_mean", "none"] = "leave_one_out"
-    scale: Literal["none", "std"] = "none"
-    clip_low: Positive = 0.2
-    clip_high: Positive = 0.28
+    baseline: Literal["leave_one_out", "group_mean", "none"] = "leave_one_out"  # what an outcome is compared with
+    scale: Literal["none", "std"] = "none"  # whether advantages are divided by the spread of their group
+    clip_low: Positive = 0.2  # PPO: the ratio may fall by so much
+    clip_high: Positive = 0.28  # and rise by so much
     importance: Literal["token", "none"] = "token"  # behaviour -> proximal correction
-    importance_cap: Positive = 2.0
-    normalise: Literal["token", "sequence"] = "token"
+    importance_cap: Positive = 2.0  # its weights are cut off here
+    normalise: Literal["token", "sequence"] = "token"  # what weighs the same in the mean
     process_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0  # 0 switches process rewards off
-    kl_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    entropy_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    kl_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of a penalty on leaving the reference
+    entropy_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # bonus on the entropy of the policy
 
 
 class Train(_Section):
     """The optimizer and its budgets."""
 
-    steps: Count = 100
-    lr: Positive = 5e-4
-    warmup_steps: Annotated[int, Field(ge=0)] = 5
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    grad_clip: Positive = 1.0
+    steps: Count = 100  # optimizer steps
+    lr: Positive = 5e-4  # learning rate of AdamW
+    warmup_steps: Annotated[int, Field(ge=0)] = 5  # in which the learning rate rises from 0
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of AdamW
+    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
+    grad_clip: Positive = 1.0  # largest norm of the gradient
     tokens_per_batch: Count = 4096  # packed tokens of one forward pass; gradients accumulate over passes
-    threads: Count = 1
-    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    threads: Count = 1  # of arithmetic in the learner
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"  # of the learner: cpu, cuda, cuda:1
     dtype: Literal["float32", "bfloat16"] = "float32"  # of a pass; weights and optimizer are float32
     minibatches: Count = 1  # optimizer updates that share a step's groups
     epochs: Count = 1  # how often a step goes over its groups
@@ -190,8 +190,8 @@ class Train(_Section):
     lora_rank: Annotated[int, Field(ge=0)] = 0  # train a LoRA adapter of this rank over frozen weights; 0: all weights
     lora_alpha: Count | None = None  # its scale times the rank; default: twice the rank
     lora_targets: list[str] = Field(default_factory=list)  # ends of layer names; default: all but output and routers
-    checkpoint_every: Count = 20
-    keep_checkpoints: Count = 2
+    checkpoint_every: Count = 20  # steps
+    keep_checkpoints: Count = 2  # the newest ones; older ones are removed
     stall_deadline_s: Positive = 600.0  # no turn, answer, episode end or step for so long: the run fails
 
     @model_validator(mode="after")
@@ -208,19 +208,19 @@ class Train(_Section):
 class HeldOut(_Section):
     """One held-out evaluation: `n` tasks from the environment's own held-out seeds, sampled as in training."""
 
-    name: str
+    name: str  # what the set is called in tables and curves
     id: str | None = None  # default: the training environment
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    options: dict[str, Any] = Field(default_factory=dict)
-    n: Count = 256
-    first_seed: int = 1_000_000_000
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # laid over those of the training environment
+    options: dict[str, Any] = Field(default_factory=dict)  # likewise
+    n: Count = 256  # tasks, one episode each
+    first_seed: int = 1_000_000_000  # of its tasks; far from those of training
 
 
 class Evaluation(_Section):
     """When and on what the policy is measured. Every set runs before and after; the first one also every `every`."""
 
-    every: Annotated[int, Field(ge=0)] = 0
-    n_during: Count = 96
+    every: Annotated[int, Field(ge=0)] = 0  # steps between evaluations of the first set; 0: only before and after
+    n_during: Count = 96  # tasks of such an evaluation
     sets: list[HeldOut] = Field(default_factory=list[HeldOut])
 
 
@@ -228,8 +228,8 @@ class RunConfig(_Section):
     """A whole run. `seed` decides tasks and sampling order; the same file runs on one CPU or many GPUs."""
 
     name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "run"  # also its folder's, below runs/
-    seed: int = 0
-    model: str
+    seed: int = 0  # decides tasks, their order and the weights of a fresh adapter
+    model: str  # a registered id, a folder, or an id of the Hugging Face hub
     scratch_dir: Annotated[str, Field(pattern="^/")] | None = None  # for weight files; default: shared memory
     env: EnvSource
     tasks: list[TaskTable] = Field(default_factory=list[TaskTable])

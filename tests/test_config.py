@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentrl import config
+from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, UsageError
 
 MINIMAL = {"model": "m", "env": {"id": "e"}}
@@ -167,3 +170,25 @@ def test_a_file_that_is_not_toml_says_so(tmp_path: Path) -> None:
 def test_json_carries_the_whole_configuration() -> None:
     parsed = config.parse({**MINIMAL, "eval": {"sets": [{"name": "a", "n": 3}]}, "train": {"betas": [0.8, 0.9]}})
     assert config.from_json(config.to_json(parsed)) == parsed
+
+
+def test_the_page_of_all_keys_is_that_of_the_code() -> None:
+    from agentrl.runtime.keys import all_keys, page
+
+    written = (Path(__file__).parent.parent / "docs" / "run-file.md").read_text()
+    assert written == page(), "write it anew: agentrl keys --page > docs/run-file.md"
+    assert [key.name for key in all_keys()] == list(leaves(RunConfig))
+
+
+def leaves(section: type[RunConfig]) -> Iterator[str]:
+    """Dotted names of all fields, found through pydantic's own schema."""
+    whole = section.model_json_schema()
+
+    def of(schema: dict[str, Any], prefix: str) -> Iterator[str]:
+        for name, field in schema["properties"].items():
+            options = [field, field.get("items", {}), *field.get("anyOf", [])]
+            inner = next((whole["$defs"][each["$ref"].rpartition("/")[2]] for each in options if "$ref" in each), None)
+            several = "[]" if field.get("type") == "array" else ""
+            yield from of(inner, f"{prefix}{name}{several}.") if inner else [prefix + name]
+
+    return of(whole, "")

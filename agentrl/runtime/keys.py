@@ -1,0 +1,121 @@
+"""Every key of the run file with its default and its meaning, read from `agentrl.config` itself.
+
+A key's meaning is the comment that stands behind it there, so that code, this table and the page made of it cannot say
+different things.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import json
+import re
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from agentrl import config
+
+_NUMBERS = (
+    (r"Positive", "number above 0"),
+    (r"Count", "integer from 1"),
+    (r"Annotated\[int, Field\(ge=(\d+)\)\]", r"integer from \1"),
+    (r"Annotated\[float, Field\(ge=0, allow_inf_nan=False\)\]", "number from 0"),
+    (r"Annotated\[float, Field\(ge=0, le=1\)\]", "number from 0 to 1"),
+    (r"Annotated\[float, Field\(ge=0, lt=1\)\]", "number from 0, below 1"),
+    (r"Annotated\[str, .*\]", "text"),
+    (r"list\[Annotated\[str, .*\]\]", "list of texts"),
+    (r"list\[str\]", "list of texts"),
+    (r"list\[Gpus\]", "list of lists of GPUs"),
+    (r"tuple\[float, float\]", "two numbers"),
+    (r"dict\[.*\]", "table"),
+    (r"bool", "true or false"),
+    (r"str", "text"),
+    (r"int", "integer"),
+    (r"float", "number"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """`name` is dotted, with `[]` behind what may stand several times; `default` is as TOML has it, or "required"."""
+
+    name: str
+    kind: str
+    default: str
+    meaning: str
+
+
+def all_keys() -> list[Key]:
+    """All of them, in the order of the code."""
+    return list(_of(config.RunConfig, ""))
+
+
+def page() -> str:
+    """The table as a page of the documentation."""
+    lines = [
+        "# Run file",
+        "",
+        "Every key, its default and what it means. Made by `agentrl keys --page`: the meanings are the comments of",
+        "`agentrl/config.py`. On the command line a key is `--set rollout.group_size=16`; `[]` marks a table that may",
+        "stand several times (`[[eval.sets]]`).",
+        "",
+        "| key | value | default | meaning |",
+        "| --- | --- | --- | --- |",
+    ]
+    for key in all_keys():
+        cells = (f"`{key.name}`", key.kind, f"`{key.default}`" if key.default else "", key.meaning)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
+    source = inspect.getsource(section)
+    comments = {
+        token.start[0]: token.string.lstrip("# ").strip()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT and "pyright" not in token.string
+    }
+    (tree,) = ast.parse(source).body
+    assert isinstance(tree, ast.ClassDef)
+    for node in tree.body:
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+            continue
+        name, field = node.target.id, section.model_fields[node.target.id]
+        inner = _section_of(field.annotation)
+        if inner is not None:
+            several = "[]" if "list" in ast.unparse(node.annotation) else ""
+            yield from _of(inner, f"{prefix}{name}{several}.")
+            continue
+        meaning = comments.get(node.end_lineno or node.lineno, "")
+        yield Key(prefix + name, _kind(ast.unparse(node.annotation)), _default(field), meaning)
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def _kind(annotation: str) -> str:
+    """An annotation in words."""
+    text = annotation.removesuffix(" | None")
+    if match := re.fullmatch(r"Literal\[(.*)\]", text):
+        return ", ".join(f"`{json.dumps(value)}`" for value in ast.literal_eval(f"({match[1]},)"))
+    for pattern, words in _NUMBERS:
+        if match := re.fullmatch(pattern, text):
+            return match.expand(words)
+    return text
+
+
+def _default(field: Any) -> str:
+    default = field.get_default(call_default_factory=True)
+    if default is PydanticUndefined:
+        return "required"
+    return "" if default is None else json.dumps(default)
