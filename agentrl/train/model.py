@@ -11,8 +11,8 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +32,11 @@ from agentrl.train.packing import Branch, Pack
 
 ATTENTION = "agentrl_tree"
 """Under this name transformers calls `tree_attention` in every layer."""
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")  # of transformers' configurations; ours computes these
+_NO_SCORES = frozenset({"dropout", "position_ids", "cache_position"})  # passed, but used before attention or not
+_WINDOWS = frozenset({"sliding_window", "attention_chunk_size", "window_size", "local_attention"})
+_SHORT = 4  # tokens of a window while the tree is checked
 
 
 @dataclass(slots=True)
@@ -79,10 +84,17 @@ def tree_attention(
     layout: Layout,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **_: object,
+    **given: object,
 ) -> tuple[Tensor, None]:
     """Attention of every node to its ancestors and itself. query [1, H, N, D], key and value [1, H_kv, N, D] give
-    [1, N, H, D]. `attention_mask` and dropout of transformers' interface are not used."""
+    [1, N, H, D]. Dropout of transformers' interface is not used.
+
+    Raises ValueError for a mask, or a number or tensor that it does not know: it would change the scores."""
+    if attention_mask is not None:
+        raise ValueError("its attention has a mask of its own")
+    for name, what in given.items():
+        if name not in _NO_SCORES and what is not None and not isinstance(what, bool):
+            raise ValueError(f"its attention takes {name!r}")
     grouped = query.shape[1] != key.shape[1]
     queries = query.split(layout.sizes, 2)
     keys = key.index_select(2, layout.paths).split(layout.lengths, 2)
@@ -220,25 +232,56 @@ def _load(folder: Path) -> Any:
 
 @torch.no_grad()
 def _check_tree(module: Any, folder: Path) -> None:
-    """Two short rows that share a prefix must get the logits that transformers' own attention gives them; an
-    architecture that mixes tokens otherwise (recurrent layers, attention biases) would train on wrong numbers."""
+    """Two rows that share a prefix must get the logits that transformers' own attention gives them; an architecture
+    that mixes tokens otherwise (recurrent layers, attention biases) would train on wrong numbers. The rows are several
+    windows long: those of the model are shortened meanwhile, so that a long one costs nothing."""
     device = next(module.parameters()).device
-    tokens = [token % module.config.get_text_config().vocab_size for token in (5, 3, 8, 2, 9, 4, 7)]
-    rows = [tokens[:5], tokens[:2] + tokens[5:]]
-    numbers = torch.arange(7, device=device)
-    paths = [numbers[:5], numbers[[0, 1, 5, 6]]]
-    branches = [Branch(0, 5, paths[0]), Branch(5, 7, paths[1])]
-    depth_N = torch.tensor([0, 1, 2, 3, 4, 2, 3], device=device)
+    vocab = module.config.get_text_config().vocab_size
+    shared, alone = 3 * _SHORT, 2 * _SHORT
+    n = shared + 2 * alone
+    numbers = torch.arange(n, device=device)
+    tokens_N = (7 * numbers + numbers**2 // 5 + 3) % vocab
+    paths = [numbers[: shared + alone], torch.cat([numbers[:shared], numbers[shared + alone :]])]
+    branches = [Branch(0, shared + alone, paths[0]), Branch(shared + alone, n, paths[1])]
+    depth_N = torch.cat([numbers[: shared + alone], numbers[shared : shared + alone]])
     module.eval()
     try:
-        tree_NV = _logits(module, torch.tensor(tokens, device=device), depth_N, branches, numbers)
-        module.set_attn_implementation("eager")
-        for row, path in zip(rows, paths, strict=True):
-            row_TV = module(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0]
-            if not torch.allclose(row_TV, tree_NV[path], atol=1e-3, rtol=1e-3):
-                raise ValueError("logits differ from those of single rows")
+        _check_layers(module)
+        with _short_windows(module):
+            tree_NV = _logits(module, tokens_N, depth_N, branches, numbers)
+            module.set_attn_implementation("eager")
+            for path in paths:
+                row_TV = module(input_ids=tokens_N[path][None], use_cache=False).logits[0]
+                if not torch.allclose(row_TV, tree_NV[path], atol=1e-3, rtol=1e-3):
+                    raise ValueError("logits differ from those of single rows")
     except (ValueError, TypeError, RuntimeError) as error:
         name = type(module).__name__
         raise ModelError(f"{name} in {str(folder)!r} cannot be computed over prefix trees: {error}") from error
     finally:
         module.set_attn_implementation(ATTENTION)
+
+
+def _check_layers(module: Any) -> None:
+    """Raises ValueError for a layer of a kind that nobody here knows, whatever it computes for a few tokens."""
+    for index, kind in enumerate(getattr(module.config.get_text_config(), "layer_types", None) or ()):
+        if kind not in _LAYER_TYPES:
+            raise ValueError(f"layer {index} is of type {kind!r}, we compute {', '.join(_LAYER_TYPES)}")
+
+
+@contextmanager
+def _short_windows(module: Any) -> Generator[None]:
+    """Inside, every window of attention is `_SHORT` tokens long, as layers keep it and as masks are made from it."""
+    owners = {id(owner): owner for part in module.modules() for owner in (part, getattr(part, "config", None))}
+    kept = [
+        (owner, name, value)
+        for owner in owners.values()
+        for name in _WINDOWS
+        if type(value := getattr(owner, name, None)) is int and value > 0
+    ]
+    for owner, name, _ in kept:
+        setattr(owner, name, _SHORT)
+    try:
+        yield
+    finally:
+        for owner, name, value in kept:
+            setattr(owner, name, value)

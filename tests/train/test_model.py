@@ -5,33 +5,68 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from agentrl.errors import ModelError
+from agentrl.train import model
 from agentrl.train.model import PolicyModel
 from agentrl.train.packing import packs
 
 from .making import VOCAB, tiny_llama, tiny_qwen3
 from .test_packing import row
 
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "pad_token_id": None,
+}
 
-def sliding_mistral(folder: Path) -> Path:
+
+def sliding_mistral(folder: Path, window: int = 6) -> Path:
     torch.manual_seed(2)
-    config = MistralConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=6,
-        initializer_range=0.3,
+    MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window)).save_pretrained(folder)
+    return folder
+
+
+def mixed_gemma(folder: Path) -> Path:
+    """Layers with a window beside layers without."""
+    torch.manual_seed(5)
+    types = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=5, layer_types=types)
+    Gemma3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def chunked_llama(folder: Path, chunk: int = 10) -> Path:
+    torch.manual_seed(6)
+    experts = {"num_local_experts": 2, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 48}
+    Llama4ForCausalLM(Llama4TextConfig(**SIZES, **experts, head_dim=8, attention_chunk_size=chunk)).save_pretrained(
+        folder
     )
-    MistralForCausalLM(config).save_pretrained(folder)
     return folder
 
 
@@ -48,7 +83,7 @@ def some_groups(seed: int) -> list[list[object]]:
     return groups
 
 
-@pytest.mark.parametrize("make", [tiny_qwen3, tiny_llama, sliding_mistral])
+@pytest.mark.parametrize("make", [tiny_qwen3, tiny_llama, sliding_mistral, mixed_gemma])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_logprobs_and_entropy_are_those_of_single_rows(make, checkpointing: bool, tmp_path: Path) -> None:
     folder = make(tmp_path / "model")
@@ -115,20 +150,70 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
         PolicyModel(tmp_path)
 
 
-def test_attention_that_trees_do_not_reproduce_is_refused(tmp_path: Path) -> None:
-    """Gemma 2 squashes attention scores; ours does not, so its numbers would be wrong."""
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+def test_attention_that_trees_do_not_reproduce_is_refused(softcap: float, tmp_path: Path) -> None:
+    """Gemma 2 squashes attention scores; ours does not, so its numbers would be wrong, by little or by much."""
     torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        attn_logit_softcapping=0.5,
-        initializer_range=0.5,
-    )
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="cannot be computed over prefix trees"):
+    Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, attn_logit_softcapping=softcap)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"cannot be computed over prefix trees: .*'softcap'"):
         PolicyModel(tmp_path)
+
+
+@pytest.mark.parametrize("chunk", [10, 8192])
+def test_attention_in_chunks_is_refused_however_long_they_are(chunk: int, tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"layer 0 is of type 'chunked_attention', .* full_attention, sliding_attention"
+    ):
+        PolicyModel(chunked_llama(tmp_path, chunk))
+
+
+@pytest.mark.parametrize("kind", ["linear_attention", "a_kind_of_next_year"])
+def test_a_layer_type_that_nobody_here_knows_is_refused(
+    kind: str, qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its numbers happen to be those of full attention over the few tokens of the check."""
+    load = model._load  # pyright: ignore[reportPrivateUsage]
+
+    def loaded(folder: Path) -> Any:
+        module = load(folder)
+        module.config.layer_types = ["full_attention", kind]
+        return module
+
+    monkeypatch.setattr(model, "_load", loaded)
+    with pytest.raises(ModelError, match=f"layer 1 is of type '{kind}'"):
+        PolicyModel(qwen3_dir)
+
+
+@pytest.mark.parametrize("window", [6, 4096])
+def test_a_window_that_is_one_token_too_wide_is_noticed_however_long_it_is(
+    window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = sliding_mistral(tmp_path, window)
+    assert PolicyModel(folder).module.config.sliding_window == window
+    exact = model._mask  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(model, "_mask", lambda branch, window, like: exact(branch, window and window + 1, like))
+    with pytest.raises(ModelError, match="logits differ from those of single rows"):
+        PolicyModel(folder)
+
+
+def test_a_mask_of_the_models_own_is_refused(qwen3_dir: Path) -> None:
+    policy = PolicyModel(qwen3_dir)
+    attend = model.tree_attention
+    query = torch.zeros(1, 4, 3, 8)
+    layout = model.Layout([model.Branch(0, 3, torch.arange(3))])
+    attend(policy.module, query, query, query, None, layout=layout)
+    with pytest.raises(ValueError, match="a mask of its own"):
+        attend(policy.module, query, query, query, torch.zeros(1, 1, 3, 3), layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        (Qwen2ForCausalLM, Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1)),
+        (Phi3ForCausalLM, Phi3Config(**{**SIZES, "pad_token_id": 0}, sliding_window=4096)),
+    ],
+)
+def test_other_plain_models_pass(architecture: Any, config: Any, tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    architecture(config).save_pretrained(tmp_path)
+    PolicyModel(tmp_path)
