@@ -9,8 +9,9 @@ AgentRLError
 │   └── EnvCheckFailed         an environment breaks its contract
 ├── RunFailed                  the run cannot go on (exit code 1); what was journaled stays
 ├── InfrastructureError        the policy could not have caused it: leaves loss and baseline
-│   ├── EngineError            ├── EngineUnavailable   ├── EngineTimeout   ├── WeightSyncError
-│   │                          ├── CanaryMismatch      (a WeightSyncError)
+│   ├── EngineError            ├── EngineUnavailable   └── EngineBroke
+│   │                          ├── EngineTimeout       ├── EngineRefusal
+│   │                          ├── WeightSyncError     └── CanaryMismatch
 │   │                          └── ScoreError
 │   ├── SandboxError           ├── SandboxUnavailable
 │   ├── EnvError               an environment's own code raised
@@ -77,6 +78,14 @@ class EngineError(InfrastructureError):
 
 class EngineUnavailable(EngineError):
     """The engine could not be reached or closed the connection before the end."""
+
+
+class EngineBroke(EngineUnavailable):
+    """The engine took a request and failed it: it broke off, or what it sent makes no sense."""
+
+
+class EngineRefusal(EngineError):
+    """The engine refuses the request itself: it would refuse it again."""
 
 
 class EngineTimeout(EngineError):

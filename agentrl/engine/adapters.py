@@ -19,7 +19,7 @@ import trio
 from agentrl.engine.client import EngineClient
 from agentrl.engine.weights import PushReport
 from agentrl.engine.wire import parse_json
-from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
+from agentrl.errors import EngineError, EngineUnavailable, WeightSyncError
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Json, VersionSpan
 
@@ -49,8 +49,6 @@ class AdapterClient(EngineClient):
             async with aclosing(super().stream(request)) as chunks:
                 async for chunk in chunks:
                     yield chunk if version is None else _stamped(chunk, version)
-        except (EngineTimeout, EngineUnavailable):
-            raise
         except EngineError as error:
             if version is not None and "does not exist" in str(error):
                 raise EngineUnavailable(f"{self.url} has no adapter {adapter_name(version)!r}") from error
@@ -114,8 +112,11 @@ async def retire(engines: Sequence[EngineClient], *, keep: Collection[int], dead
 
 async def loaded(engine: EngineClient, *, deadline_s: float = 5.0) -> frozenset[int]:
     """The versions that an engine has adapters of."""
-    models = parse_json(await engine.call("GET", "/v1/models", deadline_s=deadline_s))["data"]
-    return _versions(model["id"] for model in models)
+    answer = parse_json(await engine.call("GET", "/v1/models", deadline_s=deadline_s))
+    try:
+        return _versions(str(model["id"]) for model in answer["data"])
+    except (LookupError, TypeError) as error:
+        raise EngineError(f"{engine.url} names its models in an unknown shape: {error!r}") from error
 
 
 async def in_use(engine: EngineClient, *, deadline_s: float = 5.0) -> frozenset[int]:

@@ -27,13 +27,14 @@ from agentrl.engine.wire import (
     refusal,
     request_json,
 )
-from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable
+from agentrl.errors import EngineBroke, EngineError, EngineRefusal, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
-from agentrl.records import Finish, Generation, Json, SamplingParams
+from agentrl.records import Finish, Generation, Json, SamplingParams, VersionSpan
 
 _DRAIN_S = 1.0
 _STREAMED = {"content-type": "application/json", "accept": "text/event-stream"}
 _NOT_NOW = (408, 429)  # a server that is there, and cannot just now
+_REFUSALS = (400, 413, 422)  # of what is asked for; other answers are about the server
 
 
 class EngineClient:
@@ -65,24 +66,44 @@ class EngineClient:
         infinite deadline says that the caller bounds each wait for a chunk itself.
 
         Raises ConfigError for impossible sampling, EngineTimeout at the deadline, EngineUnavailable if the engine is
-        gone or breaks off, EngineError if it refuses."""
+        not there, EngineBroke if it breaks off or sends what makes no sense, EngineRefusal if it refuses the request,
+        EngineError if tokens that were already given turn out to be those of another version."""
         check_sampling(request.sampling)
         deadline = trio.current_time() + request.deadline_s
-        parser = ChunkParser(self.version, request)
+        parser, known = ChunkParser(self.version, request), self.version
         async with aclosing(self._events(request, deadline)) as events:
-            async for document in events:
+            async for event in events:
                 parser.version = max(parser.version, self.version)
-                chunk = parser.parse(document)
+                try:
+                    chunk = parser.parse(parse_json(event))
+                except EngineError as error:
+                    raise EngineBroke(f"{self.url} broke {request.request_id!r} off: {error}") from error
+                if parser.stated:
+                    self._heard(parser.stated, known)
                 if chunk is None:
                     continue
                 if chunk.finish is not None:
                     await self._drain(events)
                     yield chunk
                     return
-                yield chunk
-        raise EngineUnavailable(f"{self.url} closed the stream of {request.request_id!r} before its end")
+                if chunk.token_ids:
+                    yield chunk
+                if parser.unsound is not None:
+                    raise EngineBroke(f"{self.url} broke {request.request_id!r} off: {parser.unsound}")
+        raise EngineBroke(f"{self.url} closed the stream of {request.request_id!r} before its end")
 
-    async def _drain(self, events: AsyncGenerator[Mapping[str, Json], None]) -> None:
+    def _heard(self, stated: Sequence[VersionSpan], known: int) -> None:
+        """The engine named versions; `known` is what it served when it was asked. Older ones are those of a server that
+        was started anew, or rolled back: whoever goes on with it has to ask which weights it has."""
+        older = next((span for span in stated if span.version < known), None)
+        if older is None:
+            self.version = max(self.version, stated[-1].version)
+            return
+        self.version = older.version
+        kind = EngineBroke if older.start >= 0 else EngineError
+        raise kind(f"{self.url} serves version {older.version}, and served {known} before: was it started anew?")
+
+    async def _drain(self, events: AsyncGenerator[bytes, None]) -> None:
         """Read a finished stream to its end, so that its connection can be kept; nothing is lost if that fails."""
         with trio.move_on_after(_DRAIN_S), suppress(EngineError):
             async for _ in events:
@@ -92,7 +113,7 @@ class EngineClient:
         """The whole turn. Raises as `stream` does; an aborted request comes back with `finish="abort"`."""
         return await collect(self.stream(request))
 
-    async def _events(self, request: GenerateRequest, deadline: float) -> AsyncGenerator[Mapping[str, Json], None]:
+    async def _events(self, request: GenerateRequest, deadline: float) -> AsyncGenerator[bytes, None]:
         """The `data:` payloads of one server-sent event stream, without the closing `[DONE]`.
 
         Straight on the transport: per turn, redirects, cookies and the like cost more than all the rest."""
@@ -105,20 +126,22 @@ class EngineClient:
             with _until(deadline):
                 response = await self._transport.handle_async_request(sent)
             stream = cast("httpx.AsyncByteStream", response.stream)
-            parts, rest = aiter(stream), b""
+            parts, begun = aiter(stream), list[bytes]()  # of a line: one may come in many parts
             try:
                 if response.status_code != 200:
                     with _until(deadline):
-                        raise self._refused(response.status_code, b"".join([part async for part in parts]))
+                        raise self._failed(response.status_code, b"".join([part async for part in parts]))
                 while True:
                     with _until(deadline):
                         part = await anext(parts, None)
                     if part is None:
                         break
-                    *whole, rest = (rest + part).split(b"\n")
-                    for line in whole:
+                    first, *others = part.split(b"\n")
+                    begun.append(first)
+                    for other in others:
+                        line, begun = b"".join(begun), [other]
                         if line.startswith(b"data:") and (payload := line[5:].strip()) != b"[DONE]":
-                            yield parse_json(payload)
+                            yield payload
             except BaseException:
                 with trio.CancelScope(shield=True):  # closes a socket, waits for nothing
                     await stream.aclose()
@@ -144,8 +167,19 @@ class EngineClient:
             raise self._refused(response.status_code, response.content)
         return response.content
 
+    async def alive(self, *, deadline_s: float = 5.0) -> bool:
+        """Whether the engine itself answers, not only the server before it. It does between two forward passes, also
+        while it is paused."""
+        try:
+            await self.call("GET", "/is_paused", deadline_s=deadline_s)
+        except (EngineUnavailable, EngineTimeout):
+            return False
+        except EngineError:  # it lacks the path
+            return await self.healthy(deadline_s=deadline_s)
+        return True
+
     async def healthy(self, *, deadline_s: float = 5.0) -> bool:
-        """Whether the engine answers."""
+        """Whether the server answers, and knows nothing bad of its engine."""
         try:
             await self.call("GET", "/health", deadline_s=deadline_s)
         except EngineError:
@@ -170,7 +204,8 @@ class EngineClient:
         return prompt_logprobs(answer, token_ids)
 
     async def served_version(self, *, deadline_s: float = 5.0) -> int:
-        """The weight version that the engine serves now. A server that does not say is asked for one token."""
+        """The weight version that the engine serves now: `version` from then on. A server that does not say is asked
+        for one token."""
         for path in ("/version", "/weight_info"):  # the embedded engine's way, vLLM's in development mode
             try:
                 answer = parse_json(await self.call("GET", path, deadline_s=deadline_s))
@@ -179,7 +214,8 @@ class EngineClient:
             except EngineError:  # it lacks the path
                 continue
             if "weight_version" in answer:
-                return parse_version(answer["weight_version"])
+                self.version = parse_version(answer["weight_version"])
+                return self.version
         probe = GenerateRequest(
             request_id=f"version-probe-{uuid4().hex}",
             session="version-probe",
@@ -187,22 +223,37 @@ class EngineClient:
             sampling=SamplingParams(max_tokens=1),
             deadline_s=deadline_s,
         )
-        return (await self.generate(probe)).spans[-1].version
+        self.version = 0  # it may be lower than before
+        spans = (await self.generate(probe)).spans
+        if not spans:
+            raise EngineBroke(f"{self.url} does not say which weight version it serves: it samples no token")
+        return spans[-1].version
 
     async def metrics(self, *, deadline_s: float = 5.0) -> dict[str, float]:
-        """The engine's gauges and counters by name without labels, summed over labels; histogram buckets left out."""
-        text = (await self.call("GET", "/metrics", deadline_s=deadline_s)).decode()
+        """The engine's gauges and counters by name without labels, summed over labels; histogram buckets left out.
+        Raises EngineError for a text that holds something else."""
+        body = await self.call("GET", "/metrics", deadline_s=deadline_s)
         values: dict[str, float] = {}
-        for line in text.splitlines():
+        for line in body.decode(errors="replace").splitlines():
             name, _, value = line.rpartition(" ")
             name = name.partition("{")[0]
             if name and not name.startswith("#") and not name.endswith("_bucket"):
-                values[name] = values.get(name, 0.0) + float(value)
+                try:
+                    values[name] = values.get(name, 0.0) + float(value)
+                except ValueError:
+                    raise EngineError(f"{self.url} has no number in its metrics: {line[:80]!r}") from None
         return values
 
     async def aclose(self) -> None:
         """Close all connections."""
         await self._http.aclose()
+
+    def _failed(self, status: int, body: bytes) -> EngineError:
+        """What a generation's answer without tokens means."""
+        if status in _REFUSALS:
+            return EngineRefusal(f"{self.url} answered {status}: {refusal(body)}")
+        kind = EngineUnavailable if status in (*_NOT_NOW, 503) else EngineBroke
+        return kind(f"{self.url} answered {status}: {refusal(body)}")
 
     def _refused(self, status: int, body: bytes) -> EngineError:
         kind = EngineUnavailable if status >= 500 or status in _NOT_NOW else EngineError
@@ -216,9 +267,10 @@ class EngineClient:
             raise EngineUnavailable(f"{self.url} did not accept a connection in {self._connect_s:g} s") from error
         except (trio.TooSlowError, httpx.TimeoutException) as error:
             raise EngineTimeout(f"{self.url} did not finish {what} within {deadline_s:g} s") from error
+        except httpx.ConnectError as error:
+            raise EngineUnavailable(f"{self.url} is not there: {error}") from error
         except httpx.TransportError as error:
-            reason = str(error) or type(error).__name__
-            raise EngineUnavailable(f"{self.url} is not there or broke off: {reason}") from error
+            raise EngineBroke(f"{self.url} broke off: {str(error) or type(error).__name__}") from error
 
 
 def _until(deadline: float) -> AbstractContextManager[object]:
@@ -236,4 +288,4 @@ async def collect(stream: AsyncGenerator[Chunk, None]) -> Generation:
             finish = chunk.finish
     if finish is not None:
         return stitcher.generation(cast("Finish", finish))
-    raise EngineUnavailable("the stream ended before its last chunk")
+    raise EngineBroke("the stream ended before its last chunk")

@@ -18,6 +18,9 @@ from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Finish, Json, RoutedExperts, SamplingParams, VersionSpan
 
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
+_NO_LOGPROB = -9999.0  # what vLLM writes for a NaN
+_ROUNDING = 1e-3  # nats that a log-prob may be above 0
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, EOFError)
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -85,29 +88,36 @@ def parse_version(text: object) -> int:
 
 class ChunkParser:
     """Turns the events of the answer to `request` into chunks. `version` is what the engine is known to serve: it
-    labels tokens for which the engine itself has not said a version yet; what it says later replaces that."""
+    labels tokens for which the engine itself has not said a version yet; what it says later replaces that.
+
+    `stated` are the spans that the engine itself gave in the last event. `unsound` says what is wrong with the rest of
+    an event whose tokens were good up to some place: those are its chunk, and the last."""
 
     def __init__(self, version: int, request: GenerateRequest) -> None:
         self.version, self._request = version, request
+        self.stated: tuple[VersionSpan, ...] = ()
+        self.unsound: str | None = None
         self._received = 0
 
     def parse(self, document: Mapping[str, Json]) -> Chunk | None:
         """One event, or one whole answer; None if it carries nothing. Raises EngineError if it makes no sense."""
         if "error" in document:
-            raise EngineError(f"the engine refused: {_message(document)}")
+            raise EngineError(f"the engine failed: {_message(document)}")
         choices = document.get("choices")
         if not choices:
             return None
         try:
             return self._choice(choices[0])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except _MALFORMED as error:
             raise EngineError(f"the engine's answer has an unknown shape: {error!r}") from error
 
     def _choice(self, choice: Mapping[str, Json]) -> Chunk | None:
         base = self._received
         token_ids = tuple(cast("list[int]", choice.get("token_ids") or []))
+        if not all(type(id) is int and id >= 0 for id in token_ids):
+            raise EngineError("the engine sent token ids that are no numbers from 0 on")
         content: list[Json] = cast("dict[str, Json]", choice.get("logprobs") or {}).get("content") or []
-        logprobs = tuple(float(entry["logprob"]) for entry in content)
+        logprobs: tuple[Json, ...] = tuple(entry["logprob"] for entry in content)
         if len(logprobs) != len(token_ids):
             raise EngineError(f"the engine sent {len(token_ids)} tokens with {len(logprobs)} log-probs")
         finish = choice.get("finish_reason")
@@ -115,19 +125,40 @@ class ChunkParser:
             return None
         if finish is not None and finish not in _FINISHES:
             raise EngineError(f"the engine finished with {finish!r}")
-        stamps: list[Json] = choice.get("weight_versions") or []
-        spans = [
-            VersionSpan(parse_version(stamp["version"]), stamp["start"] - base, stamp["end"] - base) for stamp in stamps
-        ]
-        stated = any(span.end > 0 for span in spans)
-        if token_ids and not stated:
-            spans.append(VersionSpan(self.version, 0, len(token_ids)))
-        self._received += len(token_ids)
+        sound = next((at for at, logprob in enumerate(logprobs) if not _is_sound(logprob)), len(logprobs))
+        if sound < len(logprobs):
+            self.unsound = f"the engine sent {logprobs[sound]!r} as the log-prob of token {base + sound}"
+            token_ids, logprobs, finish = token_ids[:sound], logprobs[:sound], None
+        self._received += sound
+        spans = self._spans(choice.get("weight_versions") or [], base, sound)
         experts = None
         if self._request.experts_from is not None and finish in ("stop", "length"):
             end = len(self._request.token_ids) + self._received - 1
             experts = _experts(choice.get("routed_experts"), self._request.experts_from, end)
-        return Chunk(token_ids=token_ids, logprobs=logprobs, spans=tuple(spans), finish=finish, experts=experts)
+        floats = tuple(map(float, logprobs))
+        return Chunk(token_ids=token_ids, logprobs=floats, spans=spans, finish=finish, experts=experts)
+
+    def _spans(self, stamps: Sequence[Json], base: int, count: int) -> tuple[VersionSpan, ...]:
+        """The versions of `count` tokens from the one at `base` on, and of earlier ones that are stated again."""
+        spans: list[VersionSpan] = []
+        for stamp in stamps:
+            version, start, end = parse_version(stamp["version"]), int(stamp["start"]), int(stamp["end"])
+            if not 0 <= start <= end or (end > base + count and self.unsound is None):
+                raise EngineError(f"the engine stamps tokens {start} to {end} of {base + count}: some lie outside")
+            if (end := min(end, base + count)) > start:
+                spans.append(VersionSpan(version, start - base, end - base))
+        self.stated = tuple(spans)
+        named = sum(span.end - max(span.start, 0) for span in spans if span.end > 0)
+        if count and not named:
+            return (*spans, VersionSpan(self.version, 0, count))
+        if named < count:
+            raise EngineError(f"the engine names no weight version of some of its tokens: {list(stamps)}")
+        return self.stated
+
+
+def _is_sound(logprob: Json) -> bool:
+    """Whether this can be a sampled token's log-prob. JSON has no NaN: vLLM writes one as -9999."""
+    return isinstance(logprob, int | float) and not isinstance(logprob, bool) and _NO_LOGPROB < logprob <= _ROUNDING
 
 
 def _experts(encoded: str | None, start: int, end: int) -> RoutedExperts:
@@ -148,7 +179,7 @@ def parse_json(text: str | bytes) -> dict[str, Json]:
     """A JSON object of the engine. Raises EngineError for anything else."""
     try:
         document: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EngineError(f"the engine's answer is not JSON: {text[:80]!r}") from error
     if not isinstance(document, dict):
         raise EngineError(f"the engine's answer is not an object: {text[:80]!r}")

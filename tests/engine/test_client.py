@@ -14,9 +14,11 @@ import trio
 
 from agentrl.engine.client import EngineClient
 from agentrl.engine.stitching import Stitcher, spans_of
-from agentrl.errors import ConfigError, EngineError, EngineTimeout, EngineUnavailable
+from agentrl.errors import ConfigError, EngineBroke, EngineError, EngineRefusal, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import RoutedExperts, SamplingParams, VersionSpan
+
+UNSOUND = (b"null", b"NaN", b"-9999.0", b"-Infinity", b"0.5", b"true", b'"-0.3"', b"1" + b"0" * 400)
 
 
 def ask(**changes: object) -> GenerateRequest:
@@ -160,16 +162,23 @@ async def test_what_is_sent() -> None:
 @pytest.mark.parametrize(
     ("body", "status", "error", "words"),
     [
-        (Body(event([3])), 200, EngineUnavailable, "before its end"),
-        (Body(event([3]), httpx.ReadError("reset")), 200, EngineUnavailable, "reset"),
-        (Body(b'{"error": {"message": "too long"}}'), 400, EngineError, "answered 400: too long"),
-        (Body(b"Internal Server Error"), 500, EngineUnavailable, "answered 500: Internal Server Error"),
-        (Body(b'data: {"error": {"message": "engine died"}}\n\n'), 200, EngineError, "engine died"),
-        (Body(b"data: {nonsense\n\n"), 200, EngineError, "not JSON"),
-        (Body(b'data: {"choices": [7]}\n\n'), 200, EngineError, "unknown shape"),
-        (Body(event([3], spans=[("seven", 0, 1)])), 200, EngineError, "seven"),
-        (Body(event([3], finish="stop", spans=[("1", 0, 5)])), 200, EngineError, "outside"),
-        (Body(event([3]).replace(b"logprob", b"other")), 200, EngineError, "log-probs"),
+        (Body(event([3])), 200, EngineBroke, "before its end"),
+        (Body(event([3]), httpx.ReadError("reset")), 200, EngineBroke, "reset"),
+        (Body(b'{"error": {"message": "too long"}}'), 400, EngineRefusal, "answered 400: too long"),
+        (Body(b"Not Found"), 404, EngineBroke, "answered 404: Not Found"),
+        (Body(b"busy"), 503, EngineUnavailable, "answered 503: busy"),
+        (Body(b"Internal Server Error"), 500, EngineBroke, "answered 500: Internal Server Error"),
+        (Body(b'data: {"error": {"message": "engine died"}}\n\n'), 200, EngineBroke, "engine died"),
+        (Body(b"data: {nonsense\n\n"), 200, EngineBroke, "not JSON"),
+        (Body(b"data: " + b"[" * 100_000 + b"\n\n"), 200, EngineBroke, "not JSON"),
+        (Body(b'data: {"choices": [7]}\n\n'), 200, EngineBroke, "unknown shape"),
+        (Body(b'data: {"choices": {"0": 7}}\n\n'), 200, EngineBroke, "unknown shape"),
+        (Body(event([3], spans=[("seven", 0, 1)])), 200, EngineBroke, "seven"),
+        (Body(event([3], finish="stop", spans=[("1", 0, 5)])), 200, EngineBroke, "outside"),
+        (Body(event([3, 4], spans=[("1", 0, 1)])), 200, EngineBroke, "no weight version of some"),
+        (Body(event([-3])), 200, EngineBroke, "token ids"),
+        (Body(event([3]).replace(b"logprob", b"other")), 200, EngineBroke, "log-probs"),
+        *((Body(event([3]).replace(b"-0.3", bad)), 200, EngineBroke, "as the log-prob of token 0") for bad in UNSOUND),
     ],
 )
 async def test_failures_have_one_name_and_one_line(
