@@ -87,7 +87,7 @@ class Rollout(_Section):
     max_context: Count = 1024  # tokens of one row
     temperature: Positive = 1.0  # of sampling, in training and evaluation
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)  # texts that end a turn as well
-    turn_deadline_s: Positive = 60.0
+    turn_deadline_s: Positive = 60.0  # of sampling one turn: a longer one is cut as well
     step_deadline_s: Positive = 60.0
     episode_deadline_s: Positive = 300.0
     group_deadline_s: Positive = 600.0
@@ -123,6 +123,8 @@ class EngineSettings(_Section):
     routed_experts: bool = False  # journal the experts that a mixture computed each token with
     recompute_kv: bool = False  # after new weights: recompute the KV of running requests, or keep it
     admin_deadline_s: Positive = 30.0  # for an engine to answer about weights, pauses and its state
+    stall_s: Positive = 30.0  # an engine that owes a turn a token for so long is asked whether it lives
+    outage_deadline_s: Positive = 600.0  # of a turn for all waiting that is not sampling: queues, pauses, restarts
     start_deadline_s: Positive = 600.0  # a large model is read, and on a GPU compiled as well
 
     @property

@@ -9,14 +9,16 @@ owns their lives. A replica is
 
 The turns of a session go to the replica that has its prefix, unless that one is much busier than another. When a
 replica breaks off, the request goes on at another from the prompt and the tokens received: none is sampled again.
+A replica that is silent is asked whether it lives before it is given up: a long prefill, a queue and a pause are silent
+too. One that failed gets a single request at a time until it has brought a token.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
@@ -25,7 +27,8 @@ import trio
 
 from agentrl.engine.client import collect
 from agentrl.engine.concurrency import Aimd
-from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable
+from agentrl.engine.turn import Decode, Pace, Turn
+from agentrl.errors import ConfigError, EngineBroke, EngineError, EngineRefusal, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Generation, Json
 
@@ -38,12 +41,14 @@ class Servable(Protocol):
     version: int
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]: ...
+    async def alive(self, *, deadline_s: float) -> bool: ...
     async def served_version(self) -> int: ...
     async def metrics(self) -> Mapping[str, float]: ...
     async def aclose(self) -> None: ...
 
 
 _SESSIONS = 65_536  # sessions whose replica is remembered
+_ASK_S = 5.0  # a broken replica has so long to answer: it is asked again
 
 
 class State(StrEnum):
@@ -58,7 +63,8 @@ class State(StrEnum):
 @dataclass(slots=True, eq=False)
 class Replica:
     """One engine as the fleet sees it. `running` counts our requests at it, `limit` bounds them once `Fleet.control`
-    runs; `retry_at` is when a broken one is asked again."""
+    runs; `failures` counts those since its last token, `retry_at` is when a broken one is asked again, `heard_at` when
+    it last showed that it lives."""
 
     client: Servable
     state: State = State.READY
@@ -66,66 +72,87 @@ class Replica:
     limit: float = math.inf
     failures: int = 0
     retry_at: float = 0.0
-    scopes: set[trio.CancelScope] = field(default_factory=set[trio.CancelScope])
+    heard_at: float = -math.inf
+    pace: Pace = field(default_factory=Pace)
+    waits: set[Wait] = field(default_factory=set["Wait"])
+
+    @property
+    def room(self) -> float:
+        """How many more requests it may have."""
+        return (min(1, self.limit) if self.failures else self.limit) - self.running
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """Where a turn waits for its next chunk: at which replica, None while at none, and since when."""
+
+    replica: Replica | None = None
+    since: float = 0.0
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
 
 class Fleet:
-    """`protocols.Engine` over several clients. `stall_s` without a token makes a replica count as hung; a broken one
-    is asked again after `retry_s`, doubled with every failure up to `retry_max_s`; `slack` is how many times busier
-    than the least busy replica a session's own may be before its turn goes elsewhere."""
+    """`protocols.Engine` over several clients. A replica that is silent for `stall_s` is asked whether it lives and has
+    `probe_s` to answer; a broken one is asked again after `retry_s`, doubled with every failure up to `retry_max_s`;
+    `slack` is how many times busier than the least busy replica a session's own may be before its turn goes elsewhere.
+
+    A request's own deadline counts only the time in which its tokens come. All other waiting of a turn is bounded by
+    `outage_deadline_s`, that at one silent replica by half of it. A request that replicas took and failed `max_faults`
+    times is given up: it may be the cause.
+
+    `decode` gives the text of tokens: requests with stop texts need it. `fits` says whether a weight version may be
+    sampled from (default: none older than the newest seen)."""
 
     def __init__(
         self,
         clients: Sequence[Servable],
         *,
+        decode: Decode | None = None,
+        fits: Callable[[int], bool] | None = None,
         stall_s: float = 30.0,
+        probe_s: float = 30.0,
+        outage_deadline_s: float = 600.0,
         retry_s: float = 0.25,
         retry_max_s: float = 10.0,
+        max_faults: int = 4,
         slack: float = 1.5,
     ) -> None:
         if not clients:
             raise ValueError("a fleet needs at least one engine")
         self.replicas = [Replica(client) for client in clients]
-        self._stall_s, self._retry_s, self._retry_max_s, self._slack = stall_s, retry_s, retry_max_s, slack
+        self._decode, self._fits = decode, fits or self._is_newest
+        self._stall_s, self._probe_s, self._outage_deadline_s = stall_s, probe_s, outage_deadline_s
+        self._retry_s, self._retry_max_s, self._max_faults, self._slack = retry_s, retry_max_s, max_faults, slack
         self._homes: OrderedDict[str, Replica] = OrderedDict()
         self._newest = max(client.version for client in clients)
         self._changed = trio.Event()
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """The whole turn. Raises as `stream` does."""
-        return await collect(self.stream(request))
+        turn, wait = self._turn(request), Wait()
+        failure: EngineError | None = None
+        generation: Generation | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch, wait)
+            try:
+                generation = await collect(self._chunks(turn, wait))
+            except EngineError as error:
+                failure = error
+            nursery.cancel_scope.cancel()
+        if generation is None:
+            assert failure is not None
+            raise failure
+        return generation
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Chunks of one turn, from as many replicas as it takes.
+        """Chunks of one turn, from as many replicas as it takes; the last has `finish="length"` if its own deadline
+        ends it. Only `generate` asks silent replicas whether they live: here one is left when its time is over.
 
-        Raises EngineTimeout at the request's deadline, EngineError where an engine refuses the request itself."""
-        deadline = trio.current_time() + request.deadline_s
-        received: list[int] = []
-        attempt = 0
-        while True:
-            replica = await self._choose(request, deadline)
-            finished = False
-            async with aclosing(self._attempt(replica, _rest(request, received, attempt), deadline)) as chunks:
-                async for chunk in chunks:
-                    received += chunk.token_ids
-                    for span in chunk.spans:
-                        self._newest = max(self._newest, span.version)
-                    if chunk.finish == "abort":  # the engine was paused or drained with abort: not the caller's wish
-                        chunk = replace(chunk, finish=None)
-                    finished = chunk.finish is not None
-                    if chunk.token_ids or finished:
-                        yield chunk
-            if finished:
-                return
-            last = _ending(request, received)
-            if last is not None:
-                yield last
-                return
-            if trio.current_time() >= deadline:
-                raise EngineTimeout(
-                    f"{replica.client.url} did not finish {request.request_id!r} within {request.deadline_s:g} s"
-                )
-            attempt += 1
+        Raises EngineTimeout when the engines had their `outage_deadline_s`, EngineRefusal if one refuses the request
+        itself, EngineBroke if too many failed it, ConfigError for stop texts without `decode`."""
+        async with aclosing(self._chunks(self._turn(request), Wait())) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def aclose(self) -> None:
         """Close every client."""
@@ -133,20 +160,32 @@ class Fleet:
             await replica.client.aclose()
 
     async def control(self, *, period_s: float = 1.0, start: Aimd | None = None) -> None:
-        """Adapt each replica's limit to its metrics and look after broken ones, for ever: start it in the nursery that
-        owns the fleet. Without it nothing is limited, and a broken replica is asked again only when no other is
-        ready. `start` holds the rule's settings."""
-        rules = {id(replica): replace(start or Aimd()) for replica in self.replicas}
-        while True:
+        """Look after the replicas, for ever: start it in the nursery that owns the fleet. Idle ones are asked whether
+        they live, broken ones whether they are back: without it the latter are asked only when no other is ready.
+        `start` has each replica's limit adapted to its metrics, by that rule."""
+        async with trio.open_nursery() as nursery:
             for replica in self.replicas:
-                rule = rules[id(replica)]
-                if replica.state is State.READY:
-                    with suppress(EngineError):  # a request that meets the same failure acts on it
-                        replica.limit = rule.look(await replica.client.metrics(), replica.running)
-                elif replica.state is not State.DRAINING and trio.current_time() >= replica.retry_at:
-                    await self._ask(replica)
+                nursery.start_soon(self._look_after, replica, None if start is None else replace(start), period_s)
+
+    async def _look_after(self, replica: Replica, rule: Aimd | None, period_s: float) -> None:
+        while True:
+            if replica.state is State.READY:
+                if not await self._lives(replica):
+                    self._broke(replica)
+                elif rule is not None:
+                    await self._limit(replica, rule)
+            elif replica.state is not State.DRAINING and trio.current_time() >= replica.retry_at:
+                await self._ask(replica)
             self._announce()
             await trio.sleep(period_s)
+
+    async def _limit(self, replica: Replica, rule: Aimd) -> None:
+        try:
+            replica.limit = rule.look(await replica.client.metrics(), replica.running)
+        except (EngineUnavailable, EngineTimeout):
+            replica.heard_at = -math.inf  # it is asked at once whether it lives
+        except EngineError:
+            return  # it has no metrics
 
     def gauges(self) -> dict[str, Json]:
         """How the fleet stands, replica by replica: its state, our requests at it, and how many it may have (None where
@@ -164,8 +203,8 @@ class Fleet:
         replica = self._of(url)
         replica.state = State.DRAINING
         if move:
-            for scope in list(replica.scopes):
-                scope.cancel()
+            for wait in list(replica.waits):
+                wait.scope.cancel()
 
     def undrain(self, url: str) -> None:
         """Send requests to a drained replica again, once it is seen to be well."""
@@ -183,19 +222,26 @@ class Fleet:
 
     # --- routing ------------------------------------------------------------------------------------------------
 
-    async def _choose(self, request: GenerateRequest, deadline: float) -> Replica:
+    async def _choose(self, turn: Turn) -> Replica:
         """The replica for the next attempt; waits for one if none is ready."""
-        while True:
-            ready = [replica for replica in self.replicas if replica.state is State.READY]
-            roomy = [replica for replica in ready if replica.running < replica.limit]
-            if roomy:
-                return self._home(request.session, roomy)
-            changed = self._changed
-            with trio.move_on_at(deadline) as scope:
+        started = trio.current_time()
+        with trio.move_on_at(started + self._outage_deadline_s - turn.waited_s):
+            while True:
+                ready = [replica for replica in self.replicas if replica.state is State.READY]
+                roomy = [replica for replica in ready if replica.room > 0]
+                if roomy:
+                    turn.waited_s += trio.current_time() - started
+                    return self._home(turn.request.session, roomy)
+                changed = self._changed
                 await (changed.wait() if ready else self._mend(changed))
-            if scope.cancelled_caught:
-                states = ", ".join(f"{replica.client.url} is {replica.state}" for replica in self.replicas)
-                raise EngineTimeout(f"no engine took {request.request_id!r} within {request.deadline_s:g} s: {states}")
+        raise self._too_late(turn)
+
+    def _too_late(self, turn: Turn) -> EngineTimeout:
+        states = ", ".join(f"{replica.client.url} is {replica.state}" for replica in self.replicas)
+        return EngineTimeout(
+            f"{turn.request.request_id!r} waited {self._outage_deadline_s:g} s for its engines, as long as a turn may "
+            f"(engine.outage_deadline_s), and has {len(turn.received)} tokens: {states}"
+        )
 
     def _home(self, session: str, roomy: list[Replica]) -> Replica:
         least = min(roomy, key=lambda replica: replica.running)
@@ -224,20 +270,26 @@ class Fleet:
     async def _ask(self, replica: Replica) -> None:
         """Is a broken replica back, and with which weights?"""
         try:
-            version = await replica.client.served_version()
+            alive = await replica.client.alive(deadline_s=min(_ASK_S, self._probe_s))
+            version = await replica.client.served_version() if alive else None
         except EngineError:
-            self._broke(replica)
+            version = None
+        if replica.state is State.DRAINING:
             return
-        replica.client.version = version
-        if version >= self._newest:
-            replica.state, replica.failures = State.READY, 0
+        if version is None:
+            self._put_off(replica)
+        elif self._fits(version):
+            replica.state = State.READY
             self._announce()
         else:
             replica.state = State.STALE
 
     def _broke(self, replica: Replica) -> None:
-        if replica.state is State.DRAINING:
-            return
+        """It failed while it was thought to be well; one failure, however many turns felt it."""
+        if replica.state is State.READY:
+            self._put_off(replica)
+
+    def _put_off(self, replica: Replica) -> None:
         replica.state = State.BROKEN
         wait_s = min(self._retry_s * 2**replica.failures, self._retry_max_s)
         replica.failures = min(replica.failures + 1, 16)
@@ -247,65 +299,136 @@ class Fleet:
         self._changed.set()
         self._changed = trio.Event()
 
+    def _is_newest(self, version: int) -> bool:
+        return version >= self._newest
+
     def _of(self, url: str) -> Replica:
         for replica in self.replicas:
             if replica.client.url == url.rstrip("/"):
                 return replica
         raise ValueError(f"no replica at {url!r}")
 
-    # --- one attempt --------------------------------------------------------------------------------------------
+    # --- one turn -----------------------------------------------------------------------------------------------
 
-    async def _attempt(
-        self, replica: Replica, request: GenerateRequest, deadline: float
-    ) -> AsyncGenerator[Chunk, None]:
-        """Chunks from one replica; ends early, without an error, at the deadline and where the request should go on
-        elsewhere."""
+    def _turn(self, request: GenerateRequest) -> Turn:
+        if request.sampling.stop and self._decode is None:
+            mend = "give the fleet `decode`: a stop text may begin at one engine and end at another"
+            raise ConfigError("sampling.stop", request.sampling.stop, mend)
+        return Turn(request, self._decode)
+
+    async def _chunks(self, turn: Turn, wait: Wait) -> AsyncGenerator[Chunk, None]:
+        """All of a turn."""
+        while True:
+            replica = await self._choose(turn)
+            async with aclosing(self._attempt(replica, turn, wait)) as chunks:
+                async for chunk in chunks:
+                    for span in chunk.spans:
+                        self._newest = max(self._newest, span.version)
+                    chunk = turn.take(chunk)
+                    if chunk.token_ids or chunk.finish:
+                        yield chunk
+                    if chunk.finish:
+                        return
+            last = turn.ending()
+            if last is not None:
+                yield last
+                return
+            if turn.waited_s >= self._outage_deadline_s:
+                raise self._too_late(turn)
+
+    async def _attempt(self, replica: Replica, turn: Turn, wait: Wait) -> AsyncGenerator[Chunk, None]:
+        """Chunks from one replica; ends early, without an error, where the turn should go on elsewhere."""
         replica.running += 1
-        finish: str | None = None
+        sampling = False  # whether a token of this attempt has come
         try:
-            async with aclosing(replica.client.stream(request)) as chunks:
-                while finish is None:
-                    # One scope a wait: for the request's deadline, a replica that hangs, and one that is drained.
-                    scope = trio.CancelScope(deadline=min(deadline, trio.current_time() + self._stall_s))
-                    replica.scopes.add(scope)
-                    chunk: Chunk | None = None
-                    try:
-                        with scope:
-                            chunk = await anext(chunks, None)
-                    finally:
-                        replica.scopes.discard(scope)
-                    if scope.cancelled_caught and trio.current_time() < deadline:
-                        self._broke(replica)
+            async with aclosing(replica.client.stream(turn.rest())) as chunks:
+                while True:
+                    chunk = await self._next(chunks, replica, turn, wait, sampling=sampling)
                     if chunk is None:
                         return
-                    replica.failures = 0
-                    finish = chunk.finish
+                    sampling = sampling or bool(chunk.token_ids)
                     yield chunk
+                    if chunk.finish == "abort":
+                        self._broke(replica)
+                    if chunk.finish is not None:
+                        return
+        except EngineRefusal as refused:
+            if not turn.received:
+                raise
+            self._failed(replica, turn, refused)  # another engine took it
+        except EngineBroke as broke:
+            self._failed(replica, turn, broke)
         except (EngineUnavailable, EngineTimeout):
             self._broke(replica)
         finally:
             replica.running -= 1
-            if replica.limit < math.inf:
+            self._announce()
+
+    async def _next(
+        self, chunks: AsyncGenerator[Chunk, None], replica: Replica, turn: Turn, wait: Wait, *, sampling: bool
+    ) -> Chunk | None:
+        """The next chunk; None if the replica hangs, is drained, or has no time left."""
+        wait.replica, wait.since = replica, trio.current_time()
+        left_s = min(self._outage_deadline_s - turn.waited_s, self._outage_deadline_s / 2)
+        # One scope a wait: for a replica that hangs, and one that is drained.
+        wait.scope = trio.CancelScope(deadline=wait.since + left_s)
+        replica.waits.add(wait)
+        chunk: Chunk | None = None
+        try:
+            with wait.scope:
+                chunk = await anext(chunks, None)
+        finally:
+            replica.waits.discard(wait)
+            wait.replica = None
+        now = trio.current_time()
+        spent_s = replica.pace.sampling(now - wait.since) if sampling and chunk is not None else 0.0
+        turn.spent_s += spent_s
+        turn.waited_s += now - wait.since - spent_s
+        if chunk is not None:
+            replica.heard_at = now
+            if replica.failures and chunk.token_ids:
+                replica.failures = 0
                 self._announce()
+        elif replica.state is not State.DRAINING:
+            self._failed(replica, turn, EngineBroke(f"{replica.client.url} fell silent"))
+        return chunk
 
+    def _failed(self, replica: Replica, turn: Turn, why: EngineError) -> None:
+        """A replica failed a request that it had taken: its own fault, or, if others fail it too, the request's."""
+        self._broke(replica)
+        turn.faults += 1
+        if turn.faults >= self._max_faults:
+            id = turn.request.request_id
+            raise EngineBroke(f"{id!r} was taken and failed {turn.faults} times; the last time: {why}") from why
 
-def _rest(request: GenerateRequest, received: Sequence[int], attempt: int) -> GenerateRequest:
-    """What is still to be sampled, as a request of its own. The fleet bounds its waits."""
-    if not attempt:
-        return replace(request, deadline_s=math.inf)
-    return replace(
-        request,
-        request_id=f"{request.request_id}~{attempt}",
-        token_ids=(*request.token_ids, *received),
-        sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - len(received)),
-        deadline_s=math.inf,
-    )
+    # --- silence ------------------------------------------------------------------------------------------------
 
+    async def _watch(self, wait: Wait) -> None:
+        """Ask the replica at which a turn waits for long whether it lives, again and again; leave it if it does not."""
+        while True:
+            since = wait.since if wait.replica is not None else trio.current_time()
+            await trio.sleep_until(since + self._stall_s)
+            replica = wait.replica
+            if replica is None or wait.since != since:
+                continue
+            if await self._lives(replica):
+                await trio.sleep(self._stall_s)
+                continue
+            self._broke(replica)
+            for other in list(replica.waits):
+                if other.since <= since:
+                    other.scope.cancel()
 
-def _ending(request: GenerateRequest, received: Sequence[int]) -> Chunk | None:
-    """The last chunk, if a replica broke off between a turn's last token and the word that it was the last."""
-    if received and received[-1] in request.sampling.stop_token_ids:
-        return Chunk(token_ids=(), logprobs=(), spans=(), finish="stop")
-    if len(received) >= request.sampling.max_tokens:
-        return Chunk(token_ids=(), logprobs=(), spans=(), finish="length")
-    return None
+    async def _lives(self, replica: Replica) -> bool:
+        """Whether a replica lives: it was heard of lately, or it answers. Meanwhile others take it that it does."""
+        asked = trio.current_time()
+        if asked - replica.heard_at < self._stall_s:
+            return True
+        replica.heard_at = asked
+        if await replica.client.alive(deadline_s=self._probe_s):
+            replica.heard_at = trio.current_time()
+            return True
+        if replica.heard_at == asked:
+            replica.heard_at = -math.inf
+            return False
+        return True  # a token came while it was asked

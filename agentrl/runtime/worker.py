@@ -8,6 +8,7 @@ import os
 import signal
 import tempfile
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -20,7 +21,7 @@ from agentrl.engine.concurrency import Aimd
 from agentrl.engine.fleet import Fleet
 from agentrl.engine.renderer import Renderer
 from agentrl.env import as_async
-from agentrl.errors import DiskFull
+from agentrl.errors import DiskFull, StoreError
 from agentrl.protocols import AsyncEnv, Engine, Rewarder
 from agentrl.records import Task
 from agentrl.rollout.episode import Seat
@@ -52,16 +53,17 @@ def serve(path: Path, index: int) -> None:
 
 async def _serve(run: RunDir, config: RunConfig, name: str) -> None:
     store = RunStore.open(run.store_path)
-    fleet = _fleet(config, store)
+    renderer = Renderer(model_dir(config.model))
+    fleet = _fleet(config, store, renderer)
     rewarder: Rewarder | None = registry.load_reference(config.env.reward) if config.env.reward else None
     seat = Seat(
         engine=fleet,
-        renderer=Renderer(model_dir(config.model)),
+        renderer=renderer,
         store=store,
         settings=config.rollout,
         make_env=make_env,
         rewarder=rewarder,
-        given=_given(config, store),
+        given=_given(config, store, renderer),
         experts=config.engine.routed_experts,
     )
     worker = Worker(name, config, store, seat, task_source(config))
@@ -69,8 +71,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str) -> None:
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
-            if config.engine.kind == "vllm":
-                nursery.start_soon(lambda: fleet.control(start=_concurrency(config)))
+            nursery.start_soon(lambda: fleet.control(start=_concurrency(config)))
             nursery.start_soon(report, fleet, telemetry, store)
             await worker.run()
             nursery.cancel_scope.cancel()
@@ -90,8 +91,16 @@ async def report(fleet: Fleet, telemetry: Telemetry, store: RunStore) -> None:
             telemetry.record("fleet", store.current_version().step, fleet.gauges())
 
 
-def _fleet(config: RunConfig, store: RunStore) -> Fleet:
+def _fleet(config: RunConfig, store: RunStore, renderer: Renderer) -> Fleet:
     """The run's engines. Where adapters travel alone, a turn begins with the newest one that the learner confirmed."""
+
+    def fits(version: int) -> bool:
+        """Whether this run minted it, and every engine should not serve a newer one by now."""
+        try:
+            store.step_of(version)
+        except StoreError:
+            return False
+        return version >= store.current_version().version
 
     def adapter() -> int | None:
         current = store.current_version()
@@ -99,21 +108,38 @@ def _fleet(config: RunConfig, store: RunStore) -> Fleet:
 
     urls: list[str] = json.loads(store.meta("engine_urls") or "[]")
     if config.sync == "adapter":
-        return Fleet([AdapterClient(url, current=adapter) for url in urls])
-    return Fleet([EngineClient(url) for url in urls])
+        clients = [AdapterClient(url, current=adapter) for url in urls]
+    else:
+        clients = [EngineClient(url, version=store.current_version().version) for url in urls]
+    return _maker(config, renderer)(clients, fits=fits)
 
 
-def _concurrency(config: RunConfig) -> Aimd:
+def _maker(config: RunConfig, renderer: Renderer) -> partial[Fleet]:
+    """Makes fleets that wait as the run file says."""
+    engine = config.engine
+    return partial(
+        Fleet,
+        decode=renderer.decode,
+        stall_s=engine.stall_s,
+        probe_s=engine.admin_deadline_s,
+        outage_deadline_s=engine.outage_deadline_s,
+    )
+
+
+def _concurrency(config: RunConfig) -> Aimd | None:
     """A worker's requests at one vLLM server: what it runs at once to begin with, its share of the run at most."""
+    if config.engine.kind != "vllm":
+        return None
     share = math.ceil(config.rollout.max_running / config.rollout.workers)
     return Aimd(limit=min(share, config.engine.max_batch), ceiling=share)
 
 
-def _given(config: RunConfig, store: RunStore) -> dict[str, Engine]:
+def _given(config: RunConfig, store: RunStore, renderer: Renderer) -> dict[str, Engine]:
     """An engine for each role that the policy which learns does not play."""
     urls: dict[str, str] = json.loads(store.meta("given_urls") or "{}")
     given = config.rollout.given_roles()
-    return {role: Fleet([EngineClient(urls.get(policy, policy))]) for role, policy in given.items()}
+    make = _maker(config, renderer)
+    return {role: make([EngineClient(urls.get(policy, policy))]) for role, policy in given.items()}
 
 
 async def _end_on_sigterm(scope: trio.CancelScope) -> None:

@@ -99,6 +99,10 @@ class FakeEngine:
         """The whole scripted turn."""
         return await collect(self.stream(request))
 
+    async def alive(self, *, deadline_s: float = 5.0) -> bool:
+        """It does."""
+        return True
+
     async def served_version(self) -> int:
         """The version that the next token will carry."""
         return self.version

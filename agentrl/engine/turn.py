@@ -1,0 +1,107 @@
+"""One turn over as many engines as it takes: what was received, what is still to be sampled, whose time it took.
+
+Pure: opens nothing, waits for nothing. Two clocks run. `spent_s` is the policy's: time between tokens while they came
+at the pace of their engine. All the rest is the engines': waiting for a replica, queueing, prefill, pauses, outages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from agentrl.protocols import Chunk, GenerateRequest
+
+Decode = Callable[[Sequence[int]], str]
+
+_PAUSE = 3.0  # times the usual: what a gap between two chunks has beyond it is not sampling
+_SLOWER, _FASTER = 0.1, 0.5  # weight of a newer gap in the usual one: a pause must not pass for the pace
+
+
+@dataclass(slots=True)
+class Pace:
+    """How long an engine usually takes from one chunk of a turn to the next, in seconds."""
+
+    usual_s: float | None = None
+
+    def sampling(self, gap_s: float) -> float:
+        """How much of a gap went into sampling: all of it, unless it is much longer than usual; of the first nothing,
+        as nobody knows what is usual."""
+        if self.usual_s is None:
+            self.usual_s = gap_s
+            return 0.0
+        spent_s = min(gap_s, _PAUSE * self.usual_s)
+        self.usual_s += (_SLOWER if spent_s > self.usual_s else _FASTER) * (spent_s - self.usual_s)
+        return spent_s
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A request and what has come of it. `decode` gives the text of tokens; it is needed where texts end the turn.
+    `faults` counts the engines that took the request and failed it."""
+
+    request: GenerateRequest
+    decode: Decode | None = None
+    received: list[int] = field(default_factory=list[int])
+    attempts: int = 0
+    faults: int = 0
+    spent_s: float = 0.0
+    waited_s: float = 0.0
+    _seam: int = 0  # how many tokens earlier attempts brought
+
+    def rest(self) -> GenerateRequest:
+        """Begin an attempt: what is still to be sampled, as a request of its own, whose waits the caller bounds."""
+        request, received = self.request, self.received
+        number, self.attempts, self._seam = self.attempts, self.attempts + 1, len(received)
+        return replace(
+            request,
+            request_id=f"{request.request_id}~{number}" if number else request.request_id,
+            token_ids=(*request.token_ids, *received),
+            sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - len(received)),
+            deadline_s=float("inf"),
+        )
+
+    def take(self, chunk: Chunk) -> Chunk:
+        """Add a chunk; returns as much of it as belongs to the turn, with `finish` if it is the last: also where a stop
+        text began at another engine, or the policy's time is over."""
+        if chunk.finish == "abort":  # the engine was paused or drained with abort: not the caller's wish
+            chunk = replace(chunk, finish=None)
+        for count in range(1, len(chunk.token_ids) + 1):
+            self.received.append(chunk.token_ids[count - 1])
+            if self._stops_over_the_seam():
+                return _first(chunk, count)
+        if chunk.finish is None and chunk.token_ids and self.spent_s >= self.request.deadline_s:
+            return replace(chunk, finish="length")
+        return chunk
+
+    def ending(self) -> Chunk | None:
+        """The last chunk, if an engine broke off between the turn's last token and the word that it was the last."""
+        sampling = self.request.sampling
+        finish = None
+        if self.received and (self.received[-1] in sampling.stop_token_ids or self._stops()):
+            finish = "stop"
+        elif len(self.received) >= sampling.max_tokens:
+            finish = "length"
+        return None if finish is None else Chunk(token_ids=(), logprobs=(), spans=(), finish=finish)
+
+    def _stops_over_the_seam(self) -> bool:
+        """Whether a stop text ends with the newest token that the engine cannot see, as it began at another one."""
+        return self._seam > 0 and len(self.received) - self._seam < self._reach() and self._stops()
+
+    def _stops(self) -> bool:
+        """Whether a stop text ends with the newest token. Each of its tokens has a byte of it at least, so few need be
+        read: those, and one before, since decoders strip a space at the beginning."""
+        reach = self._reach()
+        if not reach or self.decode is None:
+            return False
+        text = self.decode(self.received[-reach - 1 :])
+        return any(stop in text for stop in self.request.sampling.stop)
+
+    def _reach(self) -> int:
+        """How many tokens a stop text can have."""
+        return max((len(stop.encode()) for stop in self.request.sampling.stop), default=0)
+
+
+def _first(chunk: Chunk, count: int) -> Chunk:
+    """The first tokens of a chunk, as the last ones of their turn."""
+    spans = tuple(replace(span, end=min(span.end, count)) for span in chunk.spans if span.start < count)
+    return Chunk(token_ids=chunk.token_ids[:count], logprobs=chunk.logprobs[:count], spans=spans, finish="stop")
