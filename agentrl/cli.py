@@ -170,9 +170,10 @@ def audit(
     from agentrl.store import RunStore
     from agentrl.store.audit import audit as check
 
-    store = RunStore.open(RunDir.open(path).store_path)
+    run = RunDir.open(path)
+    store = RunStore.open(run.store_path)
     try:
-        report = check(store)
+        report = check(store, run.checkpoints)
     finally:
         store.close()
     if as_json:

@@ -1,18 +1,21 @@
 """Where a run goes on: the newest checkpoint on disk, reconciled with the store.
 
 A checkpoint becomes real by its folder's rename; the store learns of it afterwards. A kill in between leaves a folder
-that the store does not know: it is recorded first, then everything after its step is undone.
+that the store does not know: it is recorded first, then everything after its step is undone. A loss of power, or a copy
+of the store put back, may also take rows that say which groups it trained: its own list is believed.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentrl.errors import RunFailed
 from agentrl.records import WeightVersion
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.rundir import RunDir
-from agentrl.store import RunStore
+from agentrl.store import RunStore, Saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,8 @@ def start_point(run: RunDir, store: RunStore) -> StartPoint:
     """Bring the store to the newest checkpoint (step 0 without one) and say where the run goes on."""
     checkpoint = newest(run.checkpoints)
     step = 0 if checkpoint is None else step_of(checkpoint)
+    saved = [one for folder in _kept(run.checkpoints) if (one := _saved(folder)) is not None]
+    store.reconcile(saved, max_lag=run.config().buffer.max_lag)
     known = store.latest_checkpoint()
     if checkpoint is not None and (known is None or known.step < step):
         store.checkpoint(step, _version(store, step), checkpoint)
@@ -54,8 +59,26 @@ def where_it_stands(start: StartPoint, run: RunDir, store: RunStore) -> StartPoi
 
 def newest(folder: Path) -> Path | None:
     """The newest complete checkpoint in `folder`."""
-    found = sorted(path for path in folder.glob("step-*") if (path / "state.json").is_file())
+    found = _kept(folder)
     return found[-1] if found else None
+
+
+def _kept(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder`, oldest first."""
+    return sorted((path for path in folder.glob("step-*") if (path / "state.json").is_file()), key=step_of)
+
+
+def _saved(checkpoint: Path) -> Saved | None:
+    """What a checkpoint says it trained, None if it names no groups. Raises RunFailed if it cannot be read."""
+    file = checkpoint / "state.json"
+    try:
+        state = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        go_back = f"move {checkpoint} away to go on from the checkpoint before it"
+        raise RunFailed(f"{file} cannot be read: {go_back} ({type(error).__name__}: {error})") from error
+    if "groups" not in state:
+        return None
+    return Saved(step=state["step"], previous_step=state["previous_step"], groups=tuple(state["groups"]))
 
 
 def step_of(checkpoint: Path) -> int:

@@ -6,9 +6,10 @@ async code calls them directly. Standard library and zstandard only.
     versions    weight versions, minted once          admission   how many groups may start (pure)
     groups      birth and end of groups               leases      who plays which episode
     journal     a running episode, turn by turn       buffer      what the learner takes, what expires
-    lineage     checkpoint, rollback, retention       metrics     values, drops, the bias of dropping
-    readers     rows back into records                audit       the laws, checked from the raw rows
-    schema      tables and migrations                 database    transactions and errors;  codec  packing
+    lineage     checkpoint, rollback, retention       recovery    what a loss of power took
+    metrics     values, drops, the bias of dropping   readers     rows back into records
+    audit       the laws, checked from the raw rows   schema      tables and migrations
+    database    transactions and errors               codec       packing
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from agentrl.store.leases import Claim, Leases
 from agentrl.store.lineage import Checkpoint, Lineage
 from agentrl.store.metrics import Failures, LengthBias, Lengths, Metric, Metrics
 from agentrl.store.readers import EpisodeRow, GroupResult, Readers, Restart
+from agentrl.store.recovery import Recovery, Saved
 
 __all__ = [
     "TRAIN",
@@ -45,13 +47,14 @@ __all__ = [
     "Metric",
     "Restart",
     "RunStore",
+    "Saved",
     "StoreError",
     "StoreVersionError",
     "admissible_groups",
 ]
 
 
-class RunStore(Groups, Leases, Journal, Buffer, Lineage, Metrics, Readers):
+class RunStore(Groups, Leases, Journal, Buffer, Lineage, Recovery, Metrics, Readers):
     """A run's store, opened by this process. Threads may share it; forked children may not: they open their own.
 
     `clock` gives seconds since the epoch, the same for every process of the run; a simulation passes its own."""

@@ -12,6 +12,7 @@ import struct
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import zstandard
@@ -72,6 +73,7 @@ KINDS = {
     "turns_lost": 2,  # a journaled turn, or the environment's answer to it, is missing
     "trained_twice": 2,  # more than one live lineage row for a group
     "lineage_broken": 2,  # taken or trained without a lineage row, or the reverse; trained without a checkpoint
+    "checkpoint_disagrees": 2,  # a checkpoint's folder lists other groups than the lineage of its steps
     "trained_unfinished": 2,  # a group in the lineage whose members had not all ended
     "trained_unscored": 3,  # a group in the lineage with too few members that the policy itself ended
     "group_stuck": 4,  # all members ended and the group did not, or the reverse
@@ -84,8 +86,9 @@ KINDS = {
 """Kind of breach -> the law it breaks."""
 
 
-def audit(store: RunStore) -> AuditReport:
-    """Check every law that the store's rows can witness. Raises StoreError only if the store cannot be read."""
+def audit(store: RunStore, checkpoints: Path | None = None) -> AuditReport:
+    """Check every law that the store's rows can witness, and the folders of checkpoints that are left: those that the
+    store knows, and those in `checkpoints`. Raises StoreError only if the store cannot be read."""
     report = AuditReport()
     db = store._db  # pyright: ignore[reportPrivateUsage]  # raw rows are the point
     checks: Iterable[Callable[[Database, AuditReport], None]] = (
@@ -100,6 +103,7 @@ def audit(store: RunStore) -> AuditReport:
     with db.read():
         for check in checks:
             check(db, report)
+        _check_checkpoints(db, report, checkpoints)
     return report
 
 
@@ -278,6 +282,29 @@ def _check_lineage(db: Database, report: AuditReport) -> None:
             report.breach("trained_unfinished", f"group {group} has members that never finished")
         if sum(map(_in_loss, members)) < min(2, len(members)):
             report.breach("trained_unscored", f"group {group} has fewer than two members to compare")
+
+
+def _check_checkpoints(db: Database, report: AuditReport, folder: Path | None) -> None:
+    """What each folder says it trained is what the lineage says of its steps."""
+    paths = {Path(path) for (path,) in db.rows("SELECT path FROM checkpoints WHERE undone_attempt IS NULL")}
+    paths |= set() if folder is None else set(folder.glob("step-*"))
+    lost = {group for (group,) in db.rows("SELECT group_id FROM lost")}
+    live: dict[int, int] = dict(db.rows("SELECT group_id, step FROM lineage WHERE undone_attempt IS NULL"))
+    for group in sorted(lost & live.keys()):
+        report.breach("trained_twice", f"group {group}: trained by a checkpoint that the store had lost, and again")
+    for path in sorted(paths):
+        try:
+            state = json.loads((path / "state.json").read_text())
+        except OSError:
+            continue  # it is no longer kept
+        if "groups" not in state:
+            continue
+        first, last, listed = state["previous_step"] + 1, state["step"], set(state["groups"])
+        recorded = {group for group, step in live.items() if first <= step <= last}
+        for group in sorted(listed - recorded - lost):
+            report.breach("checkpoint_disagrees", f"{path} trained group {group}: not in steps {first} to {last}")
+        for group in sorted(recorded - listed):
+            report.breach("checkpoint_disagrees", f"{path}: group {group} of step {live[group]} is not in it")
 
 
 def _in_loss(member: tuple[Any, ...]) -> bool:

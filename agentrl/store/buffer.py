@@ -34,7 +34,7 @@ class Buffer(Part):
         if len(fresh) < n and not stale:
             return None
         now = self._db.clock()
-        with self._db.write():
+        with self._db.write(durable=True):  # before it is trained: a checkpoint may outlive a loss of power
             fresh, stale = self._takable(step, max_lag)
             self._expire(stale, STALE, now)
             if len(fresh) >= n:

@@ -15,6 +15,7 @@ k + 1, so a new store runs all of them. A store is made in one transaction: eith
     restarts     why and when an episode started anew; its earlier trial's turns stay, never trained
     lineage      which optimizer step took which group; at most one row a group that is not undone
     checkpoints  which steps can be gone back to
+    lost         groups that a checkpoint trained, and whose rows a loss of power or an older copy took
     metrics      measured values by kind and step; those of an abandoned future are flagged
 """
 
@@ -191,7 +192,11 @@ _EXPERTS = """
 CREATE TABLE experts (turn_id INTEGER PRIMARY KEY REFERENCES turns, data BLOB NOT NULL) STRICT;
 """
 
-MIGRATIONS: tuple[str, ...] = (_FIRST, _ROLES, _EXPERTS)
+_LOST = """
+CREATE TABLE lost (group_id INTEGER PRIMARY KEY, step INTEGER NOT NULL, found_s REAL NOT NULL) STRICT;
+"""
+
+MIGRATIONS: tuple[str, ...] = (_FIRST, _ROLES, _EXPERTS, _LOST)
 SCHEMA_VERSION = len(MIGRATIONS)
 
 

@@ -28,8 +28,9 @@ class Versions(Part):
         self._step_of: dict[int, int] = {}  # a version's step never changes, so a copy is never stale
 
     def mint_version(self, step: int, path: str | Path | None = None) -> WeightVersion:
-        """A new version for the weights that optimizer step `step` made (0: the weights a run starts from)."""
-        with self._db.write():
+        """A new version for the weights that optimizer step `step` made (0: the weights a run starts from). Waits for
+        the disk: an engine elsewhere may serve it on after a loss of power."""
+        with self._db.write(durable=True):
             cursor = self._db.execute(
                 "INSERT INTO versions (step, path, attempt, minted_s)"
                 " VALUES (?, ?, (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'attempt'), ?)",

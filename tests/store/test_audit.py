@@ -171,7 +171,8 @@ def test_a_breach_is_found(whole: Path, tmp_path: Path, name: str) -> None:
 
 
 def test_every_kind_of_breach_is_tried() -> None:
-    assert {kind for kind, *_ in BREACHES.values()} == KINDS.keys() - {"file_damaged"}
+    """Here, but for those that take more than a row: see below and `test_power_loss`."""
+    assert {kind for kind, *_ in BREACHES.values()} == KINDS.keys() - {"file_damaged", "checkpoint_disagrees"}
 
 
 def test_a_damaged_file_is_found(whole: Path, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_a_store_of_the_first_schema_has_one_learning_role_in_every_turn(path: P
     connection = sqlite3.connect(path)
     connection.executescript(
         "ALTER TABLE turns DROP COLUMN learns; ALTER TABLE episodes DROP COLUMN outcomes;"
-        " DROP TABLE experts; PRAGMA user_version = 1"
+        " DROP TABLE experts; DROP TABLE lost; PRAGMA user_version = 1"
     )
     connection.close()
     with RunStore.open(path) as store:

@@ -1,0 +1,200 @@
+"""A loss of power, or a copy put back: the store knows less than the newest checkpoint has trained (law 2).
+
+The checkpoint's folder is durable before the store's rows need be. What the lost rows said is taken from a copy of the
+file made earlier; the folder lists the groups that it trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from agentrl.config import parse
+from agentrl.errors import RunFailed
+from agentrl.records import GroupState
+from agentrl.runtime.checkpoints import start_point
+from agentrl.runtime.rundir import RunDir
+from agentrl.store import RunStore
+from agentrl.store.audit import audit
+
+from .play import admit, play, play_all, serve
+
+BATCH = 2
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir.create(tmp_path / "run", parse({"model": "m", "env": {"id": "e"}, "buffer": {"groups_per_step": 2}}))
+    with RunStore.open(run.store_path) as store:
+        serve(store, 0)
+    return run
+
+
+@contextmanager
+def opened(run: RunDir) -> Iterator[RunStore]:
+    with RunStore.open(run.store_path) as store:
+        yield store
+
+
+def train(store: RunStore, step: int) -> list[int]:
+    """A step on a whole batch; its groups."""
+    groups = store.take(step, BATCH, max_lag=9)
+    assert groups is not None
+    serve(store, step)
+    return [group.id for group in groups]
+
+
+def played(store: RunStore, n: int) -> None:
+    admit(store, limit=n, max_lag=99)
+    play_all(store)
+
+
+def folder(run: RunDir, step: int, previous: int, groups: list[int]) -> Path:
+    """What the learner leaves of a checkpoint, as far as the store's side is concerned."""
+    path = run.checkpoints / f"step-{step:08d}"
+    path.mkdir()
+    (path / "state.json").write_text(json.dumps({"step": step, "previous_step": previous, "groups": groups}))
+    return path
+
+
+def copy(run: RunDir) -> Path:
+    """The store's file as it is now, the write-ahead log folded in."""
+    target = run.path / f"copy-{len(list(run.path.glob('copy-*')))}.sqlite"
+    with opened(run) as store:
+        store._db._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # pyright: ignore[reportPrivateUsage]
+        shutil.copy(run.store_path, target)
+    return target
+
+
+def put_back(run: RunDir, older: Path) -> None:
+    for leftover in run.path.glob("store.sqlite*"):
+        leftover.unlink()
+    shutil.copy(older, run.store_path)
+
+
+def test_law_2_groups_whose_lineage_a_loss_of_power_took_are_not_trained_again(run: RunDir) -> None:
+    with opened(run) as store:
+        played(store, 6)
+        first = train(store, 1)
+    before = copy(run)
+    with opened(run) as store:
+        second = train(store, 2)
+    folder(run, 2, 0, [*first, *second])
+    put_back(run, before)
+    with opened(run) as store:
+        assert "checkpoint_disagrees" in audit(store, run.checkpoints).breaches
+        start = start_point(run, store)
+        assert start.version.step == 2
+        assert (store.lineage(1), store.lineage(2)) == (first, second)
+        assert store.counts() == {GroupState.TRAINED: 4, GroupState.SCORED: 2}
+        assert not set(train(store, 3)) & {*first, *second}
+        assert audit(store, run.checkpoints).violations == []
+
+
+def test_law_2_groups_of_which_not_even_the_end_was_kept_are_not_trained_again(run: RunDir) -> None:
+    """Group 1 was finished, 2 was running, 3 waiting when the copy was made; 4 was not there."""
+    with opened(run) as store:
+        admit(store, limit=3, max_lag=99)
+        for claim in store.claim("a", 3, lease_s=1e6)[:2]:
+            play(store, claim)
+    before = copy(run)
+    with opened(run) as store:
+        store.release_all()
+        played(store, 1)
+        groups = train(store, 1) + train(store, 2)
+    assert groups == [1, 2, 3, 4]
+    folder(run, 2, 0, groups)
+    put_back(run, before)
+    with opened(run) as store:
+        start_point(run, store)
+        assert store.counts() == {GroupState.TRAINED: 1, GroupState.EXPIRED: 2}
+        assert store.drops() == {"journal_lost": 2}
+        assert audit(store, run.checkpoints).violations == []
+        played(store, 4)
+        trained = train(store, 3) + train(store, 4)
+        assert not set(trained) & set(groups), "a new group has no number that was ever used"
+        assert audit(store, run.checkpoints).violations == []
+
+
+def test_law_2_a_store_put_back_from_before_the_checkpoints_that_are_kept_trains_nothing_twice(run: RunDir) -> None:
+    """Of steps 2 to 3 no folder is left: any group of the copy may have been trained then."""
+    with opened(run) as store:
+        played(store, 10)
+        path = folder(run, 1, 0, train(store, 1))
+        store.checkpoint(1, 2, path)
+    before = copy(run)
+    with opened(run) as store:
+        trained = [train(store, step) for step in (2, 3, 4)]
+    shutil.rmtree(path)
+    folder(run, 4, 3, trained[2])
+    put_back(run, before)
+    with opened(run) as store:
+        start_point(run, store)
+        assert store.lineage(4) == trained[2]
+        assert store.drops() == {"lineage_lost": 6}
+        assert audit(store, run.checkpoints).violations == []
+        played(store, 2)
+        assert not set(train(store, 5)) & {group for step in trained for group in step}
+        assert audit(store, run.checkpoints).violations == []
+
+
+def test_a_version_that_a_lost_row_had_minted_is_not_minted_again(run: RunDir) -> None:
+    with opened(run) as store:
+        played(store, 4)
+    before = copy(run)
+    with opened(run) as store:
+        folder(run, 2, 0, train(store, 1) + train(store, 2))
+        lost = store.current_version().version
+    put_back(run, before)
+    with opened(run) as store:
+        assert start_point(run, store).version.version > lost
+
+
+def test_what_a_checkpoint_and_the_store_agree_on_is_left_alone(run: RunDir) -> None:
+    """The usual start, after a kill between the folder and its row and after one behind it: twice the same."""
+    with opened(run) as store:
+        played(store, 5)
+        path = folder(run, 1, 0, train(store, 1))
+        store.checkpoint(1, 2, path)
+        folder(run, 2, 1, train(store, 2))
+        start_point(run, store)
+        assert store.counts() == {GroupState.TRAINED: 4, GroupState.SCORED: 1}
+        assert store.current_version().version == 3
+        assert store.mint_version(3).version == 4
+        start_point(run, store)
+        assert store.counts() == {GroupState.TRAINED: 4, GroupState.SCORED: 1}
+        assert audit(store, run.checkpoints).violations == []
+
+
+def test_the_rows_that_say_who_trained_what_wait_for_the_disk(run: RunDir) -> None:
+    """Once a step, before anything is trained; a turn does not."""
+    with opened(run) as store:
+        played(store, 2)
+        said: list[str] = []
+        store._db._connection.set_trace_callback(said.append)  # pyright: ignore[reportPrivateUsage]
+        store.take(1, 2, max_lag=9)
+        commit = next(at for at, one in enumerate(said) if one == "COMMIT")
+        assert "PRAGMA synchronous = FULL" in said[:commit]
+        assert any(one.startswith("INSERT INTO lineage") for one in said[:commit])
+        said.clear()
+        store.set_meta("phase", "train")
+        assert "PRAGMA synchronous = FULL" not in said
+
+
+def test_the_audit_sees_a_group_that_the_checkpoint_does_not_have(run: RunDir) -> None:
+    with opened(run) as store:
+        played(store, 2)
+        one, _ = train(store, 1)
+        store.checkpoint(1, 2, folder(run, 1, 0, [one]))
+        assert audit(store).breaches == {"checkpoint_disagrees": 1}, "the store knows where its checkpoint lies"
+
+
+def test_a_checkpoint_whose_state_cannot_be_read_is_named(run: RunDir) -> None:
+    path = folder(run, 3, 0, [])
+    (path / "state.json").write_text("{")
+    with opened(run) as store, pytest.raises(RunFailed, match=r"step-00000003/state\.json cannot be read: move"):
+        start_point(run, store)
