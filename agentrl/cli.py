@@ -378,6 +378,22 @@ def serve(
     )
 
 
+@app.command("vllm-plugin")
+def vllm_plugin(
+    folder: Annotated[Path | None, typer.Argument(help="Where to; default ~/.cache/agentrl/vllm-plugin")] = None,
+) -> None:
+    """Lay our vLLM plugin into a folder and print it: PYTHONPATH=$(agentrl vllm-plugin) vllm serve …"""
+    from agentrl.engine.vllm.launch import carry_plugin
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = (folder or cache / "agentrl" / "vllm-plugin").resolve()
+    try:
+        carry_plugin(folder)
+    except OSError as error:
+        raise UsageError(f"cannot write to {str(folder)!r} ({error.strerror}): name another folder") from error
+    print(folder)
+
+
 # `agentrl bench NAME --help` is the benchmark's own help.
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from agentrl.errors import ConfigError, UsageError
 
@@ -110,7 +111,9 @@ class EngineSettings(_Section):
     """Where tokens are sampled."""
 
     kind: Literal["embedded", "vllm"] = "embedded"  # ours for a CPU, or vLLM
-    urls: list[str] = Field(default_factory=list)  # attach to these instead of launching
+    urls: list[str] = Field(default_factory=list)  # attach to these instead of launching; a /v1 at the end is taken off
+    api_key_env: str | None = None  # the environment variable with the key that the servers at `urls` ask for
+    untested_vllm: bool = False  # take a version of vLLM that agentrl was not tested with, with a warning
     replicas: Count = 1  # engines that the run starts
     gpus: list[Gpus] = Field(default_factory=list[Gpus])  # one of vLLM on each of these: [[0], [1, 2]]
     threads: Count = 1  # of arithmetic, in each engine
@@ -126,6 +129,19 @@ class EngineSettings(_Section):
     stall_s: Positive = 30.0  # an engine that owes a turn a token for so long is asked whether it lives
     outage_deadline_s: Positive = 600.0  # of a turn for all waiting that is not sampling: queues, pauses, restarts
     start_deadline_s: Positive = 600.0  # a large model is read, and on a GPU compiled as well
+
+    @field_validator("urls")
+    @classmethod
+    def _roots(cls, urls: list[str]) -> list[str]:
+        return [url.rstrip("/").removesuffix("/v1") for url in urls]
+
+    def api_key(self) -> str | None:
+        """The key for `urls`. Raises ConfigError if the variable that should hold it is not set."""
+        if not self.urls or self.api_key_env is None:
+            return None
+        if not (key := os.environ.get(self.api_key_env)):
+            raise ConfigError("engine.api_key_env", self.api_key_env, "this environment variable is not set: export it")
+        return key
 
     @property
     def places(self) -> list[list[int]]:

@@ -41,8 +41,8 @@ class EngineClient:
     """`protocols.Engine` against one server. `version` is the weight version last known to be served: tokens that a
     server does not stamp chunk by chunk carry it until the server's own word comes.
 
-    `connect_s` bounds the making of a connection; every call has a deadline of its own beside it. `api_key` is what a
-    server that asks for one is shown."""
+    `url` is the server's root; a `/v1` at its end is taken off. `connect_s` bounds the making of a connection; every
+    call has a deadline of its own beside it. `api_key` is what a server that asks for one is shown."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class EngineClient:
         api_key: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.url, self.version = url.rstrip("/"), version
+        self.url, self.version = url.rstrip("/").removesuffix("/v1"), version
         self._connect_s = connect_s
         self._transport = transport or TrioTransport()
         key = {} if api_key is None else {"authorization": f"Bearer {api_key}"}

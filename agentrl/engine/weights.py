@@ -33,7 +33,7 @@ class PushReport:
 
 async def push(
     engines: Sequence[str | EngineClient],
-    path: Path,
+    path: Path | Sequence[Path],
     version: int,
     *,
     sha256: str | None = None,
@@ -43,24 +43,27 @@ async def push(
     deadline_s: float = 30.0,
     clear_cache: bool = False,
 ) -> PushReport:
-    """Have every engine load the safetensors file at `path` and serve it as `version`; all at once.
+    """Have every engine load the safetensors file at `path`, or several that hold the weights together, and serve it
+    as `version`; all at once.
 
     Requests go on over the swap. `clear_cache` recomputes their keys and values under the new weights; otherwise they
-    keep those they have. `sha256` is that of the weights, computed here if not given. `stage` has an engine that can
-    (vLLM with our plugin) read and check the file before the pause. With `base_sha256` the file is a delta (see
+    keep those they have. `sha256` is that of the one file, computed here if not given. `stage` has an engine that can
+    (vLLM with our plugin) read and check it before the pause. With `base_sha256` the file is a delta (see
     `weightfile`) against the weights of that digest, which the engines must have kept: `keep_base` tells them to, from
     the push of the base on.
 
     Raises WeightSyncError naming the engines that did not confirm within `deadline_s`; the others have the new
     weights, and the call may be repeated."""
-    try:
-        path = Path(await trio.Path(path).resolve())
-        size = (await trio.Path(path).stat()).st_size
-    except OSError as error:
-        raise WeightSyncError(f"cannot read {str(path)!r}: {error.strerror}") from error
-    if sha256 is None:
-        sha256 = await trio.to_thread.run_sync(lambda: weightfile.digest(weightfile.open_bytes(path)))
-    info = update_info(path, sha256, base_sha256)
+    infos: list[dict[str, Json]] = []
+    size = 0
+    for part in [path] if isinstance(path, Path) else path:
+        try:
+            whole = Path(await trio.Path(part).resolve())
+            size += (await trio.Path(whole).stat()).st_size
+        except OSError as error:
+            raise WeightSyncError(f"cannot read {str(part)!r}: {error.strerror}") from error
+        digest = sha256 or await trio.to_thread.run_sync(_digest, whole)
+        infos.append(update_info(whole, digest, base_sha256))
     started = trio.current_time()
     pauses: list[float] = []
     failures: list[str] = []
@@ -70,8 +73,8 @@ async def push(
         try:
             with trio.fail_after(deadline_s):
                 if stage:
-                    await _stage(client, info, deadline_s)
-                pauses.append(await _push_one(client, info, version, keep_base, deadline_s, clear_cache))
+                    await _stage(client, infos[0], deadline_s)
+                pauses.append(await _push_one(client, infos, version, keep_base, deadline_s, clear_cache))
         except trio.TooSlowError:
             failures.append(f"{client.url} did not take version {version} within {deadline_s:g} s")
         except EngineError as error:
@@ -88,6 +91,10 @@ async def push(
         raise WeightSyncError("; ".join(sorted(failures)))
     total = trio.current_time() - started
     return PushReport(pause_s=max(pauses, default=0.0), total_s=total, bytes=size)
+
+
+def _digest(path: Path) -> str:
+    return weightfile.digest(weightfile.open_bytes(path))
 
 
 def update_info(path: Path, sha256: str | None = None, base_sha256: str | None = None) -> dict[str, Json]:
@@ -117,7 +124,7 @@ async def _stage(client: EngineClient, info: dict[str, Json], deadline_s: float)
 
 async def _push_one(
     client: EngineClient,
-    info: dict[str, Json],
+    infos: Sequence[dict[str, Json]],
     version: int,
     keep_base: bool | None,
     deadline_s: float,
@@ -136,7 +143,8 @@ async def _push_one(
     except EngineError:  # vLLM refuses while the update of a trainer that died half-way is open: close it first
         await call("/finish_weight_update", {})
         await call("/start_weight_update")
-    await call("/update_weights", {"update_info": info})
+    for info in infos:
+        await call("/update_weights", {"update_info": info})
     await call("/finish_weight_update", {"weight_version": str(version)})
     await call("/resume")
     paused = trio.current_time() - started

@@ -92,7 +92,7 @@ class Courier:
 
     async def behind(self, urls: Sequence[str], version: int) -> bool:
         """Whether some engine that answers serves another version: it was started again, from weights of before."""
-        engines = [EngineClient(url) for url in urls]
+        engines = self._plain(urls)
         try:
             for engine in engines:
                 with suppress(EngineError):
@@ -124,8 +124,11 @@ class Courier:
 
     def _client(self, url: str, version: int) -> EngineClient:
         if self._sync == "adapter":
-            return AdapterClient(url, current=lambda: version)
-        return EngineClient(url)
+            return AdapterClient(url, current=lambda: version, api_key=self._settings.api_key())
+        return EngineClient(url, api_key=self._settings.api_key())
+
+    def _plain(self, urls: Sequence[str]) -> list[EngineClient]:
+        return [EngineClient(url, api_key=self._settings.api_key()) for url in urls]
 
     async def _send(self, engines: Sequence[EngineClient], parcel: Parcel, *, again: bool) -> PushReport:
         settings = self._settings
@@ -176,7 +179,7 @@ class Courier:
 
     async def _retire(self, urls: Sequence[str], keep: Sequence[int]) -> frozenset[int]:
         """The versions besides `keep` that some engine still uses; -1 for those of an engine that is not there."""
-        engines = [EngineClient(url) for url in urls]
+        engines = self._plain(urls)
         try:
             return await adapters.retire(engines, keep=keep, deadline_s=self._settings.admin_deadline_s)
         except EngineError:

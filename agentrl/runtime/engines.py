@@ -15,7 +15,7 @@ from pathlib import Path
 import trio
 
 from agentrl.config import EngineSettings, RunConfig
-from agentrl.engine import adapters, canary
+from agentrl.engine import adapters, canary, weightfile
 from agentrl.engine.canary import Canary
 from agentrl.engine.client import EngineClient
 from agentrl.engine.launch import embedded_argv
@@ -23,7 +23,7 @@ from agentrl.engine.vllm import launch as vllm
 from agentrl.engine.vllm.plugin import BACKEND
 from agentrl.engine.vllm.probe import Need, needed, probe
 from agentrl.engine.weights import push, update_info
-from agentrl.errors import CanaryMismatch, EngineUnavailable, ModelError, RunFailed, WeightSyncError
+from agentrl.errors import CanaryMismatch, EngineUnavailable, RunFailed, WeightSyncError
 from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint
 from agentrl.runtime.models import model_dir
@@ -186,7 +186,7 @@ def vllm_server(
         model=model,
         port=port,
         plugin_folder=plugin_folder,
-        build=vllm.find_build(),
+        build=vllm.find_build(untested=settings.untested_vllm),
         max_model_len=max_context,
         max_batch=settings.max_batch,
         dtype=settings.dtype,
@@ -209,10 +209,15 @@ async def attach(url: str, weights: Weights, config: RunConfig) -> None:
     From memory the learner has to send them: until then the engine is paused, at a version that no run has."""
     settings, adapters_alone = config.engine, config.sync == "adapter"
     deadline_s = settings.admin_deadline_s
-    async with aclosing(EngineClient(url)) as client:
+    async with aclosing(EngineClient(url, api_key=settings.api_key())) as client:
         if settings.kind == "vllm":
             experts = {Need.ROUTED_EXPERTS} if settings.routed_experts else set[Need]()
-            (await probe(client)).require(needed(config.sync) | experts)
+            (await probe(client, untested=settings.untested_vllm)).require(
+                needed(config.sync) | experts,
+                dtype=settings.dtype,
+                context=config.rollout.max_context,
+                lora_rank=config.train.lora_rank,
+            )
         if config.syncs_memory:
             await client.call("POST", "/pause", params={"mode": "keep", "clear_cache": "true"}, deadline_s=deadline_s)
             await vllm.announce(client, 0)
@@ -220,7 +225,8 @@ async def attach(url: str, weights: Weights, config: RunConfig) -> None:
         if adapters_alone:
             await adapters.retire([client], keep=(), deadline_s=deadline_s)  # those of a run before this one
         below = weights.base if adapters_alone else weights.current
-        await push([client], _whole(weights), below.version, deadline_s=deadline_s)
+        whole = [weights.file] if weights.file is not None else weightfile.parts(weights.model)
+        await push([client], whole, below.version, deadline_s=deadline_s)
         if weights.adapter is not None:
             await _load_adapter(client, weights, settings)
 
@@ -229,11 +235,3 @@ async def _load_adapter(client: EngineClient, weights: Weights, settings: Engine
     assert weights.adapter is not None
     version = weights.current.version
     await adapters.load([client], weights.adapter, version, deadline_s=settings.admin_deadline_s)
-
-
-def _whole(weights: Weights) -> Path:
-    """A file with all weights, those below an adapter. Raises ModelError if there is none."""
-    file = weights.file or weights.model / "model.safetensors"
-    if not file.is_file():
-        raise ModelError(f"{weights.model} has no model.safetensors: save it as one file to attach engines by URL")
-    return file

@@ -96,7 +96,7 @@ def check_startable(config: RunConfig) -> None:
     from agentrl.engine.vllm.launch import check_gpus, check_sender
 
     if config.syncs_memory:
-        check_sender(config.sync)
+        check_sender(config.sync, untested=config.engine.untested_vllm)
     if config.engine.gpus:
         check_gpus([gpu for own in config.engine.gpus for gpu in own])
     Renderer(model_dir(config.model))

@@ -107,10 +107,12 @@ def _fleet(config: RunConfig, store: RunStore, renderer: Renderer) -> Fleet:
         return current.version if current.step else None  # before the first step there is none
 
     urls: list[str] = json.loads(store.meta("engine_urls") or "[]")
+    key = config.engine.api_key()
     if config.sync == "adapter":
-        clients = [AdapterClient(url, current=adapter) for url in urls]
+        clients = [AdapterClient(url, current=adapter, api_key=key) for url in urls]
     else:
-        clients = [EngineClient(url, version=store.current_version().version) for url in urls]
+        version = store.current_version().version
+        clients = [EngineClient(url, version=version, api_key=key) for url in urls]
     return _maker(config, renderer)(clients, fits=fits)
 
 

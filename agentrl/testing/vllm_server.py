@@ -81,6 +81,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
     vllm: str = "0.32.0"
     model: str = "policy"
     max_model_len: int = 2048
+    dtype: str = "float32"
     backend: str = "FileTransferEngine"
     lacks: set[Part] = field(default_factory=set[Part])
     api_key: str | None = None
@@ -224,7 +225,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
 
     def _worker(self, method: str) -> Answer:
         results: dict[str, Json] = {
-            "agentrl_facts": {"mending": False, "missing": [], "pickles": True},
+            "agentrl_facts": {"mending": False, "missing": [], "pickles": True, "dtype": self.dtype},
             "agentrl_stage": {"ready": True, "error": None},
             "agentrl_staged": {"ready": True, "error": None},
             "agentrl_untaken": {"untaken": [] if self.takes_updates else ["model.norm.weight"], "unchecked": 0},
@@ -382,7 +383,8 @@ class FakeVLLM(httpx.AsyncBaseTransport):
     def _entry(self, weights: str, place: int, token: int, params: dict[str, Any]) -> dict[str, Json]:
         temperature = 1.0 if "processed" in self.lacks else params.get("temperature", 1.0) or 1.0
         value = self.logprob(weights, place, token) / temperature
-        return {"token_id": token, "logprob": value, "top_logprobs": [{"token_id": token, "logprob": value}]}
+        tops = [{"token_id": token, "logprob": value}, {"token_id": token + 1, "logprob": value - 1 / temperature}]
+        return {"token_id": token, "logprob": value, "top_logprobs": tops}
 
     def _finish(self, sampled: Sequence[int], params: dict[str, Any]) -> str | None:
         if sampled[-1] in params.get("stop_token_ids", ()):

@@ -9,63 +9,69 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import trio
+from transformers import AutoModelForCausalLM
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from agentrl import config as configuration
+from agentrl.config import RunConfig
+from agentrl.engine import weightfile
 from agentrl.engine.client import EngineClient
 from agentrl.engine.launch import end_group
 from agentrl.engine.vllm.launch import VLLMServer, find_build, ready
+from agentrl.errors import UsageError
 from agentrl.owner import OwnedFolder
 from agentrl.ports import free_port
+from agentrl.records import WeightVersion
+from agentrl.runtime.engines import Weights, attach
+from agentrl.testing.http import listening
+from agentrl.testing.vllm_server import FakeVLLM
 
 from .policy import Policy, make_model
 
 START_S = 500.0
 LORA_RANK = 8
+KEY = "TEST_STOCK_SERVER_KEY"
 
 
-class Server:
-    """One server process on a port of its own; `restart` puts another one in its place."""
+class Started:
+    """One process with a lifeline, and the log of it."""
 
-    def __init__(self, model: Path, folder: Path, **options: object) -> None:
+    def __init__(self, argv: list[str], env: dict[str, str], folder: Path) -> None:
         self.folder, self.log = folder, folder / "vllm.log"
-        self.spec = VLLMServer(
-            model=model,
-            port=free_port(),
-            plugin_folder=folder / "plugin",
-            build=find_build(),
-            dtype="float32",
-            kv_cache_bytes=16 << 20,
-            max_model_len=2048,
-            max_batch=64,
-            stream_tokens=4,
-            **options,  # pyright: ignore[reportArgumentType]
-        )
-        self.url = self.spec.url
-        self.spec.prepare()
+        self._argv, self._env = argv, env
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [str(self.spec.build.python), *self.spec.argv()],
-                env={**os.environ, **self.spec.env()},
+                self._argv,
+                env={**os.environ, **self._env},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 process_group=0,
             )
 
-    async def ready(self, version: int) -> None:
-        await ready(self.spec, version=version, deadline_s=START_S, ended=self.ended, log=self.log)
-
     def ended(self) -> bool:
         return self._process is None or self._process.poll() is not None
+
+    async def answers(self, url: str) -> None:
+        """Wait until somebody answers at `url`."""
+        async with aclosing(EngineClient(url)) as client:
+            with trio.fail_after(START_S):
+                while not await client.healthy():
+                    assert not self.ended(), self.log.read_text()[-2000:]
+                    await trio.sleep(0.1)
 
     @property
     def pid(self) -> int:
@@ -89,6 +95,30 @@ class Server:
             self._process.kill()
             self._process.wait()
             trio.run(end_group, self.pid)
+
+
+class Server(Started):
+    """A server of ours on a port of its own; `start` after `kill` puts another one in its place."""
+
+    def __init__(self, model: Path, folder: Path, **options: object) -> None:
+        self.spec = VLLMServer(
+            model=model,
+            port=free_port(),
+            plugin_folder=folder / "plugin",
+            build=find_build(),
+            dtype="float32",
+            kv_cache_bytes=16 << 20,
+            max_model_len=2048,
+            max_batch=64,
+            stream_tokens=4,
+            **options,  # pyright: ignore[reportArgumentType]
+        )
+        self.url = self.spec.url
+        self.spec.prepare()
+        super().__init__([str(self.spec.build.python), *self.spec.argv()], self.spec.env(), folder)
+
+    async def ready(self, version: int) -> None:
+        await ready(self.spec, version=version, deadline_s=START_S, ended=self.ended, log=self.log)
 
 
 @pytest.fixture(scope="session")
@@ -120,6 +150,66 @@ def server(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def mixture_server(mixture: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Serves `mixture` and reports the experts it chose."""
     yield from _serve(mixture, tmp_path_factory.mktemp("server"), routed_experts=True)
+
+
+@pytest.fixture(scope="session")
+def stock(tmp_path_factory: pytest.TempPathFactory, shm: Path) -> Policy:
+    """A model of bfloat16 values in several files, whose pad row is zero: for a server that somebody else started."""
+    folder = make_model(tmp_path_factory.mktemp("vllm") / "stock", seed=3, tie_word_embeddings=False)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0] = 0
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="100KB")
+    assert len(weightfile.parts(folder)) > 1
+    return Policy(folder, shm / "stock", dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="session")
+def stock_config(stock: Policy) -> RunConfig:
+    """A run that attaches to a server of `stock` by the URL that users of its chat API are given."""
+    engine = {"kind": "vllm", "urls": [f"http://127.0.0.1:{free_port()}/v1"], "api_key_env": KEY, "dtype": "bfloat16"}
+    return configuration.parse({"model": str(stock.folder), "env": {"id": "test/none"}, "engine": engine})
+
+
+@pytest.fixture(scope="session")
+def stock_server(stock: Policy, stock_config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    """A stock server, started again as its refusal says, word for word: a command for a shell with `agentrl` and `vllm`
+    on its path. The CPU build's own `vllm` does not find its own version: the one here starts the same server, and
+    with a lifeline."""
+    folder, (url,) = tmp_path_factory.mktemp("stock"), stock_config.engine.urls
+    os.environ[KEY] = "s3cret"
+    command = trio.run(_advice, stock, stock_config)
+    vllm = folder / "vllm"
+    host = f"{find_build().python} -m agentrl.engine.vllm.plugin.host"
+    vllm.write_text(f'#!/bin/sh\n[ "$1" = serve ] && shift\nexec {host} --model "$@"\n')
+    vllm.chmod(0o755)
+    own = f"--port {url.rpartition(':')[2]} --api-key s3cret --served-model-name policy"
+    fit = "--max-model-len 2048 --kv-cache-memory-bytes 16M --enforce-eager --block-size 32"  # for this machine
+    env = {
+        "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "XDG_CACHE_HOME": str(folder),
+        "TMPDIR": str(folder),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    server = Started(["bash", "-c", f"{command} {own} {fit}"], env, folder)
+    server.start()
+    try:
+        trio.run(server.answers, url)
+        yield server
+    finally:
+        server.close()
+
+
+async def _advice(stock: Policy, config: RunConfig) -> str:
+    """The command that `attach` names for a server of this model that was started with nothing but its name."""
+    fake = FakeVLLM(model=str(stock.folder), api_key="s3cret")
+    fake.lacks = {"tokens", "admin", "processed", "transfer", "plugin", "lora"}
+    first = WeightVersion(version=1, step=0)
+    async with listening(fake) as url:
+        with pytest.raises(UsageError) as caught:
+            await attach(url, Weights(model=stock.folder, base=first, current=first), config)
+    return str(caught.value).partition("with: ")[2]
 
 
 def _serve(policy: Policy, folder: Path, **options: object) -> Iterator[Server]:

@@ -79,10 +79,11 @@ def text_of(ids: Iterable[int]) -> str:
 
 
 class Policy:
-    """Version 1 is the folder's weights; `update` makes the next one and keeps all for `logprobs`."""
+    """Version 1 is the folder's weights; `update` makes the next one and keeps all for `logprobs`. `dtype` has all
+    their values."""
 
-    def __init__(self, folder: Path, scratch: Path) -> None:
-        self.folder, self.scratch = folder, scratch
+    def __init__(self, folder: Path, scratch: Path, dtype: torch.dtype = torch.float32) -> None:
+        self.folder, self.scratch, self.dtype = folder, scratch, dtype
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.states: dict[int, dict[str, torch.Tensor]] = {1: self._state()}
         self.files: dict[int, WeightFile] = {}
@@ -99,8 +100,10 @@ class Policy:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+                parameter.copy_(parameter.to(self.dtype))
         self.states[version] = self._state()
-        self.files[version] = export_weights(self.model, self.scratch / f"{version}.safetensors")
+        path = self.scratch / f"{version}.safetensors"
+        self.files[version] = export_weights(self.model, path, dtype=self.dtype)
         return version, self.files[version]
 
     def adapter(self, rank: int = 8, alpha: float = 16.0, scale: float = 0.1) -> tuple[int, Path]:

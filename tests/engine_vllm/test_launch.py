@@ -41,6 +41,19 @@ def options(one: VLLMServer) -> dict[str, str]:
     return {name: value for name, value in zip(argv, [*argv[1:], ""], strict=True) if name.startswith("--")}
 
 
+def facts_of(*has: Need) -> Facts:
+    return Facts(
+        url="http://e",
+        version="0.32.0",
+        model="policy",
+        root="/models/m",
+        max_model_len=9,
+        has=frozenset(has),
+        backend=None,
+        dtype="float32",
+    )
+
+
 def test_every_server_serves_tokens_with_the_log_probs_they_were_sampled_with() -> None:
     for one in (server(), server(build=CUDA)):
         found = options(one)
@@ -107,7 +120,7 @@ def test_lora_is_there_only_when_asked_for() -> None:
 
 @pytest.mark.parametrize("sync", ["auto", "full", "delta", "nccl", "ipc"])
 def test_a_server_takes_weights_as_its_run_sends_them(sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "find_build", lambda: CUDA)
+    monkeypatch.setattr(launch, "find_build", lambda **_: CUDA)
     settings = EngineSettings(kind="vllm", sync=sync)
     one = vllm_server(Path("/m"), settings, port=1, plugin_folder=Path("/p"), max_context=64)
     backend = sync if sync in ("nccl", "ipc") else "shm"
@@ -119,17 +132,41 @@ def test_a_server_takes_weights_as_its_run_sends_them(sync: Any, monkeypatch: py
 @pytest.mark.parametrize(
     ("sync", "mend"),
     [
-        ("full", '--weight-transfer-config \'{"backend": "shm"}\''),
-        ("nccl", '--weight-transfer-config \'{"backend": "nccl"}\''),
-        ("ipc", '--weight-transfer-config \'{"backend": "ipc"}\' and VLLM_ALLOW_INSECURE_SERIALIZATION=1'),
+        ("full", 'vllm serve /models/m --weight-transfer-config \'{"backend": "shm"}\''),
+        ("nccl", 'vllm serve /models/m --weight-transfer-config \'{"backend": "nccl"}\''),
+        (
+            "ipc",
+            'VLLM_ALLOW_INSECURE_SERIALIZATION=1 vllm serve /models/m --weight-transfer-config \'{"backend": "ipc"}\'',
+        ),
     ],
 )
 def test_a_server_that_takes_weights_another_way_is_refused_with_the_flag(sync: str, mend: str) -> None:
-    has = frozenset(Need) - {Need.WEIGHTS, Need.NCCL, Need.IPC}
-    facts = Facts(url="http://e", version="0.32.0", model="m", max_model_len=9, has=has, backend=None)
+    facts = facts_of(*frozenset(Need) - {Need.WEIGHTS, Need.NCCL, Need.IPC})
     with pytest.raises(UsageError) as caught:
         facts.require(needed(sync))
-    assert str(caught.value).count("--") == 1 and mend in str(caught.value)
+    assert str(caught.value).endswith(f"beside its other flags, with: {mend}")
+
+
+@pytest.mark.parametrize("sync", ["full", "delta", "adapter", "nccl", "ipc"])
+def test_however_weights_travel_the_plugin_must_be_there_or_a_prefix_cache_would_serve_old_ones(sync: str) -> None:
+    facts = facts_of(*frozenset(Need) - {Need.PLUGIN})
+    command = (
+        r"PYTHONSAFEPATH=1 PYTHONPATH=\$\(agentrl vllm-plugin\) vllm serve /models/m --worker-extension-cls agentrl"
+    )
+    with pytest.raises(UsageError, match=rf"lacks agentrl's plugin: .* with: {command}\..*Extension$"):
+        facts.require(needed(sync))
+
+
+def test_a_server_of_another_dtype_or_with_shorter_contexts_is_refused_with_the_runs_own() -> None:
+    facts = facts_of(*Need)
+    facts.require(Need, dtype="float32", context=9)
+    facts.require(Need, dtype="auto", context=9)
+    with pytest.raises(
+        UsageError, match=r"lacks bfloat16 \(engine\.dtype; it computes in float32\): .* --dtype bfloat16$"
+    ):
+        facts.require(Need, dtype="bfloat16")
+    with pytest.raises(UsageError, match=r"lacks contexts of 10 tokens \(it has 9\): .* --max-model-len 10$"):
+        facts.require(Need, context=10)
 
 
 def test_the_learners_interpreter_needs_a_tested_vllm_to_send_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +182,19 @@ def test_the_learners_interpreter_needs_a_tested_vllm_to_send_with(monkeypatch: 
     monkeypatch.setattr(launch.metadata, "version", none)
     with pytest.raises(ConfigError, match=r"engine\.sync = 'ipc'.*install vllm==0\.32\.0 for .*python"):
         check_sender("ipc")
+
+
+def test_another_version_can_be_allowed_and_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"or set engine\.untested_vllm = true to try this one"):
+        check_version("0.33.0", "here")
+    says = r"here has vLLM 0\.33\.0; agentrl speaks .*: it is tried because engine\.untested_vllm is true"
+    with pytest.warns(UserWarning, match=says):
+        check_version("0.33.0", "here", untested=True)
+    monkeypatch.setattr(launch, "_installed", lambda _: {"vllm": "0.33.0"})
+    settings = EngineSettings(kind="vllm", untested_vllm=True)
+    with pytest.warns(UserWarning, match="0\\.33\\.0"):
+        one = vllm_server(Path("/m"), settings, port=1, plugin_folder=Path("/p"), max_context=64)
+    assert one.build.version == "0.33.0"
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.7", "0.32.0+cpu"])
@@ -174,6 +224,8 @@ def test_the_carried_plugin_needs_nothing_of_ours_installed(tmp_path: Path) -> N
     """A bare interpreter finds the entry point and its modules, and loads neither our dependencies nor torch."""
     carry_plugin(tmp_path)
     carry_plugin(tmp_path)  # again over itself
+    home = str(Path(launch.__file__).parent).encode()
+    assert not [file for file in tmp_path.rglob("*") if file.is_file() and home in file.read_bytes()]
     code = f"""
 import sys
 import tempfile
@@ -182,6 +234,7 @@ from importlib.metadata import entry_points
 (point,) = entry_points(group="vllm.general_plugins", name="agentrl")
 assert point.load().__name__ == "register"
 import agentrl.engine.vllm.plugin.host
+assert agentrl.engine.vllm.plugin.host.__file__.startswith({str(tmp_path)!r})
 print(sorted(sys.modules.keys() & {{"torch", "trio", "httpx", "pydantic", "gymnasium", "numpy"}}))
 """
     done = subprocess.run([sys.executable, "-S", "-P", "-c", code], capture_output=True, text=True, timeout=300)
@@ -279,12 +332,10 @@ def test_no_log_is_said() -> None:
 
 
 def test_everything_lacking_is_refused_at_once_with_what_mends_it() -> None:
-    facts = Facts(
-        url="http://e", version="0.32.0", model="m", max_model_len=9, has=frozenset({Need.ADMIN}), backend=None
-    )
+    facts = facts_of(Need.ADMIN)
     facts.require({Need.ADMIN})
     with pytest.raises(UsageError) as caught:
-        facts.require({Need.ADMIN, Need.TOKENS, Need.LORA})
+        facts.require({Need.ADMIN, Need.TOKENS, Need.LORA}, lora_rank=9)
     text = str(caught.value)
-    assert "--enable-scale-out" in text and "--enable-lora" in text and "DEV_MODE" not in text
-    assert "\n" not in text
+    assert "--enable-scale-out" in text and "DEV_MODE" not in text and "\n" not in text
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve" in text and "--enable-lora --max-lora-rank 16" in text

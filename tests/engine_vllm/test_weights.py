@@ -8,6 +8,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+import torch
 import trio
 
 from agentrl.engine import canary, weightfile
@@ -218,7 +219,9 @@ async def test_a_delta_is_the_whole_file(client: EngineClient, policy: Policy, t
 
 def probe_of(policy: Policy, version: int) -> Canary:
     tokens = canary.probe_tokens(VOCAB)
-    return Canary(version=version, token_ids=tokens, logprobs=tuple(policy.logprobs(tokens[:1], tokens[1:], version)))
+    logprobs = tuple(policy.logprobs(tokens[:1], tokens[1:], version))
+    dtype = "bfloat16" if policy.dtype == torch.bfloat16 else "float32"
+    return Canary(version=version, token_ids=tokens, logprobs=logprobs, dtype=dtype)
 
 
 async def mend(client: EngineClient, on: bool) -> None:

@@ -114,7 +114,7 @@ class Memory:
         self.served |= dict.fromkeys(self.pushes[-1], version)
         return PushReport(pause_s=0.5, total_s=0.75, bytes=snapshot.size_bytes)
 
-    def client(self, url: str) -> Any:
+    def client(self, url: str, **_: object) -> Any:
         async def served_version(deadline_s: float = 5.0) -> int:
             found = self.served[url]
             if found is None:

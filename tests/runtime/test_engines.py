@@ -223,7 +223,7 @@ async def test_the_learner_may_have_been_faster(
 
 async def test_each_replica_is_started_on_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the start of vLLM's interpreter, in whose place is one that ends at once."""
-    monkeypatch.setattr(launch, "find_build", lambda: Build(python=Path("/bin/false"), version="0.32.0", cpu=False))
+    monkeypatch.setattr(launch, "find_build", lambda **_: Build(python=Path("/bin/false"), version="0.32.0", cpu=False))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     started: list[tuple[str, str | None]] = []
 

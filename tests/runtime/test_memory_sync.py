@@ -143,7 +143,7 @@ async def test_an_attached_engine_samples_nothing_before_the_learner_sent_its_we
     calls: list[object] = []
 
     class Client:
-        def __init__(self, url: str) -> None: ...
+        def __init__(self, url: str, **_: object) -> None: ...
 
         async def call(self, method: str, path: str, **how: Any) -> bytes:
             calls.append((path, how.get("params") or how.get("json")))
@@ -151,8 +151,8 @@ async def test_an_attached_engine_samples_nothing_before_the_learner_sent_its_we
 
         async def aclose(self) -> None: ...
 
-    async def probe(client: object) -> object:
-        return SimpleNamespace(require=lambda needs: calls.append(needs))
+    async def probe(client: object, **_: object) -> object:
+        return SimpleNamespace(require=lambda needs, **_: calls.append(needs))
 
     monkeypatch.setattr(engines, "EngineClient", Client)
     monkeypatch.setattr(engines, "probe", probe)

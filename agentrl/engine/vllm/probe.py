@@ -6,6 +6,7 @@ Owns the questions. Each costs the server at most one token; none changes its we
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,18 +14,20 @@ from typing import Any, cast
 from uuid import uuid4
 
 from agentrl.engine.client import EngineClient
-from agentrl.engine.vllm.launch import check_version
+from agentrl.engine.vllm.launch import check_version, lora_room
 from agentrl.engine.vllm.plugin import BACKEND, EXTENSION
 from agentrl.engine.wire import parse_json
 from agentrl.errors import EngineError, EngineUnavailable, UsageError
 from agentrl.records import Json
 
+_PROMPT = 16  # tokens
+_TOPS = 5  # candidates whose log-probs are compared: two may well be alike
 _DEADLINE_S = 60.0  # a cold server takes seconds over its first log-probs
 _NOWHERE = "/nonexistent/agentrl-probe"
 
 
 class Need(StrEnum):
-    """Something a server may lack. `mend` is what to start it with."""
+    """Something a server may lack. `flags` and `env` are what to start it with."""
 
     TOKENS = "token-in/token-out generation"
     ADMIN = "pause, resume and weight versions"
@@ -37,24 +40,34 @@ class Need(StrEnum):
     ROUTED_EXPERTS = "the experts chosen per token"
 
     @property
-    def mend(self) -> str:
-        return _MENDS[self]
+    def flags(self) -> str:
+        return _FLAGS.get(self, "")
+
+    @property
+    def env(self) -> str:
+        return _ENV.get(self, "")
 
 
-_MENDS = {
+_FLAGS = {
     Need.TOKENS: "--enable-scale-out",
-    Need.ADMIN: "VLLM_SERVER_DEV_MODE=1 in its environment",
     Need.LOGPROBS: "--logprobs-mode processed_logprobs",
     Need.WEIGHTS: f'--weight-transfer-config \'{{"backend": "{BACKEND}"}}\'',
     Need.NCCL: '--weight-transfer-config \'{"backend": "nccl"}\'',
-    Need.IPC: '--weight-transfer-config \'{"backend": "ipc"}\' and VLLM_ALLOW_INSECURE_SERIALIZATION=1 in its '
-    "environment",
-    Need.PLUGIN: f"agentrl installed beside it and --worker-extension-cls {EXTENSION}",
-    Need.LORA: "--enable-lora --max-lora-rank RANK and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment",
-    Need.ROUTED_EXPERTS: "--enable-return-routed-experts (GPU), or AGENTRL_VLLM_ROUTING=1 in its environment (CPU)",
+    Need.IPC: '--weight-transfer-config \'{"backend": "ipc"}\'',
+    Need.PLUGIN: f"--worker-extension-cls {EXTENSION}",
+    Need.LORA: "--enable-lora",
+    Need.ROUTED_EXPERTS: "--enable-return-routed-experts",
+}
+_ENV = {
+    # Safe: else a checkout of agentrl in the working folder would come first, whose imports vLLM's interpreter lacks.
+    Need.PLUGIN: "PYTHONSAFEPATH=1 PYTHONPATH=$(agentrl vllm-plugin)",
+    Need.ADMIN: "VLLM_SERVER_DEV_MODE=1",
+    Need.IPC: "VLLM_ALLOW_INSECURE_SERIALIZATION=1",
+    Need.LORA: "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
 }
 
-FOR_TRAINING = frozenset({Need.TOKENS, Need.ADMIN, Need.LOGPROBS, Need.WEIGHTS})
+# The plugin, however weights travel: without it a prefix cache serves keys and values of older weights.
+FOR_TRAINING = frozenset({Need.TOKENS, Need.ADMIN, Need.LOGPROBS, Need.WEIGHTS, Need.PLUGIN})
 
 _BACKENDS = {
     "FileTransferEngine": Need.WEIGHTS,
@@ -76,37 +89,55 @@ def needed(sync: str) -> frozenset[Need]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a server is and has. `max_model_len` is the most tokens a context may hold; `backend` the class that takes
-    new weights, None if there is none."""
+    """What a server is and has. `model` is the name it serves, `root` the folder or id it was started with;
+    `max_model_len` the most tokens a context may hold; `backend` the class that takes new weights, None if there is
+    none; `dtype` what it computes in, None where it cannot say."""
 
     url: str
     version: str
     model: str
+    root: str
     max_model_len: int
     has: frozenset[Need]
     backend: str | None
+    dtype: str | None
 
-    def require(self, needs: Collection[Need]) -> None:
-        """Raises UsageError with everything it lacks of `needs` and what to start it with."""
-        if lacking := [need for need in Need if need in needs and need not in self.has]:
-            what = ", ".join(lacking)
-            how = "; ".join(need.mend for need in lacking)
-            raise UsageError(f"the vLLM server at {self.url} lacks {what}: start it with {how}")
+    def require(self, needs: Collection[Need], *, dtype: str = "auto", context: int = 0, lora_rank: int = 8) -> None:
+        """Raises UsageError with everything it lacks of `needs`, of contexts of so many tokens and of computing in
+        `dtype`, and with the command that starts it so."""
+        lacking = [need for need in Need if need in needs and need not in self.has]
+        what, flags = [str(need) for need in lacking], [need.flags for need in lacking if need.flags]
+        if Need.LORA in lacking:
+            flags.append(f"--max-lora-rank {lora_room(lora_rank)}")
+        if self.max_model_len < context:
+            what.append(f"contexts of {context} tokens (it has {self.max_model_len})")
+            flags.append(f"--max-model-len {context}")
+        if dtype not in ("auto", self.dtype):
+            what += [f"{dtype} (engine.dtype; it computes in {self.dtype})"] if self.dtype else []
+            flags.append(f"--dtype {dtype}")
+        if what:
+            env = [need.env for need in lacking if need.env]
+            start = " ".join([*env, "vllm serve", shlex.quote(self.root), *flags])
+            lacks = f"the vLLM server at {self.url} lacks {', '.join(what)}"
+            raise UsageError(f"{lacks}: start it, beside its other flags, with: {start}")
 
 
-async def probe(client: EngineClient) -> Facts:
-    """Ask a server what it has. Raises UsageError for a server that is no vLLM or of an untested version,
-    EngineUnavailable if it is not there."""
+async def probe(client: EngineClient, *, untested: bool = False) -> Facts:
+    """Ask a server what it has. Raises UsageError for a server that is no vLLM, that wants another key, or that is of
+    an untested version unless that is allowed; EngineUnavailable if it is not there."""
     try:
         version = str(parse_json(await client.call("GET", "/version", deadline_s=_DEADLINE_S)).get("version"))
         models = parse_json(await client.call("GET", "/v1/models", deadline_s=_DEADLINE_S))["data"]
     except EngineUnavailable:
         raise
     except (EngineError, KeyError) as error:
+        if "answered 401" in str(error):
+            mend = "export its key, and name the variable in engine.api_key_env"
+            raise UsageError(f"the server at {client.url} asks for an API key: {mend}") from error
         raise UsageError(f"the server at {client.url} is no vLLM server: {error}") from error
-    check_version(version, f"the server at {client.url}")
+    check_version(version, f"the server at {client.url}", untested=untested)
     model = cast("dict[str, Any]", models[0])
-    answer, logprobs = await _sample(client)
+    answer, logprobs = await _sample(client, model["max_model_len"])
     facts = await _rpc(client, "agentrl_facts")
     backend = await _backend(client)
     takes = _BACKENDS.get(backend or "")
@@ -127,18 +158,22 @@ async def probe(client: EngineClient) -> Facts:
         url=client.url,
         version=version,
         model=model["id"],
+        root=model.get("root") or model["id"],
         max_model_len=model["max_model_len"],
         has=frozenset(need for need, there in found.items() if there),
         backend=backend,
+        dtype=None if facts is None else facts.get("dtype"),
     )
 
 
-async def _sample(client: EngineClient) -> tuple[dict[str, Json] | None, bool]:
-    """One answer, None if it generates nothing from tokens; and whether its log-probs follow the temperature."""
+async def _sample(client: EngineClient, context: int) -> tuple[dict[str, Json] | None, bool]:
+    """One answer, None if it generates nothing from tokens; and whether its log-probs follow the temperature: at 2 the
+    best tokens are half as far apart as at 1."""
+    prompt = list(range(min(_PROMPT, context - 1)))  # several: the row of one may be zero, and leads to no preference
     answers: list[dict[str, Json]] = []
     for temperature in (1.0, 2.0):  # the highest that vLLM takes
-        params: dict[str, Json] = {"max_tokens": 1, "temperature": temperature, "logprobs": 2}
-        asked: dict[str, Json] = {"request_id": f"probe-{uuid4().hex}", "token_ids": [0], "sampling_params": params}
+        params: dict[str, Json] = {"max_tokens": 1, "temperature": temperature, "logprobs": _TOPS}
+        asked: dict[str, Json] = {"request_id": f"probe-{uuid4().hex}", "token_ids": prompt, "sampling_params": params}
         try:
             body = await client.call("POST", "/inference/v1/generate", json=asked, deadline_s=_DEADLINE_S)
         except EngineUnavailable:
@@ -153,8 +188,9 @@ async def _sample(client: EngineClient) -> tuple[dict[str, Json] | None, bool]:
         }
         for answer in answers
     ]
-    both = tops[0].keys() & tops[1].keys()
-    return answers[0], any(abs(tops[0][id] - tops[1][id]) > 1e-6 for id in both)
+    both = sorted(tops[0].keys() & tops[1].keys(), key=tops[0].__getitem__)
+    cold, hot = (top[both[-1]] - top[both[0]] for top in tops)
+    return answers[0], hot < 0.75 * cold
 
 
 async def _takes_adapters(client: EngineClient) -> bool:

@@ -8,6 +8,7 @@ Importing it registers the plugin, for a vLLM that did not find our entry point.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 from typing import Any
@@ -30,10 +31,15 @@ class WorkerExtension:
     model_runner: Any
 
     def agentrl_facts(self) -> dict[str, Any]:
-        """What is in place in this worker."""
+        """What is in place in this worker, and so in vLLM's other processes: they share its environment, in which vLLM
+        looks for the entry point."""
+        loaded = importlib.metadata.entry_points(group="vllm.general_plugins", name="agentrl")
+        allowed = os.environ.get("VLLM_PLUGINS")  # vLLM loads all, or those that are named here
+        found = bool(loaded) and (allowed is None or "agentrl" in allowed.split(","))
         return {
             "mending": mending.enabled,
-            "missing": list(versions.missing),
+            "missing": [*versions.missing, *([] if found else ["the entry point"])],
+            "dtype": str(self.model_runner.model_config.dtype).removeprefix("torch."),
             "pickles": os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == "1",
         }
 

@@ -1,0 +1,117 @@
+"""Engines that somebody else started: taken by their URL as it is written, with their key, or refused with the command.
+
+Against a fake server; a real vLLM is attached in tests/engine_vllm/test_attach.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from agentrl import config as configuration
+from agentrl.errors import ConfigError, UsageError
+from agentrl.records import WeightVersion
+from agentrl.runtime.engines import Weights, attach
+from agentrl.testing.http import listening
+from agentrl.testing.vllm_server import FakeVLLM
+
+FIRST = WeightVersion(version=3, step=0)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeVLLM]:
+    fake = FakeVLLM()
+    async with listening(fake):
+        yield fake
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Weights:
+    """A folder whose weights are in two files, as those of every model beyond a few billion parameters."""
+    parts = {f"model-0000{n}-of-00002.safetensors": f"layer.{n}.weight" for n in (1, 2)}
+    for file, name in parts.items():
+        save_file({name: np.zeros(3, dtype=np.float32)}, tmp_path / file)
+    index = {"weight_map": {name: file for file, name in parts.items()}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return Weights(model=tmp_path, base=FIRST, current=FIRST)
+
+
+def run_config(url: str, train: dict[str, Any] | None = None, **engine: Any) -> configuration.RunConfig:
+    settings = {"kind": "vllm", "urls": [url], **engine}
+    return configuration.parse({"model": "m", "env": {"id": "e"}, "engine": settings, "train": train or {}})
+
+
+async def attach_as(config: configuration.RunConfig, weights: Weights) -> None:
+    (url,) = config.engine.urls
+    await attach(url, weights, config)
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+async def test_a_url_is_taken_as_it_is_written(end: str, server: FakeVLLM, weights: Weights) -> None:
+    config = run_config(server.url + end)
+    assert config.engine.urls == [server.url]
+    await attach_as(config, weights)
+    assert server.version == "3"
+
+
+async def test_weights_in_several_files_are_sent_as_one_update(server: FakeVLLM, weights: Weights) -> None:
+    await attach_as(run_config(server.url), weights)
+    steps = [call for call in server.calls if "weight" in call and "init" not in call]
+    updates = ["POST /update_weights"] * 2
+    assert steps == ["POST /start_weight_update", *updates, "POST /finish_weight_update", "GET /weight_info"]
+    assert server.weights.endswith("model-00002-of-00002.safetensors")
+
+
+async def test_a_server_that_asks_for_a_key_is_shown_the_one_of_the_environment(
+    server: FakeVLLM, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.api_key = "s3cret"
+    with pytest.raises(UsageError, match=r"asks for an API key: .*name the variable in engine\.api_key_env"):
+        await attach_as(run_config(server.url), weights)
+    config = run_config(server.url, api_key_env="THE_KEY")
+    monkeypatch.delenv("THE_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"engine\.api_key_env = 'THE_KEY': this environment variable is not set"):
+        await attach_as(config, weights)
+    monkeypatch.setenv("THE_KEY", "s3cret")
+    await attach_as(config, weights)
+    assert server.version == "3"
+    assert "s3cret" not in configuration.to_json(config)  # what a run writes down
+
+
+async def test_a_server_of_another_version_needs_the_setting(server: FakeVLLM, weights: Weights) -> None:
+    server.vllm = "0.33.1"
+    with pytest.raises(UsageError, match=r"has vLLM 0\.33\.1; .* engine\.untested_vllm = true"):
+        await attach_as(run_config(server.url), weights)
+    with pytest.warns(UserWarning, match=r"has vLLM 0\.33\.1"):
+        await attach_as(run_config(server.url, untested_vllm=True), weights)
+    assert server.version == "3"
+
+
+@pytest.mark.parametrize("sync", ["full", "nccl", "ipc"])
+async def test_without_our_plugin_nothing_is_sent(sync: str, server: FakeVLLM, weights: Weights) -> None:
+    server.lacks = {"plugin"}
+    server.backend = {"nccl": "NCCLWeightTransferEngine", "ipc": "IPCWeightTransferEngine"}.get(sync, server.backend)
+    config = run_config(server.url, sync=sync, train={"device": "cuda:1"})
+    with pytest.raises(UsageError, match=r"agentrl's plugin.* PYTHONPATH=\$\(agentrl vllm-plugin\) "):
+        await attach_as(config, weights)
+    assert server.version == "default" and not server.paused
+
+
+async def test_a_stock_server_is_refused_with_the_whole_command(server: FakeVLLM, weights: Weights) -> None:
+    server.lacks, server.model = {"tokens", "admin", "processed", "transfer", "plugin", "lora"}, "/models/a b"
+    with pytest.raises(UsageError) as caught:
+        await attach_as(run_config(server.url, train={"lora_rank": 4}), weights)
+    _, _, command = str(caught.value).partition("with: ")
+    assert command == (
+        "VLLM_SERVER_DEV_MODE=1 PYTHONSAFEPATH=1 PYTHONPATH=$(agentrl vllm-plugin) VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 "
+        "vllm serve '/models/a b' --enable-scale-out --logprobs-mode processed_logprobs "
+        '--weight-transfer-config \'{"backend": "shm"}\' '
+        "--worker-extension-cls agentrl.engine.vllm.plugin.worker.WorkerExtension "
+        "--enable-lora --max-lora-rank 8 --dtype float32"
+    )
