@@ -22,6 +22,7 @@ from agentrl.errors import AgentRLError, UsageError
 
 if TYPE_CHECKING:
     from agentrl.config import RunConfig
+    from agentrl.runtime.evaluation import EvalResult
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -105,28 +106,81 @@ def train(
 
 @app.command("eval")
 def evaluate(
-    what: Annotated[str, typer.Argument(help="A run directory, a model folder or a registered model id")],
+    what: Annotated[str | None, typer.Argument(help="A run directory, a model folder, a registered or hub id")] = None,
     env: Annotated[str | None, typer.Option(help="Environment id; default: the run's own")] = None,
     n: Annotated[int, typer.Option(min=1, help="Episodes")] = 256,
     settings: _SETTINGS = None,
     out: Annotated[Path | None, typer.Option(help="Keep the episodes in this run directory")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    endpoint: Annotated[str | None, typer.Option(help="Ask this OpenAI-compatible server instead")] = None,
+    model: Annotated[str | None, typer.Option(help="What the server calls the model")] = None,
+    key_variable: Annotated[str, typer.Option(help="Environment variable with the server's key")] = "OPENAI_API_KEY",
+    concurrency: Annotated[int, typer.Option(min=1, help="Episodes at once, at an endpoint")] = 16,
 ) -> None:
-    """Measure a policy on held-out tasks: success, turns, tokens."""
-    from agentrl.owner import OwnedFolder
-    from agentrl.runtime.trainer import evaluate as measure
-
-    config = _evaluation_config(what, env, n, settings or [])
-    with closing(OwnedFolder(prefer_memory=False)) as owner:
-        results = measure(config, out=out or owner.path / "run")
+    """Measure a policy on held-out tasks: success, turns, tokens. With --endpoint URL --model NAME --env ID it is any
+    served model; what --out holds already is not played again."""
+    if endpoint is not None:
+        results = [_evaluate_endpoint(endpoint, what, model, env, n, settings or [], out, key_variable, concurrency)]
+    else:
+        results = _evaluate_model(what, env, n, settings or [], out)
     if as_json:
         print(json.dumps([{name: getattr(r, name) for name in r.__slots__} for r in results], indent=2))
         return
     table = Table("set", "episodes", "success", "outcome", "turns", "tokens", "failed")
     for r in results:
-        numbers = (f"{r.success:.3f}", f"{r.outcome:.3f}", f"{r.turns:.2f}", f"{r.tokens:.1f}")
-        table.add_row(r.name, str(r.n), *numbers, str(r.failed))
+        tokens = f"{r.tokens:.1f}" if endpoint is None else "-"
+        table.add_row(r.name, str(r.n), f"{r.success:.3f}", f"{r.outcome:.3f}", f"{r.turns:.2f}", tokens, str(r.failed))
     _console().print(table)
+
+
+def _evaluate_model(
+    what: str | None, env: str | None, n: int, settings: list[str], out: Path | None
+) -> list[EvalResult]:
+    from agentrl.owner import OwnedFolder
+    from agentrl.runtime.trainer import evaluate as measure
+
+    if what is None:
+        raise UsageError("name a run directory or a model; or give --endpoint URL --model NAME --env ID")
+    config = _evaluation_config(what, env, n, settings)
+    with closing(OwnedFolder(prefer_memory=False)) as owner:
+        return measure(config, out=out or owner.path / "run")
+
+
+def _evaluate_endpoint(
+    url: str,
+    what: str | None,
+    model: str | None,
+    env: str | None,
+    n: int,
+    settings: list[str],
+    out: Path | None,
+    key_variable: str,
+    concurrency: int,
+) -> EvalResult:
+    from agentrl import config as configuration
+    from agentrl.engine.scoring import ScoringClient
+    from agentrl.owner import OwnedFolder
+    from agentrl.runtime import endpoint
+
+    if what is not None or model is None or env is None:
+        raise UsageError("--endpoint URL goes with --model NAME and --env ID, and with no run and no folder")
+    document: dict[str, Any] = {"model": model, "env": {"id": env}}
+    for override in settings:
+        configuration.apply_override(document, override)
+    config = configuration.parse(document)
+    client = ScoringClient(url, model=model, api_key=os.environ.get(key_variable), concurrency=concurrency)
+    sampling = {"temperature": "temperature", "max_tokens_per_turn": "max_tokens", "stop": "stop"}
+    options = {
+        to: getattr(config.rollout, ours) for ours, to in sampling.items() if ours in config.rollout.model_fields_set
+    }
+    with closing(OwnedFolder(prefer_memory=False)) as owner:
+        return endpoint.evaluate(
+            config,
+            endpoint.Endpoint(client=client, concurrency=concurrency, options=options),
+            n,
+            out or owner.path,
+            on_result=lambda row: print(endpoint.line(row), file=sys.stderr),
+        )
 
 
 def _evaluation_config(what: str, env: str | None, n: int, settings: list[str]) -> RunConfig:

@@ -79,14 +79,22 @@ class ScoringClient:
         `options` go into the request as they are (`temperature`, `max_tokens`, `chat_template_kwargs`, …).
 
         Raises EngineTimeout at the deadline, EngineError if the server refuses, ScoreError if it answers otherwise."""
-        asked: dict[str, Json] = {**self._model, "messages": list(messages), **options}
+        asked = dict(options)
         if schema is not None:
             named: dict[str, Json] = {"name": "answer", "strict": True, "schema": dict(schema)}
             asked["response_format"] = {"type": "json_schema", "json_schema": named}
+        return str((await self.message(messages, deadline_s=deadline_s, **asked)).get("content") or "")
+
+    async def message(
+        self, messages: Sequence[Message], *, deadline_s: float | None = None, **options: Json
+    ) -> Mapping[str, Json]:
+        """The model's whole answer as the API has it: `content`, `tool_calls`, and whatever else the server adds.
+        Raises as `chat`."""
+        asked: dict[str, Json] = {**self._model, "messages": list(messages), **options}
         answer = await self._post("/v1/chat/completions", asked, deadline_s)
         try:
-            return str(answer["choices"][0]["message"].get("content") or "")
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            return dict(answer["choices"][0]["message"])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ScoreError(f"{self.url} gave no chat completion: {str(answer)[:200]}") from error
 
     async def _classify(self, asked: Mapping[str, Json], activation: bool) -> tuple[float, ...]:

@@ -1,0 +1,138 @@
+"""A served model on an environment: a chat server on this machine whose answers are known beforehand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl_environments.calculator.arithmetic import evaluate, written
+
+Answer = Callable[[dict[str, Any]], dict[str, Any] | int]
+
+
+def solves(request: dict[str, Any]) -> dict[str, Any]:
+    """Submits the value of the expression it was asked for, by a tool call of the API."""
+    assert {tool["function"]["name"] for tool in request["tools"]} >= {"calculate", "submit"}
+    asked = next(message["content"] for message in request["messages"] if message["role"] == "user")
+    expression = asked.partition("What is ")[2].partition("?")[0]
+    last = request["messages"][-1]
+    if last["role"] == "user":
+        return called("calculate", expression=expression)
+    assert last["role"] == "tool" and last["tool_call_id"] == request["messages"][-2]["tool_calls"][0]["id"]
+    return called("submit", answer=written(evaluate(expression)))
+
+
+def called(name: str, **arguments: Any) -> dict[str, Any]:
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+    }
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, list[dict[str, Any]], list[Answer]]]:
+    """Address, requests so far, and what answers: the last of the list, a number being an HTTP status."""
+    requests: list[dict[str, Any]] = []
+    answers: list[Answer] = [solves]
+
+    class Chat(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            requests.append({**request, "key": self.headers.get("Authorization")})
+            answer = answers[-1](request)
+            body = {"error": "no"} if isinstance(answer, int) else {"choices": [{"message": answer}]}
+            data = json.dumps(body).encode()
+            self.send_response(answer if isinstance(answer, int) else 200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Chat)
+    thread = threading.Thread(target=listening.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{listening.server_port}/v1", requests, answers
+    listening.shutdown()
+    thread.join()
+    listening.server_close()
+
+
+def run(url: str, *more: object, n: int = 3) -> tuple[int, str, str]:
+    command = ["eval", "--endpoint", url, "--model", "some-model", "--env", "agentrl/Calculator-v0", "--n", n, "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", "from agentrl.cli import main; main()", *map(str, [*command, *more])],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={"PATH": "/usr/bin:/bin", "OPENAI_API_KEY": "secret"},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_served_model_is_measured_and_what_was_played_is_not_played_again(server: Any, tmp_path: Path) -> None:
+    url, requests, answers = server
+    code, out, err = run(url, "--out", tmp_path / "eval", "--set", "rollout.temperature=0.25")
+    assert code == 0, err
+    (result,) = json.loads(out)
+    assert (result["success"], result["turns"], result["n"], result["failed"]) == (1.0, 2.0, 3, 0)
+    assert len(requests) == 6
+    assert {(r["model"], r["temperature"], r["key"]) for r in requests} == {("some-model", 0.25, "Bearer secret")}
+    results = tmp_path / "eval" / "results.jsonl"
+    with results.open("a") as file:
+        file.write('{"seed": 10000')  # a crash in the midst of a line
+    answers.append(lambda _: {"role": "assistant", "content": "no idea"})
+    code, out, err = run(url, "--out", tmp_path / "eval", "--set", "rollout.max_turns=2", n=4)
+    assert code == 0, err
+    (result,) = json.loads(out)
+    assert (result["success"], result["n"]) == (0.75, 4)
+    assert len(requests) == 8
+    rows = [json.loads(line) for line in results.read_text().splitlines()[1:]]
+    assert rows[-1]["stop_reason"] == "turn_limit" and rows[-1]["messages"][-2]["content"] == "no idea"
+    code, _, err = run(url, "--out", tmp_path / "eval", "--set", "env.kwargs.terms=5")
+    assert code == 2 and "give another --out" in err
+
+
+def test_what_the_server_failed_at_is_no_score_and_is_tried_again(server: Any, tmp_path: Path) -> None:
+    url, requests, answers = server
+    answers.append(lambda request: 400 if "+" in json.dumps(request["messages"]) else solves(request))
+    answers.append(lambda _: 400)
+    code, _, err = run(url, "--out", tmp_path / "eval", n=2)
+    assert code == 1
+    assert err.strip().splitlines()[-1].startswith("agentrl: no episode could be played (")
+    assert "answered 400" in err and len(requests) == 2 * 3
+    answers.append(solves)
+    code, out, err = run(url, "--out", tmp_path / "eval", n=2)
+    assert (code, json.loads(out)[0]["success"]) == (0, 1.0), err
+
+
+def test_a_call_with_broken_arguments_reaches_the_environment_as_text(server: Any, tmp_path: Path) -> None:
+    url, _, answers = server
+    broken = called("submit")
+    broken["tool_calls"][0]["function"]["arguments"] = "{not json"
+    answers.append(lambda _: broken)
+    code, out, err = run(url, "--out", tmp_path / "eval", "--set", "rollout.max_turns=1", n=1)
+    assert code == 0, err
+    assert json.loads(out)[0]["failed"] == 0
+    _, row = map(json.loads, (tmp_path / "eval" / "results.jsonl").read_text().splitlines())
+    *_, said, heard = row["messages"]
+    assert "tool_calls" not in said and heard["role"] == "user" and "no tool call found" in heard["content"]
+
+
+@pytest.mark.parametrize("arguments", [["--model", "m"], ["--env", "e"], ["some/folder", "--model", "m", "--env", "e"]])
+def test_what_goes_with_an_endpoint_is_said(arguments: list[str]) -> None:
+    command = ["-c", "from agentrl.cli import main; main()", "eval", "--endpoint", "http://127.0.0.1:9", *arguments]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "agentrl: --endpoint URL goes with --model NAME and --env ID, and with no run and no folder\n"
