@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
+import trio
+
+from agentrl.env.adapters.evaluated import evaluates, is_plain
 from agentrl.env.limits import EpisodeLimits
 from agentrl.env.optional import require
 from agentrl.env.tool_env import Grade, ToolEnv
@@ -18,16 +20,20 @@ class ReasoningGym(ToolEnv):
     (`leg_counting`, `basic_arithmetic`, …), `config` its settings. Every seed is a question of its own; the outcome
     is the data set's own score from 0 to 1.
 
-    The model answers within `<answer>…</answer>`; an answer without the tags costs a turn."""
+    The model answers within `<answer>…</answer>`; an answer without the tags costs a turn. Some data sets evaluate
+    answers as Python: there, one that is more than plain arithmetic or a plain list counts as empty. So does one that
+    the data set cannot score, or not within `score_s` seconds."""
 
     system = "Think about the question, then give the final answer as <answer>…</answer>."
     limits = EpisodeLimits(turns=2)
     blocking = False
     replayable = True
 
-    def __init__(self, task: str, *, config: Mapping[str, Any] | None = None, **settings: Any) -> None:
+    def __init__(
+        self, task: str, *, config: Mapping[str, Any] | None = None, score_s: float = 10.0, **settings: Any
+    ) -> None:
         self._package = require("reasoning_gym", what="ReasoningGym", package="reasoning-gym")
-        self._name, self._config = task, dict(config or {})
+        self._name, self._config, self._score_s = task, dict(config or {}), score_s
         try:
             self._questions(0)
         except (ValueError, TypeError, AssertionError) as error:
@@ -43,16 +49,34 @@ class ReasoningGym(ToolEnv):
         self._entry = self._source[0]
         return self._entry["question"]
 
-    def on_text(self, text: str) -> str | None:
-        answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-        if not answers:
+    async def on_text(self, text: str) -> None:
+        answer = answer_in(text)
+        if answer is None:
             raise ContentParseError("no answer found: write <answer>…</answer>")
-        self._score = float(self._source.score_answer(answers[-1].strip(), self._entry))
+        with trio.move_on_after(self._score_s):
+            self._score = await trio.to_thread.run_sync(self._scored, answer, abandon_on_cancel=True)
         self.finish()
-        return None
+
+    def _scored(self, answer: str) -> float:
+        own = [self._source, *getattr(self._source, "datasets", {}).values()]  # of a composite, its parts
+        python, symbolic = (any(kinds) for kinds in zip(*map(evaluates, own), strict=True))
+        if (python or symbolic) and not is_plain(answer, symbolic=symbolic) and answer != self._entry["answer"]:
+            answer = ""
+        try:
+            score = float(self._source.score_answer(answer, self._entry))
+        except Exception:  # the question is the data set's own: only the answer can be at fault
+            return 0.0
+        return score if 0.0 <= score <= 1.0 else 0.0
 
     def grade(self) -> Grade:
         return Grade(outcome=self._score, success=self._score >= 1.0)
 
     def _questions(self, seed: int) -> Any:
         return self._package.create_dataset(self._name, seed=seed, size=1, **self._config)
+
+
+def answer_in(text: str) -> str | None:
+    """What stands within the last pair of answer tags; None if there is no pair."""
+    before, closed, _ = text.rpartition("</answer>")
+    _, opened, answer = before.rpartition("<answer>")
+    return answer.partition("</answer>")[0].strip() if closed and opened else None
