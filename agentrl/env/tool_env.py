@@ -420,7 +420,7 @@ class ToolEnv(Env):
                 raise ContentParseError(
                     f"no tool named {clean_text(call.name)[:100]!r}; known: {', '.join(self._tools)}"
                 )
-            self._checks[call.name](call.arguments)
+            call = ToolCall(call.name, self._checks[call.name](call.arguments))
             result = await self._call_in_time(episode, tool, call)
         except PolicyFault as error:
             return _failed(call, error, limit=self.tool_output_bytes)

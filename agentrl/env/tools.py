@@ -139,7 +139,7 @@ class SchemaTool:
 
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
         """Raises ToolArgumentError, ToolError for what `errors` names, or what the function raises."""
-        self._check(arguments)
+        arguments = self._check(arguments)
         try:
             return as_result(await call(self._function, arguments, blocking=self._blocking))
         except PolicyFault:
@@ -228,12 +228,23 @@ class ArgumentCheck:
             raise UsageError(f"tool {self._name!r} has an invalid JSON schema: {error.message}") from error
         self._validator: Any = jsonschema.Draft202012Validator(parameters)
 
-    def __call__(self, arguments: Mapping[str, Json]) -> None:
-        """Raises ToolArgumentError naming up to three arguments that do not fit."""
+    def __call__(self, arguments: Mapping[str, Json]) -> dict[str, Json]:
+        """The arguments as a tool may take them: 1.0, an integer by JSON Schema, is 1. Raises ToolArgumentError naming
+        up to three that do not fit."""
         errors: list[Any] = sorted(self._validator.iter_errors(dict(arguments)), key=_error_place)
         if errors:
             said = "; ".join(_said(error) for error in errors[:3])
             raise ToolArgumentError(f"{self._name}: {said}")
+        return {name: _whole(value) for name, value in arguments.items()}
+
+
+def _whole(value: Any) -> Any:
+    """JSON with integers for the floats that are whole."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _whole(inner) for key, inner in cast("dict[str, Any]", value).items()}
+    return [_whole(inner) for inner in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
 def _error_place(error: Any) -> str:
@@ -259,9 +270,8 @@ class _Signature:
         self._check = argument_check(schema)
 
     def convert(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
-        self._check(arguments)
         try:
-            model = self._model.model_validate(dict(arguments))
+            model = self._model.model_validate(self._check(arguments))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"])

@@ -1,7 +1,7 @@
 """`@tool`: schemas from hints and docstrings, argument checks, results as the model reads them."""
 
 import threading
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import pytest
@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
-from agentrl.env.tools import ArgumentCheck, FunctionTool, as_result, clean_text, cut, envelope, tool, tools_of
+from agentrl.env.tools import (
+    ArgumentCheck,
+    FunctionTool,
+    SchemaTool,
+    as_result,
+    clean_text,
+    cut,
+    envelope,
+    tool,
+    tools_of,
+)
 from agentrl.errors import ToolArgumentError, ToolError, UsageError
 from agentrl.protocols import ToolResult
 
@@ -264,3 +274,20 @@ def test_a_generator_is_no_tool():
     for function in (lines, later):
         with pytest.raises(UsageError, match=r"yields, and a model reads one answer: return it$"):
             FunctionTool(function)
+
+
+async def test_an_integer_written_with_a_point_is_an_integer_for_the_tool():
+    seen = []
+
+    @tool
+    def take(line: int, factor: float, rest: Any = None) -> str:
+        """Take."""
+        seen.append((line, factor, rest))
+        return "ok"
+
+    await FunctionTool(take).call({"line": 1.0, "factor": 2.0, "rest": [1.0, {"a": 2.5, "b": 3.0}]})
+    assert seen == [(1, 2.0, [1, {"a": 2.5, "b": 3}])] and type(seen[0][0]) is int
+    given = []
+    schema = {"type": "object", "properties": {"line": {"type": "integer"}}}
+    await SchemaTool("t", "T.", schema, lambda arguments: given.append(arguments["line"])).call({"line": 1.0})
+    assert given == [1] and type(given[0]) is int

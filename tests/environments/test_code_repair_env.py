@@ -193,3 +193,10 @@ async def test_oracles_get_what_they_must(settings: dict[str, Any]) -> None:
 
 def test_it_keeps_the_contract() -> None:
     assert agentrl.check_env("agentrl/CodeRepair-v0").findings == ()
+
+
+async def test_a_line_number_written_with_a_point_is_a_line_number() -> None:
+    async with agentrl.make("agentrl/CodeRepair-v0") as env:
+        await env.areset(seed=0)
+        observation, *_ = await env.astep(env.call("replace_line", line=1.0, text="pass"))
+        assert observation[0]["content"] == "ok"

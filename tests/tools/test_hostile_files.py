@@ -104,3 +104,8 @@ def test_hunks_go_where_a_plain_search_puts_them() -> None:
         else:
             wanted = [*lines[:place], "X", *lines[place + len(old) :]]
             assert apply_hunks(text, [hunk], "f").split("\n")[:-1] == wanted
+
+
+async def test_line_numbers_written_with_a_point_are_line_numbers() -> None:
+    box = box_of(f=b"a\nb\nc\n")
+    assert (await ReadFile(box).call({"path": "f", "first": 2.0, "last": 2.0})).content == "2\tb"

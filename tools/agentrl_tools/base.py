@@ -37,9 +37,8 @@ class SchemaChecked:
         return self._schema
 
     def checked(self, arguments: Mapping[str, Json]) -> dict[str, Json]:
-        """The arguments. Raises ToolArgumentError where they do not fit the schema."""
-        self._check(arguments)
-        return dict(arguments)
+        """The arguments, whole numbers as integers. Raises ToolArgumentError where they do not fit the schema."""
+        return self._check(arguments)
 
 
 def text_result(text: str, limit: int, *, is_error: bool = False, truncated: bool = False) -> ToolResult:

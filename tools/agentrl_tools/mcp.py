@@ -174,8 +174,7 @@ class McpTool:
 
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
         """Raises ToolArgumentError, ToolError, InfrastructureError if the server is gone."""
-        self._check(arguments)
-        result = await self._server.ask(self.name, dict(arguments))
+        result = await self._server.ask(self.name, self._check(arguments))
         parts = [_part(block) for block in result.content]
         if not parts and result.structured_content is not None:
             parts = [json.dumps(result.structured_content, ensure_ascii=False)]
