@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import trio
 
+from agentrl.protocols import ExecResult
+
 PIECE = 1 << 16
 
 
@@ -28,3 +30,20 @@ class Floods:
 
     async def kill(self) -> None:
         self.killed = True
+
+
+class EndsAtOnce:
+    """Box and process in one: whatever is started has ended with `code` and said nothing."""
+
+    def __init__(self, code: int) -> None:
+        self._result = ExecResult(exit_code=code, stdout=b"", stderr=b"")
+
+    async def start(self, *_: object, **__: object) -> EndsAtOnce:
+        return self
+
+    async def receive(self) -> bytes:
+        await trio.lowlevel.checkpoint()
+        return b""
+
+    async def kill(self) -> ExecResult:
+        return self._result

@@ -17,7 +17,7 @@ from agentrl_tools.python import Python
 from agentrl_tools.search import Search
 from agentrl_tools.shell import Shell
 
-from .floods import Floods
+from .floods import EndsAtOnce, Floods
 
 pytestmark = pytest.mark.bubblewrap
 
@@ -230,3 +230,37 @@ async def test_a_current_box_is_the_one_of_the_episode() -> None:
         await current.close()
         await current.close()
         assert box.closed and current.box is None
+
+
+async def test_a_python_session_starts_whatever_the_work_folder_holds(box: Sandbox) -> None:
+    for name in (
+        "ast",
+        "base64",
+        "json",
+        "os",
+        "tempfile",
+        "traceback",
+        "sitecustomize",
+        "usercustomize",
+        "encodings/__init__",
+    ):
+        await box.write(f"{name}.py", b"import os; os._exit(0)")
+    await box.write("mine.py", b"x = 42")
+    assert (await Python(box).call({"code": "import mine; mine.x"})).content == "42"
+
+
+async def test_a_python_session_starts_in_a_box_whose_disk_is_full(box: Sandbox) -> None:
+    fill = "for f in /tmp/a /workspace/b; do for i in 1 2 3 4 5 6 7; do cat /dev/zero > $f$i; done; done"
+    await box.exec(["sh", "-c", fill])
+    assert (await Python(box).call({"code": "1 + 1"})).content == "2"
+
+
+@pytest.mark.parametrize("code", [0, 1, 137])
+async def test_a_python_session_that_does_not_start_is_the_policys_fault(code: int) -> None:
+    with pytest.raises(ToolError, match="no Python session starts"):
+        await Python(cast(Sandbox, EndsAtOnce(code))).call({"code": "1"})
+
+
+async def test_a_box_without_python_is_a_failure_of_the_environment() -> None:
+    with pytest.raises(SandboxError, match="no python3"):
+        await Python(cast(Sandbox, EndsAtOnce(127))).call({"code": "1"})

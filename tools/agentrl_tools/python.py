@@ -1,4 +1,8 @@
-"""A Python session in a box: variables, imports and functions stay from one call to the next, as in a notebook."""
+"""A Python session in a box: variables, imports and functions stay from one call to the next, as in a notebook.
+
+The policy may have filled the box before: the session's own code starts isolated from the work folder, whose modules
+the policy's code can import, and needs no disk.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +15,24 @@ from typing import Final
 import trio
 
 from agentrl.env.tools import readable
-from agentrl.errors import SandboxError
+from agentrl.errors import SandboxError, ToolError
 from agentrl.protocols import BoxProcess, Sandbox, ToolResult
 from agentrl.records import Json
+from agentrl.sandbox.command import NOT_FOUND
 from agentrl_tools.base import OUTPUT_BYTES, SchemaChecked, text_result
 
 _START_S = 20.0
 _DRIVER: Final = r"""
-import ast, base64, json, os, sys, tempfile, traceback
+import ast, base64, fcntl, json, linecache, os, sys, tempfile, tokenize, traceback
+sys.path[:0] = ["", *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]  # of the code, not of this driver
 requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-name = tempfile.mkstemp()[1]
-screen = os.open(name, os.O_RDWR | os.O_APPEND)
-os.unlink(name)
+if hasattr(os, "memfd_create"):
+    screen = os.memfd_create("screen")
+else:
+    screen, name = tempfile.mkstemp()
+    os.unlink(name)
+fcntl.fcntl(screen, fcntl.F_SETFL, os.O_APPEND)
 os.dup2(screen, 1); os.dup2(screen, 2)
 sys.argv, limit = [""], int(sys.argv[1])
 space = {"__name__": "__main__", "__builtins__": __builtins__}
@@ -78,7 +87,7 @@ class Python(SchemaChecked):
         self._turn = trio.Lock()
 
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
-        """Raises ToolArgumentError, SandboxError."""
+        """Raises ToolArgumentError, ToolError, SandboxError."""
         code = self.checked(arguments)["code"]
         async with self._turn:
             process = self._process or await self._start()
@@ -101,11 +110,13 @@ class Python(SchemaChecked):
 
     async def _start(self) -> BoxProcess:
         self._waiting = b""
-        process = await self._sandbox.start(["python3", "-u", "-c", _DRIVER, str(self._output_bytes)])
+        process = await self._sandbox.start(["python3", "-I", "-u", "-c", _DRIVER, str(self._output_bytes)])
         if await self._line(process, _START_S) != b"ready":
             result = await process.kill()
-            words = readable(result.stderr).strip()[-300:]
-            raise SandboxError(f"no Python session starts in the box (exit code {result.exit_code}): {words}")
+            if result.exit_code == NOT_FOUND:
+                raise SandboxError("the box has no python3: give an image that has it")
+            words = readable(result.stderr).strip()[-300:]  # what runs in the box took all that it may have
+            raise ToolError(f"no Python session starts in the box (exit code {result.exit_code}): {words}")
         self._process = process
         return process
 
