@@ -14,6 +14,7 @@ import posixpath
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -95,6 +96,7 @@ class Container:
         self._snapshots: dict[str, Path] = {}
         self._broken = ""
         self._closed = False
+        self._made_at = time.time()
         siblings.add(self)
 
     @classmethod
@@ -180,9 +182,14 @@ class Container:
         launched: list[Command] = []
         async with self._moving:
             with trio.CancelScope(shield=True):  # what was started must be known
-                execution, streams = await self._engine.execute(
-                    self.name, ["sh", "-c", *script], self._uid, {**env, MARK: mark}, bound
-                )
+                try:
+                    execution, streams = await self._engine.execute(
+                        self.name, ["sh", "-c", *script], self._uid, {**env, MARK: mark}, bound
+                    )
+                except SandboxError:
+                    if await self._died_of_memory():
+                        raise Refused(self._broken, 137) from None
+                    raise
                 launched.append(Command(execution, streams, mark))
             self._running.update(launched)
         return launched[0]
@@ -217,7 +224,9 @@ class Container:
         if self._closed:
             raise SandboxError("the box was closed while a command ran in it")
         if failure is not None:
-            raise failure
+            if not await self._died_of_memory():
+                raise failure
+            command.oom, command.exit_code = True, 137
         return timed_out
 
     async def _until_ended(self, command: Command) -> None:
@@ -283,6 +292,17 @@ class Container:
                     await streams.drain()
             finally:
                 await streams.close()
+
+    async def _died_of_memory(self) -> bool:
+        """Whether the container is gone because the kernel ended its process 1 for want of memory: what the box used
+        up is the box's own doing."""
+        with suppress(SandboxError):
+            if await self._engine.is_running(self.name):
+                return False
+        if not await self._engine.out_of_memory(self.name, self._made_at):
+            return False
+        self._broken = "the box ran out of memory and was destroyed"
+        return True
 
     async def _break(self, why: str) -> None:
         self._broken = why

@@ -1,0 +1,52 @@
+"""What a container's box makes of an engine that answers oddly; no engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import pytest
+
+from agentrl.errors import SandboxError, SandboxPathError
+from agentrl.protocols import SandboxSpec
+from agentrl.sandbox.container import Container, Engine
+
+
+class Gone:
+    """An engine whose container is gone. `starved`: because the kernel ended its process 1 for want of memory."""
+
+    def __init__(self, *, starved: bool) -> None:
+        self.starved = starved
+        self.asked_since: list[float] = []
+
+    def next_uid(self) -> int:
+        return 1000
+
+    async def execute(
+        self, container: str, argv: Sequence[str], uid: int, env: Mapping[str, str], output_bytes: int
+    ) -> Any:
+        raise SandboxError("the engine: no such container")
+
+    async def is_running(self, container: str) -> bool:
+        raise SandboxError("the engine: no such container")
+
+    async def out_of_memory(self, container: str, since: float) -> bool:
+        self.asked_since.append(since)
+        return self.starved
+
+
+async def test_a_box_that_used_up_its_memory_is_destroyed_and_its_commands_are_results() -> None:
+    engine = Gone(starved=True)
+    box = Container(cast(Engine, engine), SandboxSpec(), set())
+    for _ in range(2):
+        result = await box.exec(["true"])
+        assert (result.exit_code, result.stderr) == (137, b"sandbox: the box ran out of memory and was destroyed\n")
+    with pytest.raises(SandboxPathError, match="ran out of memory"):
+        await box.read("f")
+    assert len(engine.asked_since) == 1, "it is asked once: the box stays broken"
+
+
+async def test_a_container_that_is_gone_for_another_reason_is_the_hosts_failure() -> None:
+    box = Container(cast(Engine, Gone(starved=False)), SandboxSpec(), set())
+    with pytest.raises(SandboxError, match="no such container"):
+        await box.exec(["true"])
