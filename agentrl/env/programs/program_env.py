@@ -8,6 +8,7 @@ makes a fork (`info["history"]`), never a retokenized prompt.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from agentrl.env.programs.api import Conversation, Reply
 from agentrl.env.programs.session import Ended, Exited, Pending, Program, Running
 from agentrl.env.tool_calls import ToolCall
 from agentrl.env.tool_env import Grade, MaybeAwaitable
-from agentrl.errors import EnvError, UsageError
+from agentrl.errors import EnvError, InfrastructureError, UsageError
 from agentrl.records import Json, Message, Messages, StopReason
 
 
@@ -33,8 +34,10 @@ class ProgramEnv(Env):
 
     It may speak OpenAI's chat completions or responses, or Anthropic's messages, streamed or whole. Sampling settings
     that it asks for are the run's business and are ignored, save stop texts. The outcome is what `grade` says; by
-    default the number or truth value that the program returns. A program that asks nothing for `silence_s` is ended
-    and the episode truncated. Requests side by side are answered one after the other."""
+    default the number or truth value that the program returns. A program that raises once it was answered has the
+    outcome 0, as the policy could have caused it; an InfrastructureError that it raises is no fault of the policy. One
+    that asks nothing for `silence_s` is ended and the episode truncated. Requests side by side are answered one after
+    the other."""
 
     replayable = False
 
@@ -64,7 +67,9 @@ class ProgramEnv(Env):
 
     def grade(self, task: Mapping[str, Json], result: Any) -> MaybeAwaitable[Grade | float | bool | None]:
         """The outcome, from what the program returned (an `Exited` for a command)."""
-        return result if isinstance(result, bool | int | float | Grade) else None
+        if isinstance(result, int | float):
+            return result if abs(result) <= sys.float_info.max else 0.0
+        return result if isinstance(result, Grade) else None
 
     # --- the contract
 
@@ -121,8 +126,11 @@ class ProgramEnv(Env):
         if not isinstance(event, Ended):
             stop = StopReason.TOOL_TIME_LIMIT if event is None else StopReason.TURN_LIMIT
             return (), 0.0, False, True, {"stop_reason": stop.value, "outcome": 0.0, "success": False}
-        if event.error is not None:
-            raise EnvError(f"the program failed: {_why(event)}") from event.error
+        if isinstance(event.error, InfrastructureError):
+            raise event.error
+        if event.error is not None:  # it has read what the policy wrote: the policy could have caused it
+            failed: Info = {"stop_reason": StopReason.DONE.value, "program_error": _why(event)[:500]}
+            return (), 0.0, True, False, {**failed, "outcome": 0.0, "success": False}
         info: Info = {"stop_reason": StopReason.DONE.value}
         if isinstance(event.result, Exited):
             info["exit_code"] = event.result.exit_code

@@ -18,7 +18,7 @@ from agentrl.env.programs import ProgramEnv
 from agentrl.env.programs.api import Conversation, Reply
 from agentrl.env.programs.program_env import news_of
 from agentrl.env.tool_calls import ToolCall
-from agentrl.errors import EnvError, UsageError
+from agentrl.errors import EnvError, SandboxError, UsageError
 from agentrl.testing.chaos import sweep
 
 HERMES = get_format("hermes")
@@ -259,10 +259,27 @@ async def test_a_program_that_fails_is_named_with_its_cause():
         await ask(session, CHAT, messages=[user("x")])
         raise ZeroDivisionError("oh")
 
-    async with ProgramEnv(fails) as env:
+    async with ProgramEnv(fails) as env:  # it has read what the policy wrote: the policy could have caused it
         await env.areset(seed=0)
-        with pytest.raises(EnvError, match="the program failed: ZeroDivisionError: oh"):
+        _, _, terminated, _, info = await env.astep("y")
+        assert terminated and (info["outcome"], info["success"]) == (0.0, False)
+        assert info["program_error"] == "ZeroDivisionError: oh"
+
+    async def host_fails(session):
+        await ask(session, CHAT, messages=[user("x")])
+        raise SandboxError("the host of the box failed")
+
+    async with ProgramEnv(host_fails) as env:
+        await env.areset(seed=0)
+        with pytest.raises(SandboxError, match="the host of the box failed"):
             await env.astep("y")
+
+    async def fails_first(session):
+        raise ZeroDivisionError("oh")
+
+    async with ProgramEnv(fails_first) as env:
+        with pytest.raises(EnvError, match="ended before it asked anything: ZeroDivisionError: oh"):
+            await env.areset(seed=0)
 
     async def asks_nothing(session):
         return 3
@@ -406,3 +423,15 @@ def test_passes_the_checker():
 def test_an_empty_command_is_refused():
     with pytest.raises(UsageError, match="program is empty"):
         ProgramEnv([])
+
+
+@pytest.mark.parametrize("result", [float("nan"), float("inf"), -float("inf"), 10**400])
+async def test_a_program_that_makes_no_number_of_an_answer_has_earned_nothing(result):
+    async def program(session):
+        await ask(session, CHAT, messages=[user("x")])
+        return result
+
+    async with ProgramEnv(program) as env:
+        await env.areset(seed=0)
+        *_, terminated, _, info = await env.astep("y")
+        assert terminated and (info["outcome"], info["success"]) == (0.0, False)
