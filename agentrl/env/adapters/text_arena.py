@@ -10,7 +10,7 @@ import numpy as np
 
 from agentrl.env.optional import require
 from agentrl.env.roles import RolesEnv
-from agentrl.errors import UsageError
+from agentrl.errors import ToolError, UsageError
 from agentrl.records import Json
 
 T = TypeVar("T")
@@ -53,7 +53,10 @@ class TextArena(RolesEnv):
         return "\n".join(text for speaker, text, kind in said if speaker != number or kind != self._own_words)
 
     def play(self, role: str, text: str) -> str | None:
-        over, _ = self._privately(lambda: self._env.step(text))
+        try:
+            over, _ = self._privately(lambda: self._env.step(text))
+        except Exception as error:  # the game's code read the text: a number of 5,000 digits, say
+            raise ToolError(f"the game cannot read this ({type(error).__name__})") from error
         if not over:
             return self._next()
         rewards, _ = self._privately(self._env.close)

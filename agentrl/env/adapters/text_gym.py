@@ -92,7 +92,11 @@ class TextGym(ToolEnv):
                 raise ToolError(f"{action} is not possible now; possible: {', '.join(legal) or 'nothing'}")
             played: Any = number + int(space.start)
         else:
-            played = np.array(action, dtype=space.dtype)
+            try:
+                with np.errstate(over="ignore"):
+                    played = np.array(action, dtype=space.dtype)
+            except (OverflowError, TypeError, ValueError) as error:
+                raise ToolError(f"no number of {space}: {error}") from error
             if not space.contains(played):
                 raise ToolError(f"{action} is outside of {space}")
         observation, reward, terminated, truncated, info = self._gym.step(played)

@@ -79,3 +79,14 @@ def test_what_it_cannot_make_is_named():
 async def test_a_game_for_two_refuses_one():
     with pytest.raises(UsageError, match="1 players cannot play"):
         await TextArena("TicTacToe-v0").areset(seed=0)
+
+
+@pytest.mark.parametrize("text", ["[" + "9" * 5_000 + "]", "", "[]", "\0", "[-1]", "[" * 5_000])
+async def test_no_text_of_the_policy_is_a_failure_of_the_game(text):
+    env = TextArena("GuessTheNumber-v0")
+    await env.areset(seed=0)
+    for _ in range(6):
+        _, _, terminated, truncated, info = await env.astep(text)
+        if terminated or truncated:
+            break
+    assert not terminated or info["stop_reason"] in ("done", "parse_failure")

@@ -176,3 +176,16 @@ def test_what_cannot_be_played_is_refused():
 
     with pytest.raises(UsageError, match="no small JSON form"):
         TextGym(Graph())
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**30), 2**63, 1e300, 1.5, -0.0])
+async def test_numbers_that_no_array_holds_are_the_policys_fault(number):
+    spaces = gymnasium.spaces
+    for space in (spaces.MultiDiscrete([3, 3]), spaces.MultiBinary(2), spaces.Box(-np.inf, np.inf, (2,))):
+        made = gymnasium.make("CartPole-v1")
+        made.unwrapped.action_space = made.action_space = space
+        async with TextGym(made) as env:
+            await env.areset(seed=0)
+            env._gym.step = lambda _: (np.zeros(2), 0.0, False, False, {})
+            observation, *_ = await env.astep(env.call("act", action=[number, 1]))
+            assert observation[0]["content"]
