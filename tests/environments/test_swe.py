@@ -287,3 +287,13 @@ async def test_oracles_hold_on_docker(
         made = {**kwargs, "sandbox": "docker", "box": {"disk_bytes": 64 << 20, "memory_bytes": 256 << 20}}
         verdicts = await judge(lambda name=name, made=made: agentrl.make(f"agentrl/{name}-v0", **made), seed)
         assert len(verdicts) >= 3 and all(verdict.holds for verdict in verdicts), (name, seed, verdicts)
+
+
+@boxed
+async def test_a_reward_that_is_a_folder_has_earned_nothing(tmp_path: Path) -> None:
+    task = tmp_path / "count-words"
+    shutil.copytree(Path(agentrl_environments.swe.__file__).parent / "harbor_tasks/count-words", task)
+    (task / "tests/test.sh").write_text("#!/bin/sh\nmkdir -p /logs/verifier/reward.txt /logs/verifier/reward.json\n")
+    env = Harbor(tasks=str(tmp_path))
+    _, info = await played(env, "count-words", shell(env, "true"))
+    assert (info["outcome"], info["success"]) == (0.0, False)

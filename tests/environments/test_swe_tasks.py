@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import agentrl_environments.swe.environment as shipped
 from agentrl.env.datasets import read_rows
 from agentrl.errors import ConfigError
+from agentrl.protocols import ExecResult, SandboxSpec
+from agentrl.testing.fake_sandbox import FakeBackend, FakeSandbox
 from agentrl_environments.swe import SWE, Harbor, harbor, jsonl
 from agentrl_environments.swe.carrying import is_artifact, is_source, matching
 from agentrl_environments.swe.dockerfile import recipe
@@ -301,3 +304,55 @@ def test_harbors_folders_move() -> None:
         "cat /workspace/tests/x /workspace/.harbor/tests/check.py > /workspace/.harbor/logs/verifier/reward.txt; "
         "ls /application $D/tests ${D}/logs in /workspace."
     )
+
+
+@pytest.mark.parametrize(
+    ("left", "earned"),
+    [
+        ({"reward.txt": b"0.5"}, 0.5),
+        ({"reward.txt": b"1e308"}, 1.0),
+        ({"reward.txt": b"-1e308"}, 0.0),
+        ({"reward.txt": b"nan"}, 0.0),
+        ({"reward.txt": b"9" * 100_000}, 0.0),
+        ({"reward.json": b"[" * 200_000}, 0.0),
+        ({"reward.json": b"[" * 60_000}, 0.0),
+        ({"reward.json": b'{"reward": 1' + b"0" * 400 + b"}"}, 0.0),
+        ({"reward.json": b'{"reward": 1' + b"0" * 5_000 + b"}"}, 0.0),
+        ({"reward.json": b'{"reward": 0.25}'}, 0.25),
+        ({"reward.json": b"\xff"}, 0.0),
+        ({}, 0.0),
+    ],
+)
+async def test_whatever_a_verifier_leaves_is_a_reward_within_the_declared_range(
+    folder: Path, left: dict[str, bytes], earned: float
+) -> None:
+    def leave(argv: Sequence[str], files: dict[str, bytes]) -> ExecResult:
+        if "test.sh" in argv[-1]:
+            files.update({f".harbor/logs/verifier/{name}": data for name, data in left.items()})
+        return ExecResult(exit_code=0, stdout=b"", stderr=b"")
+
+    (task,) = harbor.load(folder, harbor.Defaults())
+    box = FakeSandbox(SandboxSpec(), leave)
+    assert (await task.grade(box, FakeBackend())).outcome == earned
+
+
+async def test_a_task_may_declare_another_range(folder: Path) -> None:
+    toml = folder / "merge-logs/task.toml"
+    toml.write_text("[agentrl]\nreward_range = [-1, 2]\n")
+    (task,) = harbor.load(folder, harbor.Defaults())
+
+    def leave(argv: Sequence[str], files: dict[str, bytes]) -> ExecResult:
+        files[".harbor/logs/verifier/reward.txt"] = b"-1e308"
+        return ExecResult(exit_code=0, stdout=b"", stderr=b"")
+
+    assert (await task.grade(FakeSandbox(SandboxSpec(), leave), FakeBackend())).outcome == -1.0
+    for wrong in ("[1, 0]", "3", "[0, inf]", "['a', 'b']"):
+        toml.write_text(f"[agentrl]\nreward_range = {wrong}\n")
+        with pytest.raises(ConfigError, match="reward_range"):
+            harbor.load(folder, harbor.Defaults())
+
+
+@pytest.mark.parametrize("name", ["conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml"])
+def test_settings_of_pytest_are_no_artifacts(name: str) -> None:
+    for path in (name, f"deep/{name}", "tox.ini", "setup.cfg", "pyproject.toml"):
+        assert not is_artifact(path, {path})

@@ -22,7 +22,8 @@ _LISTING_S: Final = 60.0
 _MOST_FILES: Final = 500  # changed by one agent; more is no work that anyone would review
 _MOST_BYTES: Final = 16 << 20  # of them together: a full disk must not hinder the grading
 _AT_ONCE: Final = 200  # paths of one command
-_SETTINGS: Final = {"pytest.ini", "tox.ini", "setup.cfg", "setup.py", "pyproject.toml", "noxfile.py", "Makefile"}
+_OF_PYTEST: Final = {"pytest.ini", "pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml"}
+_SETTINGS: Final = _OF_PYTEST | {"setup.py", "noxfile.py", "Makefile"}
 _RUNNERS: Final = {"pytest", "_pytest", "py", "pluggy", "xdist", "sitecustomize", "usercustomize"}
 _ROOTS: Final = {"src", "lib"}  # folders that may stand on the path of imports beside the work folder itself
 
@@ -86,7 +87,7 @@ def is_artifact(path: str, start: Set[str]) -> bool:
     """Whether a path may hold work of any kind: all but what changes how the tests of a task run."""
     if path.startswith(".harbor/") or path.endswith((".pyc", ".pth")):
         return False
-    if path.split("/")[-1] in ("conftest.py", "pytest.ini", "tox.ini", ".pytest.ini"):
+    if path.split("/")[-1].removeprefix(".") in {"conftest.py", *_OF_PYTEST}:
         return False
     return path in start or not _shadows(path)
 

@@ -19,7 +19,7 @@ import trio
 from agentrl.env import EpisodeLimits, Grade, ToolEnv
 from agentrl.env.oracles import Oracle, script
 from agentrl.env.plugged import Named, check_limits
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, SandboxPathError
 from agentrl.protocols import Limits, Sandbox, SandboxSpec
 from agentrl.records import Json
 from agentrl.sandbox.current import CurrentBox
@@ -130,8 +130,13 @@ class CodingTasks(ToolEnv):
         try:
             if self._playing.hidden:
                 await apply_patch(box, self._playing.hidden)
-            await work.lay(box)
-            return await self._playing.grade(box, self._boxes)
+            try:
+                await work.lay(box)
+                return await self._playing.grade(box, self._boxes)
+            except (
+                SandboxPathError
+            ):  # the agent's work left no room for the grading, or a file where a folder should be
+                return Grade(outcome=0.0, success=False)
         finally:
             with trio.CancelScope(shield=True):
                 await box.close()

@@ -5,7 +5,8 @@ folder, `/tests`, `/logs` and `/solution` stand in `.harbor` below it, and texts
 
 The reward is what `test.sh` writes into the logs of the grading box, which is new; nothing below `.harbor` comes from
 the agent's box. `[agentrl] carry` in `task.toml` lists patterns of what is carried over; by default all that the agent
-changed, save what decides how Python finds its modules and pytest its tests.
+changed, save what decides how Python finds its modules and pytest its tests. `[agentrl] reward_range` is what rewards
+are bounded to, `[0, 1]` where a task says nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from agentrl_environments.swe.trees import Tree
 
 _OWN: Final = ".harbor"
 _REWARDS: Final = f"{_OWN}/logs/verifier"
+_REWARD_BYTES: Final = 1 << 16
 _VERIFIER_S: Final = 600.0
 _NEEDED: Final = ("task.toml", "instruction.md", "environment/Dockerfile", "tests/test.sh")
 
@@ -52,6 +54,8 @@ class Verifier:
     tests: Path
     workdir: str
     deadline_s: float
+    lowest: float = 0.0
+    highest: float = 1.0
 
     async def __call__(self, box: Sandbox, boxes: SandboxBackend) -> Grade:
         await box.exec(["rm", "-rf", _OWN])  # an image may have one; what is read below was written here
@@ -64,6 +68,7 @@ class Verifier:
         shell = "bash" if b"bash" in script.partition(b"\n")[0] else "sh"
         result = await box.exec([shell, f"{_OWN}/tests/test.sh"], timeout_s=self.deadline_s)
         reward = 0.0 if result.timed_out else await _reward(box)
+        reward = min(max(reward, self.lowest), self.highest)
         return Grade(outcome=reward, success=reward >= 1.0)
 
 
@@ -105,7 +110,7 @@ def task_of(folder: Path, defaults: Defaults) -> Task:
         instruction=f"{instruction}\n\nThe work folder is {WORKSPACE}. Call submit when you are done.",
         tree=tree,
         declared=matching(carry, f"{folder / 'task.toml'}, agentrl.carry") if carry else is_artifact,
-        grade=Verifier(folder / "tests", workdir, verifier_s or _VERIFIER_S),
+        grade=Verifier(folder / "tests", workdir, verifier_s or _VERIFIER_S, *_reward_range(folder, settings)),
         image=image,
         limits=_limits(folder, _table(settings, "environment")),
         tool_seconds=_positive(folder, "agent.timeout_sec", _table(settings, "agent").get("timeout_sec")),
@@ -173,12 +178,24 @@ def _positive(folder: Path, name: str, value: Any) -> float | None:
     return float(value)
 
 
+def _reward_range(folder: Path, settings: Mapping[str, Any]) -> tuple[float, float]:
+    """Raises ConfigError for what is no range."""
+    given = _table(settings, "agentrl").get("reward_range", [0.0, 1.0])
+    numbers = [each for each in given if isinstance(each, int | float)] if isinstance(given, list) else []
+    if len(numbers) != 2 or not -math.inf < numbers[0] < numbers[1] < math.inf:
+        raise ConfigError(f"{folder / 'task.toml'}, agentrl.reward_range", given, "give two numbers, such as [0, 1]")
+    return float(numbers[0]), float(numbers[1])
+
+
 async def _reward(box: Sandbox) -> float:
-    """`reward.txt`, or `reward` of `reward.json`, of a box that the agent has not seen."""
-    with suppress(SandboxPathError, ValueError, KeyError, TypeError):
-        return _finite(float(await box.read(f"{_REWARDS}/reward.txt")))
-    with suppress(SandboxPathError, ValueError, KeyError, TypeError):
-        return _finite(float(json.loads(await box.read(f"{_REWARDS}/reward.json"))["reward"]))
+    """`reward.txt`, or `reward` of `reward.json`, of a box that the agent has not seen. The sources that were graded
+    ran beside what wrote it: whatever is no number has earned 0."""
+    unreadable = (SandboxPathError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
+    with suppress(*unreadable):
+        return _finite(float(await box.read(f"{_REWARDS}/reward.txt", most_bytes=_REWARD_BYTES)))
+    with suppress(*unreadable):
+        text = await box.read(f"{_REWARDS}/reward.json", most_bytes=_REWARD_BYTES)
+        return _finite(float(json.loads(text)["reward"]))
     return 0.0
 
 
