@@ -12,10 +12,10 @@ endif
 export PYTHONDONTWRITEBYTECODE :=
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
-.PHONY: help setup demo test check vllm lock clean
+.PHONY: help setup demo test test-slow test-all check vllm lock clean
 
 help: ## show the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
 setup: $(VENV)/.runtime sandbox-ready ## make .venv with the pinned CPU set and see that a sandbox is there
 
@@ -46,8 +46,16 @@ UNBOXED = $(if $(filter local-unsafe,$(SANDBOX)),--set env.kwargs.sandbox=local-
 demo: setup ## train the tiny coding agent on this machine, with a live view, a table and a plot
 	$(BIN)/agentrl train examples/tiny_coder.toml --out runs/demo --overwrite $(UNBOXED) $(ARGS)
 
-test: setup $(VENV)/.dev ## the whole test suite
-	$(BIN)/python -m pytest
+# Tests that share servers run on one worker: see tests/conftest.py.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --durations=10
+test: setup $(VENV)/.dev ## the tests, save the slow ones
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: setup $(VENV)/.dev ## the tests marked slow: whole runs, above all
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: test test-slow ## all tests, as continuous integration runs them
 
 check: setup $(VENV)/.dev ## ruff, pyright, import rules, docs snippets
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -133,6 +134,31 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setenv("PYTHONDONTWRITEBYTECODE", "")  # else every process compiles torch and transformers for itself
     config.add_cleanup(owner.close)
     config.add_cleanup(patch.undo)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """vLLM's tests take longest: where several workers run tests, the others are run beside them."""
+    items.sort(key=lambda item: worker_group(item.nodeid) != "vllm")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Under xdist each worker gets whole groups of tests, in the order of collection."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return worker_group(nodeid)
+
+    config.option.loadscopereorder = False
+    return ByGroup(config, log)
+
+
+def worker_group(nodeid: str) -> str:
+    """Tests of one group run on one worker: those of a file; those of all files that share vLLM servers, Docker's or
+    embedded engines."""
+    shared = (part for part in ("vllm", "docker", "tests/engine/") if part in nodeid)
+    return next(shared, nodeid.partition("::")[0])
 
 
 @pytest.hookimpl(tryfirst=True)

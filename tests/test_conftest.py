@@ -1,4 +1,4 @@
-"""The rule about missing parts, and what is left of a pytest that is killed: each in a pytest of its own."""
+"""The rule about missing parts, which tests a worker runs, and what a killed pytest leaves: in a pytest of its own."""
 
 from __future__ import annotations
 
@@ -74,6 +74,33 @@ def test_an_unknown_part_is_refused(suite: pytest.Pytester, monkeypatch: pytest.
     result = suite.runpytest_inprocess()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*AGENTRL_REQUIRE=dokcer*not among all, bubblewrap, docker*"])
+
+
+def test_the_notice_of_a_missing_part_comes_from_workers_too(
+    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AGENTRL_REQUIRE", raising=False)
+    result = suite.runpytest_subprocess("-n", "1")
+    result.stdout.fnmatch_lines(["not run: tests marked docker (no engine)"])
+
+
+NOTES_ITS_WORKER = """
+import pytest
+from pathlib import Path
+
+@pytest.mark.parametrize("number", range(8))
+def test_it(worker_id, number): Path(Path(__file__).stem + "." + worker_id).touch()
+"""
+
+
+def test_tests_that_share_servers_run_on_one_worker(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(CONFTEST)
+    names = ("test_a", "test_vllm_runs", "test_vllm_weights")
+    pytester.makepyfile(**dict.fromkeys(names, NOTES_ITS_WORKER))
+    pytester.runpytest_subprocess("-n", "2").assert_outcomes(passed=24)
+    workers = {name: [path.suffix for path in pytester.path.glob(f"{name}.gw*")] for name in names}
+    assert workers["test_vllm_runs"] == workers["test_vllm_weights"] != workers["test_a"]
+    assert {len(ran) for ran in workers.values()} == {1}
 
 
 HANGING = """
