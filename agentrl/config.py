@@ -185,6 +185,7 @@ class Algo(_Section):
     normalise: Literal["token", "sequence"] = "token"  # what weighs the same in the mean
     process_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0  # 0 switches process rewards off
     kl_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of a penalty on leaving the reference
+    kl_gradient: Literal["k3", "k2"] = "k3"  # k3 pulls along KL(reference || policy), k2 along KL(policy || reference)
     entropy_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # bonus on the entropy of the policy
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 Normalise = Literal["token", "sequence"]
+KLGradient = Literal["k3", "k2"]
 
 
 def clipped_surrogate(
@@ -33,11 +34,24 @@ def clipped_surrogate(
     return -torch.minimum(free_T, held_T), held_T < free_T
 
 
-def kl_penalty(logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
-    """KL(policy || reference) per token by the k3 estimator, never negative: [T] (Schulman, "Approximating KL
-    divergence", 2020)."""
+def kl_penalty(logprobs_T: Tensor, reference_T: Tensor, gradient: KLGradient = "k3") -> Tensor:
+    """A penalty on leaving the reference, per token of the policy, never negative: [T].
+
+    Its value is k3 = r - log r - 1 with r = reference / policy, an unbiased estimate of KL(policy || reference)
+    (Schulman, "Approximating KL divergence", 2020). What it pulls towards is another matter: autograd does not see
+    that the tokens were sampled from the policy, and the expectation of k3's own gradient, (1 - r) grad log policy, is
+    that of the *forward* divergence KL(reference || policy), as in GRPO (Shao et al. 2024, eq. 4).
+
+    `gradient="k2"` keeps the value and has the gradient of k2 = (log r)^2 / 2 (straight-through): -log r grad log
+    policy, whose expectation is the gradient of KL(policy || reference). The score-function forms of k1 and of k3 come
+    to the same for each token. Either is that of a token given what came before it; how a token changes the divergence
+    of later ones is left out."""
     gap_T = reference_T - logprobs_T
-    return gap_T.exp() - gap_T - 1
+    k3_T = gap_T.exp() - gap_T - 1
+    if gradient == "k3":
+        return k3_T
+    k2_T = gap_T.square() / 2
+    return k3_T.detach() + k2_T - k2_T.detach()
 
 
 def token_weights(sequence_T: Tensor, kind: Normalise) -> Tensor:

@@ -54,12 +54,14 @@ class Learner:
         reference_dir: Path | None = None,
     ) -> None:
         """`model_dir` holds the policy to start from, `reference_dir` the reference of a KL term (default: the same;
-        after a restart from a checkpoint, name the initial policy's). Raises ModelError."""
+        after a restart from a checkpoint, name the initial policy's). Where an adapter is trained over that same
+        folder, the reference is the model with its adapter off, and no second one is loaded. Raises ModelError."""
         self.config = config
         torch.set_num_threads(config.train.threads)
         torch.manual_seed(config.seed)
         self.model = self._load(model_dir, device, adapter=config.train if config.train.lora_rank else None)
-        self.reference = self._load(reference_dir or model_dir, device) if config.algo.kl_weight > 0 else None
+        below = bool(config.train.lora_rank) and reference_dir in (None, model_dir)
+        self.reference = None if below or not config.algo.kl_weight else self._load(reference_dir or model_dir, device)
         train = config.train
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=train.lr, betas=train.betas, weight_decay=train.weight_decay
@@ -126,6 +128,15 @@ class Learner:
     def _proximal(self, pack: Pack) -> Tensor:
         return self.model.logprobs(pack, temperature=self.config.rollout.temperature)[0]
 
+    @torch.no_grad()
+    def _reference(self, pack: Pack) -> Tensor:
+        """The log-probs of the policy that a KL term stays near."""
+        temperature = self.config.rollout.temperature
+        if self.reference is not None:
+            return self.reference.logprobs(pack, temperature=temperature)[0]
+        with lora.switched_off(self.model.module):
+            return self.model.logprobs(pack, temperature=temperature)[0]
+
     def _update(self, part: Sequence[Pack], proximal: Sequence[Tensor] | None, tally: Tally, watch: Stopwatch) -> None:
         """One optimizer update from the summed gradients of its passes."""
         train = self.config.train
@@ -163,10 +174,8 @@ class Learner:
             else torch.ones_like(proximal_K)
         )
         kl_K = None
-        if self.reference is not None:
-            with torch.no_grad():
-                reference_K, _ = self.reference.logprobs(pack, temperature=temperature)
-            kl_K = kl_penalty(logprobs_K, reference_K)
+        if algo.kl_weight > 0:
+            kl_K = kl_penalty(logprobs_K, self._reference(pack), algo.kl_gradient)
         tally.passed(pack, proximal_K, clipped_K, entropy_K)
         return policy_loss(
             surrogate_K,

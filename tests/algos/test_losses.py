@@ -101,3 +101,40 @@ def test_k3_estimates_the_divergence_without_bias() -> None:
     exact = (policy * (policy / reference).log()).sum()
     assert mean.item() == pytest.approx(exact.item())
     assert (kl_penalty(policy.log(), reference.log()) >= 0).all()
+
+
+def expected_gradients(policy: Tensor, reference: Tensor, gradient: str) -> tuple[Tensor, Tensor]:
+    """Of the penalty on tokens of the policy, by enumeration: its mean, and the mean of its gradient by the logits."""
+    logits = policy.log().requires_grad_()
+    logprobs = torch.log_softmax(logits, -1)
+    penalty = kl_penalty(logprobs, reference.log(), gradient)  # pyright: ignore[reportArgumentType]
+    (mean,) = torch.autograd.grad((policy * penalty).sum(), logits)  # tokens come with their probability, as samples do
+    return (policy * penalty).sum().detach(), mean
+
+
+@pytest.mark.parametrize("gradient", ["k3", "k2"])
+def test_the_gradient_of_the_penalty_is_that_of_the_divergence_it_says(gradient: str) -> None:
+    policy = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    reference = torch.tensor([0.2, 0.5, 0.05, 0.25], dtype=torch.float64)
+    logits = policy.log().requires_grad_()
+    moving = torch.softmax(logits, -1)
+    reverse = (moving * (moving / reference).log()).sum()
+    forward = (reference * (reference / moving).log()).sum()
+    (exact_reverse,) = torch.autograd.grad(reverse, logits, retain_graph=True)
+    (exact_forward,) = torch.autograd.grad(forward, logits)
+    value, found = expected_gradients(policy, reference, gradient)
+    assert value.item() == pytest.approx(reverse.item())
+    torch.testing.assert_close(found, exact_forward if gradient == "k3" else exact_reverse)
+    assert (exact_forward - exact_reverse).abs().max() > 0.05  # the two are told apart
+
+
+def test_the_straight_through_gradient_is_the_score_function_form_of_k1_and_of_k3() -> None:
+    logprobs = torch.tensor([-0.2, -1.5, -4.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
+    k1 = (logprobs - reference).detach()
+    k3 = kl_penalty(logprobs, reference)
+    forms = [kl_penalty(logprobs, reference, "k2"), k1 * logprobs, k3.detach() * logprobs + k3]
+    one, two, three = (torch.autograd.grad(form.sum(), logprobs, retain_graph=True)[0] for form in forms)
+    torch.testing.assert_close(one, two)
+    torch.testing.assert_close(one, three)
+    torch.testing.assert_close(forms[0], k3)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from agentrl.config import Train
+from agentrl.config import Algo, Train
 from agentrl.errors import ModelError
+from agentrl.train import model
 from agentrl.train.learner import Learner
 
-from .making import VOCAB, random_group, run_config
+from .making import VOCAB, mixture, random_group, run_config, tiny_qwen3
 from .test_learner import STEP_OF, same, state_of
 
 RANK, ALPHA = 3, 12
@@ -101,6 +104,33 @@ def test_an_adapter_of_another_shape_is_refused(qwen3_dir: Path, tmp_path: Path)
         learner_on(qwen3_dir, lora_rank=RANK + 1).load(folder)
     with pytest.raises(ModelError, match="adapter"):
         learner_on(qwen3_dir, lora_targets=["q_proj"]).load(folder)
+
+
+@pytest.mark.parametrize("make", [tiny_qwen3, mixture])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_reference_of_an_adapter_is_the_model_below_it_and_no_second_one(
+    make: Any, checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make(tmp_path / "model")
+    elsewhere = Path(shutil.copytree(folder, tmp_path / "copy"))
+    loaded: list[Path] = []
+    load = model._load  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(model, "_load", lambda path: loaded.append(path) or load(path))
+    train = Train(warmup_steps=0, lr=1e-2, lora_rank=RANK, gradient_checkpointing=checkpointing)
+    penalised = run_config(algo=Algo(kl_weight=0.5), train=train, seed=3)
+    one = Learner(penalised, folder)
+    assert loaded == [folder]
+    two = Learner(penalised, folder, reference_dir=elsewhere)
+    assert loaded == [folder, folder, elsewhere]
+    free = Learner(run_config(train=train, seed=3), folder)
+    for step in range(3):
+        groups = [random_group(10 * step + id, seed=10 * step + id) for id in range(2)]
+        for learner in (one, two, free):
+            learner.step(groups, step_of=STEP_OF)
+        assert one.score(TOKENS) == pytest.approx(two.score(TOKENS), abs=1e-5)
+    assert one.score(TOKENS) != pytest.approx(free.score(TOKENS), abs=1e-2)  # the penalty matters
+    assert all(parameter.requires_grad for parameter in one.model.parameters())
+    assert len(one.model.parameters()) == len(free.model.parameters()) > 0
 
 
 def test_targets_are_ends_of_layer_names(qwen3_dir: Path) -> None:
