@@ -5,9 +5,23 @@ Owns importance weights and the gauges that say how far behaviour and learner ar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 
 from torch import Tensor
+
+
+class Origin(IntEnum):
+    """What besides its age tells a token's log-prob at sampling apart from the learner's.
+
+    `PLAIN`: one version of the weights made it and, as far as is known, all keys and values that it was computed from.
+    `MIXED_KV`: its turn began under another version and keys and values were kept, so it may be of no single version.
+    `UNDONE`: its version is of a future that a restart abandoned: its step is no age, the weights are others."""
+
+    PLAIN = 0
+    MIXED_KV = 1
+    UNDONE = 2
 
 
 def importance_weights(proximal_T: Tensor, behaviour_T: Tensor, cap: float) -> Tensor:
@@ -19,21 +33,29 @@ def importance_weights(proximal_T: Tensor, behaviour_T: Tensor, cap: float) -> T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """|difference of log-probs| between sampling and learner, in nats, over `tokens` tokens of one kind."""
+
+    tokens: int
+    mean: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gauges:
     """How far apart learner and behaviour policy are, over the tokens of a step.
 
     `ess`: effective sample size over sample size, (sum w)^2 / (n sum w^2), of the untruncated weights; 1 is on-policy.
     `kl_k1`, `kl_k3`: estimates of KL(behaviour || proximal) in nats per token; k1 is unbiased, k3 never negative.
-    `truncated`: share of tokens whose weight the cap cut. `mismatch_mean`, `mismatch_max`: |difference of log-probs|
-    in nats over tokens of lag 0, which engine and learner should agree on; None without such tokens.
-    `lag_mean`, `lag_max`: optimizer steps between sampling and training."""
+    `truncated`: share of tokens whose weight the cap cut. `mismatch`: by kind of token, see `mismatch_by_kind`;
+    `fresh` are those on which engine and learner should agree. `lag_mean`, `lag_max`: optimizer steps between sampling
+    and training."""
 
     ess: float
     kl_k1: float
     kl_k3: float
     truncated: float
-    mismatch_mean: float | None
-    mismatch_max: float | None
+    mismatch: Mapping[str, Mismatch]
     lag_mean: float
     lag_max: int
 
@@ -43,18 +65,37 @@ def effective_sample_size(weights_T: Tensor) -> Tensor:
     return weights_T.sum() ** 2 / (len(weights_T) * weights_T.square().sum())
 
 
-def gauges(proximal_T: Tensor, behaviour_T: Tensor, lag_T: Tensor, cap: float) -> Gauges:
-    """Measure a step. All are [T] with T >= 1, `lag_T` in optimizer steps; see `Gauges`."""
+def mismatch_by_kind(gap_T: Tensor, lag_T: Tensor, origin_T: Tensor) -> dict[str, Mismatch]:
+    """|gap| by kind; kinds without tokens are left out. Plain tokens are told apart by age: `fresh` (lag 0; nothing but
+    the two implementations differs), `lag_1`, `lag_2_3`, `lag_4_up`; the others, of any age, are `mixed_kv` and
+    `undone`. Each token is of one kind. All are [T], `origin_T` of `Origin`."""
+    plain_T = origin_T == Origin.PLAIN
+    kinds = {
+        "fresh": plain_T & (lag_T == 0),
+        "lag_1": plain_T & (lag_T == 1),
+        "lag_2_3": plain_T & (lag_T >= 2) & (lag_T <= 3),
+        "lag_4_up": plain_T & (lag_T >= 4),
+        "mixed_kv": origin_T == Origin.MIXED_KV,
+        "undone": origin_T == Origin.UNDONE,
+    }
+    found = {name: gap_T[of_T].abs() for name, of_T in kinds.items()}
+    return {
+        name: Mismatch(tokens=len(of), mean=float(of.mean()), max=float(of.max()))
+        for name, of in found.items()
+        if len(of)
+    }
+
+
+def gauges(proximal_T: Tensor, behaviour_T: Tensor, lag_T: Tensor, origin_T: Tensor, cap: float) -> Gauges:
+    """Measure a step. All are [T] with T >= 1, `lag_T` in optimizer steps, `origin_T` of `Origin`; see `Gauges`."""
     gap_T = (proximal_T - behaviour_T).detach().double()
     ratio_T = gap_T.exp()
-    fresh = gap_T[lag_T == 0].abs()
     return Gauges(
         ess=float(effective_sample_size(ratio_T)),
         kl_k1=float(-gap_T.mean()),
         kl_k3=float((ratio_T - 1 - gap_T).mean()),
         truncated=float((ratio_T > cap).double().mean()),
-        mismatch_mean=float(fresh.mean()) if len(fresh) else None,
-        mismatch_max=float(fresh.max()) if len(fresh) else None,
+        mismatch=mismatch_by_kind(gap_T, lag_T, origin_T),
         lag_mean=float(lag_T.double().mean()),
         lag_max=int(lag_T.max()),
     )

@@ -79,7 +79,7 @@ class _Learning:
         while learner.step_index < config.train.steps and (batch := self._take()) is not None:
             groups, idle_s = batch
             busy = time.perf_counter()
-            report = learner.step(groups, step_of=self._store.step_of)
+            report = learner.step(groups, step_of=self._store.step_of, undone=self._store.is_undone)
             busy_s = time.perf_counter() - busy
             idle_s += self._settle()
             row = {**asdict(report), "idle_s": idle_s, "busy_s": busy_s, "groups": [group.id for group in groups]}

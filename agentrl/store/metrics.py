@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from agentrl.records import Json, StopReason
 from agentrl.store.codec import to_json
@@ -184,5 +184,7 @@ class _Sum:
 
 
 def finite(value: Json) -> Json:
-    """The value itself; None for a number that JSON does not know."""
+    """The value itself; None for a number that JSON does not know, in tables too."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in cast("dict[str, Json]", value).items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

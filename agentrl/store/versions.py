@@ -68,6 +68,12 @@ class Versions(Part):
             self._step_of[version] = row[0]
         return self._step_of[version]
 
+    def is_undone(self, version: int) -> bool:
+        """Whether a restart abandoned the future that a version belongs to; then its step says nothing of its age."""
+        with self._db.read():
+            row = self._db.row("SELECT undone_attempt FROM versions WHERE version = ?", (version,))
+        return row is not None and row[0] is not None
+
     def version_at(self, step: int) -> WeightVersion | None:
         """The latest version of a step that no restart undid; None if there is none."""
         with self._db.read():

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ from agentrl.train.export import WeightFile, export_weights
 from agentrl.train.model import PolicyModel
 from agentrl.train.packing import Pack, packs
 from agentrl.train.report import StepReport, Stopwatch, Tally, summarise
-from agentrl.train.samples import GroupRows, StepOf, group_rows, weigh
+from agentrl.train.samples import GroupRows, StepOf, Undone, group_rows, weigh
 
 
 class Learner:
@@ -83,15 +84,25 @@ class Learner:
 
     # --- one step -----------------------------------------------------------------------------------------------
 
-    def step(self, groups: Sequence[Group], *, step_of: StepOf) -> StepReport:
-        """Train on `groups` once and count the step. `step_of` maps a weight version to its optimizer step.
+    def step(self, groups: Sequence[Group], *, step_of: StepOf, undone: Undone = lambda _: False) -> StepReport:
+        """Train on `groups` once and count the step. `step_of` maps a weight version to its optimizer step, `undone`
+        says whether a restart abandoned it.
 
         A step in which no token has an advantage leaves weights and optimizer as they are (`updated` is False).
         Raises RunFailed if a gradient is not finite; the weights are then those before that update."""
         watch = Stopwatch()
         algo, train = self.config.algo, self.config.train
+        abandoned = cache(undone)
         ready = [
-            group_rows(group, algo, step_of=step_of, step_now=self.step_index, max_lag=self.config.buffer.max_lag)
+            group_rows(
+                group,
+                algo,
+                step_of=step_of,
+                step_now=self.step_index,
+                max_lag=self.config.buffer.max_lag,
+                undone=abandoned,
+                keeps_kv=not self.config.engine.recompute_kv,
+            )
             for group in groups
         ]
         updates = [self._lay(part) for part in self._minibatches(ready)]

@@ -63,6 +63,7 @@ class Pack:
     target_K: Tensor  # token ids
     behaviour_K: Tensor
     lag_K: Tensor
+    origin_K: Tensor
     advantage_K: Tensor
     weight_K: Tensor
     row_tokens: int  # what the same rows would cost one by one
@@ -140,6 +141,7 @@ def _pack(trees: Sequence[Tree], device: torch.device | str) -> Pack:
         target_K=torch.cat(target_K).to(device),
         behaviour_K=torch.cat([row.behaviour_S for row in rows]).to(device),
         lag_K=torch.cat([row.lag_S for row in rows]).to(device),
+        origin_K=torch.cat([row.origin_S for row in rows]).to(device),
         advantage_K=torch.cat([row.advantage_S for row in rows]).to(device),
         weight_K=torch.cat([row.weight_S for row in rows]).to(device),
         row_tokens=sum(len(row.token_ids) for row in rows),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from agentrl.algos.corrections import gauges
+from agentrl.algos.corrections import Mismatch, gauges
 from agentrl.train.packing import Pack
 from agentrl.train.samples import GroupRows
 
@@ -57,8 +57,9 @@ class StepReport:
     kl_k3: float | None
     truncated: float | None
     clip_fraction: float | None
-    mismatch_mean: float | None
+    mismatch_mean: float | None  # of fresh tokens: what engine and learner alone differ by
     mismatch_max: float | None
+    mismatch: Mapping[str, Mismatch]  # by kind of token, see `corrections.mismatch_by_kind`
     entropy: float | None
     seconds: Mapping[str, float]
 
@@ -112,7 +113,11 @@ def summarise(
     drift = None
     if tally.packs:
         behaviour_K = torch.cat([pack.behaviour_K for pack in tally.packs])
-        drift = gauges(torch.cat(tally.proximal), behaviour_K, torch.cat([pack.lag_K for pack in tally.packs]), cap)
+        lag_K = torch.cat([pack.lag_K for pack in tally.packs])
+        origin_K = torch.cat([pack.origin_K for pack in tally.packs])
+        drift = gauges(torch.cat(tally.proximal), behaviour_K, lag_K, origin_K, cap)
+    mismatch = drift.mismatch if drift else {}
+    fresh = mismatch.get("fresh")
     return StepReport(
         step=step,
         updated=bool(tally.losses),
@@ -141,8 +146,9 @@ def summarise(
         kl_k3=drift.kl_k3 if drift else None,
         truncated=drift.truncated if drift else None,
         clip_fraction=float(torch.cat(tally.clipped).float().mean()) if tally.clipped else None,
-        mismatch_mean=drift.mismatch_mean if drift else None,
-        mismatch_max=drift.mismatch_max if drift else None,
+        mismatch_mean=fresh.mean if fresh else None,
+        mismatch_max=fresh.max if fresh else None,
+        mismatch=mismatch,
         entropy=float(torch.cat(tally.entropy).mean()) if tally.entropy else None,
         seconds=dict(seconds),
     )

@@ -22,13 +22,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from agentrl.algos.corrections import Origin
 from agentrl.algos.credit import turn_advantages
 from agentrl.algos.losses import Normalise, token_weights
 from agentrl.config import Algo
-from agentrl.records import Group, Trajectory, Turn
+from agentrl.records import Group, Trajectory, Turn, VersionSpan
 
 StepOf = Callable[[int], int]
 """The optimizer step that made a weight version."""
+
+Undone = Callable[[int], bool]
+"""Whether a restart abandoned the future that a weight version belongs to."""
 
 _ROUNDING = 1e-9  # sums of equal rewards in another order differ by less
 
@@ -45,6 +49,7 @@ class Row:
     place_S: Tensor  # int64
     behaviour_S: Tensor  # float32, nats, under the policy that sampled
     lag_S: Tensor  # int64, optimizer steps since the weights that sampled
+    origin_S: Tensor  # int64, of `corrections.Origin`
     advantage_S: Tensor  # float32
     weight_S: Tensor  # float32, share of the loss; 1 until `weigh` has seen all rows of an update
 
@@ -68,17 +73,36 @@ class GroupRows:
     stale: int
 
 
-def group_rows(group: Group, algo: Algo, *, step_of: StepOf, step_now: int, max_lag: int) -> GroupRows:
+def group_rows(
+    group: Group,
+    algo: Algo,
+    *,
+    step_of: StepOf,
+    step_now: int,
+    max_lag: int,
+    undone: Undone = lambda _: False,
+    keeps_kv: bool = True,
+) -> GroupRows:
     """Rows and advantages of one group (laws 3 and 5).
 
-    The lag of a token is max(0, step_now - step_of(its version)); a token with lag > max_lag is not scored."""
+    The lag of a token is max(0, step_now - step_of(its version)); a token with lag > max_lag is not scored. `keeps_kv`
+    says that engines go on over new weights with the keys and values that they have."""
+
+    def lag_of(version: int) -> int:
+        return max(0, step_now - step_of(version))
+
+    def origin_of(turn: Turn, span: VersionSpan) -> Origin:
+        if undone(span.version):
+            return Origin.UNDONE
+        return Origin.MIXED_KV if keeps_kv and span.version != turn.spans[0].version else Origin.PLAIN
+
     members = group.trajectories
     scored = [member for member in members if member.scored]
     rows: list[Row] = []
     stale = 0
     for trajectory, advantage_T in zip(members, _advantages(members, algo), strict=True):
         if trajectory.scored:
-            for row in _rows(trajectory, advantage_T, lambda version: max(0, step_now - step_of(version))):
+            for row in _rows(trajectory, advantage_T, lag_of, origin_of):
                 fresh, dropped = _within(row, max_lag)
                 stale += dropped
                 if fresh is not None:
@@ -149,7 +173,12 @@ def _part(trajectory: Trajectory, role: str) -> _Part:
     return _Part(tuple(turns), tuple(rewards), trajectory.outcomes.get(role, trajectory.outcome or 0.0))
 
 
-def _rows(trajectory: Trajectory, advantage_T: Tensor, lag_of: Callable[[int], int]) -> list[Row]:
+def _rows(
+    trajectory: Trajectory,
+    advantage_T: Tensor,
+    lag_of: Callable[[int], int],
+    origin_of: Callable[[Turn, VersionSpan], Origin],
+) -> list[Row]:
     """All rows of an episode. Raises ValueError for a turn without any context: nothing predicts its first token."""
     turns = trajectory.turns
     continued = {turn.parent for turn in turns}
@@ -160,6 +189,7 @@ def _rows(trajectory: Trajectory, advantage_T: Tensor, lag_of: Callable[[int], i
         place: list[int] = []
         behaviour: list[float] = []
         lag: list[int] = []
+        origin: list[int] = []
         advantage: list[float] = []
         for turn in _path(turns, leaf):
             token_ids += turn.prompt_ids
@@ -172,7 +202,9 @@ def _rows(trajectory: Trajectory, advantage_T: Tensor, lag_of: Callable[[int], i
             seen.add(turn.index)
             place += range(start, len(token_ids))
             behaviour += turn.logprobs
-            lag += [lag_of(span.version) for span in turn.spans for _ in range(span.start, span.end)]
+            for span in turn.spans:
+                lag += [lag_of(span.version)] * (span.end - span.start)
+                origin += [origin_of(turn, span)] * (span.end - span.start)
             advantage += [float(advantage_T[turn.index])] * len(turn.token_ids)
         if place:
             rows.append(
@@ -183,6 +215,7 @@ def _rows(trajectory: Trajectory, advantage_T: Tensor, lag_of: Callable[[int], i
                     place_S=torch.tensor(place),
                     behaviour_S=torch.tensor(behaviour),
                     lag_S=torch.tensor(lag),
+                    origin_S=torch.tensor(origin),
                     advantage_S=torch.tensor(advantage),
                     weight_S=torch.ones(len(place)),
                 )
@@ -219,6 +252,7 @@ def _within(row: Row, max_lag: int) -> tuple[Row | None, int]:
         place_S=place_S,
         behaviour_S=row.behaviour_S[keep_S],
         lag_S=row.lag_S[keep_S],
+        origin_S=row.origin_S[keep_S],
         advantage_S=row.advantage_S[keep_S],
         weight_S=row.weight_S[keep_S],
     )

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from agentrl.algos.corrections import effective_sample_size, gauges, importance_weights
+from agentrl.algos.corrections import Origin, effective_sample_size, gauges, importance_weights
 
 
 def test_weights_are_ratios_up_to_the_cap_and_carry_no_gradient() -> None:
@@ -49,19 +49,35 @@ def test_effective_sample_size() -> None:
 def test_gauges_by_hand() -> None:
     behaviour = torch.tensor([-1.0, -2.0, -1.5, -0.5])
     proximal = torch.tensor([-1.1, -1.0, -1.5, -0.6])
-    got = gauges(proximal, behaviour, torch.tensor([0, 3, 1, 0]), cap=2.0)
+    got = gauges(proximal, behaviour, torch.tensor([0, 3, 1, 0]), torch.zeros(4, dtype=torch.long), cap=2.0)
     gap = [-0.1, 1.0, 0.0, -0.1]
     ratio = [math.exp(value) for value in gap]
     assert got.kl_k1 == pytest.approx(-sum(gap) / 4, abs=1e-6)
     assert got.kl_k3 == pytest.approx(sum(r - 1 - g for r, g in zip(ratio, gap, strict=True)) / 4, abs=1e-6)
     assert got.ess == pytest.approx(sum(ratio) ** 2 / (4 * sum(r * r for r in ratio)), abs=1e-6)
     assert got.truncated == 0.25  # e > 2
-    assert got.mismatch_mean == pytest.approx(0.1, abs=1e-6)
-    assert got.mismatch_max == pytest.approx(0.1, abs=1e-6)
     assert (got.lag_mean, got.lag_max) == (1.0, 3)
 
 
-def test_mismatch_needs_fresh_tokens() -> None:
-    got = gauges(torch.tensor([-1.0]), torch.tensor([-1.0]), torch.tensor([2]), cap=2.0)
-    assert got.mismatch_mean is None
-    assert got.mismatch_max is None
+def test_each_token_counts_in_one_kind_of_mismatch() -> None:
+    plain, mixed, undone = Origin.PLAIN, Origin.MIXED_KV, Origin.UNDONE
+    tokens = [(0.1, 0, plain), (-0.3, 0, plain), (0.5, 1, plain), (0.6, 3, plain), (0.7, 9, plain)]
+    tokens += [(2.0, 0, mixed), (-4.0, 5, mixed), (8.0, 0, undone)]
+    gap, lag, origin = (torch.tensor(column) for column in zip(*tokens, strict=True))
+    got = gauges(gap - 1.0, torch.full_like(gap, -1.0), lag, origin, cap=2.0).mismatch
+    expected = {
+        "fresh": (2, 0.2, 0.3),
+        "lag_1": (1, 0.5, 0.5),
+        "lag_2_3": (1, 0.6, 0.6),
+        "lag_4_up": (1, 0.7, 0.7),
+        "mixed_kv": (2, 3.0, 4.0),
+        "undone": (1, 8.0, 8.0),
+    }
+    assert got.keys() == expected.keys()
+    for name, numbers in expected.items():
+        assert (got[name].tokens, got[name].mean, got[name].max) == pytest.approx(numbers, abs=1e-6)
+
+
+def test_a_kind_without_tokens_is_not_measured() -> None:
+    got = gauges(torch.tensor([-1.0]), torch.tensor([-1.0]), torch.tensor([2]), torch.tensor([Origin.PLAIN]), cap=2.0)
+    assert got.mismatch.keys() == {"lag_2_3"}

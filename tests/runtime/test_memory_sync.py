@@ -99,6 +99,25 @@ def test_a_step_is_sent_as_a_copy_in_the_engines_dtype(scene: Scene) -> None:
     assert (parcel.canary.version, parcel.canary.dtype) == (6, "bfloat16")
 
 
+def test_a_step_is_told_which_versions_a_restart_abandoned(scene: Scene) -> None:
+    told: list[tuple[bool, bool]] = []
+
+    class Seen(Exception):
+        pass
+
+    def step(groups: object, *, step_of: Any, undone: Any) -> None:
+        told.append((undone(gone.version), undone(5)))
+        raise Seen
+
+    gone = scene.store.mint_version(9)
+    scene.store.checkpoint(4, 5, "/checkpoints/4")
+    scene.store.rollback(4)
+    scene.learning._learner.step, scene.learning._take = step, lambda: ([], 0.0)
+    with pytest.raises(Seen):
+        scene.learning.run()
+    assert told == [(True, False)]
+
+
 def test_a_file_is_written_in_the_engines_dtype(scene: Scene, tmp_path: Path) -> None:
     def export(path: Path, dtype: torch.dtype) -> WeightFile:
         return export_weights(scene.model.module, path, dtype=dtype)

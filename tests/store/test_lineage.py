@@ -81,6 +81,15 @@ def test_law_2_a_checkpoint_can_be_given_up_for_an_older_one(store: RunStore) ->
     assert audit(store).violations == []
 
 
+def test_versions_of_an_abandoned_future_are_told_from_those_that_stand(store: RunStore) -> None:
+    kept, gone = store.mint_version(1), store.mint_version(2)
+    trained_store(store, 1)
+    assert not store.is_undone(gone.version)
+    store.rollback(1)
+    again = store.mint_version(2)  # of the same step, other weights
+    assert [store.is_undone(version.version) for version in (kept, gone, again)] == [False, True, False]
+
+
 def test_there_is_no_going_back_to_a_step_without_a_checkpoint(store: RunStore) -> None:
     trained_store(store, 3)
     store.rollback(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.config import Algo, Buffer, Rollout, RunConfig, Train
 from agentrl.errors import ConfigError, RunFailed
-from agentrl.records import Group, StopReason
+from agentrl.records import Group, StopReason, VersionSpan
 from agentrl.train.learner import Learner
 
 from .making import episode, group_of, random_group, run_config, turn
@@ -244,6 +245,26 @@ def test_off_policy_tokens_are_seen(qwen3_dir: Path) -> None:
     assert report.ess is not None and report.ess < 0.9
     assert report.kl_k3 is not None and report.kl_k3 > 0.01
     assert report.truncated is not None and report.truncated > 0
+
+
+def test_the_mismatch_of_fresh_tokens_is_that_of_one_version_alone(qwen3_dir: Path) -> None:
+    """Tokens after a swap, whose keys are older, and those of an abandoned future have lag 0 too, and numbers of
+    their own."""
+    learner = Learner(run_config(), qwen3_dir)
+    good, bad = bandit(learner).trajectories
+    (first,), (second,) = good.turns, bad.turns
+    swapped = replace(
+        first,
+        spans=(VersionSpan(1, 0, 1), VersionSpan(2, 1, 3)),
+        logprobs=(first.logprobs[0], *(value - 0.5 for value in first.logprobs[1:])),
+    )
+    abandoned = replace(second, spans=(VersionSpan(3, 0, 3),), logprobs=tuple(value - 2 for value in second.logprobs))
+    group = group_of([replace(good, turns=(swapped,)), replace(bad, turns=(abandoned,))])
+    report = learner.step([group], step_of=lambda _: 0, undone=lambda version: version == 3)
+    assert report.lag_max == 0
+    assert report.mismatch_max == pytest.approx(0, abs=1e-5)
+    told = {name: (of.tokens, round(of.mean, 4)) for name, of in report.mismatch.items()}
+    assert told == {"fresh": (1, 0), "mixed_kv": (2, 0.5), "undone": (3, 2)}
 
 
 def test_several_updates_stay_near_the_policy_of_the_steps_start(qwen3_dir: Path) -> None:

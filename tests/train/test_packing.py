@@ -22,6 +22,7 @@ def row(
         place_S=torch.tensor(at),
         behaviour_S=-torch.arange(1.0, len(at) + 1),
         lag_S=torch.zeros(len(at), dtype=torch.long),
+        origin_S=torch.zeros(len(at), dtype=torch.long),
         advantage_S=torch.full((len(at),), advantage),
         weight_S=torch.ones(len(at)),
     )

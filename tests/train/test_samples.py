@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from agentrl.algos.corrections import Origin
 from agentrl.config import Algo
 from agentrl.records import Group, Step, StopReason, Trajectory, Turn, VersionSpan
 from agentrl.train.samples import GroupRows, group_rows, weigh
@@ -135,6 +136,36 @@ def test_law_3_only_the_policys_own_doing_is_scored() -> None:
 def test_law_3_every_stop_reason(reason: StopReason) -> None:
     got = rows_of(group_of([episode(0, [turn(0, [1], [2])], 1.0, stop=reason), sibling()]))
     assert len(got.rows) == (2 if reason.by_policy else 1)
+
+
+def over_weights(*versions: int) -> Turn:
+    """A turn whose tokens were sampled one by one under these versions."""
+    spans = tuple(VersionSpan(version, at, at + 1) for at, version in enumerate(versions))
+    tokens = [2 + at for at in range(len(versions))]
+    return replace(turn(0, [1], tokens), spans=spans)
+
+
+@pytest.mark.parametrize(
+    ("keeps_kv", "origins"),
+    [
+        (True, [Origin.PLAIN, Origin.PLAIN, Origin.MIXED_KV, Origin.UNDONE]),
+        (False, [Origin.PLAIN, Origin.PLAIN, Origin.PLAIN, Origin.UNDONE]),  # engines computed all anew
+    ],
+)
+def test_tokens_tell_what_besides_their_age_sets_them_apart(keeps_kv: bool, origins: list[Origin]) -> None:
+    group = group_of([episode(0, [over_weights(3, 3, 5, 9)], 1.0), episode(1, [turn(0, [1], [2])], 0.0)])
+    got = group_rows(
+        group,
+        Algo(),
+        step_of=lambda version: version,
+        step_now=8,
+        max_lag=100,
+        undone=lambda version: version == 9,
+        keeps_kv=keeps_kv,
+    )
+    assert got.rows[0].origin_S.tolist() == origins
+    assert got.rows[0].lag_S.tolist() == [5, 5, 3, 0]
+    assert got.rows[1].origin_S.tolist() == [Origin.PLAIN]
 
 
 def test_law_5_no_token_beyond_the_lag_bound_enters_the_loss() -> None:
