@@ -485,6 +485,8 @@ def _show_summary(path: Path, summary: dict[str, Any]) -> None:
     ):
         table.add_row(label, "", value)
     console.print(table)
+    for task in summary["quarantined"]:
+        console.print(f"not played again: {task['reason']} (episode {task['episode']})", markup=False, highlight=False)
     transcripts = path / "transcripts.md"
     if transcripts.exists():
         console.print(transcripts.read_text(), markup=False, highlight=False)

@@ -100,7 +100,7 @@ class Crew:
             name = f"worker-{index}"
             child = self._child(name, ["-m", "agentrl.runtime.child", "worker", str(self.run.path), str(index)], 1)
             child.start()
-            self.nursery.start_soon(self._keep, child, self._worker_again(child))
+            self.nursery.start_soon(self._keep, child, None, None, self._buried)
 
     def start_learner(self) -> trio.Event:
         """Start the learner; the event is set when it has done all its steps."""
@@ -135,17 +135,22 @@ class Crew:
         self._children.append(child)
         return child
 
-    def _worker_again(self, child: Child) -> Callable[[], Awaitable[None]]:
-        async def again() -> None:
-            self.store.release_worker(f"{child.name}.{child.pid}")
-            child.start()
-
-        return again
+    def _buried(self, child: Child, budget: RestartBudget) -> bool:
+        """Free the episodes of a dead worker; whether it died of one of them, which spends none of its budget."""
+        released = self.store.release_worker(f"{child.name}.{child.pid}", max_deaths=self.config.rollout.max_deaths)
+        for _ in released.quarantined:
+            budget.forgive()  # the death that came before it was known
+        return released.foretold
 
     async def _keep(
-        self, child: Child, again: Callable[[], Awaitable[None]] | None = None, done: trio.Event | None = None
+        self,
+        child: Child,
+        again: Callable[[], Awaitable[None]] | None = None,
+        done: trio.Event | None = None,
+        died: Callable[[Child, RestartBudget], bool] | None = None,
     ) -> None:
-        """Wait for the child; start it again while its budget lasts, or set `done` when it ended well."""
+        """Wait for the child; start it again while its budget lasts, or set `done` when it ended well. `died` is asked
+        at each death; it says whether something else is to blame."""
         budget = RestartBudget()
         while True:
             budget.well()
@@ -158,6 +163,10 @@ class Crew:
             why = child.failure(status)
             if status in (UsageError.exit_code, ENDS_THE_RUN):
                 raise RunFailed(why)
+            if died is not None and died(child, budget):
+                self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
+                child.start()
+                continue
             await self._mend(child, again, budget, why)
 
     async def _mend(

@@ -34,6 +34,7 @@ class LiveView:
     _live: Live | None = None
     _printed: int = 0
     _phase: str = ""
+    _quarantined: int = 0
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -92,6 +93,8 @@ class LiveView:
             f"{counts.get(GroupState.TAKEN, 0) + counts.get(GroupState.TRAINED, 0)} trained"
             + "".join(f", {n} dropped ({reason})" for reason, n in store.drops().items()),
         )
+        for task in store.quarantined()[-3:]:
+            table.add_row("not played again", Text(task.reason))
         title = f"agentrl · {config.name} · {config.env.id} · {_age(supervisor)}"
         return Panel(Group(table), title=title, border_style="blue", title_align="left")
 

@@ -136,3 +136,7 @@ class RestartBudget:
         if self._spent:
             await trio.sleep(_PAUSE_S * 2 ** (self._spent - 1))
         self._spent += 1
+
+    def forgive(self) -> None:
+        """One restart was somebody else's doing."""
+        self._spent = max(0, self._spent - 1)

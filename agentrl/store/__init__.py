@@ -5,6 +5,7 @@ async code calls them directly. Standard library and zstandard only.
 
     versions    weight versions, minted once          admission   how many groups may start (pure)
     groups      birth and end of groups               leases      who plays which episode
+    deaths      which episode killed its worker
     journal     a running episode, turn by turn       buffer      what the learner takes, what expires
     lineage     checkpoint, rollback, retention       recovery    what a loss of power took
     metrics     values, drops, the bias of dropping   readers     rows back into records
@@ -24,6 +25,7 @@ from agentrl.errors import DiskFull, LeaseLost, StoreError, StoreVersionError
 from agentrl.store.admission import Load, admissible_groups
 from agentrl.store.buffer import Buffer
 from agentrl.store.database import Database
+from agentrl.store.deaths import Deaths, Quarantined, Released
 from agentrl.store.groups import TRAIN, Groups
 from agentrl.store.journal import Journal
 from agentrl.store.leases import Claim, Leases
@@ -45,6 +47,8 @@ __all__ = [
     "Lengths",
     "Load",
     "Metric",
+    "Quarantined",
+    "Released",
     "Restart",
     "RunStore",
     "Saved",
@@ -54,7 +58,7 @@ __all__ = [
 ]
 
 
-class RunStore(Groups, Leases, Journal, Buffer, Lineage, Recovery, Metrics, Readers):
+class RunStore(Groups, Leases, Deaths, Journal, Buffer, Lineage, Recovery, Metrics, Readers):
     """A run's store, opened by this process. Threads may share it; forked children may not: they open their own.
 
     `clock` gives seconds since the epoch, the same for every process of the run; a simulation passes its own."""

@@ -149,6 +149,11 @@ def unpack_task(text: str) -> Task:
     return Task(**fields)
 
 
+def pack_identity(task: Task) -> str:
+    """What makes two tasks the same, wherever they stand in their source."""
+    return json.dumps([task.env, task.seed, dict(task.kwargs), dict(task.options)], sort_keys=True)
+
+
 def pack_info(info: Mapping[str, Json], what: str) -> str:
     """A step's info as a JSON object."""
     return to_json(dict(info), what) if info else "{}"

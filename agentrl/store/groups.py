@@ -5,12 +5,13 @@ Owns the task counter, so that a restart goes on with the next task; never knows
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
 from agentrl.records import GroupState, StopReason, Task
 from agentrl.store.admission import Load, admissible_groups
-from agentrl.store.codec import pack_task
+from agentrl.store.codec import pack_identity, pack_task
 from agentrl.store.database import Database, Part
 from agentrl.store.versions import latest_confirmed
 
@@ -19,6 +20,7 @@ TRAIN = "train"
 
 _ACCEPTED = (GroupState.FINISHED, GroupState.SCORED, GroupState.TAKEN, GroupState.TRAINED)
 _RUNNING = (GroupState.WAITING, GroupState.RUNNING)
+_SKIPPED = 64  # quarantined tasks that one admission passes over at most
 
 
 class Groups(Part):
@@ -40,7 +42,7 @@ class Groups(Part):
 
         `task_of(index)` gives the task of each, index counting 0, 1, 2, … over the whole run; it is called inside the
         transaction, so it must be quick and must not touch the store. There are `tasks_total` of them (None: no end).
-        0 while no weight version is confirmed."""
+        Quarantined ones are passed over. 0 while no weight version is confirmed."""
 
         def allowed() -> tuple[int, int]:
             version = latest_confirmed(self._db)
@@ -63,11 +65,17 @@ class Groups(Part):
                 return 0
         with self._db.write():
             n, step = allowed()
-            first = next_task(self._db)
-            for index in range(first, first + n):
-                _create(self._db, task_of(index), group_size, TRAIN, step)
-            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('next_task', ?)", (str(first + n),))
-        return n
+            index = next_task(self._db)
+            end = min(index + n + _SKIPPED, math.inf if tasks_total is None else tasks_total)
+            quarantined = {task for (task,) in self._db.rows("SELECT task FROM quarantine")}
+            started = 0
+            while started < n and index < end:
+                task, index = task_of(index), index + 1
+                if not quarantined or pack_identity(task) not in quarantined:
+                    _create(self._db, task, group_size, TRAIN, step)
+                    started += 1
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('next_task', ?)", (str(index),))
+        return started
 
     def add_groups(self, tasks: Iterable[Task], *, size: int, purpose: str) -> list[int]:
         """Start a group of `size` episodes for each task, outside admission; their ids. For evaluation: give a purpose

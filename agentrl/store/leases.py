@@ -35,16 +35,26 @@ class Claim:
     turns: tuple[Turn, ...]
 
 
-# Evaluation first, then episodes of dead workers, then the oldest group's. ?1 now, ?2 holder, ?3 limit.
-# CROSS JOIN makes SQLite begin with the few leases instead of the many running episodes.
+# Evaluation first, then episodes of dead workers, then the oldest group's; last, in the same order, those that a worker
+# died of. ?1 now, ?2 holder, ?3 limit. CROSS JOIN makes SQLite begin with the few leases instead of the many running
+# episodes.
 _CLAIMABLE = """
-SELECT id FROM (
+SELECT id, deaths FROM (
     SELECT * FROM (
-        SELECT id, evaluation, 1 AS fresh FROM episodes WHERE state = 'waiting' ORDER BY evaluation DESC, id LIMIT ?3)
+        SELECT id, evaluation, 1 AS fresh, 0 AS deaths FROM episodes WHERE state = 'waiting' AND deaths = 0
+            ORDER BY evaluation DESC, id LIMIT ?3)
     UNION ALL
-    SELECT e.id, e.evaluation, 0 FROM leases l CROSS JOIN episodes e ON e.holder = l.holder
+    SELECT id, evaluation, 1, deaths FROM episodes WHERE state = 'waiting' AND deaths > 0
+    UNION ALL
+    SELECT e.id, e.evaluation, 0, e.deaths FROM leases l CROSS JOIN episodes e ON e.holder = l.holder
         WHERE l.until_s < ?1 AND l.holder <> ?2 AND e.state = 'running'
-) ORDER BY evaluation DESC, fresh, id LIMIT ?3
+) ORDER BY deaths > 0, evaluation DESC, fresh, id
+"""
+
+_APART = 2  # deaths from which on an episode is played apart from others like it
+_PLAYS_ONE_APART = f"""
+SELECT 1 FROM episodes e WHERE e.holder = ? AND e.state = 'running' AND e.deaths >= {_APART}
+    AND e.died_at >= (SELECT COUNT(*) FROM turns t WHERE t.episode_id = e.id AND t.trial = e.trial)
 """
 
 
@@ -57,8 +67,8 @@ class Leases(Part):
 
     def claim(self, worker: str, limit: int, *, lease_s: float, now: float | None = None) -> list[Claim]:
         """Up to `limit` episodes for this worker: evaluation first, then what other workers left whose lease ran out
-        before `now` (seconds since the epoch; default the store's clock), then oldest group first. If there are any
-        its lease is renewed."""
+        before `now` (seconds since the epoch; default the store's clock), then oldest group first; last those that a
+        worker died of (see `deaths`). If there are any its lease is renewed."""
         now = self._db.clock() if now is None else now
         with self._db.read():  # an idle worker asks often, and must not take the write lock to hear no
             if not self._claimable(worker, 1, now):
@@ -92,33 +102,14 @@ class Leases(Part):
             rows = self._db.rows("SELECT id FROM episodes WHERE holder = ? AND state = 'running'", (holder,))
         return frozenset(id for (id,) in rows)
 
-    def release_worker(self, worker: str) -> int:
-        """This worker is dead, in all its lives: its episodes may be claimed at once; how many there were."""
-        with self._db.write():
-            cursor = self._db.execute(
-                "UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running'"
-                " AND holder IN (SELECT holder FROM leases WHERE worker = ?)",
-                (worker,),
-            )
-            self._db.execute("DELETE FROM leases WHERE worker = ?", (worker,))
-        return cursor.rowcount
-
-    def release_all(self) -> int:
-        """Every worker is dead (the whole run was restarted): all running episodes may be claimed at once, and the
-        deadlines of their groups count anew from then; how many there were. A new attempt begins, so that failures of
-        the last one do not count against this one's budget."""
-        with self._db.write():
-            self._db.execute(
-                "UPDATE meta SET value = CAST(value AS INTEGER) + 1 WHERE key = 'attempt'"
-                " AND EXISTS (SELECT 1 FROM ending_counts WHERE attempt = CAST(value AS INTEGER))"
-            )
-            self._db.execute("DELETE FROM leases")
-            self._db.execute("UPDATE groups SET started_s = NULL WHERE state = 'running'")
-            cursor = self._db.execute("UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running'")
-        return cursor.rowcount
-
     def _claimable(self, worker: str, limit: int, now: float) -> list[int]:
-        return [id for (id,) in self._db.rows(_CLAIMABLE, (now, self._holder(worker), limit))]
+        """Of those of which two workers died, a worker plays one at a time: its death then tells which one it was."""
+        holder = self._holder(worker)
+        found = self._db.rows(_CLAIMABLE, (now, holder, limit))
+        apart = [id for id, deaths in found if deaths >= _APART]
+        if apart and not self._db.rows(_PLAYS_ONE_APART, (holder,)):
+            del apart[0]
+        return [id for id, _ in found if id not in apart][:limit]
 
     def _holder(self, worker: str) -> str:
         return f"{worker}/{self._life}"

@@ -13,6 +13,7 @@ k + 1, so a new store runs all of them. A store is made in one transaction: eith
     experts      the experts that a mixture computed that turn's tokens with, packed, where the run keeps them
     steps        the environment's answer to a turn
     restarts     why and when an episode started anew; its earlier trial's turns stay, never trained
+    quarantine   tasks that killed their workers, and are not admitted again
     lineage      which optimizer step took which group; at most one row a group that is not undone
     checkpoints  which steps can be gone back to
     lost         groups that a checkpoint trained, and whose rows a loss of power or an older copy took
@@ -196,7 +197,16 @@ _LOST = """
 CREATE TABLE lost (group_id INTEGER PRIMARY KEY, step INTEGER NOT NULL, found_s REAL NOT NULL) STRICT;
 """
 
-MIGRATIONS: tuple[str, ...] = (_FIRST, _ROLES, _EXPERTS, _LOST)
+_DEATHS = """
+ALTER TABLE episodes ADD COLUMN deaths INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE episodes ADD COLUMN died_at INTEGER;
+CREATE INDEX episodes_suspected ON episodes (id) WHERE state = 'waiting' AND deaths > 0;
+CREATE TABLE quarantine (
+    task TEXT PRIMARY KEY, episode_id INTEGER NOT NULL REFERENCES episodes, reason TEXT NOT NULL, time_s REAL NOT NULL
+) STRICT;
+"""
+
+MIGRATIONS: tuple[str, ...] = (_FIRST, _ROLES, _EXPERTS, _LOST, _DEATHS)
 SCHEMA_VERSION = len(MIGRATIONS)
 
 

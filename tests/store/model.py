@@ -24,6 +24,16 @@ class Episode:
     aside: int = 0
     stop: str | None = None
     outcome: float | None = None
+    deaths: int = 0  # of workers in a row while it stood at turn `died_at` or before it
+    died_at: int = 0
+
+    @property
+    def stuck(self) -> bool:
+        return self.deaths > 0 and len(self.turns) <= self.died_at
+
+    @property
+    def in_env(self) -> bool:
+        return not self.begun or any(not answered for _, answered in self.turns)
 
     @property
     def open(self) -> bool:
@@ -31,7 +41,7 @@ class Episode:
 
     @property
     def in_loss(self) -> bool:
-        return self.stop not in (None, "engine_failed", "expired") and self.outcome is not None
+        return self.stop not in (None, "engine_failed", "env_failed", "expired") and self.outcome is not None
 
 
 @dataclass
@@ -108,7 +118,7 @@ class Model:
         return max(0, n)
 
     def claim(self, worker: str, limit: int) -> list[tuple[int, int, int]]:
-        free: list[tuple[bool, bool, int]] = []
+        free: list[tuple[bool, bool, bool, int]] = []
         for id, episode in self.episodes.items():
             lapsed = (
                 episode.state == "running"
@@ -116,8 +126,12 @@ class Model:
                 and self.leases.get(episode.holder or "", self.now) < self.now
             )
             if episode.state == "waiting" or lapsed:
-                free.append((not episode.evaluation, not lapsed, id))
-        ids = [id for *_, id in sorted(free)[:limit]]
+                free.append((episode.deaths > 0, not episode.evaluation, not lapsed, id))
+        apart = [id for *_, id in sorted(free) if self.episodes[id].deaths >= 2]
+        mine = [e for e in self.episodes.values() if e.state == "running" and e.holder == worker]
+        if not any(episode.stuck and episode.deaths >= 2 for episode in mine):
+            apart = apart[1:]
+        ids = [id for *_, id in sorted(free) if id not in apart][:limit]
         if ids:
             self.leases[worker] = self.now + LEASE_S
         for id in ids:
@@ -170,8 +184,8 @@ class Model:
         scored = sum(member.in_loss for member in members)
         if self.groups[group].purpose == "train" and scored < 2:
             self.groups[group].state = "failed"
-            failed = any(member.stop == "engine_failed" for member in members)
-            self.groups[group].reason = "engine_failed" if failed else "no_outcome"
+            failed = [member.stop for member in members if member.stop in ("engine_failed", "env_failed")]
+            self.groups[group].reason = failed[0] if failed else "no_outcome"
         else:
             self.groups[group].state = "scored"
 
@@ -212,6 +226,24 @@ class Model:
         for group in self.groups.values():
             if group.state == "taken":
                 group.state = "trained"
+
+    def die(self, worker: str) -> None:
+        aboard = [e for e in self.episodes.values() if e.state == "running" and e.holder == worker]
+        stuck = [e for e in aboard if e.stuck]
+        blamed = stuck or [e for e in aboard if e.in_env] or aboard
+        for episode in aboard:
+            if not episode.stuck:
+                episode.deaths = episode.died_at = 0
+            episode.died_at = max(episode.died_at, len(episode.turns))
+        for episode in blamed:
+            episode.deaths += 1
+        self.release(worker)
+        for guilty in [e for e in stuck if e.deaths >= 3]:
+            guilty.state, guilty.stop, guilty.holder = "finished", "env_failed", None
+            self.close(guilty.group)
+            for other in self.episodes.values():
+                if other.group != guilty.group:
+                    other.deaths = 0
 
     def release(self, worker: str) -> None:
         for episode in self.episodes.values():

@@ -97,8 +97,8 @@ def test_a_released_workers_episodes_are_free_at_once(store: RunStore, clock: Cl
     claimed(store, "a", 2)
     claimed(store, "b", 2)
     with RunStore.open(store.path, clock=clock) as supervisor:
-        assert supervisor.release_worker("a") == 2
-        assert claimed(supervisor, "c", 3) == [1, 2, 5]
+        assert supervisor.release_worker("a").episodes == 2
+        assert claimed(supervisor, "c", 9) == [5, 6, 7, 8, 1, 2]
     assert store.renew("b", lease_s=30.0) == {3, 4}
 
 

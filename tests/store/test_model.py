@@ -228,7 +228,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from("ab"), crash=crashes)
     def worker_dies(self, worker: str, crash: Crash) -> None:
-        self.both(lambda: silent(self.store.release_worker(worker)), lambda model: model.release(worker), crash)
+        self.both(lambda: silent(self.store.release_worker(worker)), lambda model: model.die(worker), crash)
 
     # --- learner
 

@@ -113,7 +113,8 @@ def test_a_store_of_the_first_schema_has_one_learning_role_in_every_turn(path: P
     connection = sqlite3.connect(path)
     connection.executescript(
         "ALTER TABLE turns DROP COLUMN learns; ALTER TABLE episodes DROP COLUMN outcomes;"
-        " DROP TABLE experts; DROP TABLE lost; PRAGMA user_version = 1"
+        " DROP TABLE experts; DROP TABLE lost; DROP TABLE quarantine; DROP INDEX episodes_suspected;"
+        " ALTER TABLE episodes DROP COLUMN deaths; ALTER TABLE episodes DROP COLUMN died_at; PRAGMA user_version = 1"
     )
     connection.close()
     with RunStore.open(path) as store:
@@ -163,7 +164,7 @@ from agentrl.errors import StoreError
 from agentrl.records import Task
 from agentrl.store import RunStore
 store = RunStore.open(sys.argv[1])
-resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
 try:
     for n in range(100_000):
         store.set_meta(f"key {n}", "x" * 500)

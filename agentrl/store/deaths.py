@@ -1,0 +1,143 @@
+"""What a dead worker leaves: its episodes, free again, and the question which of them killed it.
+
+An episode whose environment kills its own process does so again wherever it is played. So a death is held against
+episodes, by what the journal shows. The first time, against those whose environment was at work: being made, or at a
+step without an answer. From then on, against those that stand where they stood when a worker died before. They are
+claimed last; after a second death each of them is played apart from the others; and the one whose worker then dies
+again is the one. It ends as `env_failed`, its task is quarantined, and the others are free of suspicion. A turn further
+than ever before clears an episode at any time, so that workers that are killed from outside cost no episode anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agentrl.records import StopReason, Task
+from agentrl.store.codec import pack_identity, unpack_task
+from agentrl.store.database import Part
+from agentrl.store.groups import close_if_ended
+from agentrl.store.journal import end_episode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """What a dead worker held: `episodes` that may be claimed again, and those now `quarantined`. `foretold` says that
+    a worker had died at the same place of one of them before: the death is that episode's, not the worker's."""
+
+    episodes: int
+    quarantined: tuple[int, ...] = ()
+    foretold: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantined:
+    """A task that is not admitted again, the episode that showed why, and the reason in one line."""
+
+    task: Task
+    episode_id: int
+    reason: str
+    time_s: float
+
+
+@dataclass(slots=True)
+class _Aboard:
+    """An episode that a dead worker held: where it stands, and what is held against it so far."""
+
+    id: int
+    deaths: int
+    died_at: int
+    turns: int
+    in_env: bool
+
+    @property
+    def stuck(self) -> bool:
+        return self.deaths > 0 and self.turns <= self.died_at
+
+
+class Deaths(Part):
+    """Free the episodes of dead workers, and find out which of them killed theirs."""
+
+    def release_worker(self, worker: str, *, max_deaths: int = 3) -> Released:
+        """This worker died, in all its lives: its episodes may be claimed at once. One that has stood at the same place
+        at `max_deaths` deaths ends as `env_failed`, and its task is quarantined."""
+        with self._db.write():
+            aboard = self._aboard(worker)
+            self._db.execute(
+                "UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running'"
+                " AND holder IN (SELECT holder FROM leases WHERE worker = ?)",
+                (worker,),
+            )
+            self._db.execute("DELETE FROM leases WHERE worker = ?", (worker,))
+            stuck = [one for one in aboard if one.stuck]
+            blamed = stuck or [one for one in aboard if one.in_env] or aboard
+            for one in aboard:
+                deaths = (one.deaths if one.stuck else 0) + (one in blamed)
+                died_at = max(one.turns, one.died_at) if deaths else None
+                self._db.execute("UPDATE episodes SET deaths = ?, died_at = ? WHERE id = ?", (deaths, died_at, one.id))
+            guilty = tuple(one.id for one in stuck if one.deaths + 1 >= max_deaths)
+            for id in guilty:
+                self._quarantine(id, max_deaths)
+        return Released(episodes=len(aboard) - len(guilty), quarantined=guilty, foretold=bool(stuck))
+
+    def release_all(self) -> int:
+        """Every worker is gone (the whole run was restarted): all running episodes may be claimed at once, and the
+        deadlines of their groups count anew from then; how many there were. It is held against none of them. A new
+        attempt begins, so that failures of the last one do not count against this one's budget."""
+        with self._db.write():
+            self._db.execute(
+                "UPDATE meta SET value = CAST(value AS INTEGER) + 1 WHERE key = 'attempt'"
+                " AND EXISTS (SELECT 1 FROM ending_counts WHERE attempt = CAST(value AS INTEGER))"
+            )
+            self._db.execute("DELETE FROM leases")
+            self._db.execute("UPDATE groups SET started_s = NULL WHERE state = 'running'")
+            cursor = self._db.execute("UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running'")
+        return cursor.rowcount
+
+    def quarantined(self) -> list[Quarantined]:
+        """The tasks that are not admitted again, in the order in which they were found."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT g.task, q.episode_id, q.reason, q.time_s FROM quarantine q"
+                " JOIN episodes e ON e.id = q.episode_id JOIN groups g ON g.id = e.group_id ORDER BY q.time_s, q.rowid"
+            )
+        return [
+            Quarantined(task=unpack_task(task), episode_id=id, reason=reason, time_s=time_s)
+            for task, id, reason, time_s in rows
+        ]
+
+    def _aboard(self, worker: str) -> list[_Aboard]:
+        rows = self._db.rows(
+            "SELECT e.id, e.deaths, COALESCE(e.died_at, 0), COUNT(t.id),"
+            " e.start IS NULL OR COUNT(t.id) > COUNT(s.turn_id)"
+            " FROM leases l CROSS JOIN episodes e ON e.holder = l.holder"
+            " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial LEFT JOIN steps s ON s.turn_id = t.id"
+            " WHERE l.worker = ? AND e.state = 'running' GROUP BY e.id ORDER BY e.id",
+            (worker,),
+        )
+        return [
+            _Aboard(id=id, deaths=deaths, died_at=died_at, turns=turns, in_env=bool(in_env))
+            for id, deaths, died_at, turns, in_env in rows
+        ]
+
+    def _quarantine(self, episode_id: int, deaths: int) -> None:
+        """End the episode and keep its task out. Its siblings, which share the task, stay under suspicion."""
+        now = self._db.clock()
+        row = self._db.row(
+            "SELECT g.id, g.task, e.died_at FROM episodes e JOIN groups g ON g.id = e.group_id WHERE e.id = ?",
+            (episode_id,),
+        )
+        assert row is not None
+        group_id, packed, turns = row
+        task = unpack_task(packed)
+        reason = f"{task.env}, seed {task.seed}: {deaths} workers in a row died of it after {turns} turns"
+        end_episode(self._db, episode_id, "finished", StopReason.ENV_FAILED, now)
+        self._db.execute("UPDATE episodes SET detail = ? WHERE id = ?", (reason, episode_id))
+        self._db.execute(
+            "INSERT OR IGNORE INTO quarantine VALUES (?, ?, ?, ?)", (pack_identity(task), episode_id, reason, now)
+        )
+        close_if_ended(self._db, group_id, now)
+        self._db.execute(
+            "UPDATE episodes SET deaths = 0, died_at = NULL"
+            " WHERE deaths > 0 AND state IN ('waiting', 'running') AND group_id <> ?",
+            (group_id,),
+        )
