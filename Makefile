@@ -74,9 +74,9 @@ SETS := $(patsubst %,requirements/%.txt,runtime dev adapters trl vllm)
 COMPILE := $(BIN)/uv pip compile --quiet --no-header --no-emit-find-links --no-annotate
 lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is what they are resolved for
 	@touch $(SETS) && sed -i 's/^torch==\([0-9.]*\)$$/torch==\1+cpu/' $(SETS)
-	$(COMPILE) pyproject.toml requirements/runtime.in -o requirements/runtime.txt
-	$(COMPILE) --extra dev pyproject.toml requirements/runtime.in -o requirements/dev.txt
-	$(COMPILE) --extra dev --extra adapters pyproject.toml requirements/runtime.in -o requirements/adapters.txt
+	$(COMPILE) --extra train pyproject.toml requirements/runtime.in -o requirements/runtime.txt
+	$(COMPILE) --extra train --extra dev pyproject.toml requirements/runtime.in -o requirements/dev.txt
+	$(COMPILE) --extra train --extra dev --extra adapters pyproject.toml requirements/runtime.in -o requirements/adapters.txt
 	$(COMPILE) requirements/trl.in -o requirements/trl.txt
 	$(COMPILE) --overrides requirements/vllm-overrides.txt requirements/vllm.in -o requirements/vllm.txt
 	@sed -i 's/^torch==\([0-9.]*\)+cpu/torch==\1/' $(SETS)

@@ -7,6 +7,7 @@ summary = Trainer(model="agentrl/tiny-coder", env="agentrl/CodeRepair-v0", confi
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, Protocol, cast
 from agentrl import config as configuration
 from agentrl import registry
 from agentrl.config import RunConfig
-from agentrl.errors import AgentRLError, ConfigError, ModelError
+from agentrl.errors import AgentRLError, ConfigError, ModelError, UsageError
 from agentrl.protocols import Rewarder
 from agentrl.registration import make
 from agentrl.runtime import evaluation, extending, report
@@ -25,6 +26,9 @@ from agentrl.runtime.pipeline import Interrupted, Supervisor, run_to_end
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.sources import first_tasks, task_source
 from agentrl.store import RunStore
+
+
+_TRAINING = ("torch", "transformers", "safetensors", "peft", "matplotlib")  # what the extra `train` brings
 
 
 class View(AbstractContextManager["View"], Protocol):
@@ -95,6 +99,9 @@ def check_startable(config: RunConfig) -> None:
     from agentrl.engine.renderer import Renderer
     from agentrl.engine.vllm.launch import check_gpus, check_sender
 
+    for package in _TRAINING:
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(f"training needs {package}, which is not installed: pip install 'agentrl[train]'")
     if config.syncs_memory:
         check_sender(config.sync, untested=config.engine.untested_vllm)
     if config.engine.gpus:

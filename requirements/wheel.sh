@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Build the wheel and use it from an empty environment without torch: what somebody gets who writes environments.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+uv="$PWD/.venv/bin/uv"
+python="$PWD/.venv/bin/python"
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+"$uv" build --quiet --wheel --python "$python" --out-dir "$folder/dist"
+"$uv" venv --quiet --python "$python" "$folder/venv"
+"$uv" pip install --quiet --python "$folder/venv/bin/python" "$folder"/dist/agentrl-*.whl
+cd "$folder"
+for heavy in torch transformers peft matplotlib; do
+  if venv/bin/python -c "import $heavy" 2>/dev/null; then echo "the wheel brings $heavy with it"; exit 1; fi
+done
+venv/bin/agentrl --version
+venv/bin/agentrl list environments | grep -q agentrl/CodeRepair-v0
+venv/bin/agentrl show agentrl/Calculator-v0 >/dev/null
+venv/bin/agentrl validate agentrl/Calculator-v0 --n 2
+venv/bin/agentrl new env my_game >/dev/null
+venv/bin/python -c 'import agentrl; agentrl.check_env("agentrl/Calculator-v0")'
+venv/bin/python -c 'import gymnasium; gymnasium.make("agentrl:agentrl/Calculator-v0").reset(seed=1)'
+printf 'model = "agentrl/tiny-coder"\n[env]\nid = "agentrl/Calculator-v0"\n' >run.toml
+said=$(venv/bin/agentrl train run.toml 2>&1) && { echo "it trained without torch"; exit 1; }
+[ "$said" = "agentrl: training needs torch, which is not installed: pip install 'agentrl[train]'" ] || { echo "$said"; exit 1; }
+[ ! -e runs ]
+echo "the wheel works without torch"
