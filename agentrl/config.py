@@ -83,7 +83,7 @@ class Rollout(_Section):
     workers: Count = 1  # processes that play episodes
     group_size: Annotated[int, Field(ge=2)] = 8  # episodes of one task that are judged beside each other
     max_running: Count = 128  # episodes at once, all workers together
-    max_turns: Count = 8
+    max_turns: Count | None = None  # beside what the environment itself allows
     max_tokens_per_turn: Count = 64  # a longer turn is cut, and the environment told
     max_context: Count = 1024  # tokens of one row
     temperature: Positive = 1.0  # of sampling, in training and evaluation

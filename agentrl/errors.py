@@ -15,6 +15,7 @@ AgentRLError
 │   │                          └── ScoreError
 │   ├── SandboxError           ├── SandboxUnavailable
 │   ├── EnvError               an environment's own code raised
+│   ├── HostBusy               this machine did not have a slot in time
 │   └── StoreError             ├── LeaseLost           ├── DiskFull
 │                              ├── StoreBusy           └── StoreDamaged
 └── PolicyFault                the policy could have caused it: stays in loss and baseline
@@ -114,6 +115,10 @@ class SandboxUnavailable(SandboxError):
 
 class EnvError(InfrastructureError):
     """An environment's own code raised; the cause is chained."""
+
+
+class HostBusy(InfrastructureError):
+    """What this machine gives to one episode at a time (a slot, a thread, a box) was not to be had in time."""
 
 
 class StoreError(InfrastructureError):

@@ -32,6 +32,10 @@ class AsyncEnv(Protocol):
     `areset`/`astep` follow gymnasium's five-tuple; observations are the messages to append. Both may raise
     `InfrastructureError`; any other exception becomes `EnvError` at the rollout's boundary."""
 
+    action_cut: bool
+    """Set by the driver before each step: whether the action was cut (`Turn.finish` is "length") before the policy
+    ended it."""
+
     def tool_schemas(self) -> Sequence[Mapping[str, Json]]:
         """OpenAI-style function schemas for the chat template; empty if the environment has no tools."""
         ...
@@ -126,7 +130,8 @@ class Sandbox(Protocol):
 
     Raises `SandboxError` when the box's host fails, `SandboxPathError` (the policy's own doing) when a path in the box
     is missing, of the wrong kind, leads out, finds no space or is larger than asked for; what a command in the box does
-    is an `ExecResult`."""
+    is an `ExecResult`. What `exec` and a `BoxProcess` wait for is the policy's time: a box waits in
+    `agentrl.clock.policy_time()`."""
 
     async def exec(
         self,

@@ -89,8 +89,9 @@ def _info(info: Any, what: str) -> dict[str, Json]:
         json.dumps(given, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvError(f"{what}: info is not JSON-safe: {error}") from error
-    if given.get("outcome") is not None:
-        _number(given["outcome"], f"{what}: info['outcome']")
+    for name in ("outcome", "unsettled"):
+        if given.get(name) is not None:
+            _number(given[name], f"{what}: info[{name!r}]")
     outcomes: Any = given.get("outcomes") or {}
     if not isinstance(outcomes, Mapping):
         raise EnvError(f"{what}: info['outcomes'] = {outcomes!r}: give a number for each role")

@@ -6,6 +6,7 @@ Owns threads and nothing else; knows no environment.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import threading
@@ -15,6 +16,7 @@ from typing import Any, Final, TypeVar, cast
 import trio
 from trio.lowlevel import RunVar
 
+from agentrl.clock import HostClock, host_time
 from agentrl.errors import EnvError, UsageError
 
 T = TypeVar("T")
@@ -27,8 +29,22 @@ class _Threads:
     """The threads of one trio loop. `abandoned` are the calls that run although their callers have left them."""
 
     def __init__(self) -> None:
-        self.limiter = trio.CapacityLimiter(MAX_THREADS)
+        self.limiter = cast(trio.CapacityLimiter, _Limiter())
         self.abandoned: set[trio.Event] = set()
+
+
+class _Limiter:
+    """What `trio.to_thread` asks of a limiter. To wait for a thread is to wait for the host."""
+
+    def __init__(self) -> None:
+        self._limiter = trio.CapacityLimiter(MAX_THREADS)
+
+    async def acquire_on_behalf_of(self, borrower: object) -> None:
+        with host_time("a thread for blocking code"):
+            await self._limiter.acquire_on_behalf_of(borrower)
+
+    def release_on_behalf_of(self, borrower: object) -> None:
+        self._limiter.release_on_behalf_of(borrower)
 
 
 _threads: RunVar[_Threads] = RunVar("agentrl_env_threads")
@@ -147,7 +163,8 @@ class LoopThread:
             ready.set()
             await stop.wait()
 
-        self._thread = threading.Thread(target=trio.run, args=(main,), name="agentrl env loop", daemon=True)
+        run = functools.partial(trio.run, main, clock=HostClock())
+        self._thread = threading.Thread(target=run, name="agentrl env loop", daemon=True)
         self._pid = os.getpid()
         self._thread.start()
         ready.wait()

@@ -36,7 +36,8 @@ class Env(gymnasium.Env[Messages, str]):
     `step(action)` takes the policy's text and returns `(messages, reward, terminated, truncated, info)`: the messages
     to append, the process reward of this turn, gymnasium's two flags, and a JSON-safe `info` that must be equal on
     replay (no timings). Keys of `info` with a meaning: `outcome` (float, the episode's outcome reward), `success`
-    (bool), `stop_reason` (a `StopReason`), `history` (a list of messages that replaces all before it).
+    (bool), `stop_reason` (a `StopReason`), `history` (a list of messages that replaces all before it), `unsettled`
+    (float, what the last reward changes by if somebody else ends the episode; see `agentrl_environments.rewards`).
 
     Example::
 
@@ -63,6 +64,10 @@ class Env(gymnasium.Env[Messages, str]):
 
     replayable: bool = False
     """A promise: reset with the same seed and options and the same actions give the same observations."""
+
+    action_cut: bool = False
+    """Whether the action that comes was cut before the policy ended it: at the tokens or seconds of a turn, or at the
+    end of its context. The driver sets it before each step."""
 
     _loop: LoopThread | None = None
     _abandoned: trio.Event | None = None
@@ -202,6 +207,8 @@ class _Wrapped(Env):
         return as_messages(observation), info
 
     def step(self, action: str) -> StepResult:
+        if self._inner is not None:
+            self._inner.action_cut = self.action_cut
         observation, reward, terminated, truncated, info = self._env.step(action)
         if truncated:  # by a wrapper, maybe: an environment that ended by itself has nothing to add
             info = {**self._end(StopReason.TRUNCATED), **info}

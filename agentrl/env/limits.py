@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import time
-from collections.abc import Callable
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from agentrl.clock import Watch, watch
 from agentrl.errors import ConfigError
 from agentrl.records import StopReason
 
@@ -21,7 +22,7 @@ class EpisodeLimits:
 
     turns: int | None = None
     tokens: int | None = None  # sampled tokens, as far as the driver reports them with `charge_tokens`
-    seconds: float | None = None  # since reset, on the monotonic clock
+    seconds: float | None = None  # of its steps; what model and host took is not in them
     tool_seconds: float | None = None  # spent inside of tool calls, parallel ones added up
 
     def __post_init__(self) -> None:
@@ -60,12 +61,27 @@ class ParsePolicy:
 class Meter:
     """What an episode has used so far."""
 
-    def __init__(self, limits: EpisodeLimits, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limits, self._clock = limits, clock
-        self._started = clock()
+    def __init__(self, limits: EpisodeLimits) -> None:
+        self._limits = limits
+        self._before_s = 0.0
+        self._step: Watch | None = None
         self.turns = 0
         self.tokens = 0
         self.tool_seconds = 0.0
+
+    @contextmanager
+    def step(self) -> Generator[None]:
+        """A step of the episode, whose seconds count."""
+        with watch() as self._step:
+            try:
+                yield
+            finally:
+                self._before_s, self._step = self.seconds, None
+
+    @property
+    def seconds(self) -> float:
+        """What its steps have taken."""
+        return self._before_s + (self._step.seconds if self._step is not None else 0.0)
 
     def exceeded(self) -> StopReason | None:
         """The first bound that is used up, None while there is room on all."""
@@ -74,7 +90,7 @@ class Meter:
             return StopReason.TURN_LIMIT
         if limits.tokens is not None and self.tokens >= limits.tokens:
             return StopReason.TOKEN_LIMIT
-        if limits.seconds is not None and self._clock() - self._started >= limits.seconds:
+        if limits.seconds is not None and self.seconds >= limits.seconds:
             return StopReason.TIME_LIMIT
         if limits.tool_seconds is not None and self.tool_seconds >= limits.tool_seconds:
             return StopReason.TOOL_TIME_LIMIT
@@ -84,7 +100,7 @@ class Meter:
         """Seconds until `seconds` or `tool_seconds` runs out; infinity where neither is set."""
         limits, left = self._limits, float("inf")
         if limits.seconds is not None:
-            left = min(left, limits.seconds - (self._clock() - self._started))
+            left = min(left, limits.seconds - self.seconds)
         if limits.tool_seconds is not None:
             left = min(left, limits.tool_seconds - self.tool_seconds)
         return max(0.0, left)

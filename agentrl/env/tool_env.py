@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, ClassVar, Final, TypeVar, cast
 
 import trio
 from gymnasium.error import ResetNeeded
 
+from agentrl.clock import policy_seconds_left, policy_time, watch
 from agentrl.env import bridge
+from agentrl.env.calls import CallResult, failed, said, tool_messages
 from agentrl.env.core import CLOSE_DEADLINE_S, Env, Info, ResetResult, StepResult
 from agentrl.env.dialects import get_format
 from agentrl.env.limits import EpisodeLimits, Fault, Meter, ParsePolicy, settings_as
@@ -33,10 +36,8 @@ from agentrl.env.tools import (
 )
 from agentrl.errors import (
     ContentParseError,
-    ParseError,
     PolicyFault,
     StructuralParseError,
-    ToolArgumentError,
     ToolTimeout,
     UsageError,
 )
@@ -45,6 +46,8 @@ from agentrl.records import Json, Message, Messages, StopReason
 
 T = TypeVar("T")
 MaybeAwaitable = T | Awaitable[T]
+
+_TOOLS_SHARE: Final = 0.75  # of the seconds that a step leaves to the policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,32 +59,14 @@ class Grade:
     info: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
 
-@dataclass(frozen=True, slots=True)
-class CallResult:
-    """One call of a turn and what the model reads of it. `error` is why it failed, None if it did not."""
-
-    call: ToolCall | Malformed
-    result: ToolResult
-    error: PolicyFault | None = None
-
-    @property
-    def name(self) -> str:
-        return self.call.name
-
-    @property
-    def fault(self) -> Fault | None:
-        """The kind of parse failure, None for calls that reached their tool."""
-        if isinstance(self.error, StructuralParseError):
-            return "structural"
-        return "content" if isinstance(self.error, ParseError | ToolArgumentError) else None
-
-
 @dataclass(slots=True)
 class _Episode:
     """Where the episode stands. `busy` is set while a step runs and stays set if it was cancelled."""
 
     meter: Meter
     calls: int = 0
+    turn_s: float = inf  # that the calls of a turn share
+    kept_s: float = 0.0  # of the policy's seconds of a step, for judging what they did
     busy: bool = False
     over: bool = False
     finished: bool = False
@@ -246,7 +231,7 @@ class ToolEnv(Env):
         await super().areset(seed=seed)
         self._seed = seed
         self.task = self.make_task(dict(options or {}))
-        episode = self._episode = _Episode(Meter(self.limits, clock=trio.current_time), busy=True)
+        episode = self._episode = _Episode(Meter(self.limits), busy=True)
         self._needs_teardown = True
         await self._hook(self.setup, self.task)
         for offered in await self._plugged.open():
@@ -267,10 +252,14 @@ class ToolEnv(Env):
         if not isinstance(action, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(f"action is a {type(action).__name__}, not text")
         episode.busy, episode.reward, episode.info = True, 0.0, {}
+        with episode.meter.step():
+            return await self._play_turn(episode, action)
+
+    async def _play_turn(self, episode: _Episode, action: str) -> StepResult:
         parsed = self._format.parse(action) if self._tools else None
         if parsed is not None and parsed.calls:
             results = await self._run_calls(episode, parsed.calls)
-            observation = self._format.answer(_tool_messages(episode, results))
+            observation = self._format.answer(tool_messages(results, episode.calls))
             faults: set[Fault] = {result.fault for result in results if result.fault is not None}
         else:
             results = []
@@ -340,7 +329,7 @@ class ToolEnv(Env):
             return () if answer is None else _messages(answer, f"{type(self).__name__}.on_text"), set()
         except PolicyFault as error:
             fault: Fault = "structural" if isinstance(error, StructuralParseError) else "content"
-            return _messages(_said(error), "on_text"), {fault}
+            return _messages(said(self._told_of_cut(error)), "on_text"), {fault}
 
     def _charge_faults(self, episode: _Episode, faults: set[Fault]) -> bool:
         """Count, penalise and mark the turn's parse failures; whether they used up their retries."""
@@ -360,8 +349,11 @@ class ToolEnv(Env):
         return failed
 
     async def _run_calls(self, episode: _Episode, calls: Sequence[ToolCall | Malformed]) -> list[CallResult]:
-        """Run the calls in order; neighbours that all allow it run at the same time."""
+        """Run the calls in order; neighbours that all allow it run at the same time. All of them share most of the
+        seconds that a step leaves to the policy; the rest is for judging what they did."""
         results: list[CallResult] = []
+        left_s = policy_seconds_left()
+        episode.turn_s, episode.kept_s = _TOOLS_SHARE * left_s, (1 - _TOOLS_SHARE) * left_s if left_s < inf else 0.0
         for stage in self._stages(calls[: self.max_calls]):
             if episode.finished:
                 ended = ToolResult(content="not run: the episode is over", is_error=True)
@@ -371,7 +363,7 @@ class ToolEnv(Env):
         left = len(calls) - self.max_calls
         if left > 0:
             error = ContentParseError(f"{left} more calls were not run: make at most {self.max_calls} at once")
-            results.append(_failed(calls[self.max_calls], error))
+            results.append(failed(calls[self.max_calls], error))
         return results
 
     def _stages(self, calls: Sequence[ToolCall | Malformed]) -> Iterator[list[ToolCall | Malformed]]:
@@ -412,8 +404,7 @@ class ToolEnv(Env):
     async def _run_call(self, episode: _Episode, call: ToolCall | Malformed) -> CallResult:
         """One call. Raises only what the policy could not have caused."""
         if isinstance(call, Malformed):
-            return _failed(call, call.error)
-        started = trio.current_time()
+            return failed(call, self._told_of_cut(call.error))
         try:
             tool = self._tools.get(call.name)
             if tool is None:
@@ -423,9 +414,7 @@ class ToolEnv(Env):
             call = ToolCall(call.name, self._checks[call.name](call.arguments))
             result = await self._call_in_time(episode, tool, call)
         except PolicyFault as error:
-            return _failed(call, error, limit=self.tool_output_bytes)
-        finally:
-            episode.meter.tool_seconds += trio.current_time() - started
+            return failed(call, error, limit=self.tool_output_bytes)
         content, was_cut = cut(clean_text(result.content), self.tool_output_bytes)
         if result.truncated and not was_cut:
             content += "\n[output cut]"
@@ -436,44 +425,25 @@ class ToolEnv(Env):
 
     async def _call_in_time(self, episode: _Episode, tool: Tool, call: ToolCall) -> ToolResult:
         own = cast("float | None", getattr(tool, "timeout_s", None))
-        limit_s = min(own if own is not None else self.tool_timeout_s, episode.meter.tool_seconds_left())
-        with trio.move_on_after(limit_s):
-            return as_result(await bridge.call(tool.call, call.arguments, blocking=self.blocking))
-        raise ToolTimeout(f"{call.name} was ended after {limit_s:g} s")
+        own_s = min(own if own is not None else self.tool_timeout_s, episode.meter.tool_seconds_left())
+        turn_s = policy_seconds_left() - episode.kept_s
+        shared = f": the calls of a turn share {episode.turn_s:g} s" if turn_s < own_s else ""
+        if turn_s <= 0:
+            raise ToolTimeout(f"{call.name} was not run{shared}, and those before it took them")
+        limit_s = min(own_s, turn_s)
+        with watch(policy_s=limit_s) as calling:
+            try:
+                with policy_time():
+                    return as_result(await bridge.call(tool.call, call.arguments, blocking=self.blocking))
+            finally:
+                episode.meter.tool_seconds += calling.seconds
+        raise ToolTimeout(f"{call.name} was ended after {limit_s:g} s{shared}")
 
-
-def _failed(call: ToolCall | Malformed, error: PolicyFault, *, limit: int = 2_000) -> CallResult:
-    content, was_cut = cut(clean_text(_said(error)), limit)
-    return CallResult(call, ToolResult(content=content, is_error=True, truncated=was_cut), error)
-
-
-def _said(error: PolicyFault) -> str:
-    """An error as the model reads it: its kind, then its text."""
-    for kind, said in _KINDS.items():
-        if isinstance(error, kind):
-            return f"{said}: {error}"
-    return f"error: {error}"
-
-
-_KINDS: Final[Mapping[type[PolicyFault], str]] = {
-    StructuralParseError: "malformed call",
-    ParseError: "invalid call",
-    ToolArgumentError: "wrong arguments",
-    ToolTimeout: "timeout",
-}
-
-
-def _tool_messages(episode: _Episode, results: Sequence[CallResult]) -> Messages:
-    """One tool message per call. Ids count the episode's calls and have the nine characters that Mistral wants."""
-    return tuple(
-        Message(
-            role="tool",
-            content=result.result.content,
-            name=clean_text(result.name)[:100] or "unknown",
-            tool_call_id=f"call{episode.calls + index:05d}",
-        )
-        for index, result in enumerate(results)
-    )
+    def _told_of_cut(self, error: PolicyFault) -> PolicyFault:
+        """A turn that was cut in the middle of a call, or before one, is told so."""
+        if self.action_cut and isinstance(error, StructuralParseError):
+            return StructuralParseError(f"{error} (your turn was cut at its limit of tokens: write less at once)")
+        return error
 
 
 def _messages(value: str | Sequence[Message], what: str) -> Messages:

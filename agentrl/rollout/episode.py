@@ -2,7 +2,12 @@
 
     begin ─► render ─► generate ─► journal the action ─► env.step ─► journal the answer ─► … ─► finish
 
-Every arrow that costs something has a deadline. The action is journaled before the environment sees it, so that a
+Every arrow that costs something has a deadline. The policy answers for what it asked the environment to do: its tools,
+its code, the judging of it have `step_deadline_s` in a step, and all steps together `episode_deadline_s`; to run out of
+either is a time limit, and scored. What the model takes to generate, and the host to give what it shares (see
+`agentrl.clock`), is in neither. The environment's own code has as much of its own; past it the environment has failed.
+
+The action is journaled before the environment sees it, so that a
 crash in between repeats the step and never the sampling (law 1). An episode owns its environment and ends it; it
 never decides which episode comes next.
 
@@ -21,6 +26,8 @@ from typing import Any
 
 import trio
 
+from agentrl import clock
+from agentrl.clock import Whose
 from agentrl.config import Rollout
 from agentrl.engine.renderer import Renderer
 from agentrl.env import answers, bridge
@@ -38,7 +45,7 @@ from agentrl.records import (
     Turn,
     context_ids,
 )
-from agentrl.rollout.replay import Replayed, replay
+from agentrl.rollout.replay import replay
 from agentrl.store import Claim, RunStore
 
 
@@ -82,15 +89,9 @@ async def play(claim: Claim, seat: Seat) -> Ending:
     (law 3); a fault of the policy that its environment could not answer ends it as scored.
     Raises LeaseLost when another worker has the episode by now, StoreError when the journal cannot be written."""
     episode = _Episode(claim, seat)
-    ending: Ending | None = None
     try:
         try:
-            with trio.move_on_after(seat.settings.episode_deadline_s):
-                ending = await episode.run()
-            if ending is None:
-                ending = await episode.end_at(StopReason.TIME_LIMIT)
-        except PolicyFault as fault:
-            ending = Ending(StopReason.POLICY_FAULT, _one_line(fault))
+            ending = await episode.run()
         finally:
             await episode.close()
     except StoreError:
@@ -102,8 +103,12 @@ async def play(claim: Claim, seat: Seat) -> Ending:
     return ending
 
 
+class _TimeUp(Exception):
+    """What the policy asked for took longer than it may."""
+
+
 class _Episode:
-    """The turns so far and the live environment. `_turns` always equals what the journal holds."""
+    """The turns so far, as the journal holds them, and the live environment."""
 
     def __init__(self, claim: Claim, seat: Seat) -> None:
         self._claim, self._seat = claim, seat
@@ -112,21 +117,18 @@ class _Episode:
         self._env: AsyncEnv | None = None
         self._first_role = POLICY
         self._info: Mapping[str, Json] = {}
+        self._next: _Prompt | None = None  # the next turn's, where it is rendered already
+        self._seconds = 0.0  # that its steps have taken
+        self._detail = ""
         self._rewarded: float | None = None
 
     async def run(self) -> Ending:
-        ending = await self._begin()
+        ending = self._ended()  # it was over, and only its end was never written
+        if ending is None:
+            ending = await self._begin()
         while ending is None:
             ending = await self._turn()
         return ending
-
-    async def end_at(self, reason: StopReason) -> Ending:
-        """A limit of the run ends the episode: the environment may still judge what there is."""
-        env = self._env
-        if env is not None:
-            ended = await self._guard("end", lambda: answers.end(env, reason, self._claim.task), acted=True)
-            self._info = {**self._info, **ended}
-        return Ending(reason)
 
     async def close(self) -> None:
         """End the environment, within a deadline of its own, also when the episode was cancelled."""
@@ -141,8 +143,8 @@ class _Episode:
                 raise EnvError(f"{self._claim.task.env}: close raised {_one_line(error)}") from error
 
     async def score(self, ending: Ending) -> Ending:
-        """Ask the rewarder, where there is one, what an end of the policy's own doing is worth. Where it cannot say,
-        the episode ends as failed."""
+        """Ask the rewarder, where there is one, what an end of the policy's own doing is worth. If it cannot say, the
+        episode ends as failed; if the policy's work cannot be judged in time, it is worth nothing."""
         rewarder = self._seat.rewarder
         if rewarder is None or not ending.stop_reason.by_policy:
             return ending
@@ -154,7 +156,12 @@ class _Episode:
             return rewarded
 
         try:
-            self._rewarded = await self._guard("reward", reward)
+            self._rewarded = await self._guard("reward", reward, policy_s=self._seat.settings.step_deadline_s)
+        except _TimeUp as up:
+            self._rewarded = 0.0
+            return Ending(StopReason.TIME_LIMIT, str(up))
+        except PolicyFault as fault:
+            return Ending(StopReason.ENV_FAILED, f"{self._claim.task.env}: reward raised {_one_line(fault)}")
         except InfrastructureError as error:
             return Ending(_reason_of(error), _one_line(error))
         return ending
@@ -182,46 +189,89 @@ class _Episode:
         self._env = env
         self._start = await self._reset(env)
         if claim.start is not None:
-            restored: Replayed = await self._guard("replay", lambda: replay(env, self._start, claim), acted=True)
-            if not restored.reason:
-                return self._resume(restored)
-            store.restart_episode(claim.episode_id, claim.fence, restored.reason)
-            self._turns = []
+            reason = await self._replay(env)
+            if not reason:
+                unanswered = bool(self._turns) and self._turns[-1].step is None
+                return await self._answer() if unanswered else None
+            store.restart_episode(claim.episode_id, claim.fence, reason)
+            self._turns, self._seconds = [], 0.0
             self._start = await self._reset(env)
         store.begin(claim.episode_id, claim.fence, self._start)
         return None
+
+    async def _replay(self, env: AsyncEnv) -> str:
+        """Bring a fresh environment to where the journal stands; why it cannot be, if so."""
+        try:
+            return await replay(env, self._start, self._claim, self._act)
+        except (_TimeUp, PolicyFault) as error:
+            return f"an action that was answered before was not: {_one_line(error)}"
 
     async def _reset(self, env: AsyncEnv) -> Messages:
         start, self._info = await self._guard("reset", lambda: answers.start(env, self._claim.task))
         self._first_role = str(self._info.get("role", POLICY))
         return start
 
-    def _resume(self, restored: Replayed) -> Ending | None:
-        """Go on from a replayed environment; an answer that the crash had swallowed is journaled now."""
-        self._turns = list(restored.turns)
-        if not self._turns:
-            return None
-        last = self._turns[-1]
-        if restored.answered_last and last.step is not None:
-            self._seat.store.journal_step(self._claim.episode_id, self._claim.fence, last.index, last.step)
-        return self._ended()
-
     async def _turn(self) -> Ending | None:
         """One action and its answer; an `Ending` if it was the last."""
         seat, settings = self._seat, self._seat.settings
-        if len(self._turns) >= settings.max_turns:
-            return await self.end_at(StopReason.TURN_LIMIT)
-        prompt = await self._render()
+        prompt, self._next = self._next or await self._render(), None
         room = settings.max_context - len(prompt.context)
-        if room < 1:
-            return await self.end_at(StopReason.CONTEXT_LIMIT)
+        if room < 1:  # already the first prompt does not fit, or the run was resumed with less room
+            self._info = {**self._info, **await self._last_word(StopReason.CONTEXT_LIMIT)}
+            return Ending(StopReason.CONTEXT_LIMIT)
         turn = await self._generate(prompt, min(settings.max_tokens_per_turn, room))
         seat.store.journal_turn(self._claim.episode_id, self._claim.fence, turn)
         self._turns.append(turn)
-        step = await self._act(turn)
-        seat.store.journal_step(self._claim.episode_id, self._claim.fence, turn.index, step)
+        return await self._answer()
+
+    async def _answer(self) -> Ending | None:
+        """Have the last turn answered, and journal it. If the episode ends here by a limit of the run or a fault, the
+        answer is its last: it says so, and holds what the environment makes of it."""
+        turn, reason = self._turns[-1], None
+        step = Step(observation=())
+        try:
+            step = await self._act(turn)
+        except _TimeUp as up:
+            reason, self._detail = StopReason.TIME_LIMIT, str(up)
+        except PolicyFault as fault:
+            reason, self._detail = StopReason.POLICY_FAULT, _one_line(fault)
         self._turns[-1] = replace(turn, step=step)
+        if reason is None and not (step.terminated or step.truncated):
+            reason = await self._limit()
+        if reason is not None:
+            step = await self._cut(step, reason)
+            self._turns[-1] = replace(turn, step=step)
+        self._seat.store.journal_step(self._claim.episode_id, self._claim.fence, turn.index, step)
         return self._ended()
+
+    async def _limit(self) -> StopReason | None:
+        """The limit of the run that is reached with the last turn, if any."""
+        settings = self._seat.settings
+        if settings.max_turns is not None and len(self._turns) >= settings.max_turns:
+            return StopReason.TURN_LIMIT
+        if self._seconds >= settings.episode_deadline_s:
+            return StopReason.TIME_LIMIT
+        self._next = await self._render()
+        return StopReason.CONTEXT_LIMIT if len(self._next.context) >= settings.max_context else None
+
+    async def _cut(self, step: Step, reason: StopReason) -> Step:
+        """The last step of an episode that the environment did not end: what it leaves `unsettled` falls due."""
+        due = float(self._info.get("unsettled", 0.0))
+        ended = {} if reason is StopReason.POLICY_FAULT else await self._last_word(reason)
+        info = {**step.info, **ended, "stop_reason": reason.value}
+        return replace(step, reward=step.reward + due, truncated=True, info=info)
+
+    async def _last_word(self, reason: StopReason) -> dict[str, Json]:
+        """What the environment says of an episode that ends at a limit of the run: it may judge what there is. Work of
+        the policy that cannot be judged, or not in time, is worth nothing."""
+        env = self._env
+        assert env is not None
+        deadline_s = self._seat.settings.step_deadline_s
+        try:
+            return await self._guard("end", lambda: answers.end(env, reason, self._claim.task), policy_s=deadline_s)
+        except (_TimeUp, PolicyFault) as error:
+            self._detail = self._detail or _one_line(error)
+            return {"outcome": 0.0, "success": False}
 
     async def _render(self) -> _Prompt:
         """The next turn up to where its role speaks. Tools are asked for with every fresh start and fork: an
@@ -280,22 +330,25 @@ class _Episode:
         )
 
     async def _act(self, turn: Turn) -> Step:
-        env = self._env
+        """The environment's answer to a turn. Raises _TimeUp, PolicyFault."""
+        env, settings = self._env, self._seat.settings
         assert env is not None
         env.charge_tokens(len(turn.token_ids))
-        step: Step = await self._guard("step", lambda: answers.act(env, turn.text, self._claim.task), acted=True)
+        env.action_cut = turn.finish == "length"
+        policy_s = max(min(settings.step_deadline_s, settings.episode_deadline_s - self._seconds), 0.0)
+        step: Step = await self._guard("step", lambda: answers.act(env, turn.text, self._claim.task), policy_s=policy_s)
         self._info = step.info
         return step
 
     def _ended(self) -> Ending | None:
         """What the last answered step says about the end."""
-        step = self._turns[-1].step
+        step = self._turns[-1].step if self._turns else None
         if step is None or not (step.terminated or step.truncated):
             return None
         self._info = step.info
         named = step.info.get("stop_reason")
         if isinstance(named, str) and named in set(StopReason):
-            return Ending(StopReason(named))
+            return Ending(StopReason(named), self._detail)
         return Ending(StopReason.DONE if step.terminated else StopReason.TRUNCATED)
 
     def _outcomes(self, ending: Ending) -> dict[str, float]:
@@ -336,21 +389,27 @@ class _Episode:
             stop_reason=ending.stop_reason,
         )
 
-    async def _guard(self, what: str, call: Callable[[], Any], *, acted: bool = False) -> Any:
-        """Call into the environment under its deadline; what its own code raises becomes EnvError, named once. A
-        fault of the policy stays one where it has `acted`."""
-        deadline_s = self._seat.settings.step_deadline_s
-        try:
-            with trio.fail_after(deadline_s):
+    async def _guard(self, what: str, call: Callable[[], Any], *, policy_s: float | None = None) -> Any:
+        """Call into the environment under its deadline; what its own code raises becomes EnvError, named once.
+
+        With `policy_s` the policy has acted: a fault of its stays one, and _TimeUp is raised when what it asked for
+        took longer than that."""
+        deadline_s, acted, failed = self._seat.settings.step_deadline_s, policy_s is not None, None
+        with clock.watch(own_s=deadline_s, policy_s=policy_s if policy_s is not None else deadline_s) as watch:
+            try:
                 return await call()
-        except InfrastructureError:
-            raise
-        except trio.TooSlowError as error:
-            raise EnvError(f"{self._claim.task.env}: {what} took over {deadline_s:g} s") from error
-        except Exception as error:
-            if acted and isinstance(error, PolicyFault):
-                raise
-            raise EnvError(f"{self._claim.task.env}: {what} raised {_one_line(error)}") from error
+            except Exception as error:
+                failed = error
+            finally:
+                self._seconds += watch.seconds if acted else 0.0
+        where = f"{self._claim.task.env}: {what}"
+        if watch.over is Whose.POLICY and acted:
+            raise _TimeUp(f"{where}: what the policy asked for took over {policy_s:g} s") from failed
+        if watch.over is not None:
+            raise EnvError(f"{where} took over {deadline_s:g} s") from failed
+        if isinstance(failed, InfrastructureError) or (acted and isinstance(failed, PolicyFault)):
+            raise failed
+        raise EnvError(f"{where} raised {_one_line(failed)}") from failed
 
 
 async def _call(function: Callable[..., Any], *args: Any) -> Any:
@@ -365,6 +424,6 @@ def _reason_of(error: InfrastructureError) -> StopReason:
     return StopReason.ENV_FAILED
 
 
-def _one_line(error: BaseException) -> str:
+def _one_line(error: BaseException | None) -> str:
     text = " ".join(str(error).split())
-    return text if isinstance(error, InfrastructureError) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, InfrastructureError | _TimeUp) else f"{type(error).__name__}: {text}"

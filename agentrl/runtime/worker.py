@@ -14,6 +14,7 @@ from pathlib import Path
 import trio
 
 from agentrl import registry
+from agentrl.clock import HostClock
 from agentrl.config import RunConfig
 from agentrl.engine.adapters import AdapterClient
 from agentrl.engine.client import EngineClient
@@ -48,7 +49,8 @@ def serve(path: Path, index: int) -> None:
     tempfile.tempdir = str(run.scratch / "tmp")
     os.environ["TMPDIR"] = tempfile.tempdir
     config = run.config()
-    trio.run(_serve, run, config, f"worker-{index}.{os.getpid()}")  # a lease belongs to one life of a worker
+    name = f"worker-{index}.{os.getpid()}"  # a lease belongs to one life of a worker
+    trio.run(_serve, run, config, name, clock=HostClock())
 
 
 async def _serve(run: RunDir, config: RunConfig, name: str) -> None:

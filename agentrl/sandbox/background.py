@@ -8,6 +8,7 @@ from typing import Protocol
 
 import trio
 
+from agentrl.clock import policy_time
 from agentrl.errors import SandboxError
 from agentrl.protocols import ExecResult
 from agentrl.sandbox.process import Output
@@ -57,14 +58,14 @@ class Background:
     async def receive(self, timeout_s: float | None = None) -> bytes:
         """New bytes of its stdout: at least one, none at its end or when `timeout_s` (seconds) has passed."""
         child = self._child
-        with trio.move_on_after(math.inf if timeout_s is None else timeout_s):
+        with policy_time(), trio.move_on_after(math.inf if timeout_s is None else timeout_s):
             while not len(child.stdout) and not child.drained and not self._ended.is_set():
                 await child.changed.wait()
         return child.stdout.take()
 
     async def wait(self, timeout_s: float | None = None) -> ExecResult | None:
         """How it ended, with output not yet received; None if it still runs after `timeout_s` seconds."""
-        with trio.move_on_after(math.inf if timeout_s is None else timeout_s):
+        with policy_time(), trio.move_on_after(math.inf if timeout_s is None else timeout_s):
             await self._ended.wait()
         if not self._ended.is_set():
             return None

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 
 import trio
 
+from agentrl.clock import policy_time
 from agentrl.errors import SandboxError, SandboxPathError, SandboxUnavailable
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox.background import Background, NeverStarted
@@ -147,7 +148,8 @@ class BubblewrapBox(WorkBox):
         except Refused as refused:
             return refused.result
         kills = self._place.oom_kills()
-        timed_out = await self._drive(run, stdin, self.spec.limits.wall_s if timeout_s is None else timeout_s)
+        with policy_time():
+            timed_out = await self._drive(run, stdin, self.spec.limits.wall_s if timeout_s is None else timeout_s)
         return self._result(run, timed_out=timed_out, oom=self._place.oom_kills() > kills)
 
     async def start(

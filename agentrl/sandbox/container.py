@@ -20,6 +20,7 @@ from typing import Protocol
 
 import trio
 
+from agentrl.clock import policy_time
 from agentrl.errors import SandboxError, SandboxPathError, SandboxUnavailable
 from agentrl.owner import OwnedFolder
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
@@ -133,7 +134,8 @@ class Container:
         except Refused as refused:
             return refused.result
         limit = self.spec.limits.wall_s if timeout_s is None else timeout_s
-        timed_out = await self._drive(command, stdin, limit)
+        with policy_time():
+            timed_out = await self._drive(command, stdin, limit)
         return self._result(command, timed_out=timed_out)
 
     async def start(

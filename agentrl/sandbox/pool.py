@@ -20,6 +20,7 @@ from typing import Protocol, Self, runtime_checkable
 
 import trio
 
+from agentrl.clock import unwatched
 from agentrl.errors import AgentRLError, SandboxError, SandboxPathError
 from agentrl.protocols import Sandbox, SandboxBackend, SandboxSpec
 
@@ -161,7 +162,8 @@ class Pool:
         kind = kind_of(spec, setup)
         if kind not in self._shelves:
             shelf = self._shelves[kind] = Shelf(spec=spec, setup=setup)
-            self._nursery.start_soon(self._refill, shelf)
+            with unwatched():
+                self._nursery.start_soon(self._refill, shelf)
         self._shelves.move_to_end(kind)
         while len(self._shelves) > max(1, self._most // max(1, self._ready)):
             _, oldest = self._shelves.popitem(last=False)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import trio
 
+from agentrl.clock import policy_time
 from agentrl.errors import SandboxError
 from agentrl.owner import OwnedFolder
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
@@ -109,7 +110,8 @@ class ProcessBox(WorkBox):
             child = self._spawn(argv, cwd, env)
         except Refused as refused:
             return refused.result
-        timed_out = await self._drive(child, stdin, self.spec.limits.wall_s if timeout_s is None else timeout_s)
+        with policy_time():
+            timed_out = await self._drive(child, stdin, self.spec.limits.wall_s if timeout_s is None else timeout_s)
         return _result(child, timed_out=timed_out)
 
     async def start(

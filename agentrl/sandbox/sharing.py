@@ -17,6 +17,7 @@ from typing import ParamSpec, TypeVar, cast
 import trio
 from trio.lowlevel import RunVar
 
+from agentrl.clock import host_time
 from agentrl.errors import ConfigError, SandboxError
 from agentrl.protocols import Sandbox, SandboxBackend, SandboxSpec
 from agentrl.sandbox import backend
@@ -55,12 +56,13 @@ class SharedBackend:
                     await self.aclose()
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
-        """A new box. Raises SandboxError, also where nobody has entered."""
+        """A new box. Raises SandboxError, also where nobody has entered, and HostBusy."""
         if not self._users:
             raise SandboxError(f"the shared backend {self.name} has no user: enter it first")
-        async with self._closing:
-            opened = self._backend = self._backend or await self._opened()
-        return await opened.create(spec)
+        with host_time(f"a box of {self.name}"):
+            async with self._closing:
+                opened = self._backend = self._backend or await self._opened()
+            return await opened.create(spec)
 
     async def aclose(self) -> None:
         """Close the backend, whoever still uses it. Idempotent."""

@@ -30,6 +30,7 @@ from typing import Final
 
 import trio
 
+from agentrl.clock import granted, policy_time
 from agentrl.protocols import BoxProcess, Limits, Sandbox, SandboxBackend, SandboxSpec
 from agentrl_environments.remembering import Remembered
 
@@ -53,7 +54,7 @@ class Verdicts:
 
 class Judge:
     """Judges sources in boxes of `backend`; the last `remembered` whole verdicts are kept, so that the same question
-    is not asked twice. Raises SandboxError where the boxes' host fails."""
+    is not asked twice. Raises SandboxError where the boxes' host fails, HostBusy where it has no slot."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class Judge:
         """`sources` by path from the repository's root, `tests` by file name."""
 
         async def find() -> tuple[Verdicts, bool]:
-            async with self._slots:  # waiting is not the sources' doing: their clock has not started
+            async with granted(self._slots, "a slot to judge in"):
                 verdicts = await self._run(sources, tests)
             return verdicts, verdicts.whole
 
@@ -88,7 +89,8 @@ class Judge:
             boxes.append(await self._box("judge.py", {f"tests/{name}": data for name, data in tests.items()}))
             suspect = await boxes[0].start(["python3", "-s", "-S", "box/suspect.py"], env=_ENV)
             judge = await boxes[1].start(["python3", "-s", "-S", "box/judge.py", *packages], env=_ENV)
-            return await _Session(judge, suspect).run(_DEADLINE_S)
+            with policy_time():
+                return await _Session(judge, suspect).run(_DEADLINE_S)
         finally:
             with trio.CancelScope(shield=True):
                 for box in boxes:

@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 
 import trio
 
+from agentrl.clock import host_time
+
 V = TypeVar("V")
 
 
@@ -27,7 +29,8 @@ class Remembered(Generic[V]):
         """The answer of `key`; `find` gives it, and whether it is lasting."""
         while key not in self._answers:
             if key in self._under_way:
-                await self._under_way[key].wait()
+                with host_time("an answer that a sibling asked for"):
+                    await self._under_way[key].wait()
                 continue
             done = self._under_way[key] = trio.Event()
             try:

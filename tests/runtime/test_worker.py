@@ -10,9 +10,13 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from agentrl.clock import HostClock
+from agentrl.config import parse
 from agentrl.engine.concurrency import Aimd
 from agentrl.engine.fleet import Fleet, State
 from agentrl.errors import DiskFull
+from agentrl.runtime import worker
+from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.worker import report
 from agentrl.store import RunStore
 from agentrl.telemetry import Telemetry
@@ -67,3 +71,17 @@ async def test_a_full_disk_ends_no_worker(
         with trio.move_on_after(11):
             await report(Fleet([FakeEngine()]), telemetry, store)
         assert len(store.metrics("fleet")) == 1
+
+
+def test_a_worker_runs_by_the_clock_that_leaves_out_what_it_was_stopped_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocks: list[object] = []
+    monkeypatch.setattr(worker, "watch_lifeline", lambda on_end: None)
+    monkeypatch.setattr(worker.trio, "run", lambda *args, clock=None: clocks.append(clock))
+    monkeypatch.setattr(worker.tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    config = parse({"model": "m", "env": {"id": "test/Env"}})
+    RunDir.create(tmp_path / "run", config)
+    worker.serve(tmp_path / "run", 0)
+    assert [type(clock) for clock in clocks] == [HostClock]

@@ -14,6 +14,7 @@ from typing import Final
 
 import trio
 
+from agentrl.clock import granted
 from agentrl.protocols import Limits, SandboxBackend, SandboxSpec
 from agentrl_environments.remembering import Remembered
 
@@ -58,7 +59,8 @@ class Runner:
     """Runs in boxes of `backend`, with the last `remembered` results kept.
 
     What is remembered: a run is a function of module and calls alone, so the same pair need not run twice. A run that
-    was cut off (time, memory) is never remembered. Raises `SandboxError` where the box's host fails."""
+    was cut off (time, memory) is never remembered. Raises `SandboxError` where the box's host fails, `HostBusy` where it
+    has no slot."""
 
     def __init__(self, backend: SandboxBackend, *, image: str | None = None, remembered: int = 4096) -> None:
         self._backend, self._spec = backend, SandboxSpec(image=image, limits=LIMITS)
@@ -70,7 +72,7 @@ class Runner:
         key = blake2b("\0".join([*calls, source]).encode("utf-8", "surrogatepass")).digest()
 
         async def find() -> tuple[Values, bool]:
-            async with self._slots:  # waiting is not the module's doing: its clock has not started
+            async with granted(self._slots, "a slot to run tests in"):
                 return await self._run_in_box(source, calls)
 
         return await self._results.get(key, find)

@@ -1,0 +1,209 @@
+"""Whose time is it? Deadlines that run while the policy's doing is waited for, and stand still while the host is.
+
+    HostClock       a trio clock without the time that the process was stopped for
+    watch(...)      a call with two deadlines: its own code's, and that of what the policy asked for
+    policy_time()   from here on the policy is waited for: a tool that it called, its code in a box
+    host_time(...)  from here on the host is waited for: a slot, a queue, a box that is being made
+
+A task inherits whose time it is from the one that started it. Where tasks of a watch run side by side, its time is the
+policy's as long as one of them waits for the policy, and the host's if the others wait for the host. Knows nothing of
+episodes, environments or boxes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import ContextVar
+from enum import Enum, auto
+from math import inf
+from typing import Final
+
+import trio
+from trio.lowlevel import current_clock, current_trio_token, in_trio_run
+
+from agentrl.errors import HostBusy
+
+HOST_DEADLINE_S: Final = 600.0
+"""How long anything waits for the host at most."""
+
+_LONGEST_S: Final = 1.0  # that passes between two looks at the clock; what is beyond it is the host's
+_LOOK_S: Final = _LONGEST_S / 4
+
+
+class HostClock(trio.abc.Clock):
+    """The clock of a loop whose deadlines must not pass while its process is stopped, or its machine suspended.
+
+    The loop looks at it every `_LOOK_S` at least. Where two looks are further apart than `_LONGEST_S`, the process
+    did not run in between: no more than that is counted. `now` gives seconds."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._last = now()
+        self._time = 0.0
+
+    def start_clock(self) -> None:
+        self._last = self._now()
+
+    def current_time(self) -> float:
+        now = self._now()
+        self._time += min(max(now - self._last, 0.0), _LONGEST_S)
+        self._last = now
+        return self._time
+
+    def deadline_to_sleep_time(self, deadline: float) -> float:
+        return min(deadline - self.current_time(), _LOOK_S)
+
+
+class Whose(Enum):
+    """Who is waited for."""
+
+    OWN = auto()  # the code that is watched
+    POLICY = auto()
+    HOST = auto()
+
+
+_whose: ContextVar[Whose] = ContextVar("agentrl_whose", default=Whose.OWN)
+_watches: ContextVar[tuple[Watch, ...]] = ContextVar("agentrl_watches", default=())
+
+
+class Watch:
+    """The two deadlines of a call, of which one runs at a time, or none. `over` says whose seconds ran out, if any's
+    did."""
+
+    def __init__(self, scope: trio.CancelScope, *, own_s: float, policy_s: float) -> None:
+        self.over: Whose | None = None
+        self._used = 0.0
+        self._scope, self._clock, self._token = scope, current_clock(), current_trio_token()
+        self._left = {Whose.OWN: own_s, Whose.POLICY: policy_s, Whose.HOST: inf}
+        self._tasks = Counter({_whose.get(): 1})
+        self._since = self._clock.current_time()
+        self._begin(self._now())
+
+    @property
+    def seconds(self) -> float:
+        """What it has used so far, its own time and the policy's."""
+        return self._used + (0.0 if self._running is Whose.HOST else self._passed())
+
+    def left(self, whose: Whose) -> float:
+        """The seconds that are left to them."""
+        return max(0.0, self._left[whose] - (self._passed() if whose is self._running else 0.0))
+
+    def turn(self, before: Whose, after: Whose) -> None:
+        """One of its tasks waits for somebody else now, maybe in another thread's loop."""
+        if in_trio_run() and current_trio_token() is self._token:
+            self._turn(before, after)
+        else:
+            with suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(self._turn, before, after)
+
+    def end(self) -> None:
+        """Nothing of what comes is counted."""
+        self._settle()
+        self._running = Whose.HOST
+
+    def _passed(self) -> float:
+        return self._clock.current_time() - self._since
+
+    def _settle(self) -> None:
+        if self._scope.cancel_called and self.over is None and self._running is not Whose.HOST:
+            self.over = self._running
+        passed = self._passed()
+        self._left[self._running] -= passed
+        if self._running is not Whose.HOST:
+            self._used += passed
+        self._since += passed
+
+    def _turn(self, before: Whose, after: Whose) -> None:
+        self._settle()
+        self._tasks[before] -= 1
+        self._tasks[after] += 1
+        self._begin(self._now())
+
+    def _begin(self, whose: Whose) -> None:
+        self._running = whose
+        self._scope.deadline = self._since + self._left[whose]
+
+    def _now(self) -> Whose:
+        return next((one for one in (Whose.POLICY, Whose.HOST) if self._tasks[one] > 0), Whose.OWN)
+
+
+@contextmanager
+def watch(*, own_s: float = inf, policy_s: float = inf) -> Generator[Watch]:
+    """Cancel what is inside when it has used `own_s` seconds for itself, or waited `policy_s` seconds for the policy;
+    `Watch.over` says which afterwards. Time of the host is in neither."""
+    with trio.CancelScope() as scope:
+        watching = Watch(scope, own_s=own_s, policy_s=policy_s)
+        outer = _watches.get()
+        _watches.set((*outer, watching))
+        try:
+            yield watching
+        finally:
+            watching.end()
+            _watches.set(outer)
+
+
+@contextmanager
+def policy_time() -> Generator[None]:
+    """What is waited for inside is the policy's doing: a tool that it called, its code in a box, the judging of it."""
+    with _time_of(Whose.POLICY):
+        yield
+
+
+@contextmanager
+def host_time(what: str, *, deadline_s: float = HOST_DEADLINE_S) -> Generator[None]:
+    """What is waited for inside is the host's doing, and in no clock of policy or environment.
+
+    Raises HostBusy, which names `what`, after `deadline_s`."""
+    with trio.move_on_after(deadline_s) as scope, _time_of(Whose.HOST):
+        yield
+    if scope.cancelled_caught:
+        raise HostBusy(f"waited {deadline_s:g} s for {what}: this machine has too much to do")
+
+
+@asynccontextmanager
+async def granted(slots: trio.CapacityLimiter, what: str) -> AsyncGenerator[None]:
+    """One of the host's slots, waited for in the host's time. Raises HostBusy."""
+    with host_time(what):
+        await slots.acquire()
+    try:
+        yield
+    finally:
+        slots.release()
+
+
+@contextmanager
+def unwatched() -> Generator[None]:
+    """Tasks that are started inside outlive the call that starts them: their time is not in its clocks."""
+    watches, whose = _watches.get(), _whose.get()
+    _watches.set(())
+    _whose.set(Whose.OWN)
+    try:
+        yield
+    finally:
+        _watches.set(watches)
+        _whose.set(whose)
+
+
+def policy_seconds_left() -> float:
+    """What is left to the policy of all the calls that are watched here; infinity where none is."""
+    return min((watching.left(Whose.POLICY) for watching in _watches.get()), default=inf)
+
+
+@contextmanager
+def _time_of(whose: Whose) -> Generator[None]:
+    before, watches = _whose.get(), _watches.get()
+    if before is whose:
+        yield
+        return
+    for watching in watches:
+        watching.turn(before, whose)
+    _whose.set(whose)
+    try:
+        yield
+    finally:
+        _whose.set(before)
+        for watching in watches:
+            watching.turn(whose, before)

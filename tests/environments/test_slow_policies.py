@@ -1,0 +1,175 @@
+"""A policy that sleeps, in a tool or while it is judged, is scored: its slowness is nobody else's failure.
+
+Boxes are real, and time runs faster than it does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import trio
+from rollout.conftest import renderer, seat, store  # noqa: F401  (fixtures)
+from rollout.saying import saying
+from trio.testing import MockClock
+
+import agentrl
+from agentrl.env import ToolEnv
+from agentrl.protocols import SandboxSpec
+from agentrl.records import StopReason, Task, Trajectory
+from agentrl.rollout.episode import Ending, play
+from agentrl_environments.code_repair import CodeRepair
+from agentrl_environments.judging import Judge
+from agentrl_environments.repo_repair import RepoRepair
+from agentrl_environments.swe import SWE, Harbor
+
+ROOM: dict[str, Any] = {"max_context": 1_000_000, "max_tokens_per_turn": 100_000, "max_turns": 20}
+SLEEP = "import time\ntime.sleep(1000)\n"
+
+Played = tuple[Ending, Trajectory]
+
+
+@pytest.fixture
+def fast_clock() -> MockClock:
+    return MockClock(rate=20.0)
+
+
+@pytest.fixture
+def played(renderer: Any, store: Any, seat: Any) -> Any:  # noqa: F811
+    """`await played(env, seed, *turns, **options)`: an episode at the default deadlines of a run."""
+
+    async def play_one(env: ToolEnv, seed: int, *turns: str, **options: Any) -> Played:
+        store.add_groups([Task(index=0, env="test/Env", seed=seed, options=options)], size=1, purpose="train")
+        (claim,) = store.claim("w", 1, lease_s=1e6)
+        ending = await play(claim, seat(env, saying(renderer, *turns), **ROOM))
+        return ending, store.trajectory(claim.episode_id)
+
+    return play_one
+
+
+def texts(trajectory: Trajectory, turn: int) -> list[str]:
+    step = trajectory.turns[turn].step
+    assert step is not None
+    return [message["content"] for message in step.observation]
+
+
+@pytest.mark.bubblewrap
+async def test_law_3_one_command_that_sleeps_is_ended_and_read(played: Any, fast_clock: MockClock) -> None:
+    env = SWE()
+    ending, trajectory = await played(env, 0, env.call("shell", command="sleep 1000"), env.call("submit"))
+    assert ending.stop_reason is StopReason.DONE
+    assert trajectory.scored
+    assert "share" in texts(trajectory, 0)[0]
+
+
+@pytest.mark.bubblewrap
+async def test_law_3_a_module_that_sleeps_in_the_tests_of_a_repository(played: Any, fast_clock: MockClock) -> None:
+    env = RepoRepair()
+    await env.areset(seed=3)
+    paths = sorted(env._repair.broken)
+    await env.aclose()
+    sleeping = "".join(env.call("write_file", path=path, content=SLEEP) for path in paths)
+    ending, trajectory = await played(env, 3, sleeping + env.call("run_tests") * 3, env.call("submit"))
+    assert trajectory.scored, ending
+    assert trajectory.outcome == 0.0
+
+
+@pytest.mark.bubblewrap
+async def test_law_3_a_module_that_sleeps_in_twelve_test_runs(played: Any, fast_clock: MockClock) -> None:
+    env = CodeRepair()
+    await env.areset(seed=3)
+    first = env._repair.source.split("\n")[0]
+    await env.aclose()
+    sleeping = env.call("replace_line", line=1, text=f"import time; time.sleep(1000)\n{first}")
+    ending, trajectory = await played(env, 3, sleeping + env.call("run_tests") * 12, env.call("submit"))
+    assert trajectory.scored, ending
+    assert trajectory.outcome == 0.0
+
+
+@pytest.mark.bubblewrap
+@pytest.mark.parametrize(
+    ("new", "task"),
+    [(lambda: SWE(apart=False), "agentrl__lru-1"), (Harbor, "mend-totals")],
+    ids=["SWE", "Harbor"],
+)
+async def test_law_3_work_that_sleeps_while_it_is_graded(
+    played: Any, fast_clock: MockClock, new: Any, task: str
+) -> None:
+    env = new()
+    all_sleep = "find . -name '*.py' -exec sh -c 'echo \"import time; time.sleep(1000)\" > {}' \\;"
+    ending, trajectory = await played(env, 0, env.call("shell", command=all_sleep) + env.call("submit"), task=task)
+    assert trajectory.scored, ending
+    assert trajectory.outcome == 0.0
+
+
+class SleepyBoxes:
+    """A backend of judges and suspects: tests pass at once, unless a source says that it sleeps."""
+
+    name = "sleepy"
+
+    async def create(self, spec: SandboxSpec) -> Any:
+        return _Box(spec.files)
+
+    async def aclose(self) -> None: ...
+
+
+class _Box:
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        self._lines = [b"=" + json.dumps(line).encode() + b"\n" for line in (["test", True, ""], ["", True, ""])]
+        self._judge = "box/judge.py" in files
+        self.sleeps = any(b"sleep" in data for path, data in files.items() if path.startswith(("sources", "tests")))
+
+    async def start(self, argv: Any, **_: Any) -> Any:
+        return self
+
+    async def receive(self, timeout_s: float | None = None) -> bytes:
+        if self.sleeps:
+            await trio.sleep_forever()
+        return self._lines.pop(0) if self._lines else b""
+
+    async def close(self) -> None: ...
+
+
+async def test_law_3_siblings_that_sleep_while_they_are_judged_cost_an_honest_one_nothing(
+    renderer: Any,  # noqa: F811
+    store: Any,  # noqa: F811
+    seat: Any,  # noqa: F811
+    autojump_clock: MockClock,
+) -> None:
+    """Eight members, one slot: seven sleep for as long as a judgement may last, the last to come is honest."""
+    judge = Judge(SleepyBoxes(), slots=1)  # type: ignore[arg-type]
+
+    class Judged(ToolEnv):
+        blocking = False
+        work = b""
+
+        def prompt(self, task: Any) -> str:
+            return "go"
+
+        @agentrl.tool
+        def hand_in(self, work: str) -> str:
+            """Hand in."""
+            self.work = work.encode()
+            self.finish()
+            return "thanks"
+
+        async def grade(self) -> bool:
+            return "test" in (await judge.run({"a.py": b""}, {"test_a.py": self.work})).passed
+
+    store.add_groups([Task(index=0, env="test/Env", seed=0)], size=8, purpose="train")
+    claims = store.claim("w", 8, lease_s=1e6)
+    endings: dict[int, Ending] = {}
+
+    async def member(claim: Any, work: str) -> None:
+        env = Judged()
+        endings[claim.episode_id] = await play(
+            claim, seat(env, saying(renderer, env.call("hand_in", work=work)), **ROOM)
+        )
+
+    async with trio.open_nursery() as nursery:
+        for at, claim in enumerate(claims):
+            nursery.start_soon(member, claim, f"sleep {at}" if at < 7 else "honest")
+    outcomes = [store.trajectory(claim.episode_id).outcome for claim in claims]
+    assert outcomes == [0.0] * 7 + [1.0], endings
+    assert {ending.stop_reason for ending in endings.values()} == {StopReason.DONE}
