@@ -83,14 +83,14 @@ class Rollout(_Section):
     workers: Count = 1  # processes that play episodes
     group_size: Annotated[int, Field(ge=2)] = 8  # episodes of one task that are judged beside each other
     max_running: Count = 128  # episodes at once, all workers together
-    max_turns: Count | None = None  # beside what the environment itself allows
+    max_turns: Count | None = None  # of an episode; without it as many as the environment allows
     max_tokens_per_turn: Count = 64  # a longer turn is cut, and the environment told
     max_context: Count = 1024  # tokens of one row
     temperature: Positive = 1.0  # of sampling, in training and evaluation
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)  # texts that end a turn as well
     turn_deadline_s: Positive = 60.0  # of sampling one turn: a longer one is cut as well
-    step_deadline_s: Positive = 60.0
-    episode_deadline_s: Positive = 300.0
+    step_deadline_s: Positive = 60.0  # of what the policy asks for in one step, and of the environment's own code
+    episode_deadline_s: Positive = 300.0  # of all steps together; what engine and host take is not in it
     group_deadline_s: Positive = 600.0
     lease_s: Positive = 30.0
     max_deaths: Annotated[int, Field(ge=3)] = 3  # of workers at the same place: the episode fails, its task is left out

@@ -176,7 +176,7 @@ class _Episode:
         options = {**self._endpoint.options, **tools}
         while True:
             self._hear(seen)
-            if self._turns >= settings.max_turns:
+            if settings.max_turns is not None and self._turns >= settings.max_turns:
                 ended = await self._in_time("end", answers.end(env, StopReason.TURN_LIMIT, task))
                 return StopReason.TURN_LIMIT, {**info, **ended}
             answer = await self._endpoint.client.message(self._said, deadline_s=turn_s, **options)

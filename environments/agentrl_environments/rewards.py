@@ -3,9 +3,10 @@
     r'(s, a, s') = r(s, a, s') + gamma * phi(s') - phi(s)        phi of the end of an episode is 0
 
 Rewards of this form, and no others, change no optimal policy whatever the task is (Ng, Harada and Russell 1999, "Policy
-invariance under reward transformations", theorem 1). At gamma = 1 an episode's rewards add up to -phi(first state): a
-policy that shows a high potential on the way and throws it away has won nothing. An episode that its driver ends from
-outside gets no last reward; there the sum is off by phi of where it stood.
+invariance under reward transformations", theorem 1). The potential is counted from where the episode begins, so that at
+gamma = 1 its rewards add up to nothing: a policy that shows a high potential on the way and throws it away has won
+nothing, and one that does nothing has lost nothing. An episode that its driver ends from outside gives back what it
+stands at: the environment says how much in `info["unsettled"]`.
 
 The potential is measured on a fork of the agent's box, so that measuring leaves no trace in it. Knows nothing of
 prompts, tools or tasks.
@@ -37,20 +38,25 @@ class Potential(Protocol):
 
 
 class PotentialDelta:
-    """The reward of each step of an episode: `weight * (gamma * phi(after) - phi(before))`."""
+    """The reward of each step of an episode: `weight * (gamma * phi(after) - phi(before))`, phi 0 at its start."""
 
     def __init__(self, potential: Potential, *, gamma: float = 1.0, weight: float = 1.0) -> None:
         self._potential, self._gamma, self._weight = potential, gamma, weight
-        self._phi = 0.0
+        self._phi = self._first = 0.0
+
+    @property
+    def unsettled(self) -> float:
+        """What the last step's reward changes by if the episode ends there from outside."""
+        return -self._weight * self._gamma * self._phi
 
     async def begin(self, box: Sandbox) -> None:
         """An episode starts with the box as it is. Raises SandboxError."""
-        self._phi = await self._measured(box)
+        self._phi, self._first = 0.0, await self._measured(box)
 
     async def step(self, box: Sandbox, *, over: bool) -> float:
         """The reward of the step that led to the box as it is; `over`: it ended the episode. Raises SandboxError."""
         before = self._phi
-        self._phi = 0.0 if over else await self._measured(box)
+        self._phi = 0.0 if over else await self._measured(box) - self._first
         return self._weight * (self._gamma * self._phi - before)
 
     async def _measured(self, box: Sandbox) -> float:

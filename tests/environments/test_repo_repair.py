@@ -8,10 +8,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from rollout.conftest import renderer, seat, store  # noqa: F401  (fixtures)
+from rollout.saying import saying
 
 import agentrl
 from agentrl.env.oracles import judge as play_oracles
 from agentrl.errors import ConfigError
+from agentrl.records import Task
+from agentrl.rollout.episode import play
 from agentrl.sandbox import backend
 from agentrl_environments.judging import Judge
 from agentrl_environments.repo_repair import RepoRepair, make_task
@@ -235,7 +239,7 @@ async def test_both_potentials_add_up() -> None:
         _, first, *_ = await env.astep(untidy)
         assert first == pytest.approx(len(task.fails) / total + 1 / 2 - 1)
         _, last, *_ = await env.astep(env.call("submit"))
-    assert first + last == pytest.approx(-len(task.passes) / total - 1)
+    assert first + last == pytest.approx(0.0)
 
 
 @pytest.mark.bubblewrap
@@ -250,3 +254,33 @@ async def test_it_also_plays_without_walls() -> None:
     """On a machine that has no sandbox, if its user says so."""
     verdicts = await play_oracles(lambda: RepoRepair(sandbox="local-unsafe"), 1)
     assert [verdict.got for verdict in verdicts] == [1, 0, 0, 0]
+
+
+@pytest.mark.bubblewrap
+async def test_whoever_ends_an_episode_to_solve_and_submit_earns_as_much_as_to_solve_and_dawdle(
+    renderer: Any,  # noqa: F811
+    store: Any,  # noqa: F811
+    seat: Any,  # noqa: F811
+) -> None:
+    """At a run's default turns, and where the run has fewer than the environment."""
+
+    async def earned(*turns: str, seed: int, **settings: Any) -> float:
+        store.add_groups([Task(index=seed, env="test/Env", seed=3)], size=1, purpose="train")
+        (claim,) = store.claim("w", 1, lease_s=1e6)
+        room = {"max_context": 1_000_000, "max_tokens_per_turn": 100_000, **settings}
+        await play(claim, seat(RepoRepair(), saying(renderer, *turns), **room))
+        trajectory = store.trajectory(claim.episode_id)
+        assert trajectory.outcome is not None
+        return trajectory.outcome + sum(trajectory.rewards)
+
+    env = RepoRepair()
+    await env.areset(seed=3)
+    repair = env._repair
+    await env.aclose()
+    mended = [path for path, text in repair.gold.items() if text != repair.broken[path]]
+    solve = "".join(env.call("write_file", path=path, content=repair.gold[path]) for path in mended)
+    submit, dawdle = env.call("submit"), env.call("list_files")
+    assert await earned(solve, submit, seed=0) == pytest.approx(1.0)
+    assert await earned(solve, dawdle, seed=1) == pytest.approx(1.0)
+    assert await earned(solve, dawdle, seed=2, max_turns=8) == pytest.approx(1.0)
+    assert await earned(dawdle, seed=3, max_turns=8) == pytest.approx(0.0)

@@ -116,6 +116,9 @@ def test_shaping_adds_up_to_the_whole_way_and_pays_back_what_a_detour_earned() -
     back = {"north": "south", "south": "north", "east": "west", "west": "east"}[direction]
     assert [round(env.step(f"go {d}")[1] * len(way)) for d in (direction, back)] == [1, -1]
     assert env.step("look")[1] == 0.0
+    short = TextGame(shaped=True, turns=1)
+    short.reset(seed=3)
+    assert short.step(way[0])[1] == pytest.approx(0.0), "who does not arrive has earned nothing"
     assert TextGame().reset(seed=3)[0] == env.reset(seed=3)[0], "shaping changes nothing that is seen"
 
 

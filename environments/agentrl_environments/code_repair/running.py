@@ -59,8 +59,8 @@ class Runner:
     """Runs in boxes of `backend`, with the last `remembered` results kept.
 
     What is remembered: a run is a function of module and calls alone, so the same pair need not run twice. A run that
-    was cut off (time, memory) is never remembered. Raises `SandboxError` where the box's host fails, `HostBusy` where it
-    has no slot."""
+    was cut off (time, memory) is never remembered. Raises `SandboxError` where the box's host fails, `HostBusy` where
+    it has no slot."""
 
     def __init__(self, backend: SandboxBackend, *, image: str | None = None, remembered: int = 4096) -> None:
         self._backend, self._spec = backend, SandboxSpec(image=image, limits=LIMITS)

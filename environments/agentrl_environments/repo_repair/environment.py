@@ -122,7 +122,8 @@ class RepoRepair(ToolEnv):
         observation, reward, terminated, truncated, info = await super().astep(action)
         for delta in self._deltas:
             reward += await delta.step(self._box, over=terminated or truncated)
-        return observation, reward, terminated, truncated, info
+        owed = sum(delta.unsettled for delta in self._deltas)
+        return observation, reward, terminated, truncated, {**info, "unsettled": owed}
 
     async def grade(self) -> Grade:
         """All tests pass on the declared files, in boxes that the agent has not seen."""

@@ -21,7 +21,8 @@ class TextGame(Env):
 
     An action is one command, on its last line. Outcome: 1 for the treasure at the start within `turns` commands. With
     `shaped` every command earns what it takes off the shortest way to the end, as a share of the whole way: a
-    difference of potentials, which leaves the best policy what it is (Ng, Harada and Russell 1999)."""
+    difference of potentials, which leaves the best policy what it is (Ng, Harada and Russell 1999). An episode that
+    ends on the way gives back what it earned."""
 
     blocking = False
     replayable = True
@@ -56,8 +57,15 @@ class TextGame(Env):
         terminated = won(self._world, self._state)
         truncated = not terminated and self._used >= self._turns
         self._over = terminated or truncated
-        info: Info = self._judged(StopReason.DONE if terminated else StopReason.TURN_LIMIT) if self._over else {}
-        return (Message(role="user", content=clean_text(said)),), self._progress(), terminated, truncated, info
+        reward = self._progress()
+        info: Info = {}
+        if self._over:
+            info = self._judged(StopReason.DONE if terminated else StopReason.TURN_LIMIT)
+        elif self._shaped:
+            info = {"unsettled": self._left / len(self._solution) - 1.0}
+        if truncated and self._shaped:
+            reward += self._left / len(self._solution) - 1.0
+        return (Message(role="user", content=clean_text(said)),), reward, terminated, truncated, info
 
     async def aend(self, reason: StopReason) -> Info:
         self._over = True
