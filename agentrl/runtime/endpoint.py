@@ -17,6 +17,8 @@ from typing import Any, TypeVar, cast
 
 import trio
 
+from agentrl import clock
+from agentrl.clock import Whose
 from agentrl.config import HeldOut, RunConfig
 from agentrl.engine.scoring import ScoringClient
 from agentrl.env import answers, as_async
@@ -138,6 +140,10 @@ async def _attempts(config: RunConfig, endpoint: Endpoint, task: Task) -> Mappin
     return {"seed": task.seed, "error": failure}
 
 
+class _TimeUp(Exception):
+    """What the model asked for took longer than it may."""
+
+
 class _Episode:
     """One episode: `_said` is the conversation as the API has it."""
 
@@ -186,6 +192,8 @@ class _Episode:
                 step = await self._in_time("step", answers.act(env, action, task))
             except PolicyFault:
                 return StopReason.POLICY_FAULT, info
+            except _TimeUp:
+                return StopReason.TIME_LIMIT, info
             seen, info = step.observation, step.info
             self._total += step.reward
             if step.terminated or step.truncated:
@@ -193,12 +201,14 @@ class _Episode:
                 return StopReason.DONE if step.terminated else StopReason.TRUNCATED, info
 
     async def _in_time(self, what: str, answer: Awaitable[T]) -> T:
+        """Raises EnvError past the deadline of the environment's own code, _TimeUp past that of what the model asked
+        it to do."""
         deadline_s = self._config.rollout.step_deadline_s
-        try:
-            with trio.fail_after(deadline_s):
-                return await answer
-        except trio.TooSlowError as error:
-            raise EnvError(f"{self._task.env}: {what} took over {deadline_s:g} s") from error
+        with clock.watch(own_s=deadline_s, policy_s=deadline_s) as watch:
+            return await answer
+        if watch.over is Whose.POLICY:
+            raise _TimeUp
+        raise EnvError(f"{self._task.env}: {what} took over {deadline_s:g} s")
 
     def _hear(self, messages: Messages) -> None:
         """The environment's messages; answers to calls get the ids that the calls had, in their order."""

@@ -27,7 +27,6 @@ from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.sources import first_tasks, task_source
 from agentrl.store import RunStore
 
-
 _TRAINING = ("torch", "transformers", "safetensors", "peft", "matplotlib")  # what the extra `train` brings
 
 
