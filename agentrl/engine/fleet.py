@@ -49,6 +49,7 @@ class Servable(Protocol):
 
 _SESSIONS = 65_536  # sessions whose replica is remembered
 _ASK_S = 5.0  # a broken replica has so long to answer: it is asked again
+_MUTE = "it does not answer"
 
 
 class State(StrEnum):
@@ -62,15 +63,17 @@ class State(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One engine as the fleet sees it. `running` counts our requests at it, `limit` bounds them once `Fleet.control`
-    runs; `failures` counts those since its last token, `retry_at` is when a broken one is asked again, `heard_at` when
-    it last showed that it lives."""
+    """One engine as the fleet sees it. `serves` is the weight version it last showed; `running` counts our requests at
+    it, `limit` bounds them once `Fleet.control` runs; `failures` counts those since its last token, `trouble` says what
+    the last one was; `retry_at` is when a broken one is asked again, `heard_at` when it last showed that it lives."""
 
     client: Servable
+    serves: int
     state: State = State.READY
     running: int = 0
     limit: float = math.inf
     failures: int = 0
+    trouble: str = ""
     retry_at: float = 0.0
     heard_at: float = -math.inf
     pace: Pace = field(default_factory=Pace)
@@ -119,7 +122,7 @@ class Fleet:
     ) -> None:
         if not clients:
             raise ValueError("a fleet needs at least one engine")
-        self.replicas = [Replica(client) for client in clients]
+        self.replicas = [Replica(client, client.version) for client in clients]
         self._decode, self._fits = decode, fits or self._is_newest
         self._stall_s, self._probe_s, self._outage_deadline_s = stall_s, probe_s, outage_deadline_s
         self._retry_s, self._retry_max_s, self._max_faults, self._slack = retry_s, retry_max_s, max_faults, slack
@@ -171,7 +174,9 @@ class Fleet:
         while True:
             if replica.state is State.READY:
                 if not await self._lives(replica):
-                    self._broke(replica)
+                    self._broke(replica, _MUTE)
+                elif not self._fits(replica.serves):  # or newer weights came, and passed it by
+                    await self._ask(replica)
                 elif rule is not None:
                     await self._limit(replica, rule)
             elif replica.state is not State.DRAINING and trio.current_time() >= replica.retry_at:
@@ -214,7 +219,7 @@ class Fleet:
     def mark_refit(self, url: str, version: int) -> None:
         """Say that a replica now serves `version`: a stale one is ready again."""
         replica = self._of(url)
-        replica.client.version = version
+        replica.client.version = replica.serves = version
         self._newest = max(self._newest, version)
         if replica.state is State.STALE:
             replica.state = State.READY
@@ -237,10 +242,13 @@ class Fleet:
         raise self._too_late(turn)
 
     def _too_late(self, turn: Turn) -> EngineTimeout:
-        states = ", ".join(f"{replica.client.url} is {replica.state}" for replica in self.replicas)
+        states = [
+            f"{replica.client.url} is {replica.state}" + (f" ({replica.trouble})" if replica.trouble else "")
+            for replica in self.replicas
+        ]
         return EngineTimeout(
             f"{turn.request.request_id!r} waited {self._outage_deadline_s:g} s for its engines, as long as a turn may "
-            f"(engine.outage_deadline_s), and has {len(turn.received)} tokens: {states}"
+            f"(engine.outage_deadline_s), and has {len(turn.received)} tokens: {', '.join(states)}"
         )
 
     def _home(self, session: str, roomy: list[Replica]) -> Replica:
@@ -269,28 +277,31 @@ class Fleet:
 
     async def _ask(self, replica: Replica) -> None:
         """Is a broken replica back, and with which weights?"""
+        trouble, version = _MUTE, None
         try:
-            alive = await replica.client.alive(deadline_s=min(_ASK_S, self._probe_s))
-            version = await replica.client.served_version() if alive else None
-        except EngineError:
-            version = None
+            if await replica.client.alive(deadline_s=min(_ASK_S, self._probe_s)):
+                version = await replica.client.served_version()
+        except EngineError as error:
+            trouble = str(error)
         if replica.state is State.DRAINING:
             return
         if version is None:
-            self._put_off(replica)
-        elif self._fits(version):
-            replica.state = State.READY
+            self._put_off(replica, trouble)
+            return
+        replica.serves = version
+        if self._fits(version):
+            replica.state, replica.trouble = State.READY, ""
             self._announce()
         else:
-            replica.state = State.STALE
+            replica.state, replica.trouble = State.STALE, f"it serves version {version}"
 
-    def _broke(self, replica: Replica) -> None:
+    def _broke(self, replica: Replica, trouble: str) -> None:
         """It failed while it was thought to be well; one failure, however many turns felt it."""
         if replica.state is State.READY:
-            self._put_off(replica)
+            self._put_off(replica, trouble)
 
-    def _put_off(self, replica: Replica) -> None:
-        replica.state = State.BROKEN
+    def _put_off(self, replica: Replica, trouble: str) -> None:
+        replica.state, replica.trouble = State.BROKEN, trouble
         wait_s = min(self._retry_s * 2**replica.failures, self._retry_max_s)
         replica.failures = min(replica.failures + 1, 16)
         replica.retry_at = trio.current_time() + wait_s
@@ -323,7 +334,7 @@ class Fleet:
             async with aclosing(self._attempt(replica, turn, wait)) as chunks:
                 async for chunk in chunks:
                     for span in chunk.spans:
-                        self._newest = max(self._newest, span.version)
+                        replica.serves, self._newest = span.version, max(self._newest, span.version)
                     chunk = turn.take(chunk)
                     if chunk.token_ids or chunk.finish:
                         yield chunk
@@ -349,7 +360,7 @@ class Fleet:
                     sampling = sampling or bool(chunk.token_ids)
                     yield chunk
                     if chunk.finish == "abort":
-                        self._broke(replica)
+                        self._broke(replica, "it aborts")
                     if chunk.finish is not None:
                         return
         except EngineRefusal as refused:
@@ -358,8 +369,8 @@ class Fleet:
             self._failed(replica, turn, refused)  # another engine took it
         except EngineBroke as broke:
             self._failed(replica, turn, broke)
-        except (EngineUnavailable, EngineTimeout):
-            self._broke(replica)
+        except (EngineUnavailable, EngineTimeout) as gone:
+            self._broke(replica, str(gone))
         finally:
             replica.running -= 1
             self._announce()
@@ -395,7 +406,7 @@ class Fleet:
 
     def _failed(self, replica: Replica, turn: Turn, why: EngineError) -> None:
         """A replica failed a request that it had taken: its own fault, or, if others fail it too, the request's."""
-        self._broke(replica)
+        self._broke(replica, str(why))
         turn.faults += 1
         if turn.faults >= self._max_faults:
             id = turn.request.request_id
@@ -414,7 +425,7 @@ class Fleet:
             if await self._lives(replica):
                 await trio.sleep(self._stall_s)
                 continue
-            self._broke(replica)
+            self._broke(replica, _MUTE)
             for other in list(replica.waits):
                 if other.since <= since:
                     other.scope.cancel()

@@ -96,14 +96,6 @@ async def report(fleet: Fleet, telemetry: Telemetry, store: RunStore) -> None:
 def _fleet(config: RunConfig, store: RunStore, renderer: Renderer) -> Fleet:
     """The run's engines. Where adapters travel alone, a turn begins with the newest one that the learner confirmed."""
 
-    def fits(version: int) -> bool:
-        """Whether this run minted it, and every engine should not serve a newer one by now."""
-        try:
-            store.step_of(version)
-        except StoreError:
-            return False
-        return version >= store.current_version().version
-
     def adapter() -> int | None:
         current = store.current_version()
         return current.version if current.step else None  # before the first step there is none
@@ -115,7 +107,16 @@ def _fleet(config: RunConfig, store: RunStore, renderer: Renderer) -> Fleet:
     else:
         version = store.current_version().version
         clients = [EngineClient(url, version=version, api_key=key) for url in urls]
-    return _maker(config, renderer)(clients, fits=fits)
+    return _maker(config, renderer)(clients, fits=partial(fits, store))
+
+
+def fits(store: RunStore, version: int) -> bool:
+    """Whether a turn may begin with these weights: this run minted them, and no engine should serve newer ones."""
+    try:
+        store.step_of(version)
+        return version >= store.current_version().version
+    except StoreError:  # it was not minted; or the store cannot be read: then it is asked again
+        return False
 
 
 def _maker(config: RunConfig, renderer: Renderer) -> partial[Fleet]:

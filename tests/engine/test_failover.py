@@ -299,6 +299,24 @@ async def test_a_version_that_the_run_cannot_train_is_stale(autojump_clock: trio
         nursery.cancel_scope.cancel()
 
 
+async def test_a_replica_that_new_weights_passed_by_serves_nobody_until_it_has_them(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    behind, well = servers()
+    newest = 4
+    fleet = fleet_of([behind, well], fits=lambda version: version >= newest)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fleet.control)
+        await trio.sleep(5)
+        newest, well.version = 5, "5"
+        await trio.sleep(2)
+        assert [replica.state for replica in fleet.replicas] == [State.STALE, State.READY]
+        behind.version = "5"
+        await trio.sleep(2)
+        assert fleet.replicas[0].state is State.READY
+        nursery.cancel_scope.cancel()
+
+
 async def test_an_idle_replica_that_is_gone_is_seen_before_a_turn_goes_there(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

@@ -17,7 +17,7 @@ from agentrl.engine.fleet import Fleet, State
 from agentrl.errors import DiskFull
 from agentrl.runtime import worker
 from agentrl.runtime.rundir import RunDir
-from agentrl.runtime.worker import report
+from agentrl.runtime.worker import fits, report
 from agentrl.store import RunStore
 from agentrl.telemetry import Telemetry
 from agentrl.testing.engine import FakeEngine
@@ -50,6 +50,16 @@ async def test_the_limit_of_every_replica_is_in_the_metrics(tmp_path: Path, auto
         {**told, "step": 0, "time": start + 5, "state": ["ready", "ready"], "limit": [12.0, 16.0]},
         {**told, "step": 1, "time": start + 10, "state": ["ready", "draining"], "limit": [9.0, 16.0]},
     ]
+
+
+def test_turns_go_to_engines_with_the_newest_weights_of_this_run_alone(tmp_path: Path) -> None:
+    with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
+        old, current, coming = (store.mint_version(step).version for step in range(3))
+        store.confirm_version(old)
+        store.confirm_version(current)  # an engine that has the next one already is no worse
+        unminted = (0, coming + 1)  # a server that was started anew, one of another run
+        fitting = [version for version in (*unminted, old, current, coming) if fits(store, version)]
+        assert fitting == [current, coming]
 
 
 async def test_a_full_disk_ends_no_worker(
