@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -30,10 +31,10 @@ pytestmark = pytest.mark.vllm
 EPISODES, TURNS = 12, 4
 
 
-@pytest.fixture
-def second(policy: Policy, tmp_path: Path) -> Iterator[Server]:
-    """Another replica of `server`'s model, to be killed."""
-    yield from up(Server(policy.folder, tmp_path, lora_rank=LORA_RANK))
+@pytest.fixture(scope="module")
+def second(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Another replica of `server`'s model, to be killed. It runs again when a test ends."""
+    yield from up(Server(policy.folder, tmp_path_factory.mktemp("second"), lora_rank=LORA_RANK))
 
 
 async def test_a_replica_is_killed_under_load_comes_back_and_is_refit(
@@ -101,6 +102,43 @@ async def test_a_replica_is_killed_under_load_comes_back_and_is_refit(
     await fleet.aclose()
 
 
+async def test_the_core_of_an_engine_is_killed_and_all_its_turns_go_on_elsewhere(
+    server: Server, second: Server, policy: Policy
+) -> None:
+    """Its front end lives on for a moment and answers each running turn with an error event behind the 200."""
+    version, file = policy.update()
+    clients = [EngineClient(server.url), EngineClient(second.url)]
+    await push(clients, file.path, version, sha256=file.sha256, deadline_s=ADMIN_S, clear_cache=True)
+    fleet, played = Fleet(clients), list[tuple[tuple[int, ...], Generation]]()
+    fleet.drain(server.url)  # so that all ten run at the one that dies
+    (core,) = [pid for pid in processes_below(second.pid) if "EngineCore" in command(pid)]
+
+    killed = False
+
+    async def play(number: int) -> None:
+        """One turn after the other; the last one is in its midst when the core dies."""
+        prompt, sampling = (5, 6, 7 + number), SamplingParams(max_tokens=600, stop_token_ids=(1, 2))
+        while not killed:
+            request = GenerateRequest(request_id=uuid4().hex, session="", token_ids=prompt, sampling=sampling)
+            played.append((prompt, await fleet.generate(request)))
+
+    sampled = "vllm:generation_tokens_total"
+    before = (await clients[1].metrics())[sampled]
+    async with trio.open_nursery() as nursery:
+        for number in range(10):
+            nursery.start_soon(play, number)
+        with trio.fail_after(ADMIN_S):
+            while (await clients[1].metrics())[sampled] < before + 300 or fleet.replicas[1].running < 10:
+                pass
+        fleet.undrain(server.url)
+        killed = True
+        os.kill(core, signal.SIGKILL)
+    assert fleet.replicas[1].state is State.BROKEN
+    assert max(policy.error(list(prompt), generation) for prompt, generation in played) <= EXACT
+    assert {span.version for _, generation in played for span in generation.spans} == {version}
+    await fleet.aclose()
+
+
 async def _until(fleet: Fleet, replica: Replica, state: State) -> None:
     """Play on at the replica that is well until the other one is seen in `state`."""
     request = GenerateRequest(request_id="", session="", token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=4))
@@ -117,6 +155,10 @@ def processes_below(pid: int) -> list[int]:
             for child in map(int, (task / "children").read_text().split()):
                 below += [child, *processes_below(child)]
     return below
+
+
+def command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
 
 
 def alive(pid: int) -> bool:
