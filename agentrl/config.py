@@ -94,7 +94,7 @@ class Rollout(_Section):
     group_deadline_s: Positive = 600.0
     lease_s: Positive = 30.0
     max_deaths: Annotated[int, Field(ge=3)] = 3  # of workers at the same place: the episode fails, its task is left out
-    failure_budget: Annotated[float, Field(ge=0, le=1)] = 0.1  # share of episodes that infrastructure may fail
+    failure_budget: Annotated[float, Field(ge=0, le=1)] = 0.2  # share of episodes that may fail, an outage as one
     roles: dict[str, str] = Field(default_factory=dict)  # who plays a role of the environment, see `given_roles`
 
     def given_roles(self) -> dict[str, str]:

@@ -35,7 +35,7 @@ from agentrl.store import RunStore
 from agentrl.telemetry import Telemetry
 
 _TICK_S = 0.25
-_MIN_FAILURES = 8  # so many infrastructure failures are never a reason to stop
+_MIN_FAILURES = 8  # so many failures of infrastructure, an outage as one, are never a reason to stop
 
 
 class Interrupted(RunFailed):
@@ -119,13 +119,18 @@ class Supervisor:
         await trio.sleep(_TICK_S)
 
     def _check_failures(self) -> None:
-        """Stop when infrastructure fails more episodes than the budget allows: the first cause is the message."""
-        failed, ended, detail = self.store.failures()
-        budget = self.config.rollout.failure_budget
-        if failed > max(_MIN_FAILURES, budget * ended):
+        """Stop when infrastructure fails too much: more outages than the budget allows, or one after the other and
+        nothing that ends well between. The latest cause is in the message."""
+        failures, budget = self.store.failures(), self.config.rollout.failure_budget
+        if failures.in_a_row > _MIN_FAILURES:
             raise RunFailed(
-                f"{failed} of {ended} episodes failed through no doing of the policy (rollout.failure_budget = "
-                f"{budget:g}); the last: {detail}"
+                f"{failures.failed} of {failures.ended} episodes failed through no doing of the policy, and since "
+                f"{failures.in_a_row} failures none ended well; the last: {failures.detail}"
+            )
+        if failures.outages > max(_MIN_FAILURES, budget * (failures.outages + failures.well)):
+            raise RunFailed(
+                f"{failures.failed} of {failures.ended} episodes failed through no doing of the policy, at "
+                f"{failures.outages} different times (rollout.failure_budget = {budget:g}); the last: {failures.detail}"
             )
 
     def _played(self, tasks: int) -> bool:

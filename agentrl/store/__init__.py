@@ -5,7 +5,7 @@ async code calls them directly. Standard library and zstandard only.
 
     versions    weight versions, minted once          admission   how many groups may start (pure)
     groups      birth and end of groups               leases      who plays which episode
-    deaths      which episode killed its worker
+    deaths      which episode killed its worker       outages     failures that are one
     journal     a running episode, turn by turn       buffer      what the learner takes, what expires
     lineage     checkpoint, rollback, retention       recovery    what a loss of power took
     metrics     values, drops, the bias of dropping   readers     rows back into records

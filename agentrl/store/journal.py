@@ -24,6 +24,7 @@ from agentrl.store.codec import (
 from agentrl.store.database import Database
 from agentrl.store.groups import close_if_ended
 from agentrl.store.leases import check_fence
+from agentrl.store.outages import FAILURES, note_failure
 from agentrl.store.versions import Versions
 
 
@@ -163,3 +164,5 @@ def end_episode(db: Database, episode_id: int, state: str, stop_reason: StopReas
         "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial) WHERE id = ?",
         (state, stop_reason, now, episode_id),
     )
+    if stop_reason in FAILURES:
+        note_failure(db, episode_id, stop_reason, now)

@@ -16,6 +16,7 @@ from agentrl.records import Json, StopReason
 from agentrl.store.codec import to_json
 from agentrl.store.database import Part
 from agentrl.store.groups import TRAIN
+from agentrl.store.outages import ended_well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +51,21 @@ class LengthBias:
     by_reason: dict[str, Lengths]
 
 
-_FAILURES = (StopReason.ENGINE_FAILED, StopReason.SANDBOX_FAILED, StopReason.ENV_FAILED)
 # Word for word the condition of the index `episodes_failed`.
 _FAILED = "stop_reason IN ('engine_failed', 'sandbox_failed', 'env_failed')"
 
 
 class Failures(NamedTuple):
-    """`failed` of `ended` episodes failed through no doing of the policy; `detail` is what the latest of them said."""
+    """`failed` of `ended` episodes failed through no doing of the policy, in so many `outages` (see `outages`), the
+    last `in_a_row` of them without an episode between that ended well; `well` did. `detail` is what the latest of the
+    failed said."""
 
     failed: int
     ended: int
     detail: str
+    outages: int = 0
+    in_a_row: int = 0
+    well: int = 0
 
 
 class Metrics(Part):
@@ -114,15 +119,22 @@ class Metrics(Part):
         """Which episodes of the present attempt, evaluations included, infrastructure ended (expired ones apart).
         Constant time."""
         with self._db.read():
-            rows = self._db.rows(
-                "SELECT stop_reason, SUM(n) FROM ending_counts"
-                " WHERE attempt = (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'attempt') GROUP BY 1"
+            attempt, well = ended_well(self._db)
+            ended = self._db.row("SELECT COALESCE(SUM(n), 0) FROM ending_counts WHERE attempt = ?", (attempt,))
+            outages = self._db.row(
+                "SELECT COUNT(*), COALESCE(SUM(well = ?), 0), COALESCE(SUM(episodes), 0) FROM outages"
+                " WHERE attempt = ?",
+                (well, attempt),
             )
             last = self._db.row(f"SELECT detail FROM episodes WHERE {_FAILED} ORDER BY id DESC LIMIT 1")
+        assert ended is not None and outages is not None
         return Failures(
-            failed=sum(n for reason, n in rows if StopReason(reason) in _FAILURES),
-            ended=sum(n for _, n in rows),
+            failed=outages[2],
+            ended=ended[0],
             detail="" if last is None else last[0],
+            outages=outages[0],
+            in_a_row=outages[1],
+            well=well,
         )
 
     def episodes_trained(self) -> int:

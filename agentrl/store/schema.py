@@ -13,6 +13,7 @@ k + 1, so a new store runs all of them. A store is made in one transaction: eith
     experts      the experts that a mixture computed that turn's tokens with, packed, where the run keeps them
     steps        the environment's answer to a turn
     restarts     why and when an episode started anew; its earlier trial's turns stay, never trained
+    outages      failures of one cause at one time, and how many episodes had ended well before
     quarantine   tasks that killed their workers, and are not admitted again
     lineage      which optimizer step took which group; at most one row a group that is not undone
     checkpoints  which steps can be gone back to
@@ -206,7 +207,19 @@ CREATE TABLE quarantine (
 ) STRICT;
 """
 
-MIGRATIONS: tuple[str, ...] = (_FIRST, _ROLES, _EXPERTS, _LOST, _DEATHS)
+_OUTAGES = """
+CREATE TABLE outages (
+    id INTEGER PRIMARY KEY,
+    attempt INTEGER NOT NULL,
+    cause TEXT NOT NULL,
+    began_s REAL NOT NULL,
+    episodes INTEGER NOT NULL,
+    well INTEGER NOT NULL
+) STRICT;
+CREATE INDEX outages_by_attempt ON outages (attempt, cause, id);
+"""
+
+MIGRATIONS: tuple[str, ...] = (_FIRST, _ROLES, _EXPERTS, _LOST, _DEATHS, _OUTAGES)
 SCHEMA_VERSION = len(MIGRATIONS)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,10 +47,10 @@ class NoChildren:
 def supervisor(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
     opened: list[Supervisor] = []
 
-    def make(**sections: Any) -> Supervisor:
+    def make(clock: Callable[[], float] = time.time, **sections: Any) -> Supervisor:
         document = {"model": "m", "env": {"id": "e"}, "train": {"stall_deadline_s": STALL_S}, **sections}
         run = RunDir.create(tmp_path / "run", parse(document))
-        store = RunStore.open(run.store_path)
+        store = RunStore.open(run.store_path, clock=clock)
         serve(store, 0)
         run.make_scratch()
         first = WeightVersion(version=1, step=0)
@@ -65,12 +67,14 @@ def supervisor(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
         one.run.clear_scratch()
 
 
-async def until_it_fails(supervisor: Supervisor, *others: Callable[[], Any]) -> tuple[str, float]:
+async def until_it_fails(
+    supervisor: Supervisor, *others: Callable[[], Any], within_s: float = 10 * STALL_S
+) -> tuple[str, float]:
     """What the run failed of, and after how many seconds; `others` go on meanwhile."""
     async with trio.open_nursery() as nursery:
         for other in others:
             nursery.start_soon(other)
-        with pytest.raises(RunFailed) as failed, trio.fail_after(10 * STALL_S):
+        with pytest.raises(RunFailed) as failed, trio.fail_after(within_s):
             await supervisor.train()
         nursery.cancel_scope.cancel()
     return str(failed.value), trio.current_time()
@@ -134,3 +138,121 @@ async def test_groups_that_expire_one_after_the_other_are_no_progress(
 
     _, when = await until_it_fails(one, expire)
     assert when == pytest.approx(STALL_S, abs=1.0)
+
+
+# --- failures: an outage is one, and a run that cannot work ends -----------------------------------------------------
+
+QUIET = {"rollout": {"group_deadline_s": 1e12}, "train": {"stall_deadline_s": 1e9}}
+Life = Callable[[int], tuple[float, StopReason]]
+
+
+async def play_for_ever(store: RunStore, slots: int, life: Life) -> None:
+    """`slots` episodes at once; number k of all takes `life(k)[0]` seconds and ends as `life(k)[1]`."""
+    numbers = itertools.count()
+
+    async def slot() -> None:
+        while True:
+            claims = store.claim("a", 1, lease_s=1e12)
+            if not claims:
+                admit(store, limit=1, max_lag=10**6, max_running=10**6, steps_total=10**6)
+                continue
+            seconds, reason = life(next(numbers))
+            await trio.sleep(seconds)
+            outcome = 1.0 if reason.by_policy else None
+            id, fence = claims[0].episode_id, claims[0].fence
+            store.finish(id, fence, stop_reason=reason, outcome=outcome, success=None, detail=f"cause of {id}")
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(slots):
+            nursery.start_soon(slot)
+
+
+async def goes_on(supervisor: Supervisor, seconds: float, slots: int, life: Life) -> None:
+    """The run is not ended for so many seconds."""
+    with trio.move_on_after(seconds):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(play_for_ever, supervisor.store, slots, life)
+            await supervisor.train()
+
+
+async def test_an_engine_that_stands_still_for_a_minute_is_one_failure(
+    supervisor: Callable[..., Supervisor], autojump_clock: MockClock
+) -> None:
+    """At 100 s: what runs fails when its turn's deadline of 60 s is over; what comes after it plays well again."""
+    one = supervisor(clock=trio.current_time, **QUIET)
+
+    def life(number: int) -> tuple[float, StopReason]:
+        now = trio.current_time()
+        return (
+            (60.0 + number % 10, StopReason.ENGINE_FAILED) if 95 <= now < 101 else (5.0 + number % 3, StopReason.DONE)
+        )
+
+    await goes_on(one, 300, 64, life)
+    failures = one.store.failures()
+    assert failures.failed >= 60
+    assert failures.outages == 1
+
+
+async def test_a_machine_that_stands_still_before_anything_ended_is_one_failure(
+    supervisor: Callable[..., Supervisor], autojump_clock: MockClock
+) -> None:
+    one = supervisor(clock=trio.current_time, **QUIET)
+
+    def life(number: int) -> tuple[float, StopReason]:
+        return (65.0, StopReason.ENV_FAILED) if number < 64 else (5.0, StopReason.DONE)
+
+    await goes_on(one, 120, 64, life)
+    assert (one.store.failures().failed, one.store.failures().outages) == (64, 1)
+
+
+@pytest.mark.parametrize("slots", [8, 16, 64])
+async def test_one_member_in_eight_that_hangs_ends_no_run(
+    supervisor: Callable[..., Supervisor], autojump_clock: MockClock, slots: int
+) -> None:
+    one = supervisor(clock=trio.current_time, **QUIET)
+
+    def life(number: int) -> tuple[float, StopReason]:
+        return (60.0, StopReason.ENV_FAILED) if number % 8 == 3 else (10.0, StopReason.DONE)
+
+    await goes_on(one, 600, slots, life)
+    assert one.store.failures().failed > 8
+
+
+async def test_a_run_that_never_worked_ends_at_once_with_its_cause(
+    supervisor: Callable[..., Supervisor], autojump_clock: MockClock
+) -> None:
+    one = supervisor(clock=trio.current_time, **QUIET)
+    why, when = await until_it_fails(one, lambda: play_for_ever(one.store, 16, lambda _: (0.1, StopReason.ENV_FAILED)))
+    assert when < 5
+    assert "failed through no doing of the policy" in why
+    assert "the last: cause of " in why
+    assert "\n" not in why
+
+
+@pytest.mark.parametrize("seconds", [0.5, 60.0])
+async def test_a_total_failure_that_lasts_ends_the_run_within_minutes_however_long_it_had_worked(
+    supervisor: Callable[..., Supervisor], autojump_clock: MockClock, seconds: float
+) -> None:
+    """Whether it is refused at once or hangs to its deadline."""
+    one = supervisor(clock=trio.current_time, **QUIET)
+
+    def life(number: int) -> tuple[float, StopReason]:
+        return (1.0, StopReason.DONE) if trio.current_time() < 100 else (seconds, StopReason.SANDBOX_FAILED)
+
+    why, when = await until_it_fails(one, lambda: play_for_ever(one.store, 4, life), within_s=1000)
+    assert 100 + 60 < when < 100 + 660, "longer than a minute's outage, and soon"
+    assert "none ended well; the last: cause of " in why
+
+
+async def test_failures_beyond_the_budget_end_the_run_though_most_episodes_end_well(
+    supervisor: Callable[..., Supervisor], autojump_clock: MockClock
+) -> None:
+    """Each at a time of its own: no outage, but infrastructure that is not good enough."""
+    rollout = {**QUIET["rollout"], "failure_budget": 0.3}
+    one = supervisor(clock=trio.current_time, **{**QUIET, "rollout": rollout})
+
+    def life(number: int) -> tuple[float, StopReason]:
+        return (40.0, StopReason.ENGINE_FAILED if number % 2 else StopReason.DONE)
+
+    why, _ = await until_it_fails(one, lambda: play_for_ever(one.store, 1, life), within_s=3000)
+    assert "at 9 different times (rollout.failure_budget = 0.3)" in why

@@ -325,7 +325,7 @@ def test_a_failure_says_why(store: RunStore, begun: Claim) -> None:
         success=None,
         detail="no answer \ud800",
     )
-    assert store.failures() == (1, 1, "no answer \\ud800")
+    assert store.failures()[:3] == (1, 1, "no answer \\ud800")
     assert store.episodes(group_id=begun.group_id)[0].detail == "no answer \\ud800"
 
 

@@ -1,0 +1,44 @@
+"""Failures of one cause at one time are one: an engine that stands still fails a hundred episodes, and is one outage.
+
+A failure belongs to the latest outage of its cause (its stop reason) if its episode was under way without a sign of
+life when that outage showed itself first, or if that is less than `OUTAGE_S` ago. The latter only if an episode of this
+attempt ended well before: a run that never worked is not in an outage, and whoever began it should soon read why.
+"""
+
+from __future__ import annotations
+
+from agentrl.records import StopReason
+from agentrl.store.database import Database
+
+OUTAGE_S = 30.0
+FAILURES = (StopReason.ENGINE_FAILED, StopReason.SANDBOX_FAILED, StopReason.ENV_FAILED)
+
+
+def note_failure(db: Database, episode_id: int, cause: StopReason, now: float) -> None:
+    """An episode failed of `cause`: count it to the outage that it belongs to. Inside a transaction."""
+    attempt, well = ended_well(db)
+    latest = db.row(
+        "SELECT id, began_s FROM outages WHERE attempt = ? AND cause = ? ORDER BY id DESC LIMIT 1", (attempt, cause)
+    )
+    alive = db.row(
+        "SELECT MAX(COALESCE(e.started_s, ?), COALESCE(MAX(t.ended_s), 0)) FROM episodes e"
+        " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial WHERE e.id = ?",
+        (now, episode_id),
+    )
+    assert alive is not None
+    if latest is not None and (alive[0] < latest[1] or (well and now - latest[1] < OUTAGE_S)):
+        db.execute("UPDATE outages SET episodes = episodes + 1 WHERE id = ?", (latest[0],))
+    else:
+        db.execute(
+            "INSERT INTO outages (attempt, cause, began_s, episodes, well) VALUES (?, ?, ?, 1, ?)",
+            (attempt, cause, now, well),
+        )
+
+
+def ended_well(db: Database) -> tuple[int, int]:
+    """The present attempt, and how many of its episodes the policy or its environment ended."""
+    rows = db.rows(
+        "SELECT m.value, c.stop_reason, c.n FROM meta m LEFT JOIN ending_counts c ON c.attempt = CAST(m.value AS"
+        " INTEGER) WHERE m.key = 'attempt'"
+    )
+    return int(rows[0][0]), sum(n for _, reason, n in rows if reason is not None and StopReason(reason).by_policy)
