@@ -478,6 +478,7 @@ def _show_summary(path: Path, summary: dict[str, Any]) -> None:
     for label, value in (
         ("training time", f"{summary['train_s']:.0f} s"),
         ("wall time", f"{summary['wall_s']:.0f} s"),
+        ("steps that changed weights", f"{summary['steps_updated']} of {summary['steps']}"),
         ("episodes trained", f"{summary['episodes']:,}"),
         ("tokens trained", f"{summary['tokens_trained']:,}"),
         ("trainer idle share", f"{summary['trainer_idle_share']:.0%}"),
@@ -490,4 +491,6 @@ def _show_summary(path: Path, summary: dict[str, Any]) -> None:
     transcripts = path / "transcripts.md"
     if transcripts.exists():
         console.print(transcripts.read_text(), markup=False, highlight=False)
+    if summary["no_signal"]:
+        console.print(f"warning: {summary['no_signal']}", style="bold red", markup=False, highlight=False)
     console.print(f"run directory: {path}\nplot: {path / 'curves.png'}", markup=False, highlight=False)

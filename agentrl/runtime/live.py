@@ -21,6 +21,7 @@ from rich.text import Text
 from agentrl.records import GroupState
 from agentrl.runtime import report
 from agentrl.runtime.pipeline import Supervisor
+from agentrl.runtime.signal import moved, no_signal
 
 _WINDOW = 10  # steps that a shown mean spans
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -35,6 +36,8 @@ class LiveView:
     _printed: int = 0
     _phase: str = ""
     _quarantined: int = 0
+    _rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # since the weights moved
+    _warned: int = 0
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -70,6 +73,18 @@ class LiveView:
                 highlight=False,
                 soft_wrap=True,
             )
+            self._warn(v)
+
+    def _warn(self, row: dict[str, Any]) -> None:
+        """Say that steps move nothing when it shows, then each time that there are twice as many."""
+        if moved(row):
+            self._rows, self._warned = [], 0
+            return
+        self._rows.append(row)
+        found = no_signal(self._rows)
+        if found is not None and found.steps >= 2 * self._warned:
+            self._warned = found.steps
+            self.console.print(f"warning: {found}", markup=False, highlight=False, soft_wrap=True)
 
     def _panel(self, supervisor: Supervisor) -> RenderableType:
         config, store = supervisor.config, supervisor.store
@@ -83,6 +98,8 @@ class LiveView:
         table.add_row("step", _bar(step, config.train.steps))
         if recent:
             self._numbers(table, recent, [row.values for row in metrics])
+        if found := no_signal([row.values for row in metrics]):
+            table.add_row(Text("no signal", style="bold red"), Text(str(found), style="red"))
         curve = list(report.during(store, config))
         if curve:
             table.add_row("held-out", "  ".join(f"{at}: {success:.2f}" for at, success in curve))

@@ -15,16 +15,19 @@ from agentrl.config import RunConfig
 from agentrl.records import POLICY, Messages, Trajectory
 from agentrl.runtime import evaluation
 from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.signal import PATIENCE, no_signal
 from agentrl.store import RunStore
 
 _PACKAGES = ("agentrl", "torch", "transformers", "gymnasium", "trio", "httpx")
 
 
 def summarise(run: RunDir, config: RunConfig, store: RunStore, *, restarts: dict[str, int]) -> dict[str, Any]:
-    """Write `summary.json` and return it. All times are seconds, shares are in [0, 1]."""
+    """Write `summary.json` and return it. All times are seconds, shares are in [0, 1]. `tokens_trained` are those of
+    steps that changed the weights; `no_signal` says why its last steps did not, None if they did."""
     steps = [row.values for row in store.metrics("step")]
     idle = sum(row["idle_s"] for row in steps)
     busy = sum(row["busy_s"] for row in steps)
+    idle_end = no_signal(steps, patience=min(PATIENCE, len(steps)))
     started, ended = float(store.meta("train_started_s") or 0), float(store.meta("train_ended_s") or 0)
     sets = {
         held_out.name: {
@@ -42,7 +45,9 @@ def summarise(run: RunDir, config: RunConfig, store: RunStore, *, restarts: dict
         "eval": {**first, "tasks": config.eval.sets[0].n if config.eval.sets else 0, "sets": sets},
         "steps": len(steps),
         "episodes": store.episodes_trained(),
-        "tokens_trained": sum(row["tokens_scored"] for row in steps),
+        "steps_updated": sum(bool(row["updated"]) for row in steps),
+        "tokens_trained": sum(row["tokens_scored"] for row in steps if row["updated"]),
+        "no_signal": None if idle_end is None else str(idle_end),
         "wall_s": time.time() - float(store.meta("created_s") or time.time()),
         "train_s": ended - started,
         "trainer_idle_share": idle / (idle + busy) if idle + busy else 0.0,

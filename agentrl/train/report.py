@@ -40,6 +40,8 @@ class StepReport:
     outcome_mean: float | None
     process_mean: float | None  # sum of an episode's process rewards
     reward_mean: float | None  # outcome plus process
+    reward_min: float | None
+    reward_max: float | None
     success_mean: float | None
     advantage_mean: float | None
     advantage_std: float | None
@@ -110,6 +112,7 @@ def summarise(
     advantage_S = torch.cat([row.advantage_S for row in rows]) if rows else torch.zeros(0)
     outcomes = [outcome for group in ready for outcome in group.outcomes]
     process = [reward for group in ready for reward in group.process]
+    rewards = [a + b for a, b in zip(outcomes, process, strict=True)]
     drift = None
     if tally.packs:
         behaviour_K = torch.cat([pack.behaviour_K for pack in tally.packs])
@@ -130,7 +133,9 @@ def summarise(
         episodes_left_out=sum(group.left_out for group in ready),
         outcome_mean=_mean(outcomes),
         process_mean=_mean(process),
-        reward_mean=_mean([a + b for a, b in zip(outcomes, process, strict=True)]),
+        reward_mean=_mean(rewards),
+        reward_min=min(rewards, default=None),
+        reward_max=max(rewards, default=None),
         success_mean=_mean([float(success) for group in ready for success in group.successes]),
         advantage_mean=_mean(advantage_S.tolist()),
         advantage_std=float(advantage_S.std(correction=0)) if len(advantage_S) else None,
