@@ -130,6 +130,7 @@ class EngineSettings(_Section):
     stall_s: Positive = 30.0  # an engine that owes a turn a token for so long is asked whether it lives
     outage_deadline_s: Positive = 600.0  # of a turn for all waiting that is not sampling: queues, pauses, restarts
     start_deadline_s: Positive = 600.0  # a large model is read, and on a GPU compiled as well
+    liveness_deadline_s: Positive = 60.0  # a replica that answers nothing for so long is ended and started again
 
     @field_validator("urls")
     @classmethod
@@ -148,6 +149,19 @@ class EngineSettings(_Section):
     def places(self) -> list[list[int]]:
         """The GPUs of each engine that the run starts; none where vLLM takes the first, or there is no vLLM."""
         return self.gpus or [[]] * self.replicas
+
+    @property
+    def mending_deadline_s(self) -> float:
+        """Until when engines that all went silent at once must serve again: seen to hang, started, and fitted."""
+        return self.liveness_deadline_s + self.start_deadline_s + self.admin_deadline_s
+
+    @model_validator(mode="after")
+    def _of_deadlines(self) -> Self:
+        if self.liveness_deadline_s < self.admin_deadline_s:
+            least = f"engine.admin_deadline_s = {self.admin_deadline_s:g}"
+            mend = f"must be at least {least}, for which an engine that takes weights may be silent"
+            raise ConfigError("engine.liveness_deadline_s", self.liveness_deadline_s, mend)
+        return self
 
     @model_validator(mode="after")
     def _of_gpus(self) -> Self:
@@ -210,7 +224,8 @@ class Train(_Section):
     lora_rank: Annotated[int, Field(ge=0)] = 0  # train a LoRA adapter of this rank over frozen weights; 0: all weights
     lora_alpha: Count | None = None  # its scale times the rank; default: twice the rank
     lora_targets: list[str] = Field(default_factory=list)  # ends of layer names; default: all but output and routers
-    checkpoint_every: Count = 20  # steps
+    checkpoint_every: Count = 20  # steps, or
+    checkpoint_every_s: Positive = 600.0  # seconds, whichever is over first: a learner that dies loses no more
     keep_checkpoints: Count = 2  # the newest ones; older ones are removed
     stall_deadline_s: Positive = 600.0  # no turn, answer, episode end or step for so long: the run fails
 

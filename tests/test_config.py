@@ -192,3 +192,13 @@ def leaves(section: type[RunConfig]) -> Iterator[str]:
             yield from of(inner, f"{prefix}{name}{several}.") if inner else [prefix + name]
 
     return of(whole, "")
+
+
+def test_an_engine_is_not_taken_for_hung_while_it_may_take_weights() -> None:
+    document = {"model": "m", "env": {"id": "e"}, "engine": {"admin_deadline_s": 90}}
+    with pytest.raises(
+        ConfigError, match=r"engine\.liveness_deadline_s = 60\.0: must be at least .*admin_deadline_s = 90"
+    ):
+        parse(document)
+    engine = parse({**document, "engine": {"admin_deadline_s": 90, "liveness_deadline_s": 90}}).engine
+    assert engine.mending_deadline_s == 90 + 90 + engine.start_deadline_s

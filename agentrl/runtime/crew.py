@@ -25,6 +25,7 @@ from agentrl.runtime.engines import Replica, Weights, WrongWeights, attach, curr
 from agentrl.runtime.models import given_model_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import Child, RestartBudget
+from agentrl.runtime.watch import Watch
 from agentrl.store import RunStore
 
 _LAST_WORD_S = 2.0  # for which the end of a run waits for the store's lock
@@ -48,6 +49,7 @@ class Crew:
     mark: Mapping[str, str]
     restarts: dict[str, int] = field(default_factory=dict[str, int])
     _children: list[Child] = field(default_factory=list[Child])
+    _watches: list[Watch] = field(default_factory=list[Watch])
     _closing: bool = False
 
     async def start_engines(self, start: StartPoint) -> None:
@@ -60,6 +62,7 @@ class Crew:
         urls = list(settings.urls)
         for url in urls:
             await attach(url, weights(), self.config)
+            self.nursery.start_soon(self._watch(url, weights).run)
         for index, gpus in enumerate([] if urls else settings.places):
             replica = Replica(
                 child=self._child(f"engine-{index}", [], settings.threads),
@@ -87,20 +90,26 @@ class Crew:
                 config=self.config,
                 weights=lambda weights=weights: weights,
             )
-            await self._serve(replica)
+            await self._serve(replica, learns=False)
             urls[policy] = replica.url
         self.store.set_meta("given_urls", json.dumps(urls))
 
-    async def _serve(self, replica: Replica) -> None:
+    async def _serve(self, replica: Replica, *, learns: bool = True) -> None:
         await replica.up()
-        self.nursery.start_soon(self._keep, replica.child, replica.up)
+        watch = self._watch(replica.url, replica.weights if learns else None)
+        self.nursery.start_soon(self._keep, replica.child, replica.up, watch)
+
+    def _watch(self, url: str, weights: Callable[[], Weights] | None) -> Watch:
+        watch = Watch(url=url, config=self.config, store=self.store, weights=weights, locks=self.run.locks)
+        self._watches.append(watch)
+        return watch
 
     def start_workers(self) -> None:
         for index in range(self.config.rollout.workers):
             name = f"worker-{index}"
             child = self._child(name, ["-m", "agentrl.runtime.child", "worker", str(self.run.path), str(index)], 1)
             child.start()
-            self.nursery.start_soon(self._keep, child, None, None, self._buried)
+            self.nursery.start_soon(self._keep, child, None, None, None, self._buried)
 
     def start_learner(self) -> trio.Event:
         """Start the learner; the event is set when it has done all its steps."""
@@ -108,7 +117,7 @@ class Crew:
         child = self._child("learner", argv, self.config.train.threads)
         child.start()
         done = trio.Event()
-        self.nursery.start_soon(self._keep, child, None, done)
+        self.nursery.start_soon(self._keep, child, None, None, done)
         return done
 
     async def stop(self) -> None:
@@ -146,15 +155,20 @@ class Crew:
         self,
         child: Child,
         again: Callable[[], Awaitable[None]] | None = None,
+        watch: Watch | None = None,
         done: trio.Event | None = None,
         died: Callable[[Child, RestartBudget], bool] | None = None,
     ) -> None:
-        """Wait for the child; start it again while its budget lasts, or set `done` when it ended well. `died` is asked
-        at each death; it says whether something else is to blame."""
+        """Wait for the child, under `watch`; start it again while its budget lasts, or set `done` when it ended well.
+        `died` is asked at each death; it says whether something else is to blame."""
         budget = RestartBudget()
         while True:
             budget.well()
-            status = await child.wait()
+            async with trio.open_nursery() as nursery:
+                if watch is not None:
+                    nursery.start_soon(watch.run, child.kill)
+                status = await child.wait()
+                nursery.cancel_scope.cancel()
             if self._closing:
                 return
             if status == 0 and done is not None:

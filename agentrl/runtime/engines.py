@@ -18,15 +18,17 @@ from agentrl.config import EngineSettings, RunConfig
 from agentrl.engine import adapters, canary, weightfile
 from agentrl.engine.canary import Canary
 from agentrl.engine.client import EngineClient
+from agentrl.engine.exclusive import exclusive
 from agentrl.engine.launch import embedded_argv
 from agentrl.engine.vllm import launch as vllm
 from agentrl.engine.vllm.plugin import BACKEND
 from agentrl.engine.vllm.probe import Need, needed, probe
 from agentrl.engine.weights import push, update_info
-from agentrl.errors import CanaryMismatch, EngineUnavailable, RunFailed, WeightSyncError
+from agentrl.errors import CanaryMismatch, EngineTimeout, EngineUnavailable, RunFailed, WeightSyncError
 from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint
 from agentrl.runtime.models import model_dir
+from agentrl.runtime.rundir import LOCKS
 from agentrl.runtime.supervise import Child
 from agentrl.store import RunStore
 
@@ -94,7 +96,7 @@ class Replica:
             await self._up_vllm(weights)
         else:
             await self._up_embedded(weights)
-        await self._prove(weights)
+        await prove(self.child.name, self.url, weights, self.config)
 
     async def _up_embedded(self, weights: Weights) -> None:
         ready_file = self.scratch / f"{self.child.name}.ready"
@@ -142,32 +144,34 @@ class Replica:
             log=self.child.log_path,
         )
         if weights.file is not None:
-            await push([self.url], weights.file, weights.current.version, deadline_s=settings.admin_deadline_s)
+            async with exclusive(self.scratch / LOCKS, self.url, deadline_s=settings.admin_deadline_s):
+                await push([self.url], weights.file, weights.current.version, deadline_s=settings.admin_deadline_s)
         if weights.adapter is not None:
             async with aclosing(EngineClient(self.url)) as client:
                 await _load_adapter(client, weights, settings)
 
-    async def _prove(self, weights: Weights) -> None:
-        """The canary that the version passed when it was sent. Raises WrongWeights if the engine is not its
-        equal.
 
-        The learner may have sent the next version meanwhile, or the engine have died again: then somebody else sees
-        to it, and nothing is proved here."""
-        if weights.canary is None:
-            return
-        version = weights.current.version
-        client = EngineClient(self.url)
-        if weights.adapter is not None:
-            client = adapters.AdapterClient(self.url, current=lambda: version)
-        info = None if weights.file is None else update_info(weights.file)
-        deadline_s = self.config.engine.admin_deadline_s
-        async with aclosing(client):
-            with suppress(WeightSyncError, EngineUnavailable):
-                try:
-                    await canary.check([client], weights.canary, update_info=info, deadline_s=deadline_s)
-                except CanaryMismatch as error:
-                    if await client.served_version(deadline_s=deadline_s) == version:
-                        raise WrongWeights(f"{self.child.name} was started again: {error}") from error
+async def prove(name: str, url: str, weights: Weights, config: RunConfig) -> None:
+    """The canary that the version passed when it was sent, on an engine that was given it once more. Raises
+    WrongWeights if the engine is not its equal.
+
+    The learner may have sent the next version meanwhile, or the engine have died again: then somebody else sees to it,
+    and nothing is proved here."""
+    if weights.canary is None:
+        return
+    version, key = weights.current.version, config.engine.api_key()
+    client = EngineClient(url, api_key=key)
+    if weights.adapter is not None:
+        client = adapters.AdapterClient(url, current=lambda: version, api_key=key)
+    info = None if weights.file is None else update_info(weights.file)
+    deadline_s = config.engine.admin_deadline_s
+    async with aclosing(client):
+        with suppress(WeightSyncError, EngineUnavailable, EngineTimeout):
+            try:
+                await canary.check([client], weights.canary, update_info=info, deadline_s=deadline_s)
+            except CanaryMismatch as error:
+                if await client.served_version(deadline_s=deadline_s) == version:
+                    raise WrongWeights(f"{name} was started again: {error}") from error
 
 
 def vllm_server(
@@ -202,15 +206,16 @@ def vllm_server(
     )
 
 
-async def attach(url: str, weights: Weights, config: RunConfig) -> None:
-    """Make an engine that somebody else started serve the current weights. Raises UsageError for a vLLM server that
-    lacks what training needs, with the flags that mend it; WeightSyncError if it does not take the weights.
+async def attach(url: str, weights: Weights, config: RunConfig, *, fresh: bool = True) -> None:
+    """Make a running engine serve the current weights. One that is not `fresh` is the run's already, and lacks the
+    current version alone. Raises UsageError for a vLLM server that lacks what training needs, with the flags that mend
+    it; WeightSyncError if it does not take the weights.
 
     From memory the learner has to send them: until then the engine is paused, at a version that no run has."""
     settings, adapters_alone = config.engine, config.sync == "adapter"
     deadline_s = settings.admin_deadline_s
     async with aclosing(EngineClient(url, api_key=settings.api_key())) as client:
-        if settings.kind == "vllm":
+        if settings.kind == "vllm" and fresh:
             experts = {Need.ROUTED_EXPERTS} if settings.routed_experts else set[Need]()
             (await probe(client, untested=settings.untested_vllm)).require(
                 needed(config.sync) | experts,
@@ -222,11 +227,12 @@ async def attach(url: str, weights: Weights, config: RunConfig) -> None:
             await client.call("POST", "/pause", params={"mode": "keep", "clear_cache": "true"}, deadline_s=deadline_s)
             await vllm.announce(client, 0)
             return
-        if adapters_alone:
+        if adapters_alone and fresh:
             await adapters.retire([client], keep=(), deadline_s=deadline_s)  # those of a run before this one
-        below = weights.base if adapters_alone else weights.current
-        whole = [weights.file] if weights.file is not None else weightfile.parts(weights.model)
-        await push([client], whole, below.version, deadline_s=deadline_s)
+        if fresh or not adapters_alone:
+            below = weights.base if adapters_alone else weights.current
+            whole = [weights.file] if weights.file is not None else weightfile.parts(weights.model)
+            await push([client], whole, below.version, deadline_s=deadline_s)
         if weights.adapter is not None:
             await _load_adapter(client, weights, settings)
 

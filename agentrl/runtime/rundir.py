@@ -36,6 +36,7 @@ from agentrl.store import RunStore
 
 _PATIENCE_S = 8.0  # in which children whose lifeline has ended end by themselves
 _DEAD_S, _POLL_S = 30.0, 0.05  # for the janitor of a dead supervisor
+LOCKS = "locks"
 _LOCK = "run.lock"
 _OWNER = "owner"  # in scratch: the label of the supervisor, and the run's path
 
@@ -76,6 +77,11 @@ class RunDir:
             root = Path(self.config().scratch_dir or root)
         name = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:12]
         return root / f"{_scratch_prefix()}{name}"
+
+    @property
+    def locks(self) -> Path:
+        """In scratch: those that `agentrl.engine.exclusive` takes."""
+        return self.scratch / LOCKS
 
     @classmethod
     def create(cls, path: Path, config: RunConfig, *, overwrite: bool = False) -> RunDir:
@@ -168,6 +174,7 @@ class RunDir:
             mend = f"no folder can be made there ({error.strerror}): name one that is there and can be written to"
             raise ConfigError("scratch_dir", str(self.scratch.parent), mend) from error
         (self.scratch / _OWNER).write_text(f"{label()}\n{self.path.resolve()}")
+        self.locks.mkdir()
         (self.scratch / "weights").mkdir()
         (self.scratch / "tmp").mkdir()
 

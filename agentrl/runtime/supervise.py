@@ -82,6 +82,12 @@ class Child:
         await end_group(self._process.pid)
         return status
 
+    def kill(self, why: str) -> None:
+        """End it at once, and say why in its place; what is left of its group ends with `wait`."""
+        if self._process is not None:
+            self.error_path.write_text(why + "\n")
+            self._process.kill()
+
     async def end(self) -> None:
         """End it at once, also if it hangs."""
         if self._process is not None:

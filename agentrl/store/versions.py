@@ -58,6 +58,14 @@ class Versions(Part):
             raise StoreError("no weight version is confirmed yet: no engine serves any")
         return current
 
+    def knows_version(self, version: int) -> bool:
+        """Whether it was ever minted here: what an engine serves that somebody else started was not."""
+        try:
+            self.step_of(version)
+        except StoreError:
+            return False
+        return True
+
     def step_of(self, version: int) -> int:
         """The optimizer step that made a version. Raises StoreError if it was never minted."""
         if version not in self._step_of:

@@ -1,0 +1,99 @@
+"""Looks after one engine that serves: does it answer, and does it have the current weights?
+
+Owns the questions, and the deadline of an engine's silence. An engine of ours that hangs is ended, so that the crew
+starts it again. One that answers and lacks the current weights is given them: it missed a delivery, or somebody else
+started it again. Where weights go from memory to memory the learner does that. It never starts a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from agentrl.config import RunConfig
+from agentrl.engine.adapters import AdapterClient
+from agentrl.engine.client import EngineClient
+from agentrl.engine.exclusive import exclusive
+from agentrl.errors import AgentRLError, EngineError
+from agentrl.runtime.engines import Weights, WrongWeights, attach, prove
+from agentrl.store import RunStore
+
+_LOOK_S = 5.0  # between two looks
+
+
+@dataclass(slots=True, kw_only=True)
+class Watch:
+    """Over the engine at `url`. `weights` says what it is to serve, None for a model that does not learn; `locks` is
+    where those who give weights to engines keep out of each other's way. `trouble` is why it could not be fitted."""
+
+    url: str
+    config: RunConfig
+    store: RunStore
+    weights: Callable[[], Weights] | None
+    locks: Path
+    trouble: str = ""
+
+    async def run(self, hangs: Callable[[str], None] | None = None) -> None:
+        """Look for ever. `hangs` is told when the engine has been silent for `engine.liveness_deadline_s`.
+
+        Raises WrongWeights if it was given its weights and computes with others."""
+        deadline_s = self.config.engine.liveness_deadline_s
+        async with aclosing(self._client()) as client:
+            heard = trio.current_time()
+            while True:
+                await trio.sleep(_LOOK_S)
+                version = await _served(client, deadline_s)
+                now = trio.current_time()
+                if version is not None:
+                    heard = now
+                    if not self._fits(version):
+                        await self._fit(client)
+                elif hangs is not None and now - heard >= deadline_s:
+                    hangs(f"did not answer for {deadline_s:g} s (engine.liveness_deadline_s)")
+                    heard = now
+
+    def _client(self) -> EngineClient:
+        key = self.config.engine.api_key()
+        if self.weights is not None and self.config.sync == "adapter":
+            return AdapterClient(self.url, current=lambda: None, api_key=key)
+        return EngineClient(self.url, api_key=key)
+
+    def _fits(self, version: int) -> bool:
+        """Whether nothing is to be done about an engine that serves `version`. One that is ahead has what is being
+        delivered."""
+        if self.weights is None or self.config.syncs_memory:
+            return True
+        return self.store.knows_version(version) and version >= self.store.current_version().version
+
+    async def _fit(self, client: EngineClient) -> None:
+        assert self.weights is not None
+        deadline_s = self.config.engine.admin_deadline_s
+        try:
+            async with exclusive(self.locks, self.url, deadline_s=deadline_s):
+                served = await client.served_version(deadline_s=deadline_s)
+                if self._fits(served):  # the learner was faster
+                    return
+                weights = self.weights()
+                await attach(self.url, weights, self.config, fresh=not self.store.knows_version(served))
+                await prove(self.url, self.url, weights, self.config)
+            self.trouble = ""
+        except WrongWeights:
+            raise
+        except AgentRLError as error:  # it is asked again
+            self.trouble = str(error)
+
+
+async def _served(client: EngineClient, deadline_s: float) -> int | None:
+    """The version that it serves, None if it, or only the engine behind its front end, does not answer."""
+    with trio.move_on_after(deadline_s):
+        try:
+            if not await client.alive(deadline_s=deadline_s):
+                return None
+            return await client.served_version(deadline_s=deadline_s)
+        except EngineError:
+            return None
+    return None
