@@ -57,12 +57,9 @@ async def push(
     infos: list[dict[str, Json]] = []
     size = 0
     for part in [path] if isinstance(path, Path) else path:
-        try:
-            whole = Path(await trio.Path(part).resolve())
-            size += (await trio.Path(whole).stat()).st_size
-        except OSError as error:
-            raise WeightSyncError(f"cannot read {str(part)!r}: {error.strerror}") from error
-        digest = sha256 or await trio.to_thread.run_sync(_digest, whole)
+        whole, bytes_ = _found(part)
+        size += bytes_
+        digest = await trio.to_thread.run_sync(_digest, whole) if sha256 is None else sha256
         infos.append(update_info(whole, digest, base_sha256))
     started = trio.current_time()
     pauses: list[float] = []
@@ -91,6 +88,14 @@ async def push(
         raise WeightSyncError("; ".join(sorted(failures)))
     total = trio.current_time() - started
     return PushReport(pause_s=max(pauses, default=0.0), total_s=total, bytes=size)
+
+
+def _found(path: Path) -> tuple[Path, int]:
+    """A file's place, as any process can name it, and its bytes. Raises WeightSyncError."""
+    try:
+        return path.resolve(), path.stat().st_size
+    except OSError as error:
+        raise WeightSyncError(f"cannot read {str(path)!r}: {error.strerror}") from error
 
 
 def _digest(path: Path) -> str:

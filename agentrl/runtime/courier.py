@@ -1,17 +1,18 @@
 """How a weight version reaches the engines, and the proof that it is there.
 
 It owns the way that `RunConfig.sync` names (all weights, what changed in them, an adapter alone, or from memory to
-memory), the retries while an engine is being restarted, the canary, and the files that lie in scratch for engines to
+memory), the retries while all engines are being restarted, the canary, and the files that lie in scratch for engines to
 read. What it sends and what the canary expects comes from the learner: no torch here. A version counts as sent when
-every engine confirmed it and every engine's log-probs of the probe are the learner's.
+an engine confirmed it and its log-probs of the probe are the learner's. Engines that did not take it are left behind:
+`agentrl.runtime.watch` fits them when they answer again, the learner does where no file holds the weights.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import trio
@@ -22,10 +23,12 @@ from agentrl.engine.adapters import AdapterClient
 from agentrl.engine.canary import Canary
 from agentrl.engine.client import EngineClient
 from agentrl.engine.direct import Sender, Snapshot, Transfer
+from agentrl.engine.exclusive import exclusive
 from agentrl.engine.weights import PushReport, push, update_info
 from agentrl.errors import CanaryMismatch, EngineError, RunFailed
 
 _RETRY_S = 0.5
+_ASK_S = 5.0  # for an engine that was left behind: less than a push that it will not take
 KEPT = 2  # weight files: one for an engine that is started again while the next is on its way
 
 
@@ -48,57 +51,70 @@ class MemoryParcel:
     canary: Canary | None = None
 
 
+class NotDelivered(RunFailed):
+    """No engine took new weights for as long as engines may be away."""
+
+
+@dataclass(slots=True)
+class _Delivery:
+    """By URL: what giving the parcel to an engine cost, or why it did not take it."""
+
+    rows: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
+    failures: dict[str, str] = field(default_factory=dict[str, str])
+
+
 class Courier:
     """Delivers one parcel after the other. Those with files lie in one folder, which is nobody else's; those without
-    go through `sender`."""
+    go through `sender`. `locks` is where those who give weights to engines keep out of each other's way."""
 
-    def __init__(self, config: RunConfig, sender: Sender | None = None) -> None:
-        self._sync, self._settings = config.sync, config.engine
+    def __init__(self, config: RunConfig, sender: Sender | None = None, *, locks: Path | None = None) -> None:
+        self._sync, self._settings, self._locks = config.sync, config.engine, locks
         self._transfer = Transfer(sender) if sender is not None else None
         self._sent: list[Parcel] = []  # whose files are still there, oldest first
+        self._took: dict[str, int] = {}  # the version that each engine took last
 
     async def deliver(self, urls: Sequence[str], parcel: Parcel | MemoryParcel) -> dict[str, float]:
-        """Have every engine serve the parcel and prove it; what that cost, as metrics. An engine that is being started
-        again is waited for.
+        """Have the engines serve the parcel and prove it; what that cost, as metrics. Those that do not take it are
+        left behind, as long as another does; if none does, they are being started again, and are waited for.
 
-        Raises WeightSyncError where one does not take it, RunFailed where one says it did and samples otherwise."""
-        started, pause_s, behind = trio.current_time(), 0.0, urls
+        Raises NotDelivered where none takes it within `engine.mending_deadline_s`, RunFailed where one says it did and
+        samples otherwise."""
+        started = trio.current_time()
         while True:
             engines = [self._client(url, parcel.version) for url in urls]
+            delivery = _Delivery()
             try:
-                late = [engine for engine in engines if engine.url in behind]
                 if isinstance(parcel, Parcel):
-                    report = await self._send(late, parcel, again=behind is not urls)
-                else:  # all together, or none
-                    report = await self._hand_over(engines if late else [], parcel)
-                pause_s = max(pause_s, report.pause_s)
-                sync = {"pause_s": pause_s, "sync_s": trio.current_time() - started, "sync_bytes": report.bytes}
-                proof = await self._prove(engines, parcel)
+                    await self._give_files(engines, parcel, delivery)
+                else:
+                    await self._give_memory(engines, parcel, delivery)
             except CanaryMismatch as error:
                 raise RunFailed(str(error)) from error
-            except EngineError:
-                if trio.current_time() - started > self._settings.start_deadline_s:
-                    raise
-                await trio.sleep(_RETRY_S)
-                behind = [engine.url for engine in engines if not await _serves(engine, parcel.version)]
-            else:
-                if isinstance(parcel, Parcel):
-                    self._sent.append(parcel)
-                    if parcel.canary is not None:
-                        parcel.canary.write(canary.beside(parcel.path))
-                return {**sync, **proof}
             finally:
                 await _close(engines)
+            if delivery.rows:
+                break
+            if trio.current_time() - started > self._settings.mending_deadline_s:
+                why = "; ".join(sorted(set(delivery.failures.values())))
+                within = f"within {self._settings.mending_deadline_s:g} s"
+                raise NotDelivered(f"no engine took version {parcel.version} {within}: {why}")
+            await trio.sleep(_RETRY_S)
+        self._took |= dict.fromkeys(delivery.rows, parcel.version)
+        if isinstance(parcel, Parcel):
+            self._sent.append(parcel)
+            if parcel.canary is not None:
+                parcel.canary.write(canary.beside(parcel.path))
+        costs = delivery.rows.values()
+        worst = {name: max(row[name] for row in costs) for name in next(iter(costs))}
+        return {"sync_s": trio.current_time() - started, "engines_behind": len(delivery.failures), **worst}
 
     async def behind(self, urls: Sequence[str], version: int) -> bool:
-        """Whether some engine that answers serves another version: it was started again, from weights of before."""
-        engines = self._plain(urls)
+        """Whether some engine that answers serves another version: it was started again, from weights of before, or
+        has those of a learner before this one."""
+        engines = [self._client(url, version) for url in urls]
         try:
-            for engine in engines:
-                with suppress(EngineError):
-                    if await engine.served_version() != version:
-                        return True
-            return False
+            served, _ = await _ask(engines)
+            return set(served.values()) - {version} != set()
         finally:
             await _close(engines)
 
@@ -109,7 +125,8 @@ class Courier:
             return  # nothing went through files
         needed = self._sent[-KEPT:]
         if self._sync == "adapter":
-            in_use = await self._retire(urls, [parcel.version for parcel in needed])
+            there = [url for url in urls if self._took.get(url) == needed[-1].version]
+            in_use = await self._retire(there, [parcel.version for parcel in needed])
             older = [parcel for parcel in self._sent[:-KEPT] if parcel.version in in_use]
             if len(older) < len(in_use):
                 return  # somebody uses one whose folder is not known here: nothing goes for now
@@ -130,43 +147,88 @@ class Courier:
     def _plain(self, urls: Sequence[str]) -> list[EngineClient]:
         return [EngineClient(url, api_key=self._settings.api_key()) for url in urls]
 
-    async def _send(self, engines: Sequence[EngineClient], parcel: Parcel, *, again: bool) -> PushReport:
+    def _alone_with(self, engine: EngineClient) -> AbstractAsyncContextManager[None]:
+        if self._locks is None:
+            return nullcontext()
+        return exclusive(self._locks, engine.url, deadline_s=self._settings.admin_deadline_s)
+
+    async def _give_files(self, engines: Sequence[EngineClient], parcel: Parcel, delivery: _Delivery) -> None:
+        """Each engine by itself, all at once. Raises CanaryMismatch."""
+        delta = await self._delta(parcel)
+        mismatches: list[CanaryMismatch] = []
+
+        async def one(engine: EngineClient) -> None:
+            followed = bool(self._sent) and self._took.get(engine.url) == self._sent[-1].version
+            try:
+                if self._sent and not followed:
+                    await engine.served_version(deadline_s=_ASK_S)
+                async with self._alone_with(engine):
+                    report = await self._send(engine, parcel, delta if followed else None)
+                    delivery.rows[engine.url] = _row(report) | await self._prove(engine, parcel)
+            except CanaryMismatch as error:
+                mismatches.append(error)
+            except EngineError as error:
+                delivery.failures[engine.url] = str(error)
+                self._took.pop(engine.url, None)  # a delta would have no base
+
+        try:
+            async with trio.open_nursery() as nursery:
+                for engine in engines:
+                    nursery.start_soon(one, engine)
+        finally:
+            if delta is not None:
+                delta.unlink(missing_ok=True)
+        if mismatches:
+            raise mismatches[0]
+
+    async def _delta(self, parcel: Parcel) -> Path | None:
+        """What changed since the last parcel, for the engines that have it."""
+        if self._sync != "delta" or not self._sent:
+            return None
+        path = parcel.path.with_suffix(".delta")
+        await trio.to_thread.run_sync(_write_delta, self._sent[-1].path, parcel.path, path)
+        return path
+
+    async def _send(self, engine: EngineClient, parcel: Parcel, delta: Path | None) -> PushReport:
         settings = self._settings
         if self._sync == "adapter":
-            return await adapters.load(engines, parcel.path, parcel.version, deadline_s=settings.admin_deadline_s)
-        path, base = parcel.path, None
-        if self._sync == "delta" and self._sent and not again:  # an engine that was started again has no base
-            base, path = self._sent[-1], parcel.path.with_suffix(".delta")
-            await trio.to_thread.run_sync(_write_delta, base.path, parcel.path, path)
-        try:
-            return await push(
-                engines,
-                path,
-                parcel.version,
-                sha256=parcel.sha256,
-                base_sha256=base.sha256 if base else None,
-                keep_base=True if self._sync == "delta" else None,
-                stage=settings.kind == "vllm",
-                deadline_s=settings.admin_deadline_s,
-                clear_cache=settings.recompute_kv,
-            )
-        finally:
-            if base is not None:
-                path.unlink(missing_ok=True)
-
-    async def _hand_over(self, engines: Sequence[EngineClient], parcel: MemoryParcel) -> PushReport:
-        if not engines:
-            return PushReport(pause_s=0.0, total_s=0.0, bytes=parcel.snapshot.size_bytes)
-        assert self._transfer is not None
-        return await self._transfer.push(
-            engines,
-            parcel.snapshot,
+            return await adapters.load([engine], parcel.path, parcel.version, deadline_s=settings.admin_deadline_s)
+        return await push(
+            [engine],
+            delta or parcel.path,
             parcel.version,
-            deadline_s=self._settings.admin_deadline_s,
-            clear_cache=self._settings.recompute_kv,
+            sha256=parcel.sha256,
+            base_sha256=self._sent[-1].sha256 if delta else None,
+            keep_base=True if self._sync == "delta" else None,
+            stage=settings.kind == "vllm",
+            deadline_s=settings.admin_deadline_s,
+            clear_cache=settings.recompute_kv,
         )
 
-    async def _prove(self, engines: Sequence[EngineClient], parcel: Parcel | MemoryParcel) -> dict[str, float]:
+    async def _give_memory(self, engines: Sequence[EngineClient], parcel: MemoryParcel, delivery: _Delivery) -> None:
+        """All engines that answer together, or none. Raises CanaryMismatch."""
+        assert self._transfer is not None
+        served, delivery.failures = await _ask(engines)
+        there = [engine for engine in engines if engine.url in served]
+        report = PushReport(pause_s=0.0, total_s=0.0, bytes=parcel.snapshot.size_bytes)
+        try:
+            if set(served.values()) - {parcel.version}:
+                report = await self._transfer.push(
+                    there,
+                    parcel.snapshot,
+                    parcel.version,
+                    deadline_s=self._settings.admin_deadline_s,
+                    clear_cache=self._settings.recompute_kv,
+                )
+            rows = {engine.url: _row(report) | await self._prove(engine, parcel) for engine in there}
+        except CanaryMismatch:
+            raise
+        except EngineError as error:
+            delivery.failures |= {engine.url: str(error) for engine in there}
+        else:
+            delivery.rows = rows
+
+    async def _prove(self, engine: EngineClient, parcel: Parcel | MemoryParcel) -> dict[str, float]:
         if parcel.canary is None:
             return {}
         started = trio.current_time()
@@ -174,7 +236,7 @@ class Courier:
         if isinstance(parcel, Parcel) and self._sync != "adapter":
             info = update_info(parcel.path, parcel.sha256)
         deadline_s = self._settings.admin_deadline_s
-        error = await canary.check(engines, parcel.canary, update_info=info, deadline_s=deadline_s)
+        error = await canary.check([engine], parcel.canary, update_info=info, deadline_s=deadline_s)
         return {"canary_error": error, "canary_s": trio.current_time() - started}
 
     async def _retire(self, urls: Sequence[str], keep: Sequence[int]) -> frozenset[int]:
@@ -193,11 +255,25 @@ def _write_delta(base: Path, new: Path, path: Path) -> None:
     weightfile.write_delta(old, fresh, path, width=weightfile.width(fresh))
 
 
-async def _serves(engine: EngineClient, version: int) -> bool:
-    try:
-        return await engine.served_version() == version
-    except EngineError:
-        return False
+def _row(report: PushReport) -> dict[str, float]:
+    return {"pause_s": report.pause_s, "sync_bytes": report.bytes}
+
+
+async def _ask(engines: Sequence[EngineClient]) -> tuple[dict[str, int], dict[str, str]]:
+    """The versions that engines serve, by URL, and why the others do not say."""
+    served: dict[str, int] = {}
+    failures: dict[str, str] = {}
+
+    async def one(engine: EngineClient) -> None:
+        try:
+            served[engine.url] = await engine.served_version(deadline_s=_ASK_S)
+        except EngineError as error:
+            failures[engine.url] = str(error)
+
+    async with trio.open_nursery() as nursery:
+        for engine in engines:
+            nursery.start_soon(one, engine)
+    return served, failures
 
 
 async def _close(engines: Sequence[EngineClient]) -> None:

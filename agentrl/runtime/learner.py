@@ -26,7 +26,7 @@ from agentrl.engine.canary import Canary, probe_tokens
 from agentrl.errors import ConfigError
 from agentrl.records import Group, WeightVersion
 from agentrl.runtime.checkpoints import start_point
-from agentrl.runtime.courier import Courier, MemoryParcel, Parcel
+from agentrl.runtime.courier import Courier, MemoryParcel, NotDelivered, Parcel
 from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import engine_dtype, model_dir
 from agentrl.runtime.rundir import RunDir
@@ -65,15 +65,27 @@ class _Learning:
         self._telemetry = Telemetry(store, run.metrics, "learner")
         sync = self._config.sync
         sender = Sender(sync, self._learner.model.device) if sync == "nccl" or sync == "ipc" else None
-        self._courier = Courier(self._config, sender)
+        self._courier = Courier(self._config, sender, locks=run.locks)
+        self._saved_at = time.monotonic()
         self._watch_at = time.monotonic() if sender is not None else math.inf
         self._pushes = ThreadPoolExecutor(1, "push")
         self._push: Future[None] | None = None
         store.set_meta("model_params", str(sum(p.numel() for p in self._learner.model.parameters())))
 
     def run(self) -> None:
+        """Raises RunFailed; where it was the engines' doing, what was learned is saved first."""
+        try:
+            self._learn()
+        except NotDelivered:
+            if self._learner.trained:
+                self._learner.save(self._run.checkpoints)  # `start_point` makes it known to the store
+            raise
+
+    def _learn(self) -> None:
         learner, config = self._learner, self._config
-        if self._store.current_version().step != learner.step_index:
+        current = self._store.current_version()
+        # After a rollback the engines serve versions that were undone: a new one is newer than those.
+        if current.step != learner.step_index or trio.run(self._courier.behind, self._urls(), current.version):
             self._publish({})
         version = None
         while learner.step_index < config.train.steps and (batch := self._take()) is not None:
@@ -84,7 +96,7 @@ class _Learning:
             idle_s += self._settle()
             row = {**asdict(report), "idle_s": idle_s, "busy_s": busy_s, "groups": [group.id for group in groups]}
             version = self._publish(row)
-            if learner.step_index % config.train.checkpoint_every == 0:
+            if self._is_time(learner.step_index):
                 self._checkpoint(version)
         if version is not None and learner.trained:
             self._checkpoint(version)
@@ -171,10 +183,16 @@ class _Learning:
             self._telemetry.record("step", version.step, {**row, **sync, "version": version.version})
         trio.run(self._courier.tidy, urls)
 
+    def _is_time(self, step: int) -> bool:
+        """Whether to save: a learner that dies loses no more steps, and no more time, than the settings allow."""
+        every = self._config.train
+        return step % every.checkpoint_every == 0 or time.monotonic() - self._saved_at >= every.checkpoint_every_s
+
     def _checkpoint(self, version: WeightVersion) -> None:
         """Folder first, then the store: `start_point` mends a kill in between."""
         self._settle()
         folder = self._learner.save(self._run.checkpoints)
+        self._saved_at = time.monotonic()
         self._store.checkpoint(self._learner.step_index, version, folder)
         self._store.retain(
             self._learner.step_index,

@@ -1,0 +1,124 @@
+"""What a learner that dies, or cannot deliver, loses: no more than its settings say. No process, no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentrl.config import EnvSource, RunConfig, Train
+from agentrl.errors import RunFailed
+from agentrl.records import WeightVersion
+from agentrl.runtime import learner as module
+from agentrl.runtime.courier import NotDelivered
+
+
+@dataclass(frozen=True)
+class Report:
+    loss: float = 0.0
+
+
+class Scene:
+    """A learner whose steps take `step_s` each, at a store that calls version 6 of step 0 current."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s, self.step_s, self.behind = 0.0, 1.0, False
+        self.saved, self.recorded, self.published = list[int](), list[int](), list[int]()
+        self.deliver: Callable[[], None] = lambda: None
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s, perf_counter=lambda: 0.0))
+        self.learner = SimpleNamespace(step_index=0, trained=[], step=self._step, save=self._save)
+        self.learning: Any = object.__new__(module._Learning)
+        self.learning.__dict__.update(
+            _run=SimpleNamespace(checkpoints=folder),
+            _learner=self.learner,
+            _saved_at=0.0,
+            _courier=SimpleNamespace(behind=self._behind),
+            _store=SimpleNamespace(
+                current_version=lambda: WeightVersion(version=6, step=0),
+                step_of=None,
+                checkpoint=lambda step, version, folder: self.recorded.append(step),
+                retain=lambda *_, **__: None,
+            ),
+            _urls=lambda: ["http://engine"],
+            _take=lambda: ([], 0.0),
+            _publish=self._publish,
+            _settle=self._settle,
+        )
+
+    def run(self, **train: Any) -> None:
+        train = {"steps": 100, "checkpoint_every": 1000, **train}
+        self.learning._config = RunConfig(model="unused", env=EnvSource(id="test/none"), train=Train(**train))
+        self.learning.run()
+
+    def _step(self, groups: object, *, step_of: object) -> Report:
+        self.learner.step_index += 1
+        self.learner.trained.append(1)
+        self.now_s += self.step_s
+        return Report()
+
+    def _save(self, folder: Path) -> Path:
+        self.saved.append(self.learner.step_index)
+        self.learner.trained.clear()
+        return folder
+
+    def _publish(self, row: object) -> WeightVersion:
+        self.published.append(self.learner.step_index)
+        return WeightVersion(version=10, step=self.learner.step_index)
+
+    def _settle(self) -> float:
+        self.deliver()
+        return 0.0
+
+    async def _behind(self, urls: object, version: int) -> bool:
+        assert version == 6
+        return self.behind
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(tmp_path, monkeypatch)
+
+
+def test_a_checkpoint_is_due_after_so_many_steps_or_so_much_time(scene: Scene) -> None:
+    scene.step_s = 100.0
+    scene.run(steps=20, checkpoint_every=8, checkpoint_every_s=300)
+    assert scene.recorded == [3, 6, 8, 11, 14, 16, 19, 20]
+
+
+def test_steps_that_take_long_do_not_wait_for_their_number(scene: Scene) -> None:
+    scene.step_s = 601.0
+    scene.run(steps=3)
+    assert scene.recorded == [1, 2, 3]
+
+
+def test_what_was_learned_is_saved_when_no_engine_takes_it(scene: Scene) -> None:
+    def deliver() -> None:
+        if scene.learner.step_index == 8:
+            raise NotDelivered("no engine took version 8")
+
+    scene.deliver = deliver
+    with pytest.raises(NotDelivered):
+        scene.run()
+    assert scene.saved == [8]
+
+
+def test_a_run_whose_weights_are_wrong_saves_none(scene: Scene) -> None:
+    def deliver() -> None:
+        raise RunFailed("canary: ...")
+
+    scene.deliver = deliver
+    with pytest.raises(RunFailed):
+        scene.run()
+    assert scene.saved == []
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_engines_that_serve_an_undone_version_get_a_new_one_before_the_first_step(behind: bool, scene: Scene) -> None:
+    """Else one that starts again with what the store calls current counts as older than they are, for ever."""
+    scene.behind = behind
+    scene.run(steps=1)
+    assert scene.published == ([0, 1] if behind else [1])
