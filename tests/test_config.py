@@ -199,6 +199,6 @@ def test_an_engine_is_not_taken_for_hung_while_it_may_take_weights() -> None:
     with pytest.raises(
         ConfigError, match=r"engine\.liveness_deadline_s = 60\.0: must be at least .*admin_deadline_s = 90"
     ):
-        parse(document)
-    engine = parse({**document, "engine": {"admin_deadline_s": 90, "liveness_deadline_s": 90}}).engine
+        config.parse(document)
+    engine = config.parse({**document, "engine": {"admin_deadline_s": 90, "liveness_deadline_s": 90}}).engine
     assert engine.mending_deadline_s == 90 + 90 + engine.start_deadline_s

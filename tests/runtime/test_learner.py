@@ -40,6 +40,7 @@ class Scene:
             _store=SimpleNamespace(
                 current_version=lambda: WeightVersion(version=6, step=0),
                 step_of=None,
+                is_undone=None,
                 checkpoint=lambda step, version, folder: self.recorded.append(step),
                 retain=lambda *_, **__: None,
             ),
@@ -54,7 +55,7 @@ class Scene:
         self.learning._config = RunConfig(model="unused", env=EnvSource(id="test/none"), train=Train(**train))
         self.learning.run()
 
-    def _step(self, groups: object, *, step_of: object) -> Report:
+    def _step(self, groups: object, **_: object) -> Report:
         self.learner.step_index += 1
         self.learner.trained.append(1)
         self.now_s += self.step_s

@@ -59,7 +59,7 @@ def test_scratch_lies_where_the_run_file_says_and_goes_with_the_run(tmp_path: Pa
     disk.mkdir()
     with run.lock() as lock, run.owned_scratch(lock):
         assert run.scratch.parent == disk
-        assert sorted(path.name for path in run.scratch.iterdir()) == ["owner", "tmp", "weights"]
+        assert sorted(path.name for path in run.scratch.iterdir()) == ["locks", "owner", "tmp", "weights"]
     assert not list(disk.iterdir())
     with pytest.raises(ConfigError, match="scratch_dir"):
         parse({"model": "m", "env": {"id": "e"}, "scratch_dir": "beside/it"})
