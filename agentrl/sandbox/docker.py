@@ -201,8 +201,11 @@ class DockerEngine:
             cap_drop=["ALL"],
             security_opt=["no-new-privileges=true", f"seccomp={seccomp.docker_profile()}"],
             read_only=True,
-            tmpfs={WORKSPACE: f"{files},uid={uid},gid={uid},mode=0755", "/tmp": f"{files},mode=1777"},
-            shm_size=min(64 << 20, limits.disk_bytes),
+            tmpfs={
+                WORKSPACE: f"{files},uid={uid},gid={uid},mode=0755",
+                "/tmp": f"{files},mode=1777",
+                "/dev/shm": f"{files},mode=1777",
+            },
             ipc_mode="private",
             mem_limit=memory,
             memswap_limit=memory,

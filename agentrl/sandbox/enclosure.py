@@ -14,14 +14,17 @@ import subprocess
 from pathlib import Path
 
 _START_S = 10.0
-_MOUNT = 'mount -t tmpfs -o "$1" agentrl-box "$2" && mkdir "$2/work" "$2/tmp" && echo ready && read -r _'
+_MOUNT = """mount -t tmpfs -o "$1" agentrl-box "$2" && mkdir "$2/work" "$2/tmp" "$2/shm" || exit
+mkdir "$2/usr" && mount -t overlay -o "ro,nosuid,nodev,$3" agentrl-usr "$2/usr" 2>/dev/null || rmdir "$2/usr"
+echo ready && read -r _"""
 
 
 class Enclosure:
     """One namespace pair with one tmpfs. `root` is where this process finds it, `mountpoint` where its commands do."""
 
-    def __init__(self, mountpoint: Path, *, options: str) -> None:
-        """Mount over the empty folder `mountpoint`. Raises OSError where this user may not."""
+    def __init__(self, mountpoint: Path, *, options: str, overlay: str = "") -> None:
+        """Mount over the empty folder `mountpoint`, with `overlay` (a mount option) in its folder `usr` where that can
+        be. Raises OSError where this user may not."""
         tools = [shutil.which(name) for name in ("unshare", "nsenter", "mount")]
         if None in tools:
             raise OSError("util-linux is not installed")
@@ -29,7 +32,7 @@ class Enclosure:
         self.mountpoint = mountpoint
         self._fds: list[int] = []
         argv = [str(tools[0]), "--user", "--map-root-user", "--mount", "--propagation", "private"]
-        argv += ["sh", "-c", _MOUNT, "sh", options, str(mountpoint)]
+        argv += ["sh", "-c", _MOUNT, "sh", options, str(mountpoint), overlay]
         maker = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:
             assert maker.stdout

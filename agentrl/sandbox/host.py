@@ -22,11 +22,11 @@ from agentrl.sandbox.enclosure import Enclosure
 from agentrl.sandbox.folder import WORKSPACE, usage
 from agentrl.sandbox.namespace import Subreaper
 from agentrl.sandbox.snapshots import Snapshots
+from agentrl.sandbox.view import USR, Overlay, hidden
 
 _LIMITER = "usr/bin/prlimit"
 _BOX_UID = 1000  # inside the box
 _FIRST_UID, _UIDS = 1_880_000_000, 200_000_000  # outside, as root: a range that no distribution hands out
-_SHM_BYTES = 64 << 20
 _NOT_SHOWN = frozenset({"dev", "proc", "sys", "tmp", "workspace", "run"})  # of an image
 _SHOWN_OF_HOST = frozenset({"usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"})
 _ACCOUNTS = """root:x:0:0::/nonexistent:/bin/false
@@ -56,19 +56,28 @@ class Place:
     def tmp(self) -> Path:
         return self.root / "tmp"
 
+    @property
+    def shm(self) -> Path:
+        return self.root / "shm"
+
+    @property
+    def usr(self) -> Path:
+        """/usr as the box sees it, where it has an overlay of its own."""
+        return self.root / "usr"
+
     def oom_kills(self) -> int:
         return self.group.out_of_memory_kills() if self.group else 0
 
     def usage(self) -> float:
         """Bytes on disk; endless where that cannot be measured."""
-        used = usage(self.work, self.tmp)
+        used = usage(self.work, self.tmp, self.shm)
         if used == math.inf:
-            make_readable(self.work, self.tmp)
-            used = usage(self.work, self.tmp)
+            make_readable(self.work, self.tmp, self.shm)
+            used = usage(self.work, self.tmp, self.shm)
         return used
 
     def clear_tmp(self) -> None:
-        for entry in self.tmp.iterdir():
+        for entry in (*self.tmp.iterdir(), *self.shm.iterdir()):
             remove_tree(entry)
 
     def close(self) -> None:
@@ -102,6 +111,10 @@ class Host:
             self.snapshots = Snapshots(self.folder.path / "snapshots")
             self._etc = self.folder.path / "etc"
             _make_etc(self._etc)
+            self._hidden = hidden()
+            self._nothing = self.folder.path / "nothing"
+            self._nothing.mkdir(mode=0o755)
+            self._overlay = Overlay(self.folder.path / "mask", self._hidden)
             self._filter = self.folder.path / "filter.bpf"
             self._filter.write_bytes(seccomp.program())
         except BaseException:
@@ -137,19 +150,22 @@ class Host:
         place = Place(root=target, mountpoint=target, folder=self.folder, owner=owner, bounded=True)
         try:
             if os.geteuid() == 0 and self.folder.mount_tmpfs(target, f"{options},uid={owner[0]},gid={owner[1]}"):
-                for folder in (place.work, place.tmp):
+                for folder in (place.work, place.tmp, place.shm):
                     folder.mkdir(mode=0o755)
                     os.chown(folder, *owner)
+                place.usr.mkdir()
+                if not self._overlay.mount(place.usr):
+                    place.usr.rmdir()
                 return place
             if self._encloses:
                 try:
-                    place.enclosure = Enclosure(target, options=options)
+                    place.enclosure = Enclosure(target, options=options, overlay=self._overlay.lower)
                     place.root = place.enclosure.root
                     return place
                 except OSError:
                     self._encloses = False  # not allowed here; do not try again
             place.bounded = False
-            for folder in (place.work, place.tmp):
+            for folder in (place.work, place.tmp, place.shm):
                 folder.mkdir(mode=0o755)
             return place
         except BaseException:
@@ -165,19 +181,11 @@ class Host:
         argv += [self._bwrap, "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
         argv += ["--unshare-cgroup-try", "--disable-userns", "--cap-drop", "ALL", "--die-with-parent", "--new-session"]
         argv += ["--clearenv", "--hostname", "box", "--uid", str(_BOX_UID), "--gid", str(_BOX_UID)]
-        argv += self._root_of(spec.image)
-        argv += [
-            "--proc",
-            "/proc",
-            "--dev",
-            "/dev",
-            "--size",
-            str(min(_SHM_BYTES, spec.limits.disk_bytes)),
-            "--tmpfs",
-            "/dev/shm",
-        ]
         inside = place.mountpoint
-        argv += ["--bind", str(inside / "tmp"), "/tmp", "--bind", str(inside / "work"), WORKSPACE]
+        argv += self._root_of(spec.image, inside / "usr" if place.usr.is_dir() else None)
+        argv += ["--proc", "/proc", "--dev", "/dev"]
+        for folder, target in (("shm", "/dev/shm"), ("tmp", "/tmp"), ("work", WORKSPACE)):
+            argv += ["--bind", str(inside / folder), target]  # one file system, whose bytes and files are bounded
         for source, target in self._readonly.items():
             argv += ["--ro-bind", source, target]
         if spec.network:
@@ -209,8 +217,9 @@ class Host:
         Subreaper.release()
         self.folder.close()
 
-    def _root_of(self, image: str | None) -> list[str]:
-        """What makes up `/`: of the host only /usr, libraries and a made-up /etc; of an image all but the volatile."""
+    def _root_of(self, image: str | None, usr: Path | None) -> list[str]:
+        """What makes up `/`: of the host only /usr, libraries and a made-up /etc; of an image all but the volatile.
+        `usr` is the box's own overlay of the host's."""
         root = Path("/") if image is None else Path(image)
         if not (root / _LIMITER).exists():
             raise SandboxUnavailable(f"{root / _LIMITER} is missing: the root file system needs util-linux")
@@ -220,12 +229,21 @@ class Host:
                 continue
             if entry.name in _NOT_SHOWN or (image is not None and entry.name == "etc" and not entry.is_dir()):
                 continue
-            if entry.is_symlink():
+            if image is None and entry == USR:
+                argv += ["--ro-bind", str(usr), "/usr"] if usr else self._plain_usr()
+            elif entry.is_symlink():
                 argv += ["--symlink", str(entry.readlink()), f"/{entry.name}"]
             else:
                 argv += ["--ro-bind", str(entry), f"/{entry.name}"]
         if image is None:
             argv += ["--ro-bind", str(self._etc), "/etc"]
+        return argv
+
+    def _plain_usr(self) -> list[str]:
+        """/usr where no overlay can be mounted: what is hidden lies below an empty folder."""
+        argv = ["--ro-bind", str(USR), "/usr"]
+        for path in self._hidden:
+            argv += ["--ro-bind", str(self._nothing) if path.is_dir() else "/dev/null", str(path)]
         return argv
 
 

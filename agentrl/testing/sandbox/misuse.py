@@ -128,20 +128,53 @@ async def _(bench: Bench) -> None:
         assert all(int(size) <= _MB for size in result.stdout.split()), result
 
 
+@attack()
+async def _(bench: Bench) -> None:
+    """locks and watches on the system's files, which other boxes and the host use too"""
+    lock = "import fcntl, sys; f = open('/usr/bin/env'); fcntl.flock(f, 2 | 4); print('held', flush=True)"
+    watch = """
+import ctypes, select, sys
+libc = ctypes.CDLL(None)
+watcher = libc.inotify_init()
+if watcher >= 0: libc.inotify_add_watch(watcher, b"/usr/bin", 0x3F)
+print("ready", flush=True)
+sys.stdin.readline()
+print(bool(watcher >= 0 and select.select([watcher], [], [], 0)[0]), flush=True)
+"""
+    async with bench.box() as one, bench.box() as other:
+        holder = await one.start(["python3", "-c", f"{lock}; sys.stdin.read()"])
+        with trio.fail_after(20):
+            assert await holder.receive() == b"held\n"
+            watcher = await one.start(["python3", "-c", watch])  # of its own box it may see all
+            assert await watcher.receive() == b"ready\n"
+            assert (await py(other, lock)).stdout == b"held\n", "a lock is shared with another box"
+            await sh(other, "/usr/bin/env true")
+            with suppress(OSError):
+                await trio.Path("/usr/bin/env").read_bytes()
+            await watcher.send(b"\n")
+            assert await watcher.receive() == b"False\n", "what others open is seen"
+
+
 @attack(deadline_s=120.0)
 async def _(bench: Bench) -> None:
     """a hundred thousand empty files"""
     program = """
-n = 0
-try:
-    while n < 100_000: open(f"f{n}", "w").close(); n += 1
-except OSError: pass
-print(n)
+import os, sys, tempfile
+made = 0
+for place in ("/workspace", "/tmp", "/dev/shm"):
+    with tempfile.TemporaryDirectory(dir=place, prefix="agentrl-") as folder:
+        n = 0
+        try:
+            while n < 100_000: os.close(os.open(f"{folder}/{n}", os.O_CREAT)); n += 1
+        except OSError: pass
+        print(place, n, flush=True)
 """
-    async with bench.box(limits=Limits(disk_bytes=16 * _MB, wall_s=30.0, cpu_s=30.0)) as box:
-        with trio.fail_after(60):
-            await py(box, program)
-        assert int(await output(box, "ls -f | wc -l")) < 80_000
+    async with bench.box(limits=Limits(disk_bytes=16 * _MB, wall_s=60.0, cpu_s=60.0)) as box:
+        await walls.own_work_folder(box)
+        with trio.fail_after(100):
+            result = await py(box, program)
+        made = [int(line.split()[1]) for line in result.stdout.splitlines()]
+        assert len(made) == 3 and max(made) < 80_000, result
 
 
 @attack()
