@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Protocol, cast
+
+import trio
 
 from agentrl import registry
 from agentrl.env.tools import FunctionTool
-from agentrl.errors import ConfigError, UsageError
+from agentrl.errors import ConfigError, SandboxError, SandboxPathError, UsageError
 from agentrl.protocols import Limits, Sandbox, SandboxSpec, Tool
 from agentrl.sandbox.current import CurrentBox
 from agentrl.sandbox.sharing import SharedBackend, shared
@@ -45,16 +47,22 @@ class Plugged:
     """The tools that were named, and what they need while an episode lasts."""
 
     def __init__(
-        self, named: Sequence[Named], *, box: Mapping[str, Any] | None = None, own: Sandbox | None = None
+        self,
+        named: Sequence[Named],
+        *,
+        box: Mapping[str, Any] | None = None,
+        own: Sandbox | None = None,
+        boxed: bool = False,
     ) -> None:
         """`box` says what the episode's box is: `sandbox` (a backend's id), `image`, `ready` (boxes made ahead) and
-        fields of `Limits`. With `own`, a box that the environment opens itself, none is opened here.
+        fields of `Limits`. With `own`, a box that the environment opens itself, none is opened here; `boxed` opens
+        one also if no tool asks for it.
 
         Raises UnknownIdError, UsageError for what is no tool, ConfigError for settings that do not fit."""
         self._backend, self._ready, self._spec = _box(box or {})
         self._box = CurrentBox()
         self._own = own
-        self._needs_box = False
+        self._needs_box = boxed
         self._boxes: SharedBackend | None = None
         self._servers: list[Callable[[], ToolServer]] = []
         self._opened: list[ToolServer] = []
@@ -68,6 +76,27 @@ class Plugged:
                 self._resolve(cast("Mapping[str, Any]", each))
             else:
                 self.tools.append(_tool(each))
+
+    @property
+    def box(self) -> Sandbox:
+        """The box of the episode, whichever runs; it raises SandboxError while there is none."""
+        return self._own or self._box
+
+    @asynccontextmanager
+    async def fresh(self, carry: Sequence[str]) -> AsyncGenerator[Sandbox]:
+        """Another box of the same kind, closed at the end of the block, with the files `carry` of the episode's box. A
+        file that is not there, or that cannot be read as one, is not carried. Raises SandboxError."""
+        if self._boxes is None:
+            raise SandboxError("no episode has a box now")
+        box = await self._boxes.create(self._spec)
+        try:
+            for path in carry:
+                with suppress(SandboxPathError):
+                    await box.write(path, await self._box.read(path))
+            yield box
+        finally:
+            with trio.CancelScope(shield=True):
+                await box.close()
 
     async def open(self) -> list[Tool]:
         """Begin an episode: the tools that its servers offer. `aclose` is due after it, also if it fails."""

@@ -8,6 +8,7 @@ neither tokens nor model, and holds nothing past `aclose`.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, ClassVar, Final, TypeVar, cast
@@ -109,6 +110,9 @@ class ToolEnv(Env):
     tool_output_bytes: int = 16_384
     max_calls: int = 16
     """Calls of one turn that are run; the model is told of the others."""
+    boxed: ClassVar[bool] = False
+    """Whether every episode has a box, `self.box`, from before `prompt` to its end; without it only tools that ask for
+    one bring one."""
     own_box: Sandbox | None = None
     """The box in which named tools work, for environments that open one; else they get one if they ask for it."""
 
@@ -143,7 +147,9 @@ class ToolEnv(Env):
         self._format = get_format(self.tool_format)
         self._tools: dict[str, Tool] = {}
         self._checks: dict[str, ArgumentCheck] = {}
-        self._plugged, self._served = Plugged(tools, box=box, own=self.own_box), list[str]()
+        self._plugged = Plugged(tools, box=box, own=self.own_box, boxed=self.boxed)
+        self._served = list[str]()
+        self.box = self._plugged.box
         for offered in [*tools_of(self, blocking=self.blocking), *self._plugged.tools]:
             self.add_tool(offered)
 
@@ -216,6 +222,11 @@ class ToolEnv(Env):
     def schemas(self) -> list[Mapping[str, Json]]:
         """The function schema (name, description, parameters) of every tool."""
         return [function_schema(tool.schema) for tool in self._tools.values()]
+
+    def fresh_box(self, carry: Sequence[str] = ()) -> AbstractAsyncContextManager[Sandbox]:
+        """`async with`: another box like `self.box`, for grading what the policy made where it has not been. Only the
+        files named in `carry` come along, as far as they are there; what they are is the policy's doing."""
+        return self._plugged.fresh(carry)
 
     def tool_schemas(self) -> list[Mapping[str, Json]]:
         """For the chat template; empty where the tool format teaches the tools by a system message of its own."""
