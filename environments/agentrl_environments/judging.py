@@ -12,8 +12,9 @@ print, pre-seed or leave running, they can only answer calls, and an answer help
 
 Limits: what a test hands over and gets back is plain data (see `boxed/wire.py`) or a handle, so a test that needs
 `isinstance` on a class of the repository, patches its modules or mutates a list in place cannot be judged this way.
-An `__eq__` of the repository runs in the suspect: a test must not rest on it alone. A run that outlasts its deadline
-is the sources' own doing. Boxes of a backend without walls (`local-unsafe`) keep nobody out.
+An `__eq__` of the repository runs in the suspect: a test must not rest on it alone. A context manager of the
+repository swallows nothing, and none of its modules stands in front of Python's own or of a helper of the tests. A run
+that outlasts its deadline is the sources' own doing. Boxes of a backend without walls (`local-unsafe`) keep nobody out.
 
 Knows nothing of tasks, prompts or rewards.
 """
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -39,6 +41,7 @@ _DEADLINE_S: Final = 30.0
 _LONGEST_LINE: Final = 1 << 20  # as in boxed/wire.py
 BOXED: Final = Path(__file__).parent / "boxed"
 _ENV: Final = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+_TAKEN: Final = sys.stdlib_module_names | {"judge", "wire", "tests"}  # no source stands in front of these
 _NO_ANSWER: Final = b"\n"  # what the judge reads in the place of an answer once the suspect has ended
 
 
@@ -82,7 +85,7 @@ class Judge:
         return await self._verdicts.get(_digest(sources, tests), find)
 
     async def _run(self, sources: Mapping[str, bytes], tests: Mapping[str, bytes]) -> Verdicts:
-        packages = sorted({path.split("/")[0].removesuffix(".py") for path in sources})
+        packages = sorted(_tops(sources) - _tops(tests) - _TAKEN)
         boxes: list[Sandbox] = []
         try:
             boxes.append(await self._box("suspect.py", {f"sources/{path}": data for path, data in sources.items()}))
@@ -99,6 +102,11 @@ class Judge:
     async def _box(self, program: str, files: Mapping[str, bytes]) -> Sandbox:
         ours = {f"box/{name}": (BOXED / name).read_bytes() for name in ("wire.py", program)}
         return await self._backend.create(SandboxSpec(image=self._image, limits=self._limits, files={**files, **ours}))
+
+
+def _tops(files: Mapping[str, bytes]) -> set[str]:
+    """The modules that a folder of files offers to `import`."""
+    return {path.split("/")[0].removesuffix(".py") for path in files}
 
 
 def _digest(*trees: Mapping[str, bytes]) -> bytes:

@@ -110,8 +110,8 @@ class Seen(unittest.TestCase):
     def test_contexts(self):
         with Shelf() as shelf:
             pass
-        with shelf:
-            raise ValueError("swallowed")
+        with self.assertRaises(ValueError), shelf:
+            raise ValueError("the repository asks to swallow it")
         self.assertEqual(shelf.items, ["in", "out", "in", "ValueError"])
         with self.assertRaises(KeyError), shelf:
             raise KeyError("x")
@@ -251,6 +251,77 @@ class U(unittest.TestCase):
     verdicts = await judged(judge, source, tests)
     assert verdicts.passed == {"test_shop.U.test_sound"}
     assert {"test_shop.T.test_1", "test_shop.T.test_2"} <= set(verdicts.reasons)
+
+
+AGREEABLE = """
+class Any:
+    def __contains__(self, item): return True
+    def __iter__(self): return iter(())
+    def __enter__(self): return self
+    def __exit__(self, *_): return True
+    def __sub__(self, other): return 0
+    __rsub__ = __abs__ = __round__ = lambda self, *_: 0
+    def __eq__(self, other): return True
+    def __lt__(self, other): return True
+    __le__ = __gt__ = __ge__ = __lt__
+    def __bool__(self): return True
+    def __len__(self): return 3
+def f(): return Any()
+"""
+
+
+async def test_an_object_that_says_yes_to_everything_passes_no_assertion_about_data(judge: Judge) -> None:
+    tests = """
+import unittest, shop
+class T(unittest.TestCase):
+    def test_in(self): self.assertIn("a", shop.f())
+    def test_almost(self): self.assertAlmostEqual(shop.f(), 3.14)
+    def test_almost_swapped(self): self.assertAlmostEqual(3.14, shop.f())
+    def test_almost_delta(self): self.assertAlmostEqual(shop.f(), 3.14, delta=0.1)
+    def test_equal(self): self.assertEqual(shop.f(), 3)
+    def test_less(self): self.assertLess(shop.f(), 3)
+    def test_greater(self): self.assertGreaterEqual(3, shop.f())
+    def test_count(self): self.assertCountEqual(shop.f(), [1])
+    def test_with(self):
+        with shop.f():
+            self.assertEqual(1, 2)
+    def test_with_an_error_of_the_suspect(self):
+        with shop.f() as anything:
+            anything.missing()
+            self.assertEqual(1, 2)
+"""
+    verdicts = await judged(judge, AGREEABLE, tests)
+    assert verdicts.whole and verdicts.passed == frozenset(), verdicts.passed
+
+
+async def test_members_of_an_object_are_looked_for_by_the_judge(judge: Judge) -> None:
+    tests = """
+import unittest
+from shop import Shelf
+class T(unittest.TestCase):
+    def test_in(self): self.assertIn("a", Shelf(["a", "b"]))
+    def test_not_in(self): self.assertNotIn("c", Shelf(["a", "b"]))
+    def test_plain(self): self.assertIn("a", ["a"])
+    def test_almost(self): self.assertAlmostEqual(0.1 + 0.2, 0.3)
+    def test_wrong(self): self.assertIn("c", Shelf(["a", "b"]))
+"""
+    assert set((await judged(judge, SOURCE, tests)).reasons) == {"test_shop.T.test_wrong"}
+
+
+@pytest.mark.parametrize("name", ["helper.py", "helper/__init__.py", "math.py", "unittest/__init__.py", "wire.py"])
+async def test_a_new_module_does_not_stand_in_front_of_a_helper_of_the_tests(judge: Judge, name: str) -> None:
+    """Nor of Python's own, nor of the judge's."""
+    tests = """
+import unittest, helper, shop, math
+class T(unittest.TestCase):
+    def test_wrong(self): self.assertEqual(shop.echo(1), helper.wanted(2))
+    def test_root(self): self.assertEqual(shop.echo(3), math.sqrt(4))
+    def test_right(self): self.assertEqual(shop.echo(2), helper.wanted(2))
+"""
+    sources = {"shop/__init__.py": SOURCE.encode(), name: b"def wanted(n): return 1\ndef sqrt(n): return 3\n"}
+    helper = b"def wanted(n): return n\n"
+    verdicts = await judge.run(sources, {"test_shop.py": tests.encode(), "helper.py": helper})
+    assert verdicts.passed == {"test_shop.T.test_right"}, verdicts.reasons
 
 
 def refuse(*_: Any) -> NoReturn:

@@ -1,8 +1,9 @@
 """Runs in a box of its own with the tests: a plain `unittest` run, in which the repository's modules are elsewhere.
 
 `import lru` gives a stand-in whose functions and classes are called in the suspect's box. Values that come back are
-plain data of exact built-in types, or `Remote` handles. A handle is never equal to, nor less than, plain data: an
-object of the policy with an `__eq__` that always says yes is not the number that a test expects.
+plain data of exact built-in types, or `Remote` handles. A handle is never equal to, nor less than, nor nearly plain
+data, and it swallows no error: an object of the policy that says yes to everything is not the number that a test
+expects, and cannot keep a failed assertion from being heard.
 
 Writes to stdout: `>` and a message for the suspect, or `=` and a verdict for the host. Reads what the suspect says.
 """
@@ -54,8 +55,9 @@ class Remote:
     def __bool__(self) -> bool:
         return self._court.ask("bool", self) is True
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> Any:
-        return self._court.ask("__exit__", self, kind, error, None)
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
+        self._court.ask("__exit__", self, kind, error, None)
+        return False  # whatever it says: what was raised may be the failure of a test, or skip what would fail
 
 
 def _forwarded(verb: str, *, swapped: bool = False) -> Any:
@@ -209,6 +211,26 @@ class Court:
             return {"raise": self._export(error)}
 
 
+def _of_data(method: Any) -> Any:
+    """An assertion about two numbers, which a handle is not."""
+
+    def check(self: unittest.TestCase, first: Any, second: Any, *rest: Any, **named: Any) -> None:
+        if isinstance(first, Remote) or isinstance(second, Remote):
+            self.fail("an object of the repository is no number: hand over plain data")
+        method(self, first, second, *rest, **named)
+
+    return check
+
+
+def _of_members(method: Any) -> Any:
+    """An assertion about a member: the judge looks for it among what a handle iterates over."""
+
+    def check(self: unittest.TestCase, member: Any, container: Any, *rest: Any, **named: Any) -> None:
+        method(self, member, list(container) if isinstance(container, Remote) else container, *rest, **named)
+
+    return check
+
+
 class Verdicts(unittest.TestResult):
     """Tells the host about each test as it ends. A test passes that ran to its end and failed nowhere."""
 
@@ -245,6 +267,14 @@ def main() -> None:
     """`judge.py PACKAGE...`: run all tests of the tests folder."""
     court = Court(sys.argv[1:])
     sys.meta_path.insert(0, court)  # type: ignore[arg-type]
+    case = unittest.TestCase
+    for name, guarded in (
+        ("AlmostEqual", _of_data),
+        ("NotAlmostEqual", _of_data),
+        ("In", _of_members),
+        ("NotIn", _of_members),
+    ):
+        setattr(case, f"assert{name}", guarded(getattr(case, f"assert{name}")))
     unittest.TestLoader().discover(_TESTS, "test*.py").run(Verdicts(court))
     court.verdict("", True, "end")
 
