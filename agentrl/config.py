@@ -187,6 +187,11 @@ class Buffer(_Section):
     keep_steps: Annotated[int, Field(ge=0)] = 50  # trained groups of so many last steps keep their token arrays
     keep_sample: Annotated[float, Field(ge=0, le=1)] = 0.02  # and this share of the older ones
 
+    @property
+    def groups_ahead(self) -> int:
+        """How many groups may be under way or buffered, from the learner's step on, within `max_lag`."""
+        return (self.max_lag + 1) * self.groups_per_step
+
 
 class Algo(_Section):
     """The loss. Names are those of the papers that the docstrings of `agentrl.algos` cite."""

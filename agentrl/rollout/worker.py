@@ -65,8 +65,16 @@ class Worker:
             return False
         if self.store.meta("phase") == "train":
             self._admit()
-        claims = self.store.claim(self.name, free, lease_s=self.config.rollout.lease_s, now=self.now())
+        claims = self.store.claim(
+            self.name,
+            free,
+            lease_s=self.config.rollout.lease_s,
+            now=self.now(),
+            ahead=self.config.buffer.groups_ahead,
+        )
         for claim in claims:
+            if claim.episode_id in self._scopes:  # it was taken from us, and comes again before we noticed
+                self._scopes[claim.episode_id].cancel()
             self._running[claim.episode_id] = claim
             nursery.start_soon(self._play, claim)
         return bool(claims)
@@ -97,8 +105,9 @@ class Worker:
         except LeaseLost:
             pass  # another worker has it, or its group expired: nothing of it is ours to write
         finally:
-            del self._running[claim.episode_id]
-            self._scopes.pop(claim.episode_id, None)
+            if self._running.get(claim.episode_id) is claim:
+                del self._running[claim.episode_id]
+                self._scopes.pop(claim.episode_id, None)
             self._wake.set()
 
     async def _play_durably(self, claim: Claim) -> None:

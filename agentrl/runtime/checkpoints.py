@@ -37,12 +37,13 @@ def start_point(run: RunDir, store: RunStore) -> StartPoint:
     checkpoint = newest(run.checkpoints)
     step = 0 if checkpoint is None else step_of(checkpoint)
     saved = [one for folder in _kept(run.checkpoints) if (one := _saved(folder)) is not None]
-    store.reconcile(saved, max_lag=run.config().buffer.max_lag)
+    buffer = run.config().buffer
+    store.reconcile(saved, max_lag=buffer.max_lag)
     known = store.latest_checkpoint()
     if checkpoint is not None and (known is None or known.step < step):
         store.checkpoint(step, _version(store, step), checkpoint)
     if store.stands_beyond(step):
-        store.rollback(step)
+        store.rollback(step, ahead=buffer.groups_ahead)
     version = _version(store, step)
     return StartPoint(model=checkpoint or model_dir(run.config().model), checkpoint=checkpoint, version=version)
 

@@ -8,6 +8,7 @@ fence rise, and from then on the journal refuses the old worker. So a clock that
 
 from __future__ import annotations
 
+import math
 import uuid
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,9 @@ from agentrl.errors import LeaseLost
 from agentrl.records import Messages, Task, Turn
 from agentrl.store.codec import unpack_messages, unpack_task
 from agentrl.store.database import Database, Part
+from agentrl.store.groups import TRAIN
 from agentrl.store.readers import load_turns
+from agentrl.store.versions import latest_confirmed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +42,14 @@ class Claim:
 # died of. ?1 now, ?2 holder, ?3 limit. CROSS JOIN makes SQLite begin with the few leases instead of the many running
 # episodes.
 _CLAIMABLE = """
-SELECT id, deaths FROM (
+SELECT id, deaths, iif(evaluation, 0, group_id) FROM (
     SELECT * FROM (
-        SELECT id, evaluation, 1 AS fresh, 0 AS deaths FROM episodes WHERE state = 'waiting' AND deaths = 0
+        SELECT id, group_id, evaluation, 1 AS fresh, 0 AS deaths FROM episodes WHERE state = 'waiting' AND deaths = 0
             ORDER BY evaluation DESC, id LIMIT ?3)
     UNION ALL
-    SELECT id, evaluation, 1, deaths FROM episodes WHERE state = 'waiting' AND deaths > 0
+    SELECT id, group_id, evaluation, 1, deaths FROM episodes WHERE state = 'waiting' AND deaths > 0
     UNION ALL
-    SELECT e.id, e.evaluation, 0, e.deaths FROM leases l CROSS JOIN episodes e ON e.holder = l.holder
+    SELECT e.id, e.group_id, e.evaluation, 0, e.deaths FROM leases l CROSS JOIN episodes e ON e.holder = l.holder
         WHERE l.until_s < ?1 AND l.holder <> ?2 AND e.state = 'running'
 ) ORDER BY deaths > 0, evaluation DESC, fresh, id
 """
@@ -65,17 +68,22 @@ class Leases(Part):
         super().__init__(db)
         self._life = uuid.uuid4().hex[:12]
 
-    def claim(self, worker: str, limit: int, *, lease_s: float, now: float | None = None) -> list[Claim]:
+    def claim(
+        self, worker: str, limit: int, *, lease_s: float, now: float | None = None, ahead: int | None = None
+    ) -> list[Claim]:
         """Up to `limit` episodes for this worker: evaluation first, then what other workers left whose lease ran out
         before `now` (seconds since the epoch; default the store's clock), then oldest group first; last those that a
-        worker died of (see `deaths`). If there are any its lease is renewed."""
+        worker died of (see `deaths`). If there are any its lease is renewed.
+
+        Of training groups only those come that are among the first `ahead` that the learner has yet to train. Admission
+        starts no others; but after a rollback more may be open, and what is played too early grows stale (law 5)."""
         now = self._db.clock() if now is None else now
         with self._db.read():  # an idle worker asks often, and must not take the write lock to hear no
-            if not self._claimable(worker, 1, now):
+            if not self._claimable(worker, 1, now, ahead):
                 return []
         with self._db.write():
             holder = self._renew(worker, now + lease_s)
-            ids = self._claimable(worker, limit, now)
+            ids = self._claimable(worker, limit, now, ahead)
             self._db.execute_many(
                 "UPDATE episodes SET state = 'running', holder = ?, fence = fence + 1,"
                 " started_s = COALESCE(started_s, ?) WHERE id = ?",
@@ -102,14 +110,18 @@ class Leases(Part):
             rows = self._db.rows("SELECT id FROM episodes WHERE holder = ? AND state = 'running'", (holder,))
         return frozenset(id for (id,) in rows)
 
-    def _claimable(self, worker: str, limit: int, now: float) -> list[int]:
+    def _claimable(self, worker: str, limit: int, now: float, ahead: int | None) -> list[int]:
         """Of those of which two workers died, a worker plays one at a time: its death then tells which one it was."""
         holder = self._holder(worker)
         found = self._db.rows(_CLAIMABLE, (now, holder, limit))
-        apart = [id for id, deaths in found if deaths >= _APART]
+        if found and ahead is not None:
+            version = latest_confirmed(self._db)
+            end = too_early(self._db, 0 if version is None else version.step, ahead)
+            found = [row for row in found if row[2] < end]
+        apart = [id for id, deaths, _ in found if deaths >= _APART]
         if apart and not self._db.rows(_PLAYS_ONE_APART, (holder,)):
             del apart[0]
-        return [id for id, _ in found if id not in apart][:limit]
+        return [id for id, *_ in found if id not in apart][:limit]
 
     def _holder(self, worker: str) -> str:
         return f"{worker}/{self._life}"
@@ -139,6 +151,17 @@ class Leases(Part):
             start=None if start is None else unpack_messages(start),
             turns=load_turns(self._db, episode_id),
         )
+
+
+def too_early(db: Database, step: int, ahead: int) -> float:
+    """The id from which on training groups are not among the first `ahead` that a learner whose weights are of `step`
+    has yet to train; infinity if all are. Inside a transaction."""
+    row = db.row(
+        "SELECT id FROM groups WHERE purpose = ? AND (state IN ('waiting', 'running', 'finished', 'scored')"
+        " OR (state = 'taken' AND taken_step > ?)) ORDER BY id LIMIT 1 OFFSET ?",
+        (TRAIN, step, ahead),
+    )
+    return math.inf if row is None else row[0]
 
 
 def check_fence(db: Database, episode_id: int, fence: int) -> int:

@@ -15,6 +15,7 @@ from agentrl.errors import StoreError
 from agentrl.records import StopReason, WeightVersion
 from agentrl.store.database import Database, Part
 from agentrl.store.journal import end_episode
+from agentrl.store.leases import too_early
 
 TOKENS_DROPPED = "tokens_dropped"
 
@@ -62,11 +63,13 @@ class Lineage(Part):
             )
         return None if row is None else Checkpoint(step=row[0], version=row[1], path=row[2], attempt=row[3])
 
-    def rollback(self, step: int) -> int:
+    def rollback(self, step: int, *, ahead: int | None = None) -> int:
         """The learner goes on from checkpoint `step` (0: from the weights the run started with); the new attempt.
 
         What came after it is undone: its groups are scored again, its lineage, checkpoints, versions and metrics are
         flagged with the new attempt, and its evaluations renamed ("undone-2:eval:…"), so that they are made anew.
+        Groups that were admitted for steps that are now further off than `ahead` groups (see `claim`) are taken from
+        whoever plays them, and go on when their turn comes: played at once they would be stale before it.
         Call it at every resume, also when there is nothing to undo. A group whose tokens retention has dropped cannot
         be trained again and expires. Raises StoreError if `step` is no checkpoint that stands."""
         with self._db.write(durable=True):
@@ -85,7 +88,17 @@ class Lineage(Part):
                 (TOKENS_DROPPED, step),
             )
             self._undo_evaluations(step, attempt)
+            if ahead is not None:
+                self._hold_back(too_early(self._db, step, ahead))
         return attempt
+
+    def _hold_back(self, first: float) -> None:
+        for sql in (
+            "UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running' AND evaluation = 0"
+            " AND group_id >= ?",
+            "UPDATE groups SET started_s = NULL WHERE purpose = 'train' AND state = 'running' AND id >= ?",
+        ):
+            self._db.execute(sql, (first,))
 
     def stands_beyond(self, step: int) -> bool:
         """Whether anything of a later step stands, so that going on from `step` needs a rollback first."""

@@ -148,6 +148,34 @@ async def test_law_4_an_expired_group_cancels_its_episodes(
     assert trio.current_time() < 5000
 
 
+async def test_an_episode_that_was_taken_back_and_comes_again_is_played_once(
+    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock
+) -> None:
+    """As a rollback of the learner may do it; the worker hears of it by getting the episode anew."""
+
+    async def hang() -> Any:
+        await trio.sleep(5000)
+
+    made = [ScriptedEnv([hang]), ScriptedEnv([done()])]
+    envs = list(made)
+    one = worker(
+        lambda task: envs.pop(0), rollout={"lease_s": 900, "step_deadline_s": 9000, "episode_deadline_s": 9000}
+    )
+    store.set_meta("phase", "eval")
+    store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="train")
+
+    async def take_back() -> None:
+        await until(lambda: bool(made[0].actions))
+        store.rollback(0, ahead=0)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(take_back)
+        await run(one, lambda: [each.closed for each in made] == [1, 1])
+    assert trio.current_time() < 5000
+    assert store.trajectory(1).stop_reason is StopReason.DONE
+    assert not one._running  # pyright: ignore[reportPrivateUsage]
+
+
 async def test_a_full_disk_pauses_an_episode_and_loses_nothing(
     store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
