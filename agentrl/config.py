@@ -86,6 +86,7 @@ class Rollout(_Section):
     max_turns: Count | None = None  # of an episode; without it as many as the environment allows
     max_tokens_per_turn: Count = 64  # a longer turn is cut, and the environment told
     max_context: Count = 1024  # tokens of one row
+    max_observation_bytes: Count | None = None  # more is cut, and flagged; default: 16 for each token of max_context
     temperature: Positive = 1.0  # of sampling, in training and evaluation
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)  # texts that end a turn as well
     turn_deadline_s: Positive = 60.0  # of sampling one turn: a longer one is cut as well
@@ -96,6 +97,11 @@ class Rollout(_Section):
     max_deaths: Annotated[int, Field(ge=3)] = 3  # of workers at the same place: the episode fails, its task is left out
     failure_budget: Annotated[float, Field(ge=0, le=1)] = 0.2  # share of episodes that may fail, an outage as one
     roles: dict[str, str] = Field(default_factory=dict)  # who plays a role of the environment, see `given_roles`
+
+    @property
+    def observation_bytes(self) -> int:
+        """The most bytes of text in one answer of an environment."""
+        return self.max_observation_bytes or 16 * self.max_context
 
     def given_roles(self) -> dict[str, str]:
         """The roles that the policy which learns (`"trained"`) does not play, and who does: `"frozen"`, the model as

@@ -155,7 +155,8 @@ class Step:
 
     `info` is JSON-safe. Keys with a meaning: `outcome` (float, the episode's outcome reward), `success` (bool),
     `stop_reason` (a `StopReason` value), `history` (a list of messages that replaces all before it: a fork), `masked`
-    (bool, the turn stays in context and out of the loss). Where several roles take turns: `role` (who acts next, also
+    (bool, the turn stays in context and out of the loss), `observation_cut` (int, set by the driver: how many bytes of
+    the observation were more than the run takes). Where several roles take turns: `role` (who acts next, also
     in the info of reset), `rewards` and `outcomes` (by role; see `agentrl.env.roles`). `unsettled` (float, also in the
     info of reset) is what the last turn's reward changes by if somebody else ends the episode here, such as a limit of
     the run: potential-based rewards owe the potential of where they stand."""

@@ -3,7 +3,8 @@
 Owns the model's tokenizer and chat template. A conversation starts with `start`; each further turn is `extend`: only
 what comes *after* the sampled tokens is rendered, and the ids before it stay as they are, whatever the template would
 make of the same history today (stripped reasoning, re-ordered tool arguments, other merges). A rewritten history has
-no such prefix: render it with `start`, as a fork. Never knows engines or environments.
+no such prefix: render it with `start`, as a fork. May be used by several threads at once, and lets others run while it
+tokenizes. Never knows engines or environments.
 
 How `extend` finds the new part: it renders a small conversation whose assistant turn is a sentinel, followed by the
 new messages; what stands behind the sentinel closes the assistant's turn and opens the next one.
@@ -12,6 +13,7 @@ new messages; what stands behind the sentinel closes the assistant's turn and op
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -47,6 +49,8 @@ class Renderer:
             key=len,
             reverse=True,
         )
+        self._literal = self._literals()
+        self._stand_ins = re.compile(f"([{chr(_PRIVATE_USE)}-{chr(_PRIVATE_USE + max(len(self._special), 1) - 1)}])")
         self._closing = self._find_closing()
         self.stop_token_ids = self._find_stops(tokens["eos_token"])
 
@@ -92,24 +96,21 @@ class Renderer:
     def _encode(self, text: str) -> tuple[int, ...]:
         """Ids of a rendered text; the stand-ins of `_guard` become the ordinary tokens of what they stand for."""
         ids: list[int] = []
-        plain = ""
-        for char in text:
-            at = ord(char) - _PRIVATE_USE
-            if 0 <= at < len(self._special):
-                ids += self._encode_piece(plain)
-                ids += self._encode_literal(self._special[at])
-                plain = ""
-            else:
-                plain += char
-        return tuple(ids + self._encode_piece(plain))
+        for at, piece in enumerate(self._stand_ins.split(text)):
+            ids += self._literal[ord(piece) - _PRIVATE_USE] if at % 2 and self._literal else self._encode_piece(piece)
+        return tuple(ids)
 
     def _encode_piece(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids if text else []
+        if not text:
+            return []
+        (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=False)  # unlike `encode`, without the GIL
+        return encoded.ids
 
-    def _encode_literal(self, text: str) -> list[int]:
+    def _literals(self) -> list[list[int]]:
+        """The ordinary tokens of each special token's text."""
         self._tokenizer.encode_special_tokens = True
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return [self._encode_piece(token) for token in self._special]
         finally:
             self._tokenizer.encode_special_tokens = False
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 from agentrl.env import spaces
@@ -17,20 +17,25 @@ from agentrl.errors import EnvError
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Messages, Step, StopReason, Task
 
+_LEAST: Final = 64  # bytes that a message counts for beside its content
 _MESSAGES: Final = spaces.Messages(sys.maxsize, sys.maxsize)  # how much is too much, the model's context says
 
 
-async def start(env: AsyncEnv, task: Task) -> tuple[Messages, dict[str, Json]]:
-    """Reset for a task: the first messages and the info. Raises EnvError for an answer that is none."""
+async def start(env: AsyncEnv, task: Task, most: int | None = None) -> tuple[Messages, dict[str, Json]]:
+    """Reset for a task: the first messages, of at most about `most` bytes, and the info. Raises EnvError for an answer
+    that is none."""
     what = f"{task.env}: reset"
     observation, info = of_reset(await env.areset(seed=task.seed, options=dict(task.options)), what)
+    observation, info = _bounded(observation, info, most)
     return _messages(observation, f"{what}: observation"), _info(info, what)
 
 
-async def act(env: AsyncEnv, action: str, task: Task) -> Step:
-    """Step: what came of an action; numbers of numpy become Python's. Raises EnvError for an answer that is none."""
+async def act(env: AsyncEnv, action: str, task: Task, most: int | None = None) -> Step:
+    """Step: what came of an action, in messages of at most about `most` bytes; numbers of numpy become Python's.
+    Raises EnvError for an answer that is none."""
     what = f"{task.env}: step"
     observation, reward, terminated, truncated, info = of_step(await env.astep(action), what)
+    observation, info = _bounded(observation, info, most)
     return Step(
         observation=_messages(observation, f"{what}: observation"),
         reward=_number(reward, f"{what}: reward"),
@@ -69,6 +74,52 @@ def _messages(observation: Any, what: str) -> Messages:
     if reason := _MESSAGES.why_not(messages):
         raise EnvError(f"{what}: {reason}")
     return messages
+
+
+def _bounded(observation: Any, info: Any, most: int | None) -> tuple[Any, Any]:
+    """Both with what is too much cut out, and `info["observation_cut"]` the bytes that were. What is no message is left
+    as it is, for a check to find."""
+    if most is None:
+        return observation, info
+    observation, lost = _cut(observation, most)
+    given: Any = dict(cast("dict[str, Json]", info)) if isinstance(info, dict) else info
+    if isinstance(info, dict) and "history" in given:
+        given["history"], more = _cut(given["history"], most)
+        lost += more
+    if isinstance(info, dict) and lost:
+        given["observation_cut"] = lost
+    return observation, given
+
+
+def _cut(messages: Any, most: int) -> tuple[Any, int]:
+    """Messages of about `most` bytes, and how many they lost. Each may have an equal share, and what others leave of
+    theirs; of more messages than could have a share, the last ones go."""
+    given = list(cast("Sequence[Any]", messages)) if isinstance(messages, list | tuple) else []
+    sizes = [_size(message) for message in given]
+    if sum(sizes) <= most:
+        return cast(Any, messages), 0
+    kept = given[: max(1, most // _LEAST)]
+    left, limits = most, dict[int, int]()
+    for place, at in enumerate(sorted(range(len(kept)), key=lambda at: sizes[at])):
+        limits[at] = min(sizes[at], left // (len(kept) - place))
+        left -= limits[at]
+    cut = [_shortened(message, sizes[at], limits[at]) for at, message in enumerate(kept)]
+    return tuple(cut), sum(sizes) - sum(limits.values())
+
+
+def _size(message: Any) -> int:
+    content = cast("dict[str, Any]", message).get("content") if isinstance(message, dict) else None
+    return _LEAST + (len(content.encode("utf-8", "surrogatepass")) if isinstance(content, str) else 0)
+
+
+def _shortened(message: Any, size: int, limit: int) -> Any:
+    """The message with head and tail of its content, and a note between them."""
+    if size <= limit:
+        return message
+    content = message["content"].encode("utf-8", "surrogatepass")
+    half = max(0, limit - _LEAST) // 2
+    head, tail = content[:half].decode(errors="ignore"), content[len(content) - half :].decode(errors="ignore")
+    return {**message, "content": f"{head}\n[cut: {2 * half} of {len(content)} bytes shown]\n{tail}"}
 
 
 def _number(value: Any, what: str) -> float:

@@ -22,7 +22,8 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import trio
 
@@ -47,6 +48,8 @@ from agentrl.records import (
 )
 from agentrl.rollout.replay import replay
 from agentrl.store import Claim, RunStore
+
+_SMALL: Final = 1 << 15  # characters that are tokenized in a moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +210,8 @@ class _Episode:
             return f"an action that was answered before was not: {_one_line(error)}"
 
     async def _reset(self, env: AsyncEnv) -> Messages:
-        start, self._info = await self._guard("reset", lambda: answers.start(env, self._claim.task))
+        most = self._seat.settings.observation_bytes
+        start, self._info = await self._guard("reset", lambda: answers.start(env, self._claim.task, most))
         self._first_role = str(self._info.get("role", POLICY))
         return start
 
@@ -287,9 +291,10 @@ class _Episode:
         last = next((turn for turn in reversed(self._turns) if turn.role == role), None)
         if history is not None or last is None:
             schemas = await self._guard("tool_schemas", lambda: _call(env.tool_schemas))
-            prompt_ids = renderer.start(news if history is None else tuple(history), schemas)
+            messages = news if history is None else tuple(history)
+            prompt_ids = await _tokenized(partial(renderer.start, messages, schemas), messages, *schemas)
             return _Prompt(role, None, prompt_ids, prompt_ids)
-        prompt_ids = renderer.extend(last.token_ids, news)
+        prompt_ids = await _tokenized(partial(renderer.extend, last.token_ids, news), news)
         context = context_ids(self._turns, last.index) + last.token_ids + prompt_ids
         return _Prompt(role, last.index, prompt_ids, context)
 
@@ -336,7 +341,8 @@ class _Episode:
         env.charge_tokens(len(turn.token_ids))
         env.action_cut = turn.finish == "length"
         policy_s = max(min(settings.step_deadline_s, settings.episode_deadline_s - self._seconds), 0.0)
-        step: Step = await self._guard("step", lambda: answers.act(env, turn.text, self._claim.task), policy_s=policy_s)
+        call = partial(answers.act, env, turn.text, self._claim.task, settings.observation_bytes)
+        step: Step = await self._guard("step", call, policy_s=policy_s)
         self._info = step.info
         return step
 
@@ -414,6 +420,13 @@ class _Episode:
 
 async def _call(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
+
+
+async def _tokenized(render: Callable[[], tuple[int, ...]], *parts: Any) -> tuple[int, ...]:
+    """What `render` makes of `parts`; in a thread where they are large, so that other episodes go on meanwhile."""
+    if len(str(parts)) <= _SMALL:
+        return render()
+    return await trio.to_thread.run_sync(render)
 
 
 def _reason_of(error: InfrastructureError) -> StopReason:
