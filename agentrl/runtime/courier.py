@@ -70,6 +70,7 @@ class Courier:
     def __init__(self, config: RunConfig, sender: Sender | None = None, *, locks: Path | None = None) -> None:
         self._sync, self._settings, self._locks = config.sync, config.engine, locks
         self._transfer = Transfer(sender) if sender is not None else None
+        self._seen: dict[str, canary.Seen] = {}  # what engines answered to canaries, by URL
         self._sent: list[Parcel] = []  # whose files are still there, oldest first
         self._took: dict[str, int] = {}  # the version that each engine took last
 
@@ -236,7 +237,7 @@ class Courier:
         if isinstance(parcel, Parcel) and self._sync != "adapter":
             info = update_info(parcel.path, parcel.sha256)
         deadline_s = self._settings.admin_deadline_s
-        error = await canary.check([engine], parcel.canary, update_info=info, deadline_s=deadline_s)
+        error = await canary.check([engine], parcel.canary, update_info=info, seen=self._seen, deadline_s=deadline_s)
         return {"canary_error": error, "canary_s": trio.current_time() - started}
 
     async def _retire(self, urls: Sequence[str], keep: Sequence[int]) -> frozenset[int]:

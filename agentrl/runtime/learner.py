@@ -12,6 +12,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -125,14 +126,15 @@ class _Learning:
             self._push = self._pushes.submit(self._send, version, self._snapshot(version), row)
             return version
         path = self._run.scratch / "weights" / str(time.time_ns())
-        sha256 = ""
+        sha256, marks = "", dict[str, str]()
         if self._config.sync == "adapter":
             self._learner.export_adapter(path)
         else:
             path = path.with_suffix(".safetensors")
-            sha256 = self._learner.export(path, dtype=getattr(torch, self._dtype)).sha256
+            file = self._learner.export(path, dtype=getattr(torch, self._dtype))
+            sha256, marks = file.sha256, file.fingerprints
         version = self._store.mint_version(self._learner.step_index, path)
-        parcel = Parcel(version=version.version, path=path, sha256=sha256, canary=self._canary(version))
+        parcel = Parcel(version=version.version, path=path, sha256=sha256, canary=self._canary(version, marks))
         self._push = self._pushes.submit(self._send, version, parcel, row)
         return version
 
@@ -148,7 +150,8 @@ class _Learning:
         """The weights of now in the engines' dtype: a copy, for the next step changes them while they are sent."""
         snapshot = take(self._learner.model.module, getattr(torch, self._dtype))
         assert snapshot is not None, "only rank 0 sends"
-        return MemoryParcel(version=version.version, snapshot=snapshot, canary=self._canary(version))
+        proof = self._canary(version, snapshot.fingerprints())
+        return MemoryParcel(version=version.version, snapshot=snapshot, canary=proof)
 
     @property
     def _dtype(self) -> canary.Dtype:
@@ -157,14 +160,23 @@ class _Learning:
     def _urls(self) -> list[str]:
         return json.loads(self._store.meta("engine_urls") or "[]")
 
-    def _canary(self, version: WeightVersion) -> Canary | None:
-        """What a fixed probe costs under the weights that are sent."""
-        settings = self._config.engine
-        if not settings.canary:
+    def _canary(self, version: WeightVersion, fingerprints: Mapping[str, str]) -> Canary | None:
+        """What a fixed probe costs under the weights that are sent, and the fingerprints of these."""
+        config, train = self._config, self._config.train
+        if not config.engine.canary:
             return None
-        tokens = probe_tokens(self._learner.model.vocab, min(_PROBE, self._config.rollout.max_context - 1))
-        logprobs = self._learner.score(tokens)
-        return Canary(version=version.version, token_ids=tokens, logprobs=logprobs, dtype=self._dtype)
+        tokens = probe_tokens(self._learner.model.vocab, min(_PROBE, config.rollout.max_context - 1))
+        merged = train.lora_rank > 0 and config.sync != "adapter"
+        rounded = self._dtype == "float32" or not (merged or train.compile)  # weights that are no layer's own, or fused
+        logprobs = self._learner.score(tokens, getattr(torch, self._dtype) if rounded else torch.float32)
+        return Canary(
+            version=version.version,
+            token_ids=tokens,
+            logprobs=logprobs,
+            dtype=self._dtype,
+            rounded=rounded,
+            fingerprints=fingerprints,
+        )
 
     def _settle(self) -> float:
         """Wait for the push under way; how long that took. Raises what it raised."""

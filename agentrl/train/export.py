@@ -21,18 +21,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from agentrl.engine import fingerprint
 from agentrl.errors import RunFailed
 from agentrl.train import lora
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFile:
-    """A written file: `sha256` of its bytes, `names` of its tensors as a Hugging Face folder has them, size."""
+    """A written file: `sha256` of its bytes, `names` of its tensors as a Hugging Face folder has them, size, and
+    fingerprints of its tensors as an engine of the file's dtype has them."""
 
     path: Path
     sha256: str
     names: tuple[str, ...]
     size_bytes: int
+    fingerprints: dict[str, str]
 
 
 def held(module: Any) -> dict[str, Tensor]:
@@ -73,7 +76,8 @@ def export_weights(
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-    return WeightFile(path=path, sha256=digest, names=tuple(sorted(tensors)), size_bytes=size)
+    marks = fingerprint.of_tensors({name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()})
+    return WeightFile(path=path, sha256=digest, names=tuple(sorted(tensors)), size_bytes=size, fingerprints=marks)
 
 
 def check_room(folder: Path, size_bytes: int) -> None:

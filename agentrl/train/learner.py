@@ -208,9 +208,10 @@ class Learner:
         """Write the adapter alone for an engine that has the weights below: a folder in PEFT's format."""
         return lora.save(self.model.module, folder)
 
-    def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """What `token_ids[1:]` cost under the weights of now: log-probs in nats at temperature 1, for the canary."""
-        return self.model.score(token_ids)
+    def score(self, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[float, ...]:
+        """What `token_ids[1:]` cost under the weights of now, as `dtype` has them: log-probs in nats at temperature 1,
+        for the canary."""
+        return self.model.score(token_ids, dtype)
 
     def save(self, root: Path) -> Path:
         """Write a checkpoint of this step under `root`; the groups in `trained` are recorded in it, then forgotten.

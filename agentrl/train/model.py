@@ -158,12 +158,14 @@ class PolicyModel:
         return logprobs_PV[pack.predictor_K, pack.target_K], entropy_P[pack.predictor_K]
 
     @torch.no_grad()
-    def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each given the tokens before it; in float32."""
+    def score(self, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[float, ...]:
+        """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each given the tokens before it: computed in float32
+        of the weights as `dtype` has them. (Steps that are too small to change a bfloat16 change nothing.)"""
         tokens_N = torch.tensor(token_ids, device=self.device)
         numbers_N = torch.arange(len(token_ids), device=self.device)
         branch = Branch(0, len(token_ids), numbers_N)
-        logits_PV = _logits(self.module, tokens_N, numbers_N, [branch], numbers_N[:-1])
+        with _rounded(self.module, dtype) if dtype != torch.float32 else nullcontext():
+            logits_PV = _logits(self.module, tokens_N, numbers_N, [branch], numbers_N[:-1])
         logprobs_PV = functional.log_softmax(logits_PV.float(), -1)
         return tuple(logprobs_PV.gather(1, tokens_N[1:, None])[:, 0].tolist())
 
@@ -181,6 +183,32 @@ class PolicyModel:
     def parameters(self) -> list[nn.Parameter]:
         """What is trained; tied parameters once."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+
+@contextmanager
+def _rounded(module: Any, dtype: torch.dtype) -> Generator[None]:
+    """Within, each layer computes with its weights rounded to `dtype`: a copy of one layer's at a time."""
+    whole: dict[nn.Parameter, Tensor] = {}
+
+    def before(part: nn.Module, _: object) -> None:
+        for parameter in part.parameters(recurse=False):
+            whole[parameter] = parameter.data
+            parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+
+    def after(part: nn.Module, *_: object) -> None:
+        for parameter in part.parameters(recurse=False):
+            parameter.data = whole.pop(parameter)
+
+    parts = [part for part in module.modules() if next(part.parameters(recurse=False), None) is not None]
+    hooks = [part.register_forward_pre_hook(before) for part in parts]
+    hooks += [part.register_forward_hook(after) for part in parts]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, data in whole.items():  # of a pass that failed
+            parameter.data = data
 
 
 def _logits(module: Any, token_ids_N: Tensor, depth_N: Tensor, branches: Sequence[Branch], keep_P: Tensor) -> Tensor:

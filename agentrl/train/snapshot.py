@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
+from agentrl.engine import fingerprint
 from agentrl.train.export import checkpoint_names, held
 
 
@@ -44,6 +45,10 @@ class Snapshot:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._tensors.items():
             yield name, tensor.to(self.device)
+
+    def fingerprints(self) -> dict[str, str]:
+        """See `agentrl.engine.fingerprint`."""
+        return fingerprint.of_tensors(self._tensors)
 
     @property
     def size_bytes(self) -> int:

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -155,7 +156,7 @@ def mixture_server(mixture: Policy, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="session")
 def stock(tmp_path_factory: pytest.TempPathFactory, shm: Path) -> Policy:
     """A model of bfloat16 values in several files, whose pad row is zero: for a server that somebody else started."""
-    folder = make_model(tmp_path_factory.mktemp("vllm") / "stock", seed=3, tie_word_embeddings=False)
+    folder = make_model(tmp_path_factory.mktemp("vllm") / "stock", seed=3)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     with torch.no_grad():
         model.model.embed_tokens.weight[0] = 0
@@ -191,6 +192,8 @@ def stock_server(stock: Policy, stock_config: RunConfig, tmp_path_factory: pytes
         "XDG_CACHE_HOME": str(folder),
         "TMPDIR": str(folder),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "PYTHONDONTWRITEBYTECODE": "",  # as for our own: what Python and torch compile is kept for the next one
+        "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
     }
     server = Started(["bash", "-c", f"{command} {own} {fit}"], env, folder)
     server.start()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
@@ -10,15 +12,17 @@ from uuid import uuid4
 import pytest
 import torch
 import trio
+from safetensors.torch import load_file, save_file
 
-from agentrl.engine import canary, weightfile
+from agentrl.engine import canary, fingerprint, weightfile
 from agentrl.engine.canary import Canary
 from agentrl.engine.client import EngineClient
 from agentrl.engine.weights import push, update_info
-from agentrl.errors import WeightSyncError
+from agentrl.errors import CanaryMismatch, WeightSyncError
 from agentrl.protocols import GenerateRequest
 from agentrl.records import Generation, SamplingParams
 
+from .conftest import Server
 from .policy import VOCAB, Policy
 from .test_contract import ask
 
@@ -217,11 +221,12 @@ async def test_a_delta_is_the_whole_file(client: EngineClient, policy: Policy, t
         )
 
 
-def probe_of(policy: Policy, version: int) -> Canary:
+def probe_of(policy: Policy, version: int, *, marked: bool = False) -> Canary:
     tokens = canary.probe_tokens(VOCAB)
     logprobs = tuple(policy.logprobs(tokens[:1], tokens[1:], version))
     dtype = "bfloat16" if policy.dtype == torch.bfloat16 else "float32"
-    return Canary(version=version, token_ids=tokens, logprobs=logprobs, dtype=dtype)
+    marks = policy.files[version].fingerprints if marked else {}
+    return Canary(version=version, token_ids=tokens, logprobs=logprobs, dtype=dtype, fingerprints=marks)
 
 
 async def mend(client: EngineClient, on: bool) -> None:
@@ -231,6 +236,88 @@ async def mend(client: EngineClient, on: bool) -> None:
 
 async def test_the_canary_sees_a_tied_output_layer_left_behind(client: EngineClient, policy: Policy) -> None:
     await _seen_and_mended(client, policy, "lm_head (tied to model.embed_tokens.weight)")
+
+
+async def test_a_server_knows_the_fingerprints_of_all_its_weights_but_experts(
+    client: EngineClient, policy: Policy, mixture_client: EngineClient, mixture: Policy
+) -> None:
+    for engine, model in ((client, policy), (mixture_client, mixture)):
+        version, file = model.update()
+        await push([engine], file.path, version, sha256=file.sha256, deadline_s=ADMIN_S, clear_cache=True)
+        asked = {"method": "agentrl_fingerprints"}
+        body = await engine.call("POST", "/collective_rpc", json=asked, deadline_s=ADMIN_S)
+        (answer,) = json.loads(body)["results"]
+        known = {name for name in file.names if ".experts." not in name}
+        assert answer["dtype"] == "float32" and answer["fingerprints"].keys() == known | {"lm_head.weight"}
+        assert fingerprint.differences(file.fingerprints, answer["fingerprints"]) == []
+        assert await canary.check([engine], probe_of(model, version, marked=True)) <= EXACT
+
+
+def _without(tensors: dict[str, torch.Tensor], name: str) -> None:
+    del tensors[name]
+
+
+def _transposed(tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensors[name] = tensors[name].T.contiguous()
+
+
+def _swapped(tensors: dict[str, torch.Tensor], first: str, second: str) -> None:
+    """All tensors whose names begin so."""
+    for name in [name for name in tensors if name.startswith(first)]:
+        other = second + name.removeprefix(first)
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+
+
+LAYER, EXPERT = "model.layers.{}.", "model.layers.0.mlp.experts.{}."
+DAMAGES: list[tuple[bool, Callable[..., None], tuple[str, ...], str]] = [
+    (False, _without, ("model.layers.1.mlp.up_proj.weight",), "model.layers.1.mlp.up_proj.weight"),
+    (False, _transposed, ("model.layers.0.self_attn.q_proj.weight",), "self_attn.q_proj.weight (holds its transpose)"),
+    (
+        False,
+        _swapped,
+        (LAYER.format(0), LAYER.format(1)),
+        "model.layers.0.mlp.down_proj.weight (holds model.layers.1.mlp.down_proj.weight)",
+    ),
+    (True, _without, (EXPERT.format(3) + "up_proj.weight",), EXPERT.format(3) + "up_proj.weight (not in the file)"),
+    (
+        True,
+        _swapped,
+        (EXPERT.format(2), EXPERT.format(5)),
+        f"{EXPERT.format(2)}down_proj.weight (holds {EXPERT.format(5)}down_proj.weight)",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("mixed", "damage", "where", "named"),
+    DAMAGES,
+    ids=["a tensor missing", "a square transposed", "layers swapped", "an expert missing", "experts swapped"],
+)
+async def test_what_is_wrong_with_an_update_is_named(
+    mixed: bool, damage: Callable[..., None], where: tuple[str, ...], named: str, request: pytest.FixtureRequest
+) -> None:
+    """Files that vLLM takes without a word, and what the canary says of them."""
+    served: Server = request.getfixturevalue("mixture_server" if mixed else "server")
+    client = EngineClient(served.url)
+    policy: Policy = request.getfixturevalue("mixture" if mixed else "policy")
+    version, file = policy.update()
+    tensors = load_file(file.path)
+    damage(tensors, *where)
+    bad = file.path.with_name("bad.safetensors")
+    save_file(tensors, bad)
+    try:
+        info = update_info(bad, weightfile.digest(weightfile.open_bytes(bad)))
+        await push([client], bad, version, deadline_s=ADMIN_S, clear_cache=True)
+        with pytest.raises(CanaryMismatch) as caught:
+            await canary.check([client], probe_of(policy, version, marked=True), update_info=info)
+        assert named in str(caught.value)
+        if damage is _without:  # the engine's own comparison with the file does not fail, and names it, too
+            assert f"{where[0]} (not in the file)" in await canary.untaken(client, info, deadline_s=ADMIN_S)
+    finally:
+        bad.unlink(missing_ok=True)
+        await push([client], file.path, version, sha256=file.sha256, deadline_s=ADMIN_S, clear_cache=True)
+    assert await canary.check([client], probe_of(policy, version, marked=True)) <= EXACT
+    await client.aclose()
 
 
 async def test_the_canary_sees_experts_left_behind(mixture_client: EngineClient, mixture: Policy) -> None:

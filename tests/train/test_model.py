@@ -217,3 +217,15 @@ def test_other_plain_models_pass(architecture: Any, config: Any, tmp_path: Path)
     torch.manual_seed(7)
     architecture(config).save_pretrained(tmp_path)
     PolicyModel(tmp_path)
+
+
+def test_a_score_can_be_that_of_rounded_weights_and_leaves_them_as_they_were(qwen3_dir: Path) -> None:
+    policy, rounded, tokens = PolicyModel(qwen3_dir), PolicyModel(qwen3_dir), (3, 8, 2, 9, 4, 7, 1, 5)
+    with torch.no_grad():
+        for parameter in rounded.module.parameters():
+            parameter.copy_(parameter.bfloat16())
+    before = [parameter.clone() for parameter in policy.module.parameters()]
+    found = policy.score(tokens, torch.bfloat16)
+    assert found == pytest.approx(rounded.score(tokens), abs=1e-6)
+    assert found != pytest.approx(policy.score(tokens), abs=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.module.parameters(), strict=True))

@@ -263,7 +263,8 @@ def carry_plugin(folder: Path) -> None:
     nothing of this installation, and can be taken to another machine."""
     root = Path(agentrl.__file__).resolve().parent
     plugin = sorted((root / "engine" / "vllm" / "plugin").glob("*.py"))
-    for source in [root / "errors.py", root / "engine" / "weightfile.py", *plugin]:
+    shared = [root / "errors.py", root / "engine" / "weightfile.py", root / "engine" / "fingerprint.py"]
+    for source in [*shared, *plugin]:
         target = folder / source.relative_to(root.parent)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)

@@ -57,6 +57,14 @@ class WorkerExtension:
         """How far the staging is."""
         return self.weight_transfer_engine.stage.state()
 
+    def agentrl_fingerprints(self) -> dict[str, Any]:
+        """Fingerprints of what the layers compute with, by the names of the checkpoint format, and their dtype."""
+        from agentrl.engine.vllm.plugin.diagnosis import fingerprints
+
+        dtype = self.model_runner.model_config.dtype
+        found = fingerprints(self.model_runner.model, dtype)
+        return {"dtype": str(dtype).removeprefix("torch."), "fingerprints": found}
+
     def agentrl_untaken(self, update_info: str) -> dict[str, Any]:
         """Which weights of a file the layers do not compute with; see `diagnosis.untaken`."""
         from agentrl.engine.vllm.plugin.diagnosis import untaken

@@ -1,0 +1,202 @@
+"""The canary: a stale engine is found however small the steps, a fresh one is not suspected, a wrong file is named."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from agentrl.engine import canary, fingerprint
+from agentrl.engine.canary import Canary, Seen, probe_tokens
+from agentrl.engine.client import EngineClient
+from agentrl.errors import CanaryMismatch
+from agentrl.testing.vllm_server import FakeVLLM
+
+TOKENS = probe_tokens(500)
+STEP = 5e-4  # nats by which one step at a learning rate of 1e-6 moves a token's log-prob, at most
+NOISE = 0.008  # nats, rms: what bfloat16 makes of the same weights, as measured
+
+
+class Drift:
+    """A policy whose every step moves the probe's log-probs a little, and an engine's bfloat16 version of it."""
+
+    def __init__(self, seed: int = 0) -> None:
+        rng = random.Random(seed)
+        self.start = [-5 * rng.random() for _ in TOKENS[1:]]
+        self.way = [rng.uniform(-STEP, STEP) for _ in TOKENS[1:]]
+
+    def at(self, version: int) -> tuple[float, ...]:
+        return tuple(a + version * b for a, b in zip(self.start, self.way, strict=True))
+
+    def canary(self, version: int, **facts: Any) -> Canary:
+        dtype: Any = facts.pop("dtype", "bfloat16")
+        return Canary(version=version, token_ids=TOKENS, logprobs=self.at(version), dtype=dtype, **facts)
+
+    def engine(self, version: int) -> tuple[float, ...]:
+        """Its noise is another one with every version of its weights, and the same for the same weights."""
+        rng = random.Random(version)
+        return tuple(value + rng.gauss(0, NOISE) for value in self.at(version))
+
+
+def costs(numbers: Sequence[float]) -> Callable[[str, int, int], float]:
+    """Of the token at each place of the probe, the first one aside; of what is sampled after it, anything."""
+    return lambda _weights, place, _token: numbers[place - 1] if 0 < place <= len(numbers) else -1.0
+
+
+async def follow(drift: Drift, versions: int, stuck_at: int | None = None, **facts: Any) -> int:
+    """Deliver so many versions to an engine that takes none after `stuck_at`; how many went through unsuspected."""
+    server, seen = FakeVLLM(), dict[str, Seen]()
+    async with aclosing(EngineClient(server.url, transport=server)) as client:
+        for version in range(1, versions + 1):
+            numbers = drift.engine(version if stuck_at is None else min(version, stuck_at))
+            server.version = str(version)
+            server.logprob = costs(numbers)
+            await canary.check([client], drift.canary(version, **facts), seen=seen)
+    return versions
+
+
+@pytest.mark.parametrize("stuck_at", [1, 7, 60])
+async def test_a_bfloat16_engine_that_takes_no_step_any_more_is_found_long_before_the_tolerance(stuck_at: int) -> None:
+    drift = Drift()
+    says = r"says it serves version \d+, but it computes with the weights of version \d+: .* went -?\d+% of the way"
+    with pytest.raises(CanaryMismatch, match=says) as caught:
+        await follow(drift, stuck_at + 200, stuck_at)
+    found = int(str(caught.value).partition("serves version ")[2].partition(",")[0])
+    assert found - stuck_at < 120
+    assert max(abs(a - b) for a, b in zip(drift.at(found), drift.at(stuck_at), strict=True)) < 0.3 * 0.2
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_an_engine_that_follows_is_never_suspected(seed: int) -> None:
+    assert await follow(Drift(seed), 250) == 250
+
+
+async def test_steps_too_small_to_be_told_from_noise_say_nothing() -> None:
+    assert await follow(Drift(), 15, stuck_at=1) == 15
+
+
+async def test_numbers_of_weights_that_no_engine_has_say_nothing() -> None:
+    """Of float32 weights: a bfloat16 engine rightly stays where it is while steps are below its grid."""
+    assert await follow(Drift(), 200, stuck_at=1, rounded=False) == 200
+
+
+# --- fingerprints
+
+
+def tiny() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    names = [f"model.layers.{layer}.{part}.weight" for layer in (0, 1) for part in ("q_proj", "up_proj", "norm")]
+    sizes = [(16, 16), (24, 16), (16,)] * 2
+    experts = [
+        f"model.layers.0.mlp.experts.{n}.{part}_proj.weight" for n in range(3) for part in ("gate", "up", "down")
+    ]
+    return {
+        "model.embed_tokens.weight": torch.randn(20, 16),
+        **{name: torch.randn(size) for name, size in zip(names, sizes, strict=True)},
+        **{name: torch.randn(8, 16) for name in experts},
+    }
+
+
+class Scene:
+    """An engine that has `held` and computes the right log-probs, or wrong ones."""
+
+    def __init__(self, *, apart: float = 0.0, dtype: str = "bfloat16", held: dict[str, torch.Tensor] | None) -> None:
+        self.expected = fingerprint.of_tensors(tiny())
+        self.drift, self.dtype = Drift(), "float32" if dtype == "float32" else "bfloat16"
+        numbers = self.drift.at(1)
+        self.server = FakeVLLM(version="1")
+        self.server.logprob = costs([number + apart for number in numbers])
+        if held is not None:
+            result = {"dtype": dtype, "fingerprints": fingerprint.of_tensors(held)}
+            self.server.answers["/collective_rpc"] = (200, json.dumps({"results": [result, result]}).encode())
+
+    async def check(self, file: Path | None = None) -> float:
+        info = None if file is None else {"path": str(file)}
+        async with aclosing(EngineClient(self.server.url, transport=self.server)) as client:
+            proof = self.drift.canary(1, dtype=self.dtype, fingerprints=self.expected)
+            return await canary.check([client], proof, update_info=info)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({}, []),
+        ({"model.layers.0.up_proj.weight": 1.001}, ["model.layers.0.up_proj.weight"]),
+        ({"model.layers.0.norm.weight": 1.001}, ["model.layers.0.norm.weight"]),
+        (
+            {"model.layers.0.q_proj.weight": "T"},
+            ["model.layers.0.q_proj.weight (holds its transpose)"],
+        ),
+        (
+            {"model.layers.0.q_proj.weight": "model.layers.1.q_proj.weight"},
+            ["model.layers.0.q_proj.weight (holds model.layers.1.q_proj.weight)"],
+        ),
+    ],
+)
+async def test_an_engine_whose_weights_are_others_is_named_though_its_numbers_look_right(
+    change: dict[str, Any], named: list[str]
+) -> None:
+    held = tiny()
+    for name, how in change.items():
+        held[name] = held[name].T if how == "T" else held[how] if isinstance(how, str) else held[name] * how
+    if not named:
+        assert await Scene(held=held).check() < 1e-9
+        return
+    with pytest.raises(CanaryMismatch) as caught:
+        await Scene(held=held).check()
+    assert str(caught.value).endswith(f"says it serves version 1, but these layers do not have its weights: {named[0]}")
+
+
+async def test_an_engine_that_cannot_say_or_computes_in_another_dtype_is_judged_by_its_numbers() -> None:
+    other = {name: tensor + 1 for name, tensor in tiny().items()}
+    assert await Scene(held=None).check() < 1e-9
+    assert await Scene(held=other, dtype="float16").check() < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model.layers.1.up_proj.weight": None}, "model.layers.1.up_proj.weight (not in the file)"),
+        (
+            {"model.layers.0.mlp.experts.1.up_proj.weight": None},
+            "model.layers.0.mlp.experts.1.up_proj.weight (not in the file)",
+        ),
+        ({"model.layers.0.q_proj.weight": "T"}, "model.layers.0.q_proj.weight (holds its transpose)"),
+        (
+            {
+                "model.layers.0.mlp.experts.1.up_proj.weight": "model.layers.0.mlp.experts.2.up_proj.weight",
+                "model.layers.0.mlp.experts.2.up_proj.weight": "model.layers.0.mlp.experts.1.up_proj.weight",
+            },
+            "model.layers.0.mlp.experts.1.up_proj.weight (holds model.layers.0.mlp.experts.2.up_proj.weight), "
+            "model.layers.0.mlp.experts.2.up_proj.weight (holds model.layers.0.mlp.experts.1.up_proj.weight)",
+        ),
+    ],
+)
+async def test_what_is_wrong_with_the_file_that_was_sent_is_named(
+    change: dict[str, str | None], named: str, tmp_path: Path
+) -> None:
+    right = tiny()
+    sent = dict(right)
+    for name, how in change.items():
+        if how is None:
+            del sent[name]
+        else:
+            sent[name] = right[name].T.contiguous() if how == "T" else right[how].clone()
+    save_file(sent, tmp_path / "sent.safetensors")
+    scene = Scene(held=None, apart=1.0, dtype="float32")
+    with pytest.raises(CanaryMismatch) as caught:
+        await scene.check(tmp_path / "sent.safetensors")
+    assert str(caught.value).endswith(f": the file that was sent is wrong: {named}")
+
+
+def test_a_canary_in_a_file_is_the_same_again(tmp_path: Path) -> None:
+    proof = Drift().canary(3, rounded=False, fingerprints={"a": "1"})
+    proof.write(tmp_path / "canary")
+    assert Canary.read(tmp_path / "canary") == proof
