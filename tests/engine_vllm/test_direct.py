@@ -24,7 +24,7 @@ from .policy import make_model
 
 pytestmark = pytest.mark.vllm
 
-FLAG = r"start it with --weight-transfer-config '{\"backend\": \"%s\"}'"
+FLAG = r"start it, beside its other flags, with: .*vllm serve .* --weight-transfer-config '{\"backend\": \"%s\"}'"
 
 
 @pytest.fixture(scope="module", params=["nccl", "ipc"])
@@ -38,10 +38,10 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     try:
         for number in range(2 if request.param == "nccl" else 1):
             (own := folder / str(number)).mkdir()
-            started.append(Server(model, own, weight_backend=request.param))
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("PYTHONPATH", str(folder))
-                started[-1].start()
+                started.append(Server(model, own, weight_backend=request.param))
+            started[-1].start()
         for server in started:
             trio.run(server.ready, 1)
         yield started

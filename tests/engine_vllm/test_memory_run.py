@@ -19,7 +19,7 @@ from agentrl.store.audit import audit
 from . import gloo
 from .test_run import RUN, RUN_S, end, kill_engine, processes_of, steps_of, wait_for_step
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = ("engine.sync=nccl", "train.device=cuda:1", "train.steps=6", "rollout.turn_deadline_s=250")

@@ -20,7 +20,7 @@ from agentrl.store.audit import audit
 
 from .test_fleet import alive
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]  # a run starts its own servers
 
 RUN_S = 560
 ENVS = Path(__file__).parents[1] / "runtime" / "envs.py"

@@ -243,7 +243,6 @@ async def test_both_potentials_add_up() -> None:
 
 
 @pytest.mark.bubblewrap
-@pytest.mark.slow
 def test_it_keeps_the_contract() -> None:
     env = RepoRepair()
     actions = [env.call("list_files"), env.call("run_tests"), env.call("write_file", path="lru/cache.py", content="x")]

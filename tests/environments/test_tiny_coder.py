@@ -103,7 +103,6 @@ async def played(n: int, **kwargs: Any) -> tuple[float, float]:
 
 
 @pytest.mark.bubblewrap
-@pytest.mark.slow
 async def test_the_warm_start_knows_the_format_and_is_mostly_wrong() -> None:
     success, valid = await played(N)
     assert 0.30 <= success <= 0.62
@@ -111,7 +110,6 @@ async def test_the_warm_start_knows_the_format_and_is_mostly_wrong() -> None:
 
 
 @pytest.mark.bubblewrap
-@pytest.mark.slow
 async def test_the_warm_start_reads_the_tests() -> None:
     """With the tests of other tasks it has next to no success."""
     success, _ = await played(N // 2, shuffle_tests=True)

@@ -188,6 +188,7 @@ def test_law_2_killed_whole_and_resumed_a_run_trains_every_group_once(tmp_path: 
         assert store.attempt >= 2
 
 
+@pytest.mark.slow
 def test_a_run_mends_itself_when_engine_worker_and_learner_die(tmp_path: Path) -> None:
     """Of so many steps that the run is not over when this process, held up by others, comes to the last kill."""
     file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 16, "checkpoint_every": 2})

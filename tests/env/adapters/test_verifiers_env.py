@@ -13,7 +13,7 @@ from agentrl.env.tool_calls import ToolCall
 from agentrl.errors import UsageError
 from agentrl_environments.calculator.arithmetic import evaluate, written
 
-pytestmark = [pytest.mark.adapters, pytest.mark.slow]
+pytestmark = pytest.mark.adapters
 HERMES = get_format("hermes")
 
 
