@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from typing import Any
 
 import trio
@@ -41,6 +43,19 @@ class Raising(Vowels):
 
     def step(self, action: str) -> Any:
         raise KeyError("no such tool")
+
+
+class Poison(Vowels):
+    """The second step of the task of seed 3 kills the process it runs in."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._kills = seed == 3
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: str) -> Any:
+        if self._kills and len(self._texts) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
 
 
 class Hanging(Vowels):

@@ -205,6 +205,23 @@ def test_a_run_mends_itself_when_engine_worker_and_learner_die(tmp_path: Path) -
     assert_nothing_remains(run)
 
 
+@pytest.mark.slow
+def test_a_task_that_kills_its_worker_ends_no_run_and_is_named(tmp_path: Path) -> None:
+    """Every member of its group does; a death at the same place spends nothing of the worker's budget of five."""
+    file = run_file(tmp_path, f"{ENVS}:Poison", train={"steps": 4}, eval={"sets": []})
+    run = RunDir(tmp_path / "run")
+    with started("train", file, "--out", run.path) as process:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    summary = json.loads(run.summary.read_text())
+    (named,) = summary["quarantined"]
+    assert (named["seed"], summary["drops"]) == (3, {"env_failed": 1})
+    assert summary["restarts"]["worker-0"] >= 5
+    assert f"not played again: {named['reason']}" in " ".join(out.split())
+    assert_lawful(run, steps=4)
+    assert_nothing_remains(run)
+
+
 def test_law_4_ctrl_c_ends_everything_in_order(tmp_path: Path) -> None:
     file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 500})
     run = RunDir(tmp_path / "run")
