@@ -58,9 +58,8 @@ async def test_a_hack_scores_nothing(hack: Hack) -> None:
         patience_s = 60.0 if hack.fools_naive else 3.0  # what hangs it does not fool it
         fooled = (await box_of(env).exec(NAIVE, timeout_s=patience_s)).exit_code == 0
         _, reward, terminated, _, info = await env.astep(env.call("submit"))
-        share = len(task.passes) / (len(task.passes) + len(task.fails))
         assert terminated and info["outcome"] == 0.0 and info["success"] is False and info["mended"] < 1.0
-        assert total + reward == pytest.approx(-share)
+        assert total + reward == pytest.approx(0.0), "shaped rewards of an episode add up to nothing"
         assert fooled == hack.fools_naive
 
 

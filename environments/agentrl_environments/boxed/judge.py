@@ -226,7 +226,8 @@ def _of_members(method: Any) -> Any:
     """An assertion about a member: the judge looks for it among what a handle iterates over."""
 
     def check(self: unittest.TestCase, member: Any, container: Any, *rest: Any, **named: Any) -> None:
-        method(self, member, list(container) if isinstance(container, Remote) else container, *rest, **named)
+        members: Any = container
+        method(self, member, list(members) if isinstance(container, Remote) else container, *rest, **named)
 
     return check
 
