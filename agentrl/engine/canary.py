@@ -129,7 +129,7 @@ async def check(
             raise WeightSyncError(f"canary: {engine.url} serves version {served}, not {canary.version}")
         says = f"canary: {engine.url} says it serves version {canary.version}, but"
         if wrong := await _wrong(engine, canary, deadline_s):
-            raise CanaryMismatch(f"{says} these layers do not have its weights: {_few(wrong)}")
+            raise CanaryMismatch(f"{says} its layers compute with other weights; not taken: {_few(wrong)}")
         found = await engine.score(canary.token_ids, deadline_s=deadline_s)
         apart, at = max((abs(a - b), at) for at, (a, b) in enumerate(zip(found, canary.logprobs, strict=True)))
         if not apart <= allowed:  # a NaN is beyond every tolerance

@@ -151,7 +151,9 @@ async def test_an_engine_whose_weights_are_others_is_named_though_its_numbers_lo
         return
     with pytest.raises(CanaryMismatch) as caught:
         await Scene(held=held).check()
-    assert str(caught.value).endswith(f"says it serves version 1, but these layers do not have its weights: {named[0]}")
+    assert str(caught.value).endswith(
+        f"says it serves version 1, but its layers compute with other weights; not taken: {named[0]}"
+    )
 
 
 async def test_an_engine_that_cannot_say_or_computes_in_another_dtype_is_judged_by_its_numbers() -> None:
