@@ -24,6 +24,9 @@ from hypothesis import HealthCheck, settings
 
 from agentrl.owner import OwnedFolder
 
+# Torch reads it as it loads. The products here are tiny: more threads wait for one another, on a busy machine for long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Property tests judge what the code does, not how busy the machine is.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")

@@ -178,3 +178,9 @@ def test_law_4_a_killed_pytest_leaves_no_docker_engine(
     pytester.makepyfile(WITH_DOCKER)
     monkeypatch.setenv("DOCKER_HOST", f"unix://{pytester.path}/nobody.sock")  # so that it starts one of its own
     assert_it_ends_what_it_started_when_killed(pytester)
+
+
+def test_torch_computes_on_one_thread() -> None:
+    """On two, beside other work, a forward pass of a tiny model took thirty times as long."""
+    count = "import torch; print(torch.get_num_threads())"
+    assert subprocess.run([sys.executable, "-c", count], capture_output=True, check=True).stdout == b"1\n"

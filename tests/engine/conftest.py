@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -11,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny products: more threads only contend
 
 VOCAB = 96
 COMMON = {

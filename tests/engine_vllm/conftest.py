@@ -21,8 +21,6 @@ import torch
 import trio
 from transformers import AutoModelForCausalLM
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 from agentrl import config as configuration
 from agentrl.config import RunConfig
 from agentrl.engine import weightfile
