@@ -7,6 +7,7 @@ AgentRLError
 │   ├── ModelError             a model folder that cannot be used as asked
 │   ├── StoreVersionError      a run store written by another schema
 │   └── EnvCheckFailed         an environment breaks its contract
+├── WornOut                    a process asks to be started anew (exit code 4)
 ├── RunFailed                  the run cannot go on (exit code 1); what was journaled stays
 ├── InfrastructureError        the policy could not have caused it: leaves loss and baseline
 │   ├── EngineError            ├── EngineUnavailable   └── EngineBroke
@@ -67,6 +68,12 @@ class EnvCheckFailed(UsageError):
 
 class RunFailed(AgentRLError):
     """The run cannot go on. What was journaled stays; `agentrl train --resume` goes on from it."""
+
+
+class WornOut(AgentRLError):
+    """This process cannot go on as it is and has given back what it held: it is to be started anew, without blame."""
+
+    exit_code = 4
 
 
 class InfrastructureError(AgentRLError):

@@ -50,17 +50,27 @@ class _Limiter:
 _threads: RunVar[_Threads] = RunVar("agentrl_env_threads")
 
 
+def _of_loop() -> _Threads:
+    try:
+        return _threads.get()
+    except LookupError:
+        _threads.set(threads := _Threads())
+        return threads
+
+
+def worn_out() -> bool:
+    """Whether half of this loop's threads are lost to calls that were abandoned and still run: no loop gets them back,
+    but its process may be started anew before the others are lost too."""
+    return len(_of_loop().abandoned) >= MAX_THREADS // 2
+
+
 async def in_thread(function: Callable[[], T], *, left: Callable[[trio.Event], None] | None = None) -> T:
     """Run blocking code in a thread. On cancellation the thread is abandoned: it runs to its own end, nobody reads its
     result; `left` gets an event that is set at that end.
 
     Raises EnvError where calls that were abandoned, and never end, have taken every thread: to wait for one would use
     up the deadline of a caller who has not to answer for it."""
-    try:
-        threads = _threads.get()
-    except LookupError:
-        threads = _Threads()
-        _threads.set(threads)
+    threads = _of_loop()
     if len(threads.abandoned) >= MAX_THREADS:
         raise EnvError(f"{MAX_THREADS} blocking calls ran past their deadlines and still run: give them deadlines")
     ended, token = trio.Event(), trio.lowlevel.current_trio_token()

@@ -64,6 +64,7 @@ class Seat:
     rewarder: Rewarder | None = None
     given: Mapping[str, Engine] = field(default_factory=dict[str, Engine])
     experts: bool = False  # journal those that a mixture chose for what it sampled
+    leaving: trio.Event = field(default_factory=trio.Event)  # set: no episode begins another turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,8 @@ async def play(claim: Claim, seat: Seat) -> Ending:
 
     Failures of engine, sandbox, environment and rewarder end the episode with a reason that keeps it out of the loss
     (law 3); a fault of the policy that its environment could not answer ends it as scored.
-    Raises LeaseLost when another worker has the episode by now, StoreError when the journal cannot be written."""
+    Raises LeaseLost when another worker has the episode by now, StoreError when the journal cannot be written,
+    HandedBack between two turns once the worker is leaving."""
     episode = _Episode(claim, seat)
     try:
         try:
@@ -104,6 +106,10 @@ async def play(claim: Claim, seat: Seat) -> Ending:
     ending = await episode.score(ending)
     episode.finish(ending)
     return ending
+
+
+class HandedBack(Exception):
+    """The worker gives its episodes back: this one goes on elsewhere, from the journal."""
 
 
 class _TimeUp(Exception):
@@ -130,6 +136,8 @@ class _Episode:
         if ending is None:
             ending = await self._begin()
         while ending is None:
+            if self._seat.leaving.is_set():
+                raise HandedBack
             ending = await self._turn()
         return ending
 

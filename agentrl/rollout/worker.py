@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 import trio
 
 from agentrl.config import RunConfig
+from agentrl.env import bridge
 from agentrl.env.tasks import Curriculum, TaskSource
-from agentrl.errors import DiskFull
-from agentrl.rollout.episode import Seat, play
+from agentrl.errors import DiskFull, WornOut
+from agentrl.rollout.episode import HandedBack, Seat, play
 from agentrl.store import Claim, LeaseLost, RunStore
 
 _IDLE_S = 0.02
@@ -46,10 +47,15 @@ class Worker:
         return math.ceil(self.config.rollout.max_running / self.config.rollout.workers)
 
     async def run(self) -> None:
-        """Claim and play until the store's phase is `stop`. Raises StoreError when the journal stays unwritable."""
+        """Claim and play until the store's phase is `stop`. Raises StoreError when the journal stays unwritable, and
+        WornOut once its threads are lost to environments that hang: its episodes are handed back then."""
+        worn_out = False
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep_leases)
             while self.store.meta("phase") != "stop":
+                if worn_out := bridge.worn_out():
+                    await self._leave()
+                    break
                 if not self._fill(nursery):
                     with trio.move_on_after(_IDLE_S):
                         await self._wake.wait()
@@ -57,6 +63,18 @@ class Worker:
                     await trio.lowlevel.checkpoint()
                 self._wake = trio.Event()
             nursery.cancel_scope.cancel()
+        if worn_out:
+            back = self.store.hand_back(self.name)
+            raise WornOut(f"{self.name}: environments hang in half of its threads; {back} episodes go on elsewhere")
+
+    async def _leave(self) -> None:
+        """Have every episode stop before its next turn. Steps under way end first, by their own deadlines at the
+        latest: an episode whose environment hangs has failed, and hangs nowhere else."""
+        self.seat.leaving.set()
+        with trio.move_on_after(3 * self.config.rollout.step_deadline_s):
+            while self._running:
+                self._wake = trio.Event()
+                await self._wake.wait()
 
     def _fill(self, nursery: trio.Nursery) -> bool:
         """Start as many episodes as may start; whether any did."""
@@ -102,6 +120,8 @@ class Worker:
             with trio.CancelScope() as scope:
                 self._scopes[claim.episode_id] = scope
                 await self._play_durably(claim)
+        except HandedBack:
+            pass  # it goes on elsewhere once this worker has left
         except LeaseLost:
             pass  # another worker has it, or its group expired: nothing of it is ours to write
         finally:

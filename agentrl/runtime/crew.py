@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import trio
 
 from agentrl.config import RunConfig
-from agentrl.errors import AgentRLError, RunFailed, StoreBusy, UsageError
+from agentrl.errors import AgentRLError, RunFailed, StoreBusy, UsageError, WornOut
 from agentrl.ports import free_port
 from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint, where_it_stands
@@ -177,7 +177,7 @@ class Crew:
             why = child.failure(status)
             if status in (UsageError.exit_code, ENDS_THE_RUN):
                 raise RunFailed(why)
-            if died is not None and died(child, budget):
+            if status == WornOut.exit_code or (died is not None and died(child, budget)):
                 self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
                 child.start()
                 continue

@@ -110,6 +110,17 @@ class Leases(Part):
             rows = self._db.rows("SELECT id FROM episodes WHERE holder = ? AND state = 'running'", (holder,))
         return frozenset(id for (id,) in rows)
 
+    def hand_back(self, worker: str) -> int:
+        """This worker ends of its own accord: its episodes may be claimed at once, and none is to blame; how many there
+        were."""
+        holder = self._holder(worker)
+        with self._db.write():
+            self._db.execute("DELETE FROM leases WHERE holder = ?", (holder,))
+            cursor = self._db.execute(
+                "UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running' AND holder = ?", (holder,)
+            )
+        return cursor.rowcount
+
     def _claimable(self, worker: str, limit: int, now: float, ahead: int | None) -> list[int]:
         """Of those of which two workers died, a worker plays one at a time: its death then tells which one it was."""
         holder = self._holder(worker)

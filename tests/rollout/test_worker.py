@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,15 +11,17 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+import agentrl
 from agentrl.config import RunConfig, parse
+from agentrl.env import bridge
 from agentrl.env.tasks import Curriculum, Seeds, TaskSource
-from agentrl.errors import DiskFull
+from agentrl.errors import DiskFull, WornOut
 from agentrl.records import GroupState, StopReason, Task
 from agentrl.rollout.worker import Worker
 from agentrl.runtime.sources import task_source
 from agentrl.store import RunStore
 
-from .conftest import ScriptedEnv, done, going
+from .conftest import ScriptedEnv, done, going, said
 
 
 def config(**sections: Any) -> RunConfig:
@@ -207,3 +210,54 @@ async def test_a_disk_that_stays_full_ends_the_worker_with_one_line(
     store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
     with pytest.RaisesGroup(pytest.RaisesExc(DiskFull, match="no space left"), allow_unwrapped=False):
         await worker(lambda task: ScriptedEnv([going()])).run()
+
+
+class Stuck(agentrl.Env):
+    """A step that never ends where its seed is odd, as a call without a deadline does."""
+
+    replayable = True
+    released = threading.Event()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self._hangs, self._steps = bool((seed or 0) % 2), 0
+        return said("go"), {}
+
+    def step(self, action: str) -> Any:
+        self._steps += 1
+        if self._hangs:
+            self.released.wait(60)
+        return (said("on"), 0.0, False, False, {}) if self._steps < 3 else done()
+
+
+async def test_a_worker_whose_threads_hang_hands_its_episodes_back_and_asks_to_be_started_anew(
+    store: RunStore, worker: Callable[..., Worker], mock_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mock_clock.rate = 50.0
+    monkeypatch.setattr(bridge, "MAX_THREADS", 8)
+    store.set_meta("phase", "eval")
+    tasks = [Task(index=at, env="test/Env", seed=seed) for at, seed in enumerate([1, 3, 5, 7, 2, 4])]
+    store.add_groups(tasks, size=1, purpose="eval:a:now")
+    one = worker(lambda task: Stuck(), rollout={"step_deadline_s": 20, "max_running": 5, "group_size": 2})
+    slow = one.seat.engine
+
+    async def generate(request: Any) -> Any:
+        await trio.sleep(8)
+        return await type(slow).generate(slow, request)
+
+    monkeypatch.setattr(slow, "generate", generate)
+    try:
+        with pytest.RaisesGroup(WornOut, allow_unwrapped=True) as raised:
+            await one.run()
+    finally:
+        Stuck.released.set()
+    assert "go on elsewhere" in str(raised.value)
+    trajectories = [store.trajectory(id) for id in range(1, 7)]
+    assert [each.stop_reason for each in trajectories[:4]] == [StopReason.ENV_FAILED] * 4, "each hangs once, and here"
+    assert trajectories[5].stop_reason is None
+    assert len(trajectories[5].turns) == 1, "the turn under way was ended and journaled"
+    await until(lambda: not bridge.worn_out())
+    # another process has threads of its own
+    await run(worker(lambda task: Stuck()), lambda: store.counts("eval:a:now").get(GroupState.SCORED, 0) == 6)
+    assert [store.trajectory(id).outcome for id in (5, 6)] == [1.0, 1.0]
+    assert store.restarts(6) == [], "it went on from its journal"

@@ -10,7 +10,7 @@ import trio
 from trio.testing import MockClock
 
 from agentrl.config import EnvSource, RunConfig
-from agentrl.errors import RunFailed, WeightSyncError
+from agentrl.errors import RunFailed, WeightSyncError, WornOut
 from agentrl.runtime.crew import Crew
 from agentrl.runtime.engines import WrongWeights
 from agentrl.runtime.rundir import RunDir
@@ -84,3 +84,27 @@ async def test_an_engine_that_comes_back_with_other_weights_is_not_tried_again(t
     with pytest.raises(ExceptionGroup) as raised:
         await keep(tmp_path, Mortal(1), Starts(WrongWeights("engine-0 was started again: canary")))
     assert isinstance(raised.value.exceptions[0], WrongWeights)
+
+
+async def test_a_worker_that_asks_to_be_started_anew_costs_none_of_its_budget(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    class Tired(Mortal):
+        starts = 0
+
+        async def wait(self) -> int:
+            await trio.lowlevel.checkpoint()
+            return WornOut.exit_code
+
+        def start(self) -> None:
+            self.starts += 1
+            if self.starts == 100:
+                enough.set()
+
+    enough, child = trio.Event(), Tired(1)
+    async with trio.open_nursery() as nursery:
+        crew = Crew(RunDir(tmp_path), CONFIG, None, nursery, mark={})  # pyright: ignore[reportArgumentType]
+        nursery.start_soon(crew._keep, child)
+        await enough.wait()
+        nursery.cancel_scope.cancel()
+    assert crew.restarts["engine-0"] >= 100, "it is counted all the same"
