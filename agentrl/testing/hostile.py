@@ -1,0 +1,239 @@
+"""Can a policy have its failure dropped? A property test for environments, by actions at random and at their worst.
+
+    await check_nothing_dropped(lambda: MyEnv(), seeds=range(3))
+
+What the policy could not have caused leaves the loss and the baseline. So if an action makes an environment fail, the
+cheapest policy is one that fails whenever it would lose. The check plays such actions, as a rollout would, and asks
+that each is answered, ends the episode, or is the policy's fault. Its actions do no harm in a box without walls.
+Knows nothing of models or tokens. `agentrl.testing.printing` is the test for readers of what a box prints.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+from agentrl import clock
+from agentrl.env import answers
+from agentrl.env.tools import function_schema
+from agentrl.errors import PolicyFault
+from agentrl.protocols import AsyncEnv
+from agentrl.records import Json, Step, StopReason, Task
+
+TEXTS: Final[tuple[str, ...]] = (
+    *(
+        "",
+        " ",
+        "\n",
+        "\0",
+        "é\u2028🙂",
+        "-rf",
+        "..",
+        "../../etc/passwd",
+        "/",
+        ".",
+        "a" * 5_000,
+        "x" * 300_000,
+        "%s{0}$(id)",
+    ),
+    *(
+        "9" * 5_000,
+        "-1",
+        "1e999",
+        "nan",
+        "[" * 20_000,
+        "(" * 300,
+        "{}",
+        "null",
+        "*" * 200,
+        "(a+)+$",
+        "\\",
+        "\x1b[31m",
+        "'\"`",
+    ),
+    *(
+        "@@ -1 +1 @@\n-\n+x\n",
+        "--- a/x\n+++ b/x\n@@ -" + "9" * 5_000 + " +1 @@\n-a\n+b\n",
+        "--- /dev/null\n+++ b/d/e\n@@ -0,0 +1 @@\n+x\n",
+    ),
+    *(
+        "exit 3",
+        "kill -9 $$",
+        "exec >&- 2>&-",
+        "printf '\\377\\0'",
+        "head -c 3000000 /dev/zero",
+        "yes : | head -c 300000",
+    ),
+    *("ln -s .. up; mkfifo p; mkdir -p d/e; echo x > f; chmod 000 f d", "echo 'import os; os._exit(0)' > ast.py"),
+    *(
+        "import os; os._exit(0)",
+        "print('PASSED ' + 'a - ' * 9000)",
+        "def f(:",
+        "raise SystemExit(3)",
+        "while True: break",
+    ),
+)
+"""Texts that go where a text belongs. They do no harm where nothing holds them."""
+NUMBERS: Final[tuple[Any, ...]] = (0, 1, -1, 1.0, 2.5, -0.0, 2**31, 2**63, 10**30, 10**400, 1e300, 1e-300, 5e-324)
+_OTHERS: Final[tuple[Any, ...]] = (None, True, False, [], {}, [[[]]], {"a": {"b": [1]}}, [0] * 3_000, *NUMBERS)
+_STEP_S: Final = 20.0  # what the policy may ask for in one step
+_OWN_S: Final = 60.0  # what an environment's own code may take
+
+
+async def check_nothing_dropped(
+    make: Callable[[], AsyncEnv],
+    *,
+    seeds: Iterable[int] = (0,),
+    turns: int = 12,
+    actions: Sequence[str] = (),
+) -> None:
+    """Raises AssertionError naming seed and action if an action ends in what leaves the baseline.
+
+    For each seed, every argument of every tool takes numbers and texts that tools stumble over, and `turns` actions are
+    drawn at random. `actions` of your own are among these: texts that your environment should survive, right ones
+    too. Where an episode ends, the next one begins with the same task."""
+    for seed in seeds:
+        env = make()
+        try:
+            await _played(env, Task(env=type(env).__name__, seed=seed, index=0), turns, actions)
+        finally:
+            await env.aclose()
+
+
+async def _played(env: AsyncEnv, task: Task, turns: int, own: Sequence[str]) -> None:
+    chosen = random.Random(task.seed)
+    await answers.start(env, task)
+    planned = [*_sweep(env, chosen), *(action_at_random(env, chosen, own) for _ in range(turns))]
+    chosen.shuffle(planned)
+    over = False
+    for number, action in enumerate(planned):
+        if over:
+            await answers.start(env, task)
+        what = f"action {number}, {_short(action)}"
+        step: Step | None = await _survived(partial(answers.act, env, action, task), task, what)
+        over = step is None or step.terminated or step.truncated
+        if step is not None and over:
+            reason = str(step.info.get("stop_reason", StopReason.DONE))
+            assert StopReason(reason).by_policy, f"seed {task.seed}: {what}: the episode ended as {reason}"
+    if not over:
+        await _survived(partial(answers.end, env, StopReason.TURN_LIMIT, task), task, "the end of the episode")
+
+
+def _sweep(env: AsyncEnv, chosen: random.Random) -> Iterator[str]:
+    """Calls, a few an action, in which one argument is odd and the others are plain."""
+    calls: list[str] = []
+    for tool in _tools(env):
+        fields = _fields(tool)
+        plain = {name: _plain(schema) for name, schema in fields.items()}
+        for name, schema in fields.items():
+            if schema.get("type") in ("integer", "number"):
+                odd: Sequence[Any] = NUMBERS
+            else:
+                odd = chosen.sample(TEXTS, 3) if schema.get("type") == "string" else chosen.sample(_OTHERS, 3)
+            calls += [_call(env, str(tool["name"]), {**plain, name: value}) for value in odd]
+    chosen.shuffle(calls)
+    while calls:
+        count = chosen.randint(1, 6)
+        yield "".join(calls[:count])
+        del calls[:count]
+
+
+async def _survived(call: Callable[[], Any], task: Task, what: str) -> Any:
+    """What a call answers; None if it was the policy's fault, or what it asked for took too long."""
+    failed: Exception | None = None
+    with clock.watch(own_s=_OWN_S, policy_s=_STEP_S) as watch:
+        try:
+            return await call()
+        except Exception as error:
+            failed = error
+    if watch.over is clock.Whose.POLICY or isinstance(failed, PolicyFault):
+        return None
+    said = f"it took over {_OWN_S:g} s" if watch.over is not None else f"{type(failed).__name__}: {failed}"
+    raise AssertionError(f"seed {task.seed}: {what}: {said[:500]}") from failed
+
+
+def action_at_random(env: AsyncEnv, chosen: random.Random, own: Sequence[str] = ()) -> str:
+    """One action: a text, or calls of the environment's tools with arguments that fit, nearly fit, or do not."""
+    tools = _tools(env)
+    kind = chosen.random()
+    if own and kind < 0.2:
+        return chosen.choice(own)
+    if not tools or kind < 0.35:
+        return _text_at_random(chosen, [str(tool["name"]) for tool in tools])
+    calls = [chosen.choice(tools) for _ in range(chosen.choice((1, 1, 1, 2, 5)))]
+    return "".join(_call(env, str(tool["name"]), _arguments(tool, chosen)) for tool in calls)
+
+
+def _text_at_random(chosen: random.Random, names: Sequence[str]) -> str:
+    name = chosen.choice(names) if names else "tool"
+    inside = chosen.choice(TEXTS)
+    forms = (
+        *(inside, f"<answer>{inside}</answer>", f"action: {inside}", f"[{inside}]", f"<tool_call>{inside}</tool_call>"),
+        *(
+            "<tool_call>" * 2_000,
+            "<answer>" * 2_000,
+            f'<tool_call>{{"name": "{name}", "arguments": {inside}}}</tool_call>',
+        ),
+        f'<tool_call>{{"name": "{name}", "arguments": {{"line": 1{"0" * 6_000}}}}}</tool_call>',
+        f'<tool_call>{{"name": "{name}", "arguments": {"[" * 500}{"]" * 500}}}</tool_call>',
+        f'<tool_call>{{"name": "{name}"}}</tool_call>' * 40,
+    )
+    return chosen.choice(forms)
+
+
+def _call(env: AsyncEnv, name: str, arguments: Mapping[str, Json]) -> str:
+    write = getattr(env, "call", None)
+    if callable(write):
+        return str(write(name, **arguments))
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def _tools(env: AsyncEnv) -> list[Mapping[str, Json]]:
+    return [function_schema(schema) for schema in getattr(env, "schemas", None) or env.tool_schemas()]
+
+
+def _fields(tool: Mapping[str, Json]) -> Mapping[str, Mapping[str, Any]]:
+    return _parameters(tool).get("properties") or {}
+
+
+def _parameters(tool: Mapping[str, Json]) -> Mapping[str, Any]:
+    return tool.get("parameters") or {}
+
+
+def _plain(schema: Mapping[str, Any]) -> Json:
+    if "enum" in schema:
+        return schema["enum"][0]
+    plain: Mapping[str, Json] = {"integer": 1, "number": 1, "boolean": False, "array": [], "object": {}}
+    return plain.get(str(schema.get("type")), "a")
+
+
+def _arguments(tool: Mapping[str, Json], chosen: random.Random) -> dict[str, Json]:
+    needed: Sequence[str] = _parameters(tool).get("required") or ()
+    arguments = {
+        name: _value(schema, chosen)
+        for name, schema in _fields(tool).items()
+        if name in needed or chosen.random() < 0.5
+    }
+    if chosen.random() < 0.1:
+        arguments["surplus"] = None
+    return arguments
+
+
+def _value(schema: Mapping[str, Any], chosen: random.Random) -> Json:
+    if chosen.random() < 0.1:
+        return chosen.choice(_OTHERS)
+    kind = schema.get("type")
+    if "enum" in schema:
+        return chosen.choice(schema["enum"])
+    if kind in ("integer", "number"):
+        return chosen.choice(NUMBERS)
+    if kind == "array":
+        return [_value(schema.get("items") or {}, chosen) for _ in range(chosen.choice((0, 1, 2, 3, 2_000)))]
+    return chosen.choice((True, False)) if kind == "boolean" else chosen.choice(TEXTS)
+
+
+def _short(action: str) -> str:
+    return repr(action) if len(action) <= 200 else f"{action[:200]!r}… ({len(action)} characters)"
