@@ -97,7 +97,7 @@ class Crew:
     async def _serve(self, replica: Replica, *, learns: bool = True) -> None:
         await replica.up()
         watch = self._watch(replica.url, replica.weights if learns else None)
-        self.nursery.start_soon(self._keep, replica.child, replica.up, watch)
+        self.nursery.start_soon(self._keep, replica.child, replica.again, watch)
 
     def _watch(self, url: str, weights: Callable[[], Weights] | None) -> Watch:
         watch = Watch(url=url, config=self.config, store=self.store, weights=weights, locks=self.run.locks)

@@ -24,7 +24,7 @@ from agentrl.engine.vllm import launch as vllm
 from agentrl.engine.vllm.plugin import BACKEND
 from agentrl.engine.vllm.probe import Need, needed, probe
 from agentrl.engine.weights import push, update_info
-from agentrl.errors import CanaryMismatch, EngineTimeout, EngineUnavailable, RunFailed, WeightSyncError
+from agentrl.errors import CanaryMismatch, EngineError, EngineTimeout, EngineUnavailable, RunFailed, WeightSyncError
 from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint
 from agentrl.runtime.models import model_dir
@@ -89,16 +89,25 @@ class Replica:
 
     async def up(self) -> None:
         """Start it and wait until it serves the current weights and, where they were sent before, computes with them.
-        Raises RunFailed with what its log or error says, WeightSyncError if it dies while it is given its weights,
-        WrongWeights if it computes with others."""
+        Raises RunFailed with what its log or error says, EngineError if it does not take the weights, WrongWeights if
+        it computes with others."""
+        await self._start()
+        await fit(self.child.name, self.url, self.weights, self.config, self.scratch / LOCKS)
+
+    async def again(self) -> None:
+        """As `up`, of an engine that a `Watch` gives its weights if it does not get them here."""
+        with suppress(EngineError):
+            await self.up()
+
+    async def _start(self) -> None:
+        """With the newest weights that will stay where they are while it reads them."""
         weights = self.weights()
         if self.config.engine.kind == "vllm":
-            await self._up_vllm(weights)
+            await self._start_vllm(weights)
         else:
-            await self._up_embedded(weights)
-        await prove(self.child.name, self.url, weights, self.config)
+            await self._start_embedded(weights)
 
-    async def _up_embedded(self, weights: Weights) -> None:
+    async def _start_embedded(self, weights: Weights) -> None:
         ready_file = self.scratch / f"{self.child.name}.ready"
         ready_file.unlink(missing_ok=True)
         self.child.argv = embedded_argv(
@@ -106,8 +115,7 @@ class Replica:
             self.config.engine,
             ready_file=ready_file,
             port=self.port,
-            version=weights.current.version,
-            weights=weights.file,
+            version=weights.base.version,
             max_context=self.config.rollout.max_context,
         )[1:]
         self.child.start()
@@ -121,7 +129,7 @@ class Replica:
             return
         raise RunFailed(f"{self.child.name} was not ready within {deadline_s:g} s (engine.start_deadline_s)")
 
-    async def _up_vllm(self, weights: Weights) -> None:
+    async def _start_vllm(self, weights: Weights) -> None:
         settings = self.config.engine
         server = vllm_server(
             weights.model,
@@ -143,12 +151,31 @@ class Replica:
             ended=lambda: self.child.poll() is not None,
             log=self.child.log_path,
         )
-        if weights.file is not None:
-            async with exclusive(self.scratch / LOCKS, self.url, deadline_s=settings.admin_deadline_s):
-                await push([self.url], weights.file, weights.current.version, deadline_s=settings.admin_deadline_s)
-        if weights.adapter is not None:
-            async with aclosing(EngineClient(self.url)) as client:
-                await _load_adapter(client, weights, settings)
+
+
+async def fit(
+    name: str,
+    url: str,
+    weights: Callable[[], Weights],
+    config: RunConfig,
+    locks: Path,
+    fits: Callable[[int], bool] | None = None,
+    *,
+    fresh: bool = False,
+) -> None:
+    """Give a running engine the current weights and prove them, unless what it serves `fits` (default: they, or newer
+    ones). `weights` is asked, and read, while nobody else gives it any. Raises as `attach`, and WrongWeights."""
+    deadline_s, key = config.engine.admin_deadline_s, config.engine.api_key()
+    async with exclusive(locks, url, deadline_s=deadline_s):
+        found = weights()
+        client = EngineClient(url, api_key=key)
+        if config.sync == "adapter":
+            client = adapters.AdapterClient(url, current=lambda: None, api_key=key)
+        async with aclosing(client):
+            served = await client.served_version(deadline_s=deadline_s)
+        if not (served >= found.current.version if fits is None else fits(served)):
+            await attach(url, found, config, fresh=fresh)
+        await prove(name, url, found, config)
 
 
 async def prove(name: str, url: str, weights: Weights, config: RunConfig) -> None:

@@ -17,9 +17,8 @@ import trio
 from agentrl.config import RunConfig
 from agentrl.engine.adapters import AdapterClient
 from agentrl.engine.client import EngineClient
-from agentrl.engine.exclusive import exclusive
 from agentrl.errors import AgentRLError, EngineError
-from agentrl.runtime.engines import Weights, WrongWeights, attach, prove
+from agentrl.runtime.engines import Weights, WrongWeights, fit
 from agentrl.store import RunStore
 
 _LOOK_S = 5.0  # between two looks
@@ -51,7 +50,7 @@ class Watch:
                 if version is not None:
                     heard = now
                     if not self._fits(version):
-                        await self._fit(client)
+                        await self._fit(version)
                 elif hangs is not None and now - heard >= deadline_s:
                     hangs(f"did not answer for {deadline_s:g} s (engine.liveness_deadline_s)")
                     heard = now
@@ -69,21 +68,15 @@ class Watch:
             return True
         return self.store.knows_version(version) and version >= self.store.current_version().version
 
-    async def _fit(self, client: EngineClient) -> None:
+    async def _fit(self, served: int) -> None:
         assert self.weights is not None
-        deadline_s = self.config.engine.admin_deadline_s
         try:
-            async with exclusive(self.locks, self.url, deadline_s=deadline_s):
-                served = await client.served_version(deadline_s=deadline_s)
-                if self._fits(served):  # the learner was faster
-                    return
-                weights = self.weights()
-                await attach(self.url, weights, self.config, fresh=not self.store.knows_version(served))
-                await prove(self.url, self.url, weights, self.config)
+            fresh = not self.store.knows_version(served)
+            await fit(self.url, self.url, self.weights, self.config, self.locks, self._fits, fresh=fresh)
             self.trouble = ""
         except WrongWeights:
             raise
-        except AgentRLError as error:  # it is asked again
+        except AgentRLError as error:  # it is tried again
             self.trouble = str(error)
 
 

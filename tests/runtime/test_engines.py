@@ -26,7 +26,7 @@ from agentrl.runtime.checkpoints import StartPoint, start_point
 from agentrl.runtime.crew import Crew
 from agentrl.runtime.engines import Replica, Weights, current_weights
 from agentrl.runtime.models import model_dir
-from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.rundir import LOCKS, RunDir
 from agentrl.runtime.supervise import Child
 from agentrl.store import RunStore
 from agentrl.train.export import export_weights
@@ -48,6 +48,7 @@ Start = Callable[[Weights], Replica]
 async def replica(tmp_path: Path) -> AsyncIterator[Start]:
     """`replica(weights)` is one that has not been started; it ends with the test."""
     child = Child("engine-0", [], tmp_path)
+    (tmp_path / LOCKS).mkdir()
     yield lambda weights: Replica(
         child=child, port=free_port(), scratch=tmp_path, config=CONFIG, weights=lambda: weights
     )
@@ -189,8 +190,32 @@ async def test_an_engine_started_again_is_proved(replica: Start, second: Weights
     assert len(found) == 1 and found[0] < 1e-4
 
 
+async def test_a_weight_file_that_is_gone_before_an_engine_has_started_is_nobodys_loss(
+    replica: Start, second: Weights
+) -> None:
+    """Steps may be faster than a start: the file of the version that was current by then is no more."""
+    assert second.file is not None
+    engine, asked = replica(second), list[int]()
+
+    def moved_on() -> Weights:
+        asked.append(1)
+        if len(asked) == 1:
+            return replace(second, file=Path("/nonexistent/2.safetensors"))
+        return second
+
+    engine.weights = moved_on
+    await engine.again()
+    assert await serves(engine) == 2
+    second.file.unlink()
+    await engine.child.end()
+    await engine.again()
+    assert await serves(engine) == 1, "whoever watches over it gives it the next"
+
+
 async def test_an_engine_that_comes_back_with_other_weights_ends_the_run(replica: Start, second: Weights) -> None:
-    left_out = replace(second, file=None)  # it says that it serves version 2, with the weights of version 1
+    left_out = replace(
+        second, base=SECOND, file=None
+    )  # it says that it serves version 2, with the weights of version 1
     says = r"engine-0 was started again: canary: .* says it serves version 2, but the log-prob of probe token \d+ is"
     with pytest.raises(RunFailed, match=says):
         await replica(left_out).up()
@@ -201,7 +226,7 @@ async def test_the_learner_may_have_been_faster(
     when: str, replica: Start, second: Weights, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """What it sends it proves itself; the canary of the version before is nobody's any more."""
-    engine = replica(replace(second, file=None))  # the canary of version 2 cannot hold
+    engine = replica(replace(second, base=SECOND, file=None))  # the canary of version 2 cannot hold
     check = canary.check
 
     async def overtaken(*args: Any, **kwargs: Any) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -219,6 +220,37 @@ def test_a_task_that_kills_its_worker_ends_no_run_and_is_named(tmp_path: Path) -
     assert summary["restarts"]["worker-0"] >= 5
     assert f"not played again: {named['reason']}" in " ".join(out.split())
     assert_lawful(run, steps=4)
+    assert_nothing_remains(run)
+
+
+def engines_of(run: RunDir) -> dict[str, int]:
+    """Process ids of the embedded engines by the name of their child."""
+    found = {pid: command_line(pid) for pid in children(run)}
+    names = {pid: re.search(r"(engine-\d+)\.ready", words) for pid, words in found.items()}
+    return {name[1]: pid for pid, name in names.items() if name is not None}
+
+
+@pytest.mark.slow
+def test_one_of_two_engines_hangs_and_is_killed_again_while_it_starts_and_the_run_goes_on(tmp_path: Path) -> None:
+    engine = {"replicas": 2, "liveness_deadline_s": 10.0, "admin_deadline_s": 5.0}
+    file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 40, "checkpoint_every": 50}, engine=engine)
+    run = RunDir(tmp_path / "run")
+    with started("train", file, "--out", run.path) as process:
+        wait_for_step(run.path, 2, process)
+        hung = engines_of(run)["engine-0"]
+        os.kill(hung, signal.SIGSTOP)
+        deadline = time.monotonic() + DEADLINE_S
+        while engines_of(run).get("engine-0", hung) == hung:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(engines_of(run)["engine-0"], signal.SIGKILL)
+        _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    assert json.loads(run.summary.read_text())["restarts"] == {"engine-0": 2}
+    rows = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    behind = [row["engines_behind"] for row in rows if "engines_behind" in row]
+    assert len(behind) == 40 and max(behind) == 1 and behind[-1] == 0
+    assert_lawful(run, steps=40)
     assert_nothing_remains(run)
 
 
