@@ -109,6 +109,16 @@ def beside(weights: Path) -> Path:
     return weights.with_name(f"{weights.name}.canary")
 
 
+async def _scored(engine: EngineClient, canary: Canary, deadline_s: float) -> tuple[float, ...]:
+    """The probe's log-probs on an engine: all NaN where one of them is, since vLLM then refuses to write any."""
+    try:
+        return await engine.score(canary.token_ids, deadline_s=deadline_s)
+    except EngineError as error:
+        if "not JSON compliant" not in str(error):
+            raise
+        return (math.nan,) * len(canary.logprobs)
+
+
 async def check(
     engines: Sequence[EngineClient],
     canary: Canary,
@@ -130,7 +140,7 @@ async def check(
         says = f"canary: {engine.url} says it serves version {canary.version}, but"
         if wrong := await _wrong(engine, canary, deadline_s):
             raise CanaryMismatch(f"{says} its layers compute with other weights; not taken: {_few(wrong)}")
-        found = await engine.score(canary.token_ids, deadline_s=deadline_s)
+        found = await _scored(engine, canary, deadline_s)
         apart, at = max((abs(a - b), at) for at, (a, b) in enumerate(zip(found, canary.logprobs, strict=True)))
         if not apart <= allowed:  # a NaN is beyond every tolerance
             raise CanaryMismatch(

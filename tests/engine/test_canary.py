@@ -202,3 +202,12 @@ def test_a_canary_in_a_file_is_the_same_again(tmp_path: Path) -> None:
     proof = Drift().canary(3, rounded=False, fingerprints={"a": "1"})
     proof.write(tmp_path / "canary")
     assert Canary.read(tmp_path / "canary") == proof
+
+
+async def test_an_engine_whose_numbers_are_none_computes_with_other_weights() -> None:
+    """vLLM answers 400 where it would have to write a NaN."""
+    server, drift = FakeVLLM(version="1"), Drift()
+    server.fail("status", status=400, message="Out of range float values are not JSON compliant: nan")
+    async with aclosing(EngineClient(server.url, transport=server)) as client:
+        with pytest.raises(CanaryMismatch, match="is nan nats from the learner's"):
+            await canary.check([client], drift.canary(1))

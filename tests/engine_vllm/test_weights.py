@@ -294,12 +294,18 @@ DAMAGES: list[tuple[bool, Callable[..., None], tuple[str, ...], str]] = [
     ids=["a tensor missing", "a square transposed", "layers swapped", "an expert missing", "experts swapped"],
 )
 async def test_what_is_wrong_with_an_update_is_named(
-    mixed: bool, damage: Callable[..., None], where: tuple[str, ...], named: str, request: pytest.FixtureRequest
+    mixed: bool,
+    damage: Callable[..., None],
+    where: tuple[str, ...],
+    named: str,
+    server: Server,
+    mixture_server: Server,
+    policy: Policy,
+    mixture: Policy,
 ) -> None:
     """Files that vLLM takes without a word, and what the canary says of them."""
-    served: Server = request.getfixturevalue("mixture_server" if mixed else "server")
+    served, policy = (mixture_server, mixture) if mixed else (server, policy)
     client = EngineClient(served.url)
-    policy: Policy = request.getfixturevalue("mixture" if mixed else "policy")
     version, file = policy.update()
     tensors = load_file(file.path)
     damage(tensors, *where)
