@@ -16,6 +16,7 @@ import httpx
 import trio
 from trio.lowlevel import RunVar
 
+from agentrl.clock import granted
 from agentrl.engine.client import EngineClient
 from agentrl.engine.wire import parse_json
 from agentrl.errors import EngineTimeout, EngineUnavailable, ScoreError
@@ -110,7 +111,7 @@ class ScoringClient:
         failure: EngineUnavailable | None = None
         with trio.move_on_after(deadline_s):
             here = self._here()
-            async with here.places:
+            async with granted(here.places, f"a place at {self.url}"):
                 for pause_s in _pauses():
                     try:
                         return parse_json(await here.http.call("POST", path, json=body, deadline_s=math.inf))

@@ -50,6 +50,7 @@ class StepReport:
     tokens_trained: int  # of these, computed
     tokens_row: int  # tokens of the computed rows, prompts and answers included
     tokens_distinct: int  # of these, nodes of the trees: what the passes computed
+    turns_cut: float | None  # share of the policy's turns that ended by their length
     tokens_stale: int  # beyond the lag bound, not scored (law 5)
     # off-policy
     lag_mean: float | None
@@ -143,6 +144,7 @@ def summarise(
         tokens_trained=sum(len(pack.target_K) for pack in tally.packs),
         tokens_row=sum(pack.row_tokens for pack in tally.packs),
         tokens_distinct=sum(len(pack.token_ids_N) for pack in tally.packs),
+        turns_cut=_mean([float(cut) for group in ready for cut in group.cut]),
         tokens_stale=sum(group.stale for group in ready),
         lag_mean=_mean(lag_S.tolist()),
         lag_max=int(lag_S.max()) if len(lag_S) else 0,

@@ -62,7 +62,8 @@ class Row:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRows:
     """A group ready to train. `rows` are those of its scored members; members that infrastructure failed are only
-    counted in `left_out`. `stale` counts sampled tokens beyond the lag bound, which no row scores."""
+    counted in `left_out`. `stale` counts sampled tokens beyond the lag bound, which no row scores; `cut` says of each
+    turn whether it ended by its length and not by the policy."""
 
     group_id: int
     rows: tuple[Row, ...]
@@ -71,6 +72,7 @@ class GroupRows:
     successes: tuple[bool, ...]
     left_out: int
     stale: int
+    cut: tuple[bool, ...] = ()
 
 
 def group_rows(
@@ -115,6 +117,7 @@ def group_rows(
         successes=tuple(member.success for member in scored if member.success is not None),
         left_out=len(members) - len(scored),
         stale=stale,
+        cut=tuple(turn.finish == "length" for member in scored for turn in member.turns if turn.learns),
     )
 
 

@@ -184,7 +184,7 @@ def test_the_report_of_an_on_policy_step(qwen3_dir: Path) -> None:
     assert (report.group_count, report.episodes, report.groups_without_signal) == (1, 2, 0)
     assert (report.tokens_scored, report.tokens_trained) == (6, 6)
     assert (report.tokens_row, report.tokens_distinct) == (12, 8)  # 3 + 1 shared, 2 + 2 apart
-    assert (report.lag_mean, report.lag_max, report.tokens_stale) == (0, 0, 0)
+    assert (report.lag_mean, report.lag_max, report.tokens_stale, report.turns_cut) == (0, 0, 0, 0)
     assert report.entropy is not None and 0 < report.entropy < math.log(23)
 
 

@@ -204,3 +204,10 @@ def test_weights_are_shares_of_the_whole_update() -> None:
     (rows,) = weigh(groups, "token")
     assert torch.cat([row.weight_S for row in rows]).tolist() == pytest.approx([0.25] * 4)
     assert weigh([rows_of(group_of([]))], "token") == [[]]
+
+
+def test_what_ended_by_its_length_is_told_of_the_turns_that_learn() -> None:
+    cut = replace(turn(1, [4, 4], [5], parent=0), finish="length")
+    given = replace(turn(2, [6], [7], parent=1, learns=False), finish="length")
+    failed = episode(1, [replace(turn(0, [1], [2]), finish="length")], None, stop=StopReason.ENV_FAILED)
+    assert rows_of(group_of([episode(0, [turn(0, [1], [2]), cut, given], 0.5), failed])).cut == (False, True)
