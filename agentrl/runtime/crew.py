@@ -49,7 +49,8 @@ class Crew:
     mark: Mapping[str, str]
     restarts: dict[str, int] = field(default_factory=dict[str, int])
     _children: list[Child] = field(default_factory=list[Child])
-    _watches: list[Watch] = field(default_factory=list[Watch])
+    _watches: dict[str, Watch] = field(default_factory=dict[str, Watch])  # by child, or by the URL of an attached one
+    _away: set[str] = field(default_factory=set[str])  # children that are being started again
     _closing: bool = False
 
     async def start_engines(self, start: StartPoint) -> None:
@@ -62,7 +63,7 @@ class Crew:
         urls = list(settings.urls)
         for url in urls:
             await attach(url, weights(), self.config)
-            self.nursery.start_soon(self._watch(url, weights).run)
+            self.nursery.start_soon(self._watch(url, url, weights).run)
         for index, gpus in enumerate([] if urls else settings.places):
             replica = Replica(
                 child=self._child(f"engine-{index}", [], settings.threads),
@@ -96,12 +97,12 @@ class Crew:
 
     async def _serve(self, replica: Replica, *, learns: bool = True) -> None:
         await replica.up()
-        watch = self._watch(replica.url, replica.weights if learns else None)
+        watch = self._watch(replica.child.name, replica.url, replica.weights if learns else None)
         self.nursery.start_soon(self._keep, replica.child, replica.again, watch)
 
-    def _watch(self, url: str, weights: Callable[[], Weights] | None) -> Watch:
+    def _watch(self, name: str, url: str, weights: Callable[[], Weights] | None) -> Watch:
         watch = Watch(url=url, config=self.config, store=self.store, weights=weights, locks=self.run.locks)
-        self._watches.append(watch)
+        self._watches[name] = watch
         return watch
 
     def start_workers(self) -> None:
@@ -135,6 +136,17 @@ class Crew:
     def pids(self) -> dict[str, int]:
         """Process ids by child name."""
         return {child.name: child.pid for child in self._children if child.pid is not None}
+
+    @property
+    def engines_start(self) -> bool:
+        """Whether all engines that learn are being started again, and none can sample."""
+        learning = [name for name, watch in self._watches.items() if watch.weights is not None]
+        return bool(learning) and self._away.issuperset(learning)
+
+    @property
+    def troubles(self) -> list[str]:
+        """Why engines could not be given the current weights."""
+        return [watch.trouble for watch in self._watches.values() if watch.trouble]
 
     # --- one child
 
@@ -181,7 +193,9 @@ class Crew:
                 self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
                 child.start()
                 continue
+            self._away.add(child.name)
             await self._mend(child, again, budget, why)
+            self._away.remove(child.name)
 
     async def _mend(
         self, child: Child, again: Callable[[], Awaitable[None]] | None, budget: RestartBudget, why: str

@@ -77,7 +77,7 @@ class Supervisor:
             self._schedule_during()
             if tasks is not None and self._played(tasks):
                 self._enter("drain")
-            progress.saw(self.store.progress())
+            progress.saw(self.store.progress(), crew=self.crew)
             await self._tick()
         self._clock("train_ended_s")
         self._enter("eval")
@@ -100,7 +100,7 @@ class Supervisor:
         ]
         progress = _Progress(self.config.train.stall_deadline_s)
         while not all(evaluation.finished(self.store, purpose) for purpose in purposes):
-            progress.saw(self.store.progress())
+            progress.saw(self.store.progress(), crew=self.crew)
             await self._tick()
 
     def _schedule_during(self) -> None:
@@ -155,14 +155,14 @@ class _Progress:
         self._last: object = None
         self._since = trio.current_time()
 
-    def saw(self, value: object) -> None:
+    def saw(self, value: object, *, crew: Crew) -> None:
+        """While every engine is being started nothing can move, and other deadlines hold."""
         now = trio.current_time()
-        if value != self._last:
+        if value != self._last or crew.engines_start:
             self._last, self._since = value, now
         elif now - self._since > self._deadline_s:
-            raise RunFailed(
-                f"no turn and no step for {self._deadline_s:g} s (train.stall_deadline_s); see the logs folder"
-            )
+            stood = f"no turn and no step for {self._deadline_s:g} s (train.stall_deadline_s)"
+            raise RunFailed("; ".join([stood, *crew.troubles, "see the logs folder"]))
 
 
 @asynccontextmanager

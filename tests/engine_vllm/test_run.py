@@ -7,13 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentrl.engine.canary import TOLERANCE
+from agentrl.ports import free_port
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
@@ -146,3 +150,41 @@ def test_weights_that_an_engine_did_not_take_end_the_run_and_are_named(tmp_path:
     assert status == 1
     assert "canary" in said and "not taken: lm_head (tied to model.embed_tokens.weight)" in said
     assert processes_of(RunDir(tmp_path / "run")) == []
+
+
+@contextmanager
+def served(port: int) -> Iterator[None]:
+    """A server of its own, which nobody looks after: up when the block begins, killed at its end."""
+    command = [sys.executable, "-c", "from agentrl.cli import main; main()", "serve", "agentrl/tiny-coder"]
+    options = ["--kind", "vllm", "--port", str(port), "--kv-cache-mb", "64", "--max-context", "1024"]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
+    watch = threading.Timer(RUN_S, process.kill)
+    watch.start()
+    try:
+        assert process.stdout is not None
+        assert any(line.startswith("http://") for line in process.stdout)
+        yield
+    finally:
+        watch.cancel()
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.timeout(1200)  # vLLM starts twice
+def test_an_attached_server_is_killed_and_started_again_by_hand_and_the_run_goes_on(tmp_path: Path) -> None:
+    port = free_port()
+    run, attached = RunDir(tmp_path / "run"), (f'engine.urls=["http://127.0.0.1:{port}"]', "train.steps=12")
+    with ExitStack() as last:
+        with served(port):
+            process = train(tmp_path / "run", *attached)
+            last.callback(process.kill)
+            wait_for_step(3, run, process)
+        last.enter_context(served(port))
+        status, said = end(process)
+    assert status == 0, said
+    with RunStore.open(run.store_path) as store:
+        assert not audit(store).violations
+    steps = steps_of(run)
+    assert [row["step"] for row in steps] == list(range(1, 13))
+    assert max(row["canary_error"] for row in steps) < TOLERANCE["float32"]
+    assert json.loads(run.summary.read_text())["restarts"] == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from agentrl.config import EnvSource, RunConfig
 from agentrl.errors import RunFailed, WeightSyncError, WornOut
 from agentrl.runtime.crew import Crew
 from agentrl.runtime.engines import WrongWeights
+from agentrl.runtime.pipeline import _Progress
 from agentrl.runtime.rundir import RunDir
 
 CONFIG = RunConfig(model="unused", env=EnvSource(id="test/none"))
@@ -29,6 +31,8 @@ class Mortal:
             await trio.sleep_forever()
         self.deaths -= 1
         return -9
+
+    def kill(self, why: str) -> None: ...
 
     def failure(self, status: int) -> str:
         return f"{self.name} ended with signal {-status}"
@@ -47,6 +51,20 @@ class Starts:
         if self.failures:
             raise self.failures.pop(0)
         self.done.set()
+
+
+class Slow:
+    """A start that takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def __call__(self) -> None:
+        await trio.sleep(self.seconds)
+
+
+async def never(hangs: object) -> None:
+    await trio.sleep_forever()
 
 
 async def keep(tmp_path: Path, child: Mortal, starts: Starts) -> Crew:
@@ -108,3 +126,32 @@ async def test_a_worker_that_asks_to_be_started_anew_costs_none_of_its_budget(
         await enough.wait()
         nursery.cancel_scope.cancel()
     assert crew.restarts["engine-0"] >= 100, "it is counted all the same"
+
+
+async def test_nothing_stands_still_while_every_engine_is_being_started(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """What stood still already says why, where an engine could not be given its weights."""
+    async with trio.open_nursery() as nursery:
+        crew: Any = Crew(RunDir(tmp_path), CONFIG, None, nursery, mark={})  # pyright: ignore[reportArgumentType]
+        crew._watches = {
+            name: SimpleNamespace(weights=lambda: None, trouble="", run=never) for name in ("engine-0", "b")
+        }
+        progress = _Progress(100.0)
+        nursery.start_soon(crew._keep, Mortal(1), Slow(600.0), crew._watches["engine-0"])
+        await trio.sleep(1)
+        progress.saw(1, crew=crew)
+        await trio.sleep(90)
+        assert not crew.engines_start, "the other one samples"
+        del crew._watches["b"]
+        await trio.sleep(400)
+        assert crew.engines_start
+        progress.saw(1, crew=crew)
+        await trio.sleep(200)
+        assert not crew.engines_start
+        crew._watches["engine-0"].trouble = "http://engine-0 lacks weight transfer"
+        with pytest.raises(
+            RunFailed, match=r"^no turn and no step for 100 s .*; http://engine-0 lacks weight transfer; "
+        ):
+            progress.saw(1, crew=crew)
+        nursery.cancel_scope.cancel()

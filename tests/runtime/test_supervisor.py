@@ -32,6 +32,8 @@ STALL_S = 30.0
 class NoChildren:
     """A crew whose processes never do anything: `learned` is set by the test."""
 
+    engines_start, troubles = False, ()
+
     def __init__(self) -> None:
         self.learned = trio.Event()
 
