@@ -15,6 +15,7 @@ import functools
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from typing import Any
@@ -131,6 +132,8 @@ _ORDERLY_S = 2.0  # for servers that end by themselves when their owner is gone
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_required_key] = required(os.environ.get("AGENTRL_REQUIRE", ""))
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; commands would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     owner, patch = OwnedFolder(prefer_memory=False, patience_s=_ORDERLY_S), pytest.MonkeyPatch()
     for name, value in owner.mark.items():
         patch.setenv(name, value)
