@@ -35,7 +35,7 @@ def train(folder: Path) -> subprocess.Popen[str]:
     file.write_text(RUN)
     main = (
         f"import sys; sys.path.append({sysconfig.get_path('purelib')!r}); "
-        "from agentrl.engine.vllm import launch; launch.check_sender = lambda sync: None; "  # the CPU build is refused
+        "from agentrl.engine.vllm import launch; launch.check_sender = lambda *_, **__: None; "  # else the CPU build is refused
         "from agentrl.cli import main; main()"
     )
     command = [find_build().python, "-c", main, "train", file, "--out", folder / "run"]
