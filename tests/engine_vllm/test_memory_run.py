@@ -35,7 +35,8 @@ def train(folder: Path) -> subprocess.Popen[str]:
     file.write_text(RUN)
     main = (
         f"import sys; sys.path.append({sysconfig.get_path('purelib')!r}); "
-        "from agentrl.engine.vllm import launch; launch.check_sender = lambda *_, **__: None; "  # else the CPU build is refused
+        # the CPU build is refused
+        "from agentrl.engine.vllm import launch; launch.check_sender = lambda *_, **__: None; "
         "from agentrl.cli import main; main()"
     )
     command = [find_build().python, "-c", main, "train", file, "--out", folder / "run"]
