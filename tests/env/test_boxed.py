@@ -41,8 +41,9 @@ async def test_what_the_policy_made_is_graded_where_it_has_not_been(make):
         assert observation[-1]["content"].startswith("left")
 
 
+@pytest.mark.slow  # each episode that is played opens a box
 def test_it_keeps_the_promises_of_the_contract(make):
-    assert agentrl.check_env("examples/boxed_env.py:SortWords").findings == ()
+    assert agentrl.check_env("examples/boxed_env.py:SortWords", deadline_s=500).findings == ()
 
 
 async def test_there_is_no_box_between_episodes(make):
