@@ -33,7 +33,8 @@ def steps_done(run: RunDir) -> int:
     """The highest step in the metrics file."""
     if not run.metrics.exists():
         return 0
-    return max((json.loads(line)["step"] for line in run.metrics.read_text().splitlines()), default=0)
+    whole, _, _ = run.metrics.read_text().rpartition("\n")  # a line that is being written may be seen in part
+    return max((json.loads(line)["step"] for line in whole.splitlines()), default=0)
 
 
 def start(arguments: list[str]) -> subprocess.Popen[bytes]:
