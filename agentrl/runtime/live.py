@@ -35,7 +35,6 @@ class LiveView:
     _live: Live | None = None
     _printed: int = 0
     _phase: str = ""
-    _quarantined: int = 0
     _rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # since the weights moved
     _warned: int = 0
 
