@@ -134,6 +134,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_required_key] = required(os.environ.get("AGENTRL_REQUIRE", ""))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; commands would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a mask is inherited, too
     owner, patch = OwnedFolder(prefer_memory=False, patience_s=_ORDERLY_S), pytest.MonkeyPatch()
     for name, value in owner.mark.items():
         patch.setenv(name, value)

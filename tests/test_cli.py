@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -251,6 +252,7 @@ def test_what_an_environment_does_not_take_is_one_line(command: str, arguments: 
     assert one_line(stderr).startswith(f"agentrl: {says}")
 
 
+CTRL_C_S = 60.0
 WAITS = """
 import agentrl, trio
 
@@ -264,9 +266,17 @@ class Waits(agentrl.Env):
 def test_ctrl_c_in_validate_is_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(WAITS)
     command = ["-c", "from agentrl.cli import main; main()", "validate", f"{tmp_path}/waits.py:Waits", "--n", "4"]
-    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "waiting\n"
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=DEADLINE_S)
-    assert (process.returncode, stderr) == (130, "")
+    with subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "waiting\n"
+            process.send_signal(signal.SIGINT)
+            _, stderr = process.communicate(timeout=CTRL_C_S)
+            assert (process.returncode, stderr) == (130, "")
+        except subprocess.TimeoutExpired:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            pytest.fail(f"SIGINT did not end the command; its signals: {re.findall('Sig.*', status)}")
+        finally:
+            process.kill()
