@@ -368,7 +368,7 @@ def doctor() -> None:
     table = Table("part", "", "seen", "what to do")
     for finding in findings:
         mark = "[green]ok[/]" if finding.works else "[red]missing[/]" if finding.needed else "[yellow]-[/]"
-        table.add_row(finding.part, mark, escape(finding.seen), escape("" if finding.works else finding.mend))
+        table.add_row(finding.part, mark, escape(finding.seen), escape("" if finding.works else finding.hint))
     _console().print(table)
     if any(finding.needed and not finding.works for finding in findings):
         raise SystemExit(1)

@@ -1,6 +1,6 @@
 """The run file: one TOML document, validated here and nowhere else.
 
-Unknown keys, wrong types and impossible combinations raise `ConfigError` naming field, value and mend. Units stand
+Unknown keys, wrong types and impossible combinations raise `ConfigError` naming field, value and hint. Units stand
 in the names (`_s` seconds, `_mb` megabytes). Defaults are those of a laptop.
 """
 
@@ -96,22 +96,22 @@ class Rollout(_Section):
     lease_s: Positive = 30.0
     max_deaths: Annotated[int, Field(ge=3)] = 3  # of workers at the same place: the episode fails, its task is left out
     failure_budget: Annotated[float, Field(ge=0, le=1)] = 0.2  # share of episodes that may fail, an outage as one
-    roles: dict[str, str] = Field(default_factory=dict)  # who plays a role of the environment, see `given_roles`
+    roles: dict[str, str] = Field(default_factory=dict)  # who plays a role of the environment, see `frozen_roles`
 
     @property
     def observation_bytes(self) -> int:
         """The most bytes of text in one answer of an environment."""
         return self.max_observation_bytes or 16 * self.max_context
 
-    def given_roles(self) -> dict[str, str]:
+    def frozen_roles(self) -> dict[str, str]:
         """The roles that the policy which learns (`"trained"`) does not play, and who does: `"frozen"`, the model as
         the run began with it; another model, by its id or folder; or, by its URL, an engine that somebody else runs.
         All must have the tokenizer of the run's model."""
         return {role: policy for role, policy in self.roles.items() if policy != "trained"}
 
     def given_models(self) -> set[str]:
-        """What of `given_roles` the run has to start an engine for."""
-        return {policy for policy in self.given_roles().values() if not policy.startswith(("http://", "https://"))}
+        """What of `frozen_roles` the run has to start an engine for."""
+        return {policy for policy in self.frozen_roles().values() if not policy.startswith(("http://", "https://"))}
 
 
 class EngineSettings(_Section):
@@ -165,8 +165,8 @@ class EngineSettings(_Section):
     def _of_deadlines(self) -> Self:
         if self.liveness_deadline_s < self.admin_deadline_s:
             least = f"engine.admin_deadline_s = {self.admin_deadline_s:g}"
-            mend = f"must be at least {least}, for which an engine that takes weights may be silent"
-            raise ConfigError("engine.liveness_deadline_s", self.liveness_deadline_s, mend)
+            hint = f"must be at least {least}, for which an engine that takes weights may be silent"
+            raise ConfigError("engine.liveness_deadline_s", self.liveness_deadline_s, hint)
         return self
 
     @model_validator(mode="after")
@@ -174,11 +174,11 @@ class EngineSettings(_Section):
         if not self.gpus:
             return self
         if self.kind == "embedded" or self.urls:
-            mend = "it is for replicas of vLLM that the run starts: leave it out"
-            raise ConfigError("engine.gpus", self.gpus, mend)
+            hint = "it is for replicas of vLLM that the run starts: leave it out"
+            raise ConfigError("engine.gpus", self.gpus, hint)
         if self.replicas not in (1, len(self.gpus)):
-            mend = f"engine.gpus names {len(self.gpus)}: leave it out"
-            raise ConfigError("engine.replicas", self.replicas, mend)
+            hint = f"engine.gpus names {len(self.gpus)}: leave it out"
+            raise ConfigError("engine.replicas", self.replicas, hint)
         if any(len(set(own)) != len(own) for own in self.gpus):
             raise ConfigError("engine.gpus", self.gpus, "a replica takes each of its GPUs once")
         return self
@@ -309,8 +309,8 @@ class RunConfig(_Section):
             case {"env": {"id": str(id)}, "tasks": [{"id": str()}, *_] as tables}:
                 named = [str(table.get("id") or id) for table in cast("list[dict[str, Any]]", tables)]
                 if id not in named:
-                    mend = f"no [[tasks]] table plays it (they name {', '.join(named)}): leave it out"
-                    raise ConfigError("env.id", id, mend)
+                    hint = f"no [[tasks]] table plays it (they name {', '.join(named)}): leave it out"
+                    raise ConfigError("env.id", id, hint)
                 return document
             case {"env": {"id": _}} | {"env": BaseModel()}:
                 return document
@@ -349,16 +349,16 @@ class RunConfig(_Section):
         if self.syncs_memory:
             self._possible_memory_sync()
         if self.sync == "adapter" and self.train.lora_rank > MAX_LORA_RANK:
-            mend = f"vLLM takes adapters of rank {MAX_LORA_RANK} at most; engine.sync = 'full' merges a larger one"
-            raise ConfigError("train.lora_rank", self.train.lora_rank, mend)
+            hint = f"vLLM takes adapters of rank {MAX_LORA_RANK} at most; engine.sync = 'full' merges a larger one"
+            raise ConfigError("train.lora_rank", self.train.lora_rank, hint)
         if self.curriculum is not None:
             if self.curriculum.hopeless >= self.curriculum.solved:
-                mend = f"must be below curriculum.solved = {self.curriculum.solved:g}"
-                raise ConfigError("curriculum.hopeless", self.curriculum.hopeless, mend)
+                hint = f"must be below curriculum.solved = {self.curriculum.solved:g}"
+                raise ConfigError("curriculum.hopeless", self.curriculum.hopeless, hint)
             for at, table in enumerate(self.tasks):
                 if table.epochs is not None:
-                    mend = "a curriculum decides how often a task is played: leave it out"
-                    raise ConfigError(f"tasks.{at}.epochs", table.epochs, mend)
+                    hint = "a curriculum decides how often a task is played: leave it out"
+                    raise ConfigError(f"tasks.{at}.epochs", table.epochs, hint)
         names = [held_out.name for held_out in self.eval.sets]
         if len(set(names)) != len(names):
             raise ConfigError("eval.sets", names, "give each set a name of its own")
@@ -369,22 +369,22 @@ class RunConfig(_Section):
         run starts is on the first one."""
         sync, device, engine = self.sync, self.train.device, self.engine
         if self.train.lora_rank:
-            mend = f"train.lora_rank = {self.train.lora_rank} trains an adapter: 'auto' sends it alone, 'full' merged"
-            raise ConfigError("engine.sync", sync, mend)
+            hint = f"train.lora_rank = {self.train.lora_rank} trains an adapter: 'auto' sends it alone, 'full' merged"
+            raise ConfigError("engine.sync", sync, hint)
         if device == "cpu":
-            mend = f"engine.sync = {sync!r} sends what lies in a GPU's memory: give 'cuda', or engine.sync = 'auto'"
-            raise ConfigError("train.device", device, mend)
+            hint = f"engine.sync = {sync!r} sends what lies in a GPU's memory: give 'cuda', or engine.sync = 'auto'"
+            raise ConfigError("train.device", device, hint)
         if engine.urls:
             return
         taken = [gpu for own in engine.places for gpu in own or [0]]
         where = f"the run's engines are on GPU {', '.join(map(str, sorted(set(taken))))}"
         learner = int(device.removeprefix("cuda").removeprefix(":") or 0)
         if sync == "ipc" and set(taken) != {learner}:
-            mend = f"{where}, and 'ipc' shares one: have the learner and all engines on it, or give 'nccl'"
-            raise ConfigError("train.device", device, mend)
+            hint = f"{where}, and 'ipc' shares one: have the learner and all engines on it, or give 'nccl'"
+            raise ConfigError("train.device", device, hint)
         if sync == "nccl" and learner in taken:
-            mend = f"{where}: give the learner another one, as 'cuda:1', or engine.sync = 'ipc' to share one"
-            raise ConfigError("train.device", device, mend)
+            hint = f"{where}: give the learner another one, as 'cuda:1', or engine.sync = 'ipc' to share one"
+            raise ConfigError("train.device", device, hint)
         if sync == "nccl" and len(set(taken)) != len(taken):
             raise ConfigError("engine.gpus", engine.gpus, "NCCL joins each GPU once: give each replica its own")
 
@@ -429,7 +429,7 @@ def apply_override(document: dict[str, Any], override: str) -> None:
 
 def parse(document: dict[str, Any], *, folder: Path = Path()) -> RunConfig:
     """Validate a parsed document; files of rows are taken from `folder`. Where it names no environment, its first task
-    does. Raises ConfigError naming the first wrong field, its value and the mend."""
+    does. Raises ConfigError naming the first wrong field, its value and a hint."""
     try:
         config = RunConfig.model_validate(document)
     except ValidationError as error:
@@ -454,8 +454,8 @@ def _config_error(error: ValidationError) -> ConfigError:
     if first["type"] == "extra_forbidden":
         known = _keys_of(path[:-1])
         near = difflib.get_close_matches(str(path[-1]), known, n=1)
-        mend = f"no such key; did you mean {near[0]!r}?" if near else f"no such key; known: {', '.join(sorted(known))}"
-        return ConfigError(field, first["input"], mend)
+        hint = f"no such key; did you mean {near[0]!r}?" if near else f"no such key; known: {', '.join(sorted(known))}"
+        return ConfigError(field, first["input"], hint)
     if first["type"] == "missing":
         return ConfigError(field, None, "required: give it a value")
     return ConfigError(field, first["input"], first["msg"])

@@ -2,7 +2,7 @@
 
 AgentRLError
 ├── UsageError                 the user asked for something impossible (exit code 2)
-│   ├── ConfigError            a run file or argument: names field, value and mend
+│   ├── ConfigError            a run file or argument: names field, value and hint
 │   ├── UnknownIdError         an id that no package registered
 │   ├── ModelError             a model folder that cannot be used as asked
 │   ├── StoreVersionError      a run store written by another schema
@@ -37,17 +37,17 @@ class AgentRLError(Exception):
 
 
 class UsageError(AgentRLError):
-    """The user asked for something that cannot be; the text says what and how to mend it."""
+    """The user asked for something that cannot be; the text says what, and what to do."""
 
     exit_code = 2
 
 
 class ConfigError(UsageError):
-    """A setting is wrong. `field` is its dotted name, `value` what was given, `mend` what to do."""
+    """A setting is wrong. `field` is its dotted name, `value` what was given, `hint` what to do."""
 
-    def __init__(self, field: str, value: object, mend: str) -> None:
-        self.field, self.value, self.mend = field, value, mend
-        super().__init__(f"{field} = {value!r}: {mend}")
+    def __init__(self, field: str, value: object, hint: str) -> None:
+        self.field, self.value, self.hint = field, value, hint
+        super().__init__(f"{field} = {value!r}: {hint}")
 
 
 class UnknownIdError(UsageError):

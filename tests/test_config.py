@@ -75,7 +75,7 @@ def test_an_adapter_travels_alone_where_the_engine_takes_it(engine: dict[str, st
 
 
 @pytest.mark.parametrize(
-    ("sync", "train", "engine", "field", "mend"),
+    ("sync", "train", "engine", "field", "hint"),
     [
         ("nccl", {"device": "cuda:1", "lora_rank": 8}, {}, "engine.sync", "'auto' sends it alone, 'full' merged"),
         ("ipc", {"device": "cuda", "lora_rank": 8}, {}, "engine.sync", "'auto' sends it alone, 'full' merged"),
@@ -91,10 +91,10 @@ def test_an_adapter_travels_alone_where_the_engine_takes_it(engine: dict[str, st
     ],
 )
 def test_weights_cannot_go_from_memory_to_memory_everywhere(
-    sync: str, train: dict[str, object], engine: dict[str, object], field: str, mend: str
+    sync: str, train: dict[str, object], engine: dict[str, object], field: str, hint: str
 ) -> None:
     error = broken(train=train, engine={"kind": "vllm", "sync": sync, **engine})
-    assert error.field == field and mend in str(error)
+    assert error.field == field and hint in str(error)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_where_weights_can_go_from_memory_to_memory(sync: str, device: str, engi
 
 
 @pytest.mark.parametrize(
-    ("engine", "field", "mend"),
+    ("engine", "field", "hint"),
     [
         ({"gpus": [[0]]}, "engine.gpus", "for replicas of vLLM that the run starts"),
         ({"kind": "vllm", "urls": ["http://a:1"], "gpus": [[0]]}, "engine.gpus", "leave it out"),
@@ -124,9 +124,9 @@ def test_where_weights_can_go_from_memory_to_memory(sync: str, device: str, engi
         ({"kind": "vllm", "gpus": [[-1]]}, "engine.gpus.0.0", "greater than or equal to 0"),
     ],
 )
-def test_gpus_that_cannot_be_placed_are_refused(engine: dict[str, object], field: str, mend: str) -> None:
+def test_gpus_that_cannot_be_placed_are_refused(engine: dict[str, object], field: str, hint: str) -> None:
     error = broken(engine=engine)
-    assert error.field == field and mend in str(error)
+    assert error.field == field and hint in str(error)
 
 
 def test_a_replica_for_each_entry_of_gpus() -> None:

@@ -323,8 +323,8 @@ class Fleet:
 
     def _turn(self, request: GenerateRequest) -> Turn:
         if request.sampling.stop and self._decode is None:
-            mend = "give the fleet `decode`: a stop text may begin at one engine and end at another"
-            raise ConfigError("sampling.stop", request.sampling.stop, mend)
+            hint = "give the fleet `decode`: a stop text may begin at one engine and end at another"
+            raise ConfigError("sampling.stop", request.sampling.stop, hint)
         return Turn(request, self._decode)
 
     async def _chunks(self, turn: Turn, wait: Wait) -> AsyncGenerator[Chunk, None]:

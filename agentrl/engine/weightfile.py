@@ -68,8 +68,8 @@ def parts(folder: Path) -> list[Path]:
         raise ModelError(f"{index} lists no weights ({error!r}): save the model again with save_pretrained") from error
     found = [folder / name for name in names] or [folder / "model.safetensors"]
     if missing := [path.name for path in found if not path.is_file()]:
-        mend = f"it has no {missing[0]}: save the model again with save_pretrained"
-        raise ModelError(f"cannot read weights from {str(folder)!r}: {mend}")
+        hint = f"it has no {missing[0]}: save the model again with save_pretrained"
+        raise ModelError(f"cannot read weights from {str(folder)!r}: {hint}")
     return found
 
 

@@ -30,10 +30,10 @@ class Finding:
     check: str
     problem: str
     where: str
-    mend: str
+    hint: str
 
     def __str__(self) -> str:
-        return f"  {self.check}: {self.problem}\n      at   {self.where}\n      mend {self.mend}"
+        return f"  {self.check}: {self.problem}\n      at   {self.where}\n      hint {self.hint}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def check_env(
             if reason:
                 skipped.append(reason)
             findings += [
-                Finding(check.__name__, flaw.problem, place_of(factory, flaw), flaw.mend)
+                Finding(check.__name__, flaw.problem, place_of(factory, flaw), flaw.hint)
                 for flaw in dict.fromkeys(flaws)
             ]
             if findings and check is CHECKS[0]:

@@ -37,7 +37,7 @@ class Flaw:
     """A broken promise, how to mend it, and where to look: a method, and the exception if there was one."""
 
     problem: str
-    mend: str
+    hint: str
     method: str = "step"
     error: BaseException | None = None
 

@@ -39,20 +39,20 @@ def can_start(subject: Subject) -> Iterator[Flaw]:
 def follows_gymnasium(subject: Subject) -> Iterator[Flaw]:
     """gymnasium's own checker passes, without a warning."""
     env = subject.make()
-    mend = "see gymnasium's API of Env"
+    hint = "see gymnasium's API of Env"
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             env_checker.check_env(env.unwrapped)
         except Exception as error:
             said = " ".join(str(error).split()) or type(error).__name__
-            yield Flaw(said, mend, "reset" if "reset" in said else "step", error)
+            yield Flaw(said, hint, "reset" if "reset" in said else "step", error)
         finally:
             env.close()
     for warning in warned:
         said = re.sub(r"\x1b\[[\d;]*m", "", str(warning.message))
         if "alternative render modes" not in said and issubclass(warning.category, UserWarning):
-            yield Flaw(said, mend, "reset" if "reset" in said else "step")
+            yield Flaw(said, hint, "reset" if "reset" in said else "step")
 
 
 def offers_valid_tools(subject: Subject) -> Iterator[Flaw]:
@@ -179,9 +179,9 @@ def runs_eight_at_once(subject: Subject) -> Iterator[Flaw]:
 
     in_trio(subject, all_of_them)
     if subject.replayable:
-        mend = "keep state on the instance, not on the class, the module or a fixed path"
+        hint = "keep state on the instance, not on the class, the module or a fixed path"
         for seed in seeds:
-            yield from _first_difference(alone[seed], together[seed], f"of seed {seed} beside seven others", mend)
+            yield from _first_difference(alone[seed], together[seed], f"of seed {seed} beside seven others", hint)
 
 
 def answers_any_text(subject: Subject) -> Iterator[Flaw]:
@@ -234,8 +234,8 @@ def answers_any_text(subject: Subject) -> Iterator[Flaw]:
         probe()
     except Exception as group:
         error = single(group)  # what hypothesis cannot make happen again comes in a group
-        mend = "answer it with an observation (in a ToolEnv raise ToolError or ParseError): model output is hostile"
-        yield Flaw(f"the action {last[:200]!r} raised {type(error).__name__}: {error}", mend, "step", error)
+        hint = "answer it with an observation (in a ToolEnv raise ToolError or ParseError): model output is hostile"
+        yield Flaw(f"the action {last[:200]!r} raised {type(error).__name__}: {error}", hint, "step", error)
     finally:
         loop.run(env.aclose)
         loop.stop()
@@ -261,8 +261,8 @@ def leaves_nothing(subject: Subject) -> Iterator[Flaw]:
     in_trio(subject, lives)
     blocking_life()
     for what in leaks.left_since(before, subject.tmp, patience_s=LEAK_PATIENCE_S):
-        mend = "close in aclose/close (in a ToolEnv: teardown) what reset and step open"
-        yield Flaw(f"left behind by four closed episodes: {what}", mend, "aclose")
+        hint = "close in aclose/close (in a ToolEnv: teardown) what reset and step open"
+        yield Flaw(f"left behind by four closed episodes: {what}", hint, "aclose")
 
 
 def restores_snapshots(subject: Subject) -> Iterator[Flaw]:
@@ -322,8 +322,8 @@ def _not_plain(method: str, observation: object, info: Mapping[str, Json]) -> It
         yield Flaw(
             f"info changes on its way through JSON: {info!r}", "use lists, not tuples, and texts as keys", method
         )
-    for key, mend in _wrong_keys(info):
-        yield Flaw(f"info[{key!r}] = {info[key]!r}", mend, method)
+    for key, hint in _wrong_keys(info):
+        yield Flaw(f"info[{key!r}] = {info[key]!r}", hint, method)
 
 
 def _wrong_keys(info: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
@@ -340,13 +340,13 @@ def _wrong_keys(info: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
         yield "history", "give a list of messages"
 
 
-def _first_difference(one: Played, two: Played, which: str, mend: str, method: str = "step") -> Iterator[Flaw]:
+def _first_difference(one: Played, two: Played, which: str, hint: str, method: str = "step") -> Iterator[Flaw]:
     if one.start != two.start:
-        yield Flaw(f"the start {which} differs: {_difference(one.start, two.start)}", mend, "reset")
+        yield Flaw(f"the start {which} differs: {_difference(one.start, two.start)}", hint, "reset")
         return
     for index, (left, right) in enumerate(zip(one.steps, two.steps, strict=False)):
         if left != right:
-            yield Flaw(f"turn {index} {which} was answered differently: {_difference(left, right)}", mend, method)
+            yield Flaw(f"turn {index} {which} was answered differently: {_difference(left, right)}", hint, method)
             return
 
 

@@ -103,8 +103,8 @@ class Hermes(ToolFormat):
         if text.startswith(self._close, after):
             return Span(begin, after + len(self._close), call_of(value, raw))
         what = "is not closed" if after == len(text) else "holds more than one JSON object"
-        mend = f"the tool call {what}: write {self._open}, one JSON object, {self._close}"
-        return self._resync(text, begin, StructuralParseError(mend))
+        hint = f"the tool call {what}: write {self._open}, one JSON object, {self._close}"
+        return self._resync(text, begin, StructuralParseError(hint))
 
     def _resync(self, text: str, begin: int, error: ParseError) -> Span:
         """A broken call ends after its closing tag, or before the next opening one."""

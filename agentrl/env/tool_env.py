@@ -127,8 +127,8 @@ class ToolEnv(Env):
         super().__init_subclass__(**kwargs)
         for name, value in vars(cls).items():
             if is_tool(value) and hasattr(ToolEnv, name):
-                mend = f"name the method otherwise, and the tool by @tool(name={name!r})"
-                raise UsageError(f"the tool {cls.__name__}.{name} takes the place of ToolEnv.{name}: {mend}")
+                hint = f"name the method otherwise, and the tool by @tool(name={name!r})"
+                raise UsageError(f"the tool {cls.__name__}.{name} takes the place of ToolEnv.{name}: {hint}")
 
     def __init__(
         self,
@@ -304,8 +304,8 @@ class ToolEnv(Env):
             try:
                 grade = Grade(outcome=float(grade), success=float(grade) >= 1.0)
             except (TypeError, ValueError):
-                mend = "give a number, a truth value, a Grade or None"
-                raise UsageError(f"{type(self).__name__}.grade returned {grade!r}: {mend}") from None
+                hint = "give a number, a truth value, a Grade or None"
+                raise UsageError(f"{type(self).__name__}.grade returned {grade!r}: {hint}") from None
         return {**info, **grade.info, "outcome": float(grade.outcome), "success": bool(grade.success)}
 
     async def aclose(self) -> None:

@@ -53,8 +53,8 @@ _SMALL: Final = 1 << 15  # characters that are tokenized in a moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """What all episodes of a worker share. `given` binds roles to engines whose policy does not learn."""
+class RolloutContext:
+    """What all episodes of a worker share. `frozen` binds roles to engines whose policy does not learn."""
 
     engine: Engine
     renderer: Renderer
@@ -62,7 +62,7 @@ class Seat:
     settings: Rollout
     make_env: Callable[[Task], AsyncEnv]
     rewarder: Rewarder | None = None
-    given: Mapping[str, Engine] = field(default_factory=dict[str, Engine])
+    frozen: Mapping[str, Engine] = field(default_factory=dict[str, Engine])
     experts: bool = False  # journal those that a mixture chose for what it sampled
     leaving: trio.Event = field(default_factory=trio.Event)  # set: no episode begins another turn
 
@@ -86,14 +86,14 @@ class _Prompt:
     context: tuple[int, ...]
 
 
-async def play(claim: Claim, seat: Seat) -> Ending:
+async def play(claim: Claim, context: RolloutContext) -> Ending:
     """Play a claimed episode to its end and finish it in the store.
 
     Failures of engine, sandbox, environment and rewarder end the episode with a reason that keeps it out of the loss
     (law 3); a fault of the policy that its environment could not answer ends it as scored.
     Raises LeaseLost when another worker has the episode by now, StoreError when the journal cannot be written,
     HandedBack between two turns once the worker is leaving."""
-    episode = _Episode(claim, seat)
+    episode = _Episode(claim, context)
     try:
         try:
             ending = await episode.run()
@@ -119,8 +119,8 @@ class _TimeUp(Exception):
 class _Episode:
     """The turns so far, as the journal holds them, and the live environment."""
 
-    def __init__(self, claim: Claim, seat: Seat) -> None:
-        self._claim, self._seat = claim, seat
+    def __init__(self, claim: Claim, context: RolloutContext) -> None:
+        self._claim, self._context = claim, context
         self._turns: list[Turn] = list(claim.turns)
         self._start: Messages = claim.start or ()
         self._env: AsyncEnv | None = None
@@ -136,7 +136,7 @@ class _Episode:
         if ending is None:
             ending = await self._begin()
         while ending is None:
-            if self._seat.leaving.is_set():
+            if self._context.leaving.is_set():
                 raise HandedBack
             ending = await self._turn()
         return ending
@@ -145,7 +145,7 @@ class _Episode:
         """End the environment, within a deadline of its own, also when the episode was cancelled."""
         if self._env is None:
             return
-        with trio.move_on_after(self._seat.settings.step_deadline_s, shield=True):
+        with trio.move_on_after(self._context.settings.step_deadline_s, shield=True):
             try:
                 await self._env.aclose()
             except InfrastructureError:
@@ -156,7 +156,7 @@ class _Episode:
     async def score(self, ending: Ending) -> Ending:
         """Ask the rewarder, where there is one, what an end of the policy's own doing is worth. If it cannot say, the
         episode ends as failed; if the policy's work cannot be judged in time, it is worth nothing."""
-        rewarder = self._seat.rewarder
+        rewarder = self._context.rewarder
         if rewarder is None or not ending.stop_reason.by_policy:
             return ending
 
@@ -167,7 +167,7 @@ class _Episode:
             return rewarded
 
         try:
-            self._rewarded = await self._guard("reward", reward, policy_s=self._seat.settings.step_deadline_s)
+            self._rewarded = await self._guard("reward", reward, policy_s=self._context.settings.step_deadline_s)
         except _TimeUp as up:
             self._rewarded = 0.0
             return Ending(StopReason.TIME_LIMIT, str(up))
@@ -181,7 +181,7 @@ class _Episode:
         """Write the episode's end, with outcome and success where it is scored."""
         outcomes = self._outcomes(ending)
         outcome, success = self._outcome(ending, outcomes)
-        self._seat.store.finish(
+        self._context.store.finish(
             self._claim.episode_id,
             self._claim.fence,
             stop_reason=ending.stop_reason,
@@ -195,8 +195,8 @@ class _Episode:
 
     async def _begin(self) -> Ending | None:
         """Make the environment; start afresh, or bring it back to where the journal stands."""
-        claim, store = self._claim, self._seat.store
-        env: AsyncEnv = await self._guard("make", lambda: _call(self._seat.make_env, claim.task))
+        claim, store = self._claim, self._context.store
+        env: AsyncEnv = await self._guard("make", lambda: _call(self._context.make_env, claim.task))
         self._env = env
         self._start = await self._reset(env)
         if claim.start is not None:
@@ -218,21 +218,21 @@ class _Episode:
             return f"an action that was answered before was not: {_one_line(error)}"
 
     async def _reset(self, env: AsyncEnv) -> Messages:
-        most = self._seat.settings.observation_bytes
+        most = self._context.settings.observation_bytes
         start, self._info = await self._guard("reset", lambda: answers.start(env, self._claim.task, most))
         self._first_role = str(self._info.get("role", POLICY))
         return start
 
     async def _turn(self) -> Ending | None:
         """One action and its answer; an `Ending` if it was the last."""
-        seat, settings = self._seat, self._seat.settings
+        context, settings = self._context, self._context.settings
         prompt, self._next = self._next or await self._render(), None
         room = settings.max_context - len(prompt.context)
         if room < 1:  # already the first prompt does not fit, or the run was resumed with less room
             self._info = {**self._info, **await self._last_word(StopReason.CONTEXT_LIMIT)}
             return Ending(StopReason.CONTEXT_LIMIT)
         turn = await self._generate(prompt, min(settings.max_tokens_per_turn, room))
-        seat.store.journal_turn(self._claim.episode_id, self._claim.fence, turn)
+        context.store.journal_turn(self._claim.episode_id, self._claim.fence, turn)
         self._turns.append(turn)
         return await self._answer()
 
@@ -253,12 +253,12 @@ class _Episode:
         if reason is not None:
             step = await self._cut(step, reason)
             self._turns[-1] = replace(turn, step=step)
-        self._seat.store.journal_step(self._claim.episode_id, self._claim.fence, turn.index, step)
+        self._context.store.journal_step(self._claim.episode_id, self._claim.fence, turn.index, step)
         return self._ended()
 
     async def _limit(self) -> StopReason | None:
         """The limit of the run that is reached with the last turn, if any."""
-        settings = self._seat.settings
+        settings = self._context.settings
         if settings.max_turns is not None and len(self._turns) >= settings.max_turns:
             return StopReason.TURN_LIMIT
         if self._seconds >= settings.episode_deadline_s:
@@ -278,7 +278,7 @@ class _Episode:
         the policy that cannot be judged, or not in time, is worth nothing."""
         env = self._env
         assert env is not None
-        deadline_s = self._seat.settings.step_deadline_s
+        deadline_s = self._context.settings.step_deadline_s
         try:
             return await self._guard("end", lambda: answers.end(env, reason, self._claim.task), policy_s=deadline_s)
         except (_TimeUp, PolicyFault) as error:
@@ -288,7 +288,7 @@ class _Episode:
     async def _render(self) -> _Prompt:
         """The next turn up to where its role speaks. Tools are asked for with every fresh start and fork: an
         environment may know them no earlier, and may have others then."""
-        renderer, env = self._seat.renderer, self._env
+        renderer, env = self._context.renderer, self._env
         assert env is not None
         role, news, history = self._first_role, self._start, None
         if self._turns:
@@ -307,23 +307,23 @@ class _Episode:
         return _Prompt(role, last.index, prompt_ids, context)
 
     async def _generate(self, prompt: _Prompt, max_tokens: int) -> Turn:
-        seat, claim, index = self._seat, self._claim, len(self._turns)
+        context, claim, index = self._context, self._claim, len(self._turns)
         started = time.time()
-        learns = prompt.role not in seat.given
+        learns = prompt.role not in context.frozen
         told = 0 if prompt.parent is None else len(prompt.context) - len(prompt.prompt_ids) - 1
-        generation = await seat.given.get(prompt.role, seat.engine).generate(
+        generation = await context.frozen.get(prompt.role, context.engine).generate(
             GenerateRequest(
                 request_id=f"{claim.episode_id}-{claim.fence}-{index}",
                 session=str(claim.group_id),
                 token_ids=prompt.context,
                 sampling=SamplingParams(
                     max_tokens=max_tokens,
-                    temperature=seat.settings.temperature,
-                    stop_token_ids=seat.renderer.stop_token_ids,
-                    stop=tuple(seat.settings.stop),
+                    temperature=context.settings.temperature,
+                    stop_token_ids=context.renderer.stop_token_ids,
+                    stop=tuple(context.settings.stop),
                 ),
-                deadline_s=seat.settings.turn_deadline_s,
-                experts_from=told if seat.experts and learns else None,
+                deadline_s=context.settings.turn_deadline_s,
+                experts_from=told if context.experts and learns else None,
             )
         )
         return Turn(
@@ -334,7 +334,7 @@ class _Episode:
             logprobs=generation.logprobs,
             spans=generation.spans,
             finish=generation.finish,
-            text=seat.renderer.decode(generation.token_ids),
+            text=context.renderer.decode(generation.token_ids),
             role=prompt.role,
             learns=learns,
             experts=generation.experts,
@@ -344,7 +344,7 @@ class _Episode:
 
     async def _act(self, turn: Turn) -> Step:
         """The environment's answer to a turn. Raises _TimeUp, PolicyFault."""
-        env, settings = self._env, self._seat.settings
+        env, settings = self._env, self._context.settings
         assert env is not None
         env.charge_tokens(len(turn.token_ids))
         env.action_cut = turn.finish == "length"
@@ -367,7 +367,7 @@ class _Episode:
 
     def _outcomes(self, ending: Ending) -> dict[str, float]:
         """The outcome of each role, where the environment tells them apart; a rewarder judges all roles alike."""
-        if not ending.stop_reason.by_policy or self._seat.rewarder is not None:
+        if not ending.stop_reason.by_policy or self._context.rewarder is not None:
             return {}
         named: Mapping[str, float] = self._info.get("outcomes") or {}
         return {str(role): float(outcome) for role, outcome in named.items()}
@@ -380,7 +380,7 @@ class _Episode:
         if not ending.stop_reason.by_policy:
             return None, None
         success = self._info.get("success")
-        learning = [role for role in outcomes if role not in self._seat.given]
+        learning = [role for role in outcomes if role not in self._context.frozen]
         if self._rewarded is not None:
             outcome = self._rewarded
         elif len(learning) == 1:
@@ -408,7 +408,7 @@ class _Episode:
 
         With `policy_s` the policy has acted: a fault of its stays one, and _TimeUp is raised when what it asked for
         took longer than that."""
-        deadline_s, acted, failed = self._seat.settings.step_deadline_s, policy_s is not None, None
+        deadline_s, acted, failed = self._context.settings.step_deadline_s, policy_s is not None, None
         with clock.watch(own_s=deadline_s, policy_s=policy_s if policy_s is not None else deadline_s) as watch:
             try:
                 return await call()

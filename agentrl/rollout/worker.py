@@ -19,7 +19,7 @@ from agentrl.config import RunConfig
 from agentrl.env import bridge
 from agentrl.env.tasks import Curriculum, TaskSource
 from agentrl.errors import DiskFull, WornOut
-from agentrl.rollout.episode import HandedBack, Seat, play
+from agentrl.rollout.episode import HandedBack, RolloutContext, play
 from agentrl.store import Claim, LeaseLost, RunStore
 
 _IDLE_S = 0.02
@@ -33,7 +33,7 @@ class Worker:
     name: str
     config: RunConfig
     store: RunStore
-    seat: Seat
+    context: RolloutContext
     tasks: TaskSource
     now: Callable[[], float] = time.time
     _seen: int = 0  # the last group that the curriculum has seen
@@ -70,7 +70,7 @@ class Worker:
     async def _leave(self) -> None:
         """Have every episode stop before its next turn. Steps under way end first, by their own deadlines at the
         latest: an episode whose environment hangs has failed, and hangs nowhere else."""
-        self.seat.leaving.set()
+        self.context.leaving.set()
         with trio.move_on_after(3 * self.config.rollout.step_deadline_s):
             while self._running:
                 self._wake = trio.Event()
@@ -135,7 +135,7 @@ class Worker:
         deadline = trio.current_time() + _DISK_WAIT_S
         while True:
             try:
-                await play(claim, self.seat)
+                await play(claim, self.context)
                 return
             except DiskFull:
                 if trio.current_time() > deadline:

@@ -18,12 +18,12 @@ _DEADLINE_S = 20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One part: whether it works, what was seen, and the mend where it does not. `needed` parts stop `make demo`."""
+    """One part: whether it works, what was seen, and a hint where it does not. `needed` parts stop `make demo`."""
 
     part: str
     works: bool
     seen: str
-    mend: str = ""
+    hint: str = ""
     needed: bool = False
 
 
@@ -45,8 +45,8 @@ def _cpu() -> Finding:
 
 def _gpu() -> Finding:
     seen = _output(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
-    mend = "none is needed: engine.kind = 'embedded' runs on the CPU"
-    return Finding("gpu", bool(seen), seen or "none", "" if seen else mend)
+    hint = "none is needed: engine.kind = 'embedded' runs on the CPU"
+    return Finding("gpu", bool(seen), seen or "none", "" if seen else hint)
 
 
 def _torch() -> Finding:
@@ -58,18 +58,18 @@ def _torch() -> Finding:
 
 
 def _bubblewrap() -> Finding:
-    mend = "install the package bubblewrap and allow user namespaces, or use sandbox = 'local-unsafe' at your own risk"
+    hint = "install the package bubblewrap and allow user namespaces, or use sandbox = 'local-unsafe' at your own risk"
     if shutil.which("bwrap") is None:
-        return Finding("bubblewrap", False, "not installed", mend, needed=True)
+        return Finding("bubblewrap", False, "not installed", hint, needed=True)
     works = _output(["bwrap", "--unshare-all", "--ro-bind", "/", "/", "echo", "ok"]) == "ok"
     seen = _output(["bwrap", "--version"]) or "?"
-    return Finding("bubblewrap", works, seen if works else f"{seen}, but it cannot make a namespace", mend, needed=True)
+    return Finding("bubblewrap", works, seen if works else f"{seen}, but it cannot make a namespace", hint, needed=True)
 
 
 def _docker() -> Finding:
     seen = _output(["docker", "version", "--format", "{{.Server.Version}}"])
-    mend = "optional: start a docker engine and install agentrl[docker] for sandbox = 'docker'"
-    return Finding("docker", bool(seen), f"engine {seen}" if seen else "no engine answers", "" if seen else mend)
+    hint = "optional: start a docker engine and install agentrl[docker] for sandbox = 'docker'"
+    return Finding("docker", bool(seen), f"engine {seen}" if seen else "no engine answers", "" if seen else hint)
 
 
 def _vllm() -> Finding:

@@ -28,8 +28,8 @@ from agentrl.errors import EnvError, InfrastructureError, PolicyFault, RunFailed
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Message, Messages, StopReason, Task
 from agentrl.registration import make
+from agentrl.runtime.environment_errors import environment_errors
 from agentrl.runtime.evaluation import EvalResult, tasks_of
-from agentrl.runtime.naming import naming_errors
 
 T = TypeVar("T")
 
@@ -156,7 +156,7 @@ class _Episode:
     async def play(self) -> Mapping[str, Json]:
         """Raises InfrastructureError."""
         started, task = time.time(), self._task
-        with naming_errors(task.env):
+        with environment_errors(task.env):
             env: AsyncEnv = as_async(make(task.env, **task.kwargs))
             try:
                 reason, info = await self._run(env)

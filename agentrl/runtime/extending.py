@@ -61,8 +61,8 @@ def _check(before: RunConfig, after: RunConfig, store: RunStore) -> None:
     old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, after))
     for key in old.keys() | new.keys():
         if old.get(key) != new.get(key) and not any(fnmatchcase(key, pattern) for pattern in _MAY_CHANGE):
-            mend = f"a run that goes on keeps it ({old.get(key)!r}): leave it out, or start another run with --out"
-            raise ConfigError(key, new.get(key), mend)
+            hint = f"a run that goes on keeps it ({old.get(key)!r}): leave it out, or start another run with --out"
+            raise ConfigError(key, new.get(key), hint)
     done = store.current_version().step
     if after.train.steps < done:
         raise ConfigError("train.steps", after.train.steps, f"the run has done {done}: give as many or more")

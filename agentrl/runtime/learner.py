@@ -27,9 +27,9 @@ from agentrl.engine.canary import Canary, probe_tokens
 from agentrl.errors import ConfigError
 from agentrl.records import Group, WeightVersion
 from agentrl.runtime.checkpoints import start_point
-from agentrl.runtime.courier import Courier, MemoryParcel, NotDelivered, Parcel
 from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import engine_dtype, model_dir
+from agentrl.runtime.publisher import MemoryParcel, NotDelivered, Parcel, WeightPublisher
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.telemetry import Telemetry
@@ -66,7 +66,7 @@ class _Learning:
         self._telemetry = Telemetry(store, run.metrics, "learner")
         sync = self._config.sync
         sender = Sender(sync, self._learner.model.device) if sync == "nccl" or sync == "ipc" else None
-        self._courier = Courier(self._config, sender, locks=run.locks)
+        self._publisher = WeightPublisher(self._config, sender, locks=run.locks)
         self._saved_at = time.monotonic()
         self._watch_at = time.monotonic() if sender is not None else math.inf
         self._pushes = ThreadPoolExecutor(1, "push")
@@ -86,7 +86,7 @@ class _Learning:
         learner, config = self._learner, self._config
         current = self._store.current_version()
         # After a rollback the engines serve versions that were undone: a new one is newer than those.
-        if current.step != learner.step_index or trio.run(self._courier.behind, self._urls(), current.version):
+        if current.step != learner.step_index or trio.run(self._publisher.behind, self._urls(), current.version):
             self._publish({})
         version = None
         while learner.step_index < config.train.steps and (batch := self._take()) is not None:
@@ -143,7 +143,7 @@ class _Learning:
         or that the run found there."""
         self._watch_at = time.monotonic() + _WATCH_S
         version = self._store.current_version()
-        if version.step == self._learner.step_index and trio.run(self._courier.behind, self._urls(), version.version):
+        if version.step == self._learner.step_index and trio.run(self._publisher.behind, self._urls(), version.version):
             self._push = self._pushes.submit(self._send, version, self._snapshot(version), {})
 
     def _snapshot(self, version: WeightVersion) -> MemoryParcel:
@@ -189,11 +189,11 @@ class _Learning:
     def _send(self, version: WeightVersion, parcel: Parcel | MemoryParcel, row: dict[str, Any]) -> None:
         """Have every engine take the weights, confirm the version, drop what nobody needs any more."""
         urls = self._urls()
-        sync = trio.run(self._courier.deliver, urls, parcel)
+        sync = trio.run(self._publisher.deliver, urls, parcel)
         self._store.confirm_version(version)
         if row:
             self._telemetry.record("step", version.step, {**row, **sync, "version": version.version})
-        trio.run(self._courier.tidy, urls)
+        trio.run(self._publisher.tidy, urls)
 
     def _is_time(self, step: int) -> bool:
         """Whether to save: a learner that dies loses no more steps, and no more time, than the settings allow."""

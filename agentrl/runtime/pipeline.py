@@ -27,7 +27,7 @@ from agentrl.errors import RunFailed, matters
 from agentrl.records import GroupState
 from agentrl.runtime import evaluation
 from agentrl.runtime.checkpoints import StartPoint, start_point
-from agentrl.runtime.crew import Crew
+from agentrl.runtime.processes import RunProcesses
 from agentrl.runtime.room import check_room
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.sources import task_source
@@ -52,7 +52,7 @@ class Supervisor:
     config: RunConfig
     store: RunStore
     telemetry: Telemetry
-    crew: Crew
+    processes: RunProcesses
     start: StartPoint
     on_tick: Callable[[Supervisor], None]
     phase: str = "starting"
@@ -62,10 +62,10 @@ class Supervisor:
         """Evaluate, train, evaluate again. Returns when all of it is in the store. Raises ConfigError where weights
         have no room to travel."""
         check_room(self.config, self.start.model, self.run.scratch)
-        await self.crew.start_engines(self.start)
+        await self.processes.start_engines(self.start)
         self._enter("eval")
-        self.crew.start_workers()
-        learned = self.crew.start_learner()
+        self.processes.start_workers()
+        learned = self.processes.start_learner()
         self.phase = "evaluating before"
         await self.evaluate("before")
         self.phase = "training"
@@ -77,7 +77,7 @@ class Supervisor:
             self._schedule_during()
             if tasks is not None and self._played(tasks):
                 self._enter("drain")
-            progress.saw(self.store.progress(), crew=self.crew)
+            progress.saw(self.store.progress(), processes=self.processes)
             await self._tick()
         self._clock("train_ended_s")
         self._enter("eval")
@@ -86,9 +86,9 @@ class Supervisor:
 
     async def measure(self) -> None:
         """Evaluate only, under the label `now`: no learner is started."""
-        await self.crew.start_engines(self.start)
+        await self.processes.start_engines(self.start)
         self._enter("eval")
-        self.crew.start_workers()
+        self.processes.start_workers()
         self.phase = "evaluating"
         await self.evaluate("now")
 
@@ -100,7 +100,7 @@ class Supervisor:
         ]
         progress = _Progress(self.config.train.stall_deadline_s)
         while not all(evaluation.finished(self.store, purpose) for purpose in purposes):
-            progress.saw(self.store.progress(), crew=self.crew)
+            progress.saw(self.store.progress(), processes=self.processes)
             await self._tick()
 
     def _schedule_during(self) -> None:
@@ -155,14 +155,14 @@ class _Progress:
         self._last: object = None
         self._since = trio.current_time()
 
-    def saw(self, value: object, *, crew: Crew) -> None:
+    def saw(self, value: object, *, processes: RunProcesses) -> None:
         """While every engine is being started nothing can move, and other deadlines hold."""
         now = trio.current_time()
-        if value != self._last or crew.engines_start:
+        if value != self._last or processes.engines_start:
             self._last, self._since = value, now
         elif now - self._since > self._deadline_s:
             stood = f"no turn and no step for {self._deadline_s:g} s (train.stall_deadline_s)"
-            raise RunFailed("; ".join([stood, *crew.troubles, "see the logs folder"]))
+            raise RunFailed("; ".join([stood, *processes.troubles, "see the logs folder"]))
 
 
 @asynccontextmanager
@@ -179,13 +179,13 @@ async def supervise(
             start = start_point(run, store)
             store.release_all()
             async with trio.open_nursery() as nursery:
-                crew = Crew(run, config, store, nursery, mark)
+                processes = RunProcesses(run, config, store, nursery, mark)
                 telemetry = Telemetry(store, run.metrics, "supervisor")
                 nursery.start_soon(_interrupt, run.path)
                 try:
-                    yield Supervisor(run, config, store, telemetry, crew, start, on_tick)
+                    yield Supervisor(run, config, store, telemetry, processes, start, on_tick)
                 finally:
-                    await crew.stop()
+                    await processes.stop()
                 nursery.cancel_scope.cancel()
         finally:
             store.close()

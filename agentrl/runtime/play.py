@@ -16,7 +16,7 @@ from agentrl.errors import PolicyFault
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Messages, StopReason
 from agentrl.registration import make
-from agentrl.runtime.naming import naming_errors
+from agentrl.runtime.environment_errors import environment_errors
 from agentrl.runtime.report import printable
 
 _HELP = "a line is your action; `/TOOL key=value …` calls a tool; `/quit` ends"
@@ -32,7 +32,7 @@ def play(
 async def _play(
     env_id: str, seed: int, kwargs: dict[str, Any], read: Callable[[str], str], write: Callable[[str], None]
 ) -> bool:
-    with naming_errors(env_id):
+    with environment_errors(env_id):
         env: AsyncEnv = as_async(make(env_id, **kwargs))
         try:
             return await _episode(env, seed, read, write)

@@ -12,8 +12,8 @@ from pathlib import Path
 from agentrl.config import RunConfig
 from agentrl.engine import weightfile
 from agentrl.errors import ConfigError
-from agentrl.runtime.courier import KEPT
 from agentrl.runtime.models import engine_dtype
+from agentrl.runtime.publisher import KEPT
 
 
 def check_room(config: RunConfig, model: Path, scratch: Path) -> None:

@@ -132,8 +132,8 @@ class RunDir:
             with RunStore.open(self.store_path) as store:
                 return configuration.from_json(store.meta("config") or "{}")
         except (OSError, ValueError) as error:
-            mend = "mend it, or remove it: the run store has a copy"
-            raise UsageError(f"{file} is no configuration ({error}): {mend}") from None
+            hint = "mend it, or remove it: the run store has a copy"
+            raise UsageError(f"{file} is no configuration ({error}): {hint}") from None
 
     def write_config(self, config: RunConfig, store: RunStore) -> None:
         """Make `config` the run's, in its file and in its store."""
@@ -171,8 +171,8 @@ class RunDir:
         except FileExistsError:
             raise UsageError(f"{self.scratch} belongs to somebody else: remove it, or choose another --out") from None
         except OSError as error:
-            mend = f"no folder can be made there ({error.strerror}): name one that is there and can be written to"
-            raise ConfigError("scratch_dir", str(self.scratch.parent), mend) from error
+            hint = f"no folder can be made there ({error.strerror}): name one that is there and can be written to"
+            raise ConfigError("scratch_dir", str(self.scratch.parent), hint) from error
         (self.scratch / _OWNER).write_text(f"{label()}\n{self.path.resolve()}")
         self.locks.mkdir()
         (self.scratch / "weights").mkdir()
@@ -223,8 +223,8 @@ class _Lock:
                 self._file.seek(0)
                 if not is_dead(self._file.read()) or time.monotonic() > deadline:
                     self._file.close()
-                    mend = "wait for it or stop it"
-                    raise UsageError(f"another process is running {self.path.parent}: {mend}") from None
+                    hint = "wait for it or stop it"
+                    raise UsageError(f"another process is running {self.path.parent}: {hint}") from None
                 time.sleep(_POLL_S)
         self._file.truncate(0)
         self._file.write(label())

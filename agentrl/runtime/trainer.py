@@ -20,8 +20,8 @@ from agentrl.errors import AgentRLError, ConfigError, ModelError, UsageError
 from agentrl.protocols import Rewarder
 from agentrl.registration import make
 from agentrl.runtime import evaluation, extending, report
+from agentrl.runtime.environment_errors import environment_errors
 from agentrl.runtime.models import given_model_dir, model_dir
-from agentrl.runtime.naming import naming_errors
 from agentrl.runtime.pipeline import Interrupted, Supervisor, run_to_end
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.sources import first_tasks, task_source
@@ -121,13 +121,13 @@ def _check_environments(config: RunConfig) -> None:
     for task in (*first_tasks(config), *held_out):
         if (task.env, task.kwargs) not in made:
             made.append((task.env, task.kwargs))
-            with naming_errors(task.env):
+            with environment_errors(task.env):
                 make(task.env, **task.kwargs).close()
 
 
 def _check_roles(config: RunConfig) -> None:
     """Roles that the run binds must be roles of its environment (its `roles`), and one has to learn."""
-    bound, given = config.rollout.roles, config.rollout.given_roles()
+    bound, given = config.rollout.roles, config.rollout.frozen_roles()
     if not bound:
         return
     env = make(config.env.id, **config.env.kwargs)
@@ -143,8 +143,8 @@ def _check_roles(config: RunConfig) -> None:
             try:
                 given_model_dir(config, policy)
             except ModelError as error:
-                mend = f"give 'trained', 'frozen', the URL of an engine, or a model ({error})"
-                raise ConfigError(f"rollout.roles.{role}", policy, mend) from None
+                hint = f"give 'trained', 'frozen', the URL of an engine, or a model ({error})"
+                raise ConfigError(f"rollout.roles.{role}", policy, hint) from None
     if set(roles) == set(given):
         raise ConfigError("rollout.roles", given, "no role is left to learn: give one 'trained'")
 
@@ -157,7 +157,7 @@ def finish_training(run: RunDir, view: View | None) -> dict[str, Any]:
         try:
             await supervisor.train()
         finally:
-            restarts.update(supervisor.crew.restarts)
+            restarts.update(supervisor.processes.restarts)
 
     if view is None:
         run_to_end(run, body)
@@ -180,8 +180,8 @@ def evaluate(
 ) -> list[evaluation.EvalResult]:
     """Measure `config.model` on `config.eval.sets` without training; a run directory of its own holds the episodes."""
     if config.syncs_memory and config.engine.urls:
-        mend = "no learner is there to send weights from its memory: leave it out, or give engine.sync = 'full'"
-        raise ConfigError("engine.urls", config.engine.urls, mend)
+        hint = "no learner is there to send weights from its memory: leave it out, or give engine.sync = 'full'"
+        raise ConfigError("engine.urls", config.engine.urls, hint)
     check_startable(config)
     run = RunDir.create(out, config, overwrite=overwrite)
 

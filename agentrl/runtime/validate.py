@@ -16,7 +16,7 @@ from agentrl.errors import UsageError
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json
 from agentrl.registration import make
-from agentrl.runtime.naming import naming_errors
+from agentrl.runtime.environment_errors import environment_errors
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ async def _validate(new: Callable[[], AsyncEnv], env_id: str, seeds: Sequence[in
     async def play(seed: int) -> None:
         async with slots:
             try:
-                with naming_errors(f"{env_id}, seed {seed}:"):
+                with environment_errors(f"{env_id}, seed {seed}:"):
                     verdicts[seed] = await judge(new, seed)
             except Exception as error:  # raised below, alone: one failure of a host is enough to know
                 broken.append(error)

@@ -1,8 +1,9 @@
 """Looks after one engine that serves: does it answer, and does it have the current weights?
 
-Owns the questions, and the deadline of an engine's silence. An engine of ours that hangs is ended, so that the crew
-starts it again. One that answers and lacks the current weights is given them: it missed a delivery, or somebody else
-started it again. Where weights go from memory to memory the learner does that. It never starts a process.
+Owns the questions, and the deadline of an engine's silence. An engine of ours that hangs is ended, so that
+`RunProcesses` starts it again. An engine that answers but lacks the current weights is sent them: it missed a delivery,
+or somebody else started it again. Where weights go from memory to memory the learner does that. It never starts a
+process.
 """
 
 from __future__ import annotations

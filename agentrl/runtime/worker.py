@@ -25,7 +25,7 @@ from agentrl.env import as_async
 from agentrl.errors import DiskFull, StoreError
 from agentrl.protocols import AsyncEnv, Engine, Rewarder
 from agentrl.records import Task
-from agentrl.rollout.episode import Seat
+from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.worker import Worker
 from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import model_dir
@@ -58,17 +58,17 @@ async def _serve(run: RunDir, config: RunConfig, name: str) -> None:
     renderer = Renderer(model_dir(config.model))
     fleet = _fleet(config, store, renderer)
     rewarder: Rewarder | None = registry.load_reference(config.env.reward) if config.env.reward else None
-    seat = Seat(
+    context = RolloutContext(
         engine=fleet,
         renderer=renderer,
         store=store,
         settings=config.rollout,
         make_env=make_env,
         rewarder=rewarder,
-        given=_given(config, store, renderer),
+        frozen=_frozen(config, store, renderer),
         experts=config.engine.routed_experts,
     )
-    worker = Worker(name, config, store, seat, task_source(config))
+    worker = Worker(name, config, store, context, task_source(config))
     telemetry = Telemetry(store, run.metrics, name)
     try:
         async with trio.open_nursery() as nursery:
@@ -79,7 +79,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str) -> None:
             nursery.cancel_scope.cancel()
     finally:
         with trio.move_on_after(2, shield=True):
-            for engine in (fleet, *seat.given.values()):
+            for engine in (fleet, *context.frozen.values()):
                 await engine.aclose()
         telemetry.close()
         store.close()
@@ -139,10 +139,10 @@ def _concurrency(config: RunConfig) -> Aimd | None:
     return Aimd(limit=min(share, config.engine.max_batch), ceiling=share)
 
 
-def _given(config: RunConfig, store: RunStore, renderer: Renderer) -> dict[str, Engine]:
+def _frozen(config: RunConfig, store: RunStore, renderer: Renderer) -> dict[str, Engine]:
     """An engine for each role that the policy which learns does not play."""
     urls: dict[str, str] = json.loads(store.meta("given_urls") or "{}")
-    given = config.rollout.given_roles()
+    given = config.rollout.frozen_roles()
     make = _maker(config, renderer)
     return {role: make([EngineClient(urls.get(policy, policy))]) for role, policy in given.items()}
 

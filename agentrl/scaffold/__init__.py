@@ -23,8 +23,8 @@ def new_env(name: str, folder: Path) -> tuple[str, list[Path]]:
 
     Raises UsageError for a name that Python cannot import, or a folder that holds something already."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or name in _TAKEN:
-        mend = "give lower-case letters, digits and _, such as my_env, and no module of Python's own"
-        raise UsageError(f"{name!r} is no name for a package: {mend}")
+        hint = "give lower-case letters, digits and _, such as my_env, and no module of Python's own"
+        raise UsageError(f"{name!r} is no name for a package: {hint}")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is no folder: give another --out")
     if folder.exists() and any(folder.iterdir()):

@@ -190,16 +190,16 @@ def named(error: sqlite3.Error, path: Path, busy_s: float | None = None) -> Stor
 
 def _damaged(path: Path, error: Exception) -> StoreDamaged:
     what = "is not a run store, or is damaged" if "not a database" in str(error) else f"is damaged ({error})"
-    mend = f"put a copy of it in its place and go on with agentrl train --resume {path.parent}; without one, begin a"
-    return StoreDamaged(f"{path}: {what}: {mend} new run with the newest folder of {path.parent}/checkpoints as model")
+    hint = f"put a copy of it in its place and go on with agentrl train --resume {path.parent}; without one, begin a"
+    return StoreDamaged(f"{path}: {what}: {hint} new run with the newest folder of {path.parent}/checkpoints as model")
 
 
 def _busy(path: Path, busy_s: float) -> StoreBusy:
     pid = _lock_holder(path)
-    who, mend = "another process", f"find it with lsof {path} and end it"
+    who, hint = "another process", f"find it with lsof {path} and end it"
     if pid is not None:
-        who, mend = f"process {pid} ({_command(pid)})", f"end it with kill -9 {pid}"
-    go_on = f"{mend}; then go on with agentrl train --resume {path.parent}"
+        who, hint = f"process {pid} ({_command(pid)})", f"end it with kill -9 {pid}"
+    go_on = f"{hint}; then go on with agentrl train --resume {path.parent}"
     return StoreBusy(f"{path}: {who} has held the write lock for over {busy_s:g} s: {go_on}")
 
 

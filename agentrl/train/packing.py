@@ -69,7 +69,7 @@ class Pack:
     row_tokens: int  # what the same rows would cost one by one
 
 
-def plant(rows: Sequence[Row]) -> Tree:
+def build_tree(rows: Sequence[Row]) -> Tree:
     """The prefix tree of `rows`; nodes are numbered in the order in which rows bring them."""
     token_ids: list[int] = []
     depth: list[int] = []
@@ -95,7 +95,7 @@ def plant(rows: Sequence[Row]) -> Tree:
 
 def forest(rows: Sequence[Row], budget: int) -> list[Tree]:
     """One tree, or several of at most `budget` nodes if one would be larger. A row longer than that stands alone."""
-    tree = plant(rows)
+    tree = build_tree(rows)
     if len(tree.token_ids_N) <= budget or len(rows) == 1:
         return [tree]
     half = len(rows) // 2

@@ -43,8 +43,8 @@ class Sender:
             self._factory = importlib.import_module(f"{_PACKAGE}.factory").WeightTransferTrainerFactory
             self._backend = importlib.import_module(f"{_PACKAGE}.{sync}_engine")
         except ImportError as error:
-            mend = f"the learner sends with vLLM's own sender, which it cannot load ({error}): install vllm beside it"
-            raise ConfigError("engine.sync", sync, mend) from error
+            hint = f"the learner sends with vLLM's own sender, which it cannot load ({error}): install vllm beside it"
+            raise ConfigError("engine.sync", sync, hint) from error
         ranks = distributed.get_world_size() if distributed.is_initialized() else 1
         if sync == "ipc" and ranks > 1:
             raise ConfigError("engine.sync", sync, f"a learner of {ranks} ranks sends from one of them: give 'nccl'")

@@ -13,8 +13,8 @@ from agentrl.engine.vllm.probe import Need, probe
 from agentrl.engine.weights import push
 from agentrl.errors import CanaryMismatch
 from agentrl.records import WeightVersion
-from agentrl.runtime.courier import Courier, Parcel
 from agentrl.runtime.engines import Weights, attach
+from agentrl.runtime.publisher import Parcel, WeightPublisher
 
 from .conftest import Started
 from .policy import Policy
@@ -45,7 +45,7 @@ async def test_a_stock_server_is_attached_by_what_its_refusal_says(
         parcel = Parcel(
             version=version, path=file.path, sha256=file.sha256, canary=probe_of(stock, version, marked=True)
         )
-        row = await Courier(stock_config).deliver([url], parcel)
+        row = await WeightPublisher(stock_config).deliver([url], parcel)
         assert row["canary_error"] < ROUGH
         prompt = tuple((7 * i) % 120 + 3 for i in range(100))
         for _ in range(2):  # the second finds its prefix computed

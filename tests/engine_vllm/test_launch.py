@@ -130,7 +130,7 @@ def test_a_server_takes_weights_as_its_run_sends_them(sync: Any, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("sync", "mend"),
+    ("sync", "hint"),
     [
         ("full", 'vllm serve /models/m --weight-transfer-config \'{"backend": "shm"}\''),
         ("nccl", 'vllm serve /models/m --weight-transfer-config \'{"backend": "nccl"}\''),
@@ -140,11 +140,11 @@ def test_a_server_takes_weights_as_its_run_sends_them(sync: Any, monkeypatch: py
         ),
     ],
 )
-def test_a_server_that_takes_weights_another_way_is_refused_with_the_flag(sync: str, mend: str) -> None:
+def test_a_server_that_takes_weights_another_way_is_refused_with_the_flag(sync: str, hint: str) -> None:
     facts = facts_of(*frozenset(Need) - {Need.WEIGHTS, Need.NCCL, Need.IPC})
     with pytest.raises(UsageError) as caught:
         facts.require(needed(sync))
-    assert str(caught.value).endswith(f"beside its other flags, with: {mend}")
+    assert str(caught.value).endswith(f"beside its other flags, with: {hint}")
 
 
 @pytest.mark.parametrize("sync", ["full", "delta", "adapter", "nccl", "ipc"])

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from agentrl.engine import canary
 from agentrl.engine.canary import Canary, probe_tokens
 from agentrl.engine.client import EngineClient
-from agentrl.engine.direct import Transfer
+from agentrl.engine.memory_transfer import Transfer
 from agentrl.train import sender as sending
 from agentrl.train.sender import Channel, Sender
 from agentrl.train.snapshot import take

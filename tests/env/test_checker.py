@@ -258,7 +258,7 @@ def test_a_broken_promise_is_found_and_placed(cls, check, problem, line, monkeyp
     path, _, number = found[0].where.rpartition(":")
     assert path == inspect.getsourcefile(cls)
     assert line in inspect.getsource(sys.modules[__name__]).splitlines()[int(number) - 1]
-    assert found[0].mend in str(result)
+    assert found[0].hint in str(result)
 
 
 class FewParts(Good):

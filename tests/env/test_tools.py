@@ -195,9 +195,9 @@ def make_bad_tools():
     ]
 
 
-@pytest.mark.parametrize(("function", "mend"), make_bad_tools())
-def test_a_function_without_a_schema_is_refused_by_name(function, mend):
-    with pytest.raises(UsageError, match=f"{function.__name__}.*({mend})"):
+@pytest.mark.parametrize(("function", "hint"), make_bad_tools())
+def test_a_function_without_a_schema_is_refused_by_name(function, hint):
+    with pytest.raises(UsageError, match=f"{function.__name__}.*({hint})"):
         FunctionTool(function)
 
 

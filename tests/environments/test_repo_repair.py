@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from rollout.conftest import renderer, seat, store  # noqa: F401  (fixtures)
+from rollout.conftest import context, renderer, store  # noqa: F401  (fixtures)
 from rollout.saying import saying
 
 import agentrl
@@ -259,7 +259,7 @@ async def test_it_also_plays_without_walls() -> None:
 async def test_whoever_ends_an_episode_to_solve_and_submit_earns_as_much_as_to_solve_and_dawdle(
     renderer: Any,  # noqa: F811
     store: Any,  # noqa: F811
-    seat: Any,  # noqa: F811
+    context: Any,  # noqa: F811
 ) -> None:
     """At a run's default turns, and where the run has fewer than the environment."""
 
@@ -267,7 +267,7 @@ async def test_whoever_ends_an_episode_to_solve_and_submit_earns_as_much_as_to_s
         store.add_groups([Task(index=seed, env="test/Env", seed=3)], size=1, purpose="train")
         (claim,) = store.claim("w", 1, lease_s=1e6)
         room = {"max_context": 1_000_000, "max_tokens_per_turn": 100_000, **settings}
-        await play(claim, seat(RepoRepair(), saying(renderer, *turns), **room))
+        await play(claim, context(RepoRepair(), saying(renderer, *turns), **room))
         trajectory = store.trajectory(claim.episode_id)
         assert trajectory.outcome is not None
         return trajectory.outcome + sum(trajectory.rewards)

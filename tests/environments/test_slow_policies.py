@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import trio
-from rollout.conftest import renderer, seat, store  # noqa: F401  (fixtures)
+from rollout.conftest import context, renderer, store  # noqa: F401  (fixtures)
 from rollout.saying import saying
 from trio.testing import MockClock
 
@@ -36,13 +36,13 @@ def fast_clock() -> MockClock:
 
 
 @pytest.fixture
-def played(renderer: Any, store: Any, seat: Any) -> Any:  # noqa: F811
+def played(renderer: Any, store: Any, context: Any) -> Any:  # noqa: F811
     """`await played(env, seed, *turns, **options)`: an episode at the default deadlines of a run."""
 
     async def play_one(env: ToolEnv, seed: int, *turns: str, **options: Any) -> Played:
         store.add_groups([Task(index=0, env="test/Env", seed=seed, options=options)], size=1, purpose="train")
         (claim,) = store.claim("w", 1, lease_s=1e6)
-        ending = await play(claim, seat(env, saying(renderer, *turns), **ROOM))
+        ending = await play(claim, context(env, saying(renderer, *turns), **ROOM))
         return ending, store.trajectory(claim.episode_id)
 
     return play_one
@@ -134,7 +134,7 @@ class _Box:
 async def test_law_3_siblings_that_sleep_while_they_are_judged_cost_an_honest_one_nothing(
     renderer: Any,  # noqa: F811
     store: Any,  # noqa: F811
-    seat: Any,  # noqa: F811
+    context: Any,  # noqa: F811
     autojump_clock: MockClock,
 ) -> None:
     """Eight members, one slot: seven sleep for as long as a judgement may last, the last to come is honest."""
@@ -164,7 +164,7 @@ async def test_law_3_siblings_that_sleep_while_they_are_judged_cost_an_honest_on
     async def member(claim: Any, work: str) -> None:
         env = Judged()
         endings[claim.episode_id] = await play(
-            claim, seat(env, saying(renderer, env.call("hand_in", work=work)), **ROOM)
+            claim, context(env, saying(renderer, env.call("hand_in", work=work)), **ROOM)
         )
 
     async with trio.open_nursery() as nursery:

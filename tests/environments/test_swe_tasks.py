@@ -50,7 +50,7 @@ def test_a_row_is_a_task() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "field", "mend"),
+    ("changed", "field", "hint"),
     [
         ({"FAIL_TO_PASS": []}, "FAIL_TO_PASS", "at least one test"),
         ({"FAIL_TO_PASS": "[]"}, "FAIL_TO_PASS", "at least one test"),
@@ -71,10 +71,10 @@ def test_a_row_is_a_task() -> None:
         ({"apart": "no"}, "apart", "give true or false"),
     ],
 )
-def test_a_row_that_makes_no_task_is_refused(changed: dict[str, Any], field: str, mend: str) -> None:
+def test_a_row_that_makes_no_task_is_refused(changed: dict[str, Any], field: str, hint: str) -> None:
     with pytest.raises(ConfigError) as raised:
         of_row(**changed)
-    assert raised.value.field.endswith(field) and mend in raised.value.mend
+    assert raised.value.field.endswith(field) and hint in raised.value.hint
 
 
 def test_a_broken_file_names_its_line(tmp_path: Path) -> None:

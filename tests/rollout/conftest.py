@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from agentrl.config import Rollout
 from agentrl.engine.renderer import Renderer
 from agentrl.records import Message, StopReason, Task
-from agentrl.rollout.episode import Seat
+from agentrl.rollout.episode import RolloutContext
 from agentrl.store import Claim, RunStore
 from agentrl.testing.engine import FakeEngine
 
@@ -110,11 +110,13 @@ def claim_one(store: RunStore) -> Callable[..., Claim]:
 
 
 @pytest.fixture
-def seat(renderer: Renderer, store: RunStore) -> Callable[..., Seat]:
-    """`seat(env, **settings)`: a seat at a fake engine that plays the given environment."""
+def context(renderer: Renderer, store: RunStore) -> Callable[..., RolloutContext]:
+    """`context(env, **settings)`: a context at a fake engine that plays the given environment."""
 
-    def make(env: ScriptedEnv, engine: FakeEngine | None = None, rewarder: Any = None, **settings: Any) -> Seat:
-        return Seat(
+    def make(
+        env: ScriptedEnv, engine: FakeEngine | None = None, rewarder: Any = None, **settings: Any
+    ) -> RolloutContext:
+        return RolloutContext(
             engine=engine or FakeEngine(version=1),
             renderer=renderer,
             store=store,

@@ -20,10 +20,10 @@ from agentrl.testing.engine import Failure, FakeEngine
 from .conftest import ScriptedEnv, done, going, said
 
 
-async def test_an_episode_is_journaled_turn_by_turn(store: RunStore, claim_one: Any, seat: Any) -> None:
+async def test_an_episode_is_journaled_turn_by_turn(store: RunStore, claim_one: Any, context: Any) -> None:
     env = ScriptedEnv([going("more", 0.25), done(0.75)])
     claim = claim_one()
-    ending = await play(claim, seat(env))
+    ending = await play(claim, context(env))
     assert ending.stop_reason is StopReason.DONE
     trajectory = store.trajectory(claim.episode_id)
     assert [turn.text for turn in trajectory.turns] == env.actions
@@ -33,10 +33,10 @@ async def test_an_episode_is_journaled_turn_by_turn(store: RunStore, claim_one: 
     assert env.closed == 1
 
 
-async def test_law_1_prompts_extend_the_sampled_tokens_verbatim(store: RunStore, claim_one: Any, seat: Any) -> None:
+async def test_law_1_prompts_extend_the_sampled_tokens_verbatim(store: RunStore, claim_one: Any, context: Any) -> None:
     engine = FakeEngine(version=1)
     claim = claim_one()
-    await play(claim, seat(ScriptedEnv([going(), going("again"), done()]), engine))
+    await play(claim, context(ScriptedEnv([going(), going("again"), done()]), engine))
     turns = store.trajectory(claim.episode_id).turns
     for index, request in enumerate(engine.requests):
         assert request.token_ids == context_ids(turns, index)
@@ -45,21 +45,21 @@ async def test_law_1_prompts_extend_the_sampled_tokens_verbatim(store: RunStore,
 
 
 async def test_law_1_a_rewritten_history_is_a_fork(
-    store: RunStore, claim_one: Any, seat: Any, renderer: Renderer
+    store: RunStore, claim_one: Any, context: Any, renderer: Renderer
 ) -> None:
     history = [{"role": "user", "content": "summary"}]
     claim = claim_one()
-    await play(claim, seat(ScriptedEnv([going(history=history), done()])))
+    await play(claim, context(ScriptedEnv([going(history=history), done()])))
     turns = store.trajectory(claim.episode_id).turns
     assert turns[1].parent is None
     assert turns[1].prompt_ids == renderer.start(said("summary"))
 
 
-async def test_the_experts_of_a_chain_join_without_a_gap(store: RunStore, claim_one: Any, seat: Any) -> None:
+async def test_the_experts_of_a_chain_join_without_a_gap(store: RunStore, claim_one: Any, context: Any) -> None:
     history = [{"role": "user", "content": "summary"}]
     claim = claim_one()
     env = ScriptedEnv([going(), going("again"), going(history=history), done()])
-    await play(claim, replace(seat(env), experts=True))
+    await play(claim, replace(context(env), experts=True))
     turns = store.trajectory(claim.episode_id).turns
     assert [turn.parent for turn in turns] == [None, 0, 1, None]
     for chain in (turns[:3], turns[3:]):
@@ -78,10 +78,10 @@ async def test_the_experts_of_a_chain_join_without_a_gap(store: RunStore, claim_
     ],
 )
 async def test_law_3_what_the_policy_could_not_cause_is_not_scored(
-    store: RunStore, claim_one: Any, seat: Any, failing: Exception, reason: StopReason, detail: str
+    store: RunStore, claim_one: Any, context: Any, failing: Exception, reason: StopReason, detail: str
 ) -> None:
     claim = claim_one()
-    ending = await play(claim, seat(ScriptedEnv([failing])))
+    ending = await play(claim, context(ScriptedEnv([failing])))
     assert (ending.stop_reason, ending.detail) == (reason, detail)
     trajectory = store.trajectory(claim.episode_id)
     assert trajectory.outcome is None
@@ -98,45 +98,45 @@ async def test_law_3_what_the_policy_could_not_cause_is_not_scored(
     ],
 )
 async def test_law_3_an_answer_that_is_none_costs_the_episode_not_the_worker(
-    store: RunStore, claim_one: Any, seat: Any, answer: Any, detail: str
+    store: RunStore, claim_one: Any, context: Any, answer: Any, detail: str
 ) -> None:
     claim = claim_one()
-    ending = await play(claim, seat(ScriptedEnv([answer])))
+    ending = await play(claim, context(ScriptedEnv([answer])))
     assert (ending.stop_reason, ending.detail) == (StopReason.ENV_FAILED, detail)
     assert not store.trajectory(claim.episode_id).scored
 
 
 @pytest.mark.parametrize("method", ["aclose", "tool_schemas"])
 async def test_law_3_what_else_an_environment_raises_costs_the_episode_too(
-    claim_one: Any, seat: Any, method: str
+    claim_one: Any, context: Any, method: str
 ) -> None:
     def raising() -> None:
         raise KeyError("handle")
 
     env = ScriptedEnv([done()])
     setattr(env, method, raising)
-    ending = await play(claim_one(), seat(env))
+    ending = await play(claim_one(), context(env))
     what = {"aclose": "close"}.get(method, method)
     assert (ending.stop_reason, ending.detail) == (StopReason.ENV_FAILED, f"test/Env: {what} raised KeyError: 'handle'")
 
 
-async def test_law_3_a_dead_engine_is_not_the_policys_doing(store: RunStore, claim_one: Any, seat: Any) -> None:
+async def test_law_3_a_dead_engine_is_not_the_policys_doing(store: RunStore, claim_one: Any, context: Any) -> None:
     engine = FakeEngine(version=1, failures=[Failure(request=0, error=EngineUnavailable("gone"))])
     claim = claim_one()
-    assert (await play(claim, seat(ScriptedEnv([done()]), engine))).stop_reason is StopReason.ENGINE_FAILED
+    assert (await play(claim, context(ScriptedEnv([done()]), engine))).stop_reason is StopReason.ENGINE_FAILED
     assert not store.trajectory(claim.episode_id).scored
 
 
-async def test_law_4_a_hanging_step_meets_its_deadline(claim_one: Any, seat: Any, autojump_clock: MockClock) -> None:
+async def test_law_4_a_hanging_step_meets_its_deadline(claim_one: Any, context: Any, autojump_clock: MockClock) -> None:
     env = ScriptedEnv([trio.sleep_forever])
-    ending = await play(claim_one(), seat(env, step_deadline_s=7, episode_deadline_s=100))
+    ending = await play(claim_one(), context(env, step_deadline_s=7, episode_deadline_s=100))
     assert (ending.stop_reason, ending.detail) == (StopReason.ENV_FAILED, "test/Env: step took over 7 s")
     assert trio.current_time() >= 7
     assert env.closed == 1
 
 
 async def test_law_4_an_episode_has_a_deadline_and_the_environment_may_judge(
-    store: RunStore, claim_one: Any, seat: Any, autojump_clock: MockClock
+    store: RunStore, claim_one: Any, context: Any, autojump_clock: MockClock
 ) -> None:
     async def slowly() -> Any:
         await trio.sleep(30)
@@ -144,43 +144,45 @@ async def test_law_4_an_episode_has_a_deadline_and_the_environment_may_judge(
 
     env = ScriptedEnv([slowly] * 10, end={"outcome": 0.5, "success": False})
     claim = claim_one()
-    ending = await play(claim, seat(env, step_deadline_s=40, episode_deadline_s=100))
+    ending = await play(claim, context(env, step_deadline_s=40, episode_deadline_s=100))
     assert ending.stop_reason is StopReason.TIME_LIMIT
     assert env.ended is StopReason.TIME_LIMIT
     assert store.trajectory(claim.episode_id).outcome == 0.5
 
 
-async def test_limits_of_the_run_end_an_episode(store: RunStore, claim_one: Any, seat: Any) -> None:
+async def test_limits_of_the_run_end_an_episode(store: RunStore, claim_one: Any, context: Any) -> None:
     env = ScriptedEnv([going()] * 9, end={"outcome": 1.0})
     claim = claim_one()
-    assert (await play(claim, seat(env, max_turns=2))).stop_reason is StopReason.TURN_LIMIT
+    assert (await play(claim, context(env, max_turns=2))).stop_reason is StopReason.TURN_LIMIT
     assert len(store.trajectory(claim.episode_id).turns) == 2
     env = ScriptedEnv([going("x" * 50)] * 9)
     claim = claim_one()
-    ending = await play(claim, seat(env, max_turns=9, max_context=100, max_tokens_per_turn=16))
+    ending = await play(claim, context(env, max_turns=9, max_context=100, max_tokens_per_turn=16))
     assert ending.stop_reason is StopReason.CONTEXT_LIMIT
     turns = store.trajectory(claim.episode_id).turns
     assert all(len(context_ids(turns, turn.index)) + len(turn.token_ids) <= 100 for turn in turns)
 
 
-async def test_an_environment_names_its_own_stop_reason(claim_one: Any, seat: Any) -> None:
+async def test_an_environment_names_its_own_stop_reason(claim_one: Any, context: Any) -> None:
     answer = ((), 0.0, False, True, {"stop_reason": "parse_failure", "outcome": 0.0})
-    assert (await play(claim_one(), seat(ScriptedEnv([answer])))).stop_reason is StopReason.PARSE_FAILURE
+    assert (await play(claim_one(), context(ScriptedEnv([answer])))).stop_reason is StopReason.PARSE_FAILURE
 
 
-async def test_a_rewarder_scores_where_there_is_one(store: RunStore, claim_one: Any, seat: Any) -> None:
+async def test_a_rewarder_scores_where_there_is_one(store: RunStore, claim_one: Any, context: Any) -> None:
     claim = claim_one()
-    await play(claim, seat(ScriptedEnv([going(), done(0.1)]), rewarder=lambda trajectory: len(trajectory.turns) * 2.0))
+    await play(
+        claim, context(ScriptedEnv([going(), done(0.1)]), rewarder=lambda trajectory: len(trajectory.turns) * 2.0)
+    )
     assert store.trajectory(claim.episode_id).outcome == 4.0
 
 
-async def test_a_rewarder_may_take_its_time(store: RunStore, claim_one: Any, seat: Any) -> None:
+async def test_a_rewarder_may_take_its_time(store: RunStore, claim_one: Any, context: Any) -> None:
     async def later(trajectory: Trajectory) -> float:
         await trio.lowlevel.checkpoint()
         return len(trajectory.turns) * 3.0
 
     claim = claim_one()
-    await play(claim, seat(ScriptedEnv([going(), done(0.1)]), rewarder=later))
+    await play(claim, context(ScriptedEnv([going(), done(0.1)]), rewarder=later))
     assert store.trajectory(claim.episode_id).outcome == 6.0
 
 
@@ -200,7 +202,7 @@ async def test_law_3_a_reward_that_cannot_be_had_is_no_reward(
     detail: str,
     store: RunStore,
     claim_one: Any,
-    seat: Any,
+    context: Any,
     autojump_clock: MockClock,
 ) -> None:
     async def failing(trajectory: Trajectory) -> float:
@@ -210,33 +212,33 @@ async def test_law_3_a_reward_that_cannot_be_had_is_no_reward(
         return 1.0
 
     claim = claim_one()
-    ending = await play(claim, seat(ScriptedEnv([done(0.1)]), rewarder=failing, step_deadline_s=5))
+    ending = await play(claim, context(ScriptedEnv([done(0.1)]), rewarder=failing, step_deadline_s=5))
     assert (ending.stop_reason, ending.detail) == (reason, detail)
     trajectory = store.trajectory(claim.episode_id)
     assert (trajectory.stop_reason, trajectory.outcome, trajectory.scored) == (reason, None, False)
 
 
-async def test_law_3_a_reward_that_is_not_finite_is_no_reward(claim_one: Any, seat: Any) -> None:
-    ending = await play(claim_one(), seat(ScriptedEnv([done()]), rewarder=lambda trajectory: float("nan")))
+async def test_law_3_a_reward_that_is_not_finite_is_no_reward(claim_one: Any, context: Any) -> None:
+    ending = await play(claim_one(), context(ScriptedEnv([done()]), rewarder=lambda trajectory: float("nan")))
     assert ending.stop_reason is StopReason.ENV_FAILED
     assert ending.detail == "test/Env: reward raised ValueError: nan is no reward"
 
 
-async def test_what_failed_before_is_not_put_to_the_rewarder(claim_one: Any, seat: Any) -> None:
+async def test_what_failed_before_is_not_put_to_the_rewarder(claim_one: Any, context: Any) -> None:
     asked: list[Trajectory] = []
     env = ScriptedEnv([SandboxError("host gone")])
-    await play(claim_one(), seat(env, rewarder=lambda trajectory: asked.append(trajectory) or 1.0))
+    await play(claim_one(), context(env, rewarder=lambda trajectory: asked.append(trajectory) or 1.0))
     assert asked == []
 
 
-async def test_step_rewards_alone_are_a_signal(store: RunStore, claim_one: Any, seat: Any) -> None:
+async def test_step_rewards_alone_are_a_signal(store: RunStore, claim_one: Any, context: Any) -> None:
     claim = claim_one()
-    await play(claim, seat(ScriptedEnv([((), 0.5, True, False, {})])))
+    await play(claim, context(ScriptedEnv([((), 0.5, True, False, {})])))
     trajectory = store.trajectory(claim.episode_id)
     assert (trajectory.outcome, trajectory.success, trajectory.rewards) == (0.0, None, (0.5,))
 
 
-async def crash_after(claim: Claim, seat: Any, answers: list[Any], stage: str, store: RunStore) -> None:
+async def crash_after(claim: Claim, context: Any, answers: list[Any], stage: str, store: RunStore) -> None:
     """Play until the third turn's `stage` call, and die there as a killed process would."""
 
     class Killed(BaseException):
@@ -255,22 +257,22 @@ async def crash_after(claim: Claim, seat: Any, answers: list[Any], stage: str, s
     setattr(store, stage, dying)
     try:
         with pytest.raises(Killed):
-            await play(claim, seat(ScriptedEnv(answers)))
+            await play(claim, context(ScriptedEnv(answers)))
     finally:
         delattr(store, stage)
 
 
 @pytest.mark.parametrize("stage", ["journal_turn", "journal_step"])
 async def test_law_2_another_worker_goes_on_from_the_last_journaled_token(
-    store: RunStore, claim_one: Callable[..., Claim], seat: Any, stage: str
+    store: RunStore, claim_one: Callable[..., Claim], context: Any, stage: str
 ) -> None:
     answers = [going("a", 0.1), going("b", 0.2), going("c", 0.3), done(1.0)]
     first = claim_one("first", now=0.0)
-    await crash_after(first, seat, answers, stage, store)
+    await crash_after(first, context, answers, stage, store)
     journaled = store.trajectory(first.episode_id).turns
     second = next(c for c in store.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
     engine, env = FakeEngine(version=1), ScriptedEnv(answers)
-    assert (await play(second, seat(env, engine))).stop_reason is StopReason.DONE
+    assert (await play(second, context(env, engine))).stop_reason is StopReason.DONE
     turns = store.trajectory(first.episode_id).turns
     assert [t.token_ids for t in turns[: len(journaled)]] == [t.token_ids for t in journaled]
     assert len(engine.requests) == 4 - len(journaled), "only what was never journaled is sampled"
@@ -281,13 +283,13 @@ async def test_law_2_another_worker_goes_on_from_the_last_journaled_token(
 
 
 async def test_law_2_an_episode_that_cannot_be_restored_starts_anew_and_says_so(
-    store: RunStore, claim_one: Callable[..., Claim], seat: Any
+    store: RunStore, claim_one: Callable[..., Claim], context: Any
 ) -> None:
     first = claim_one("first", now=0.0)
-    await crash_after(first, seat, [going("a"), going("b"), going("c")], "journal_turn", store)
+    await crash_after(first, context, [going("a"), going("b"), going("c")], "journal_turn", store)
     second = next(c for c in store.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
     env = ScriptedEnv([going("other"), done()])
-    assert (await play(second, seat(env))).stop_reason is StopReason.DONE
+    assert (await play(second, context(env))).stop_reason is StopReason.DONE
     assert len(store.trajectory(first.episode_id).turns) == 2
     (restart,) = store.restarts(first.episode_id)
     assert restart.reason == "turn 0 was answered differently"
@@ -295,12 +297,12 @@ async def test_law_2_an_episode_that_cannot_be_restored_starts_anew_and_says_so(
 
 
 async def test_law_2_an_environment_without_the_promise_is_not_replayed(
-    store: RunStore, claim_one: Callable[..., Claim], seat: Any
+    store: RunStore, claim_one: Callable[..., Claim], context: Any
 ) -> None:
     first = claim_one("first", now=0.0)
-    await crash_after(first, seat, [going("a"), going("b"), going("c")], "journal_turn", store)
+    await crash_after(first, context, [going("a"), going("b"), going("c")], "journal_turn", store)
     second = next(c for c in store.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
     env = ScriptedEnv([done()])
     env.replayable = False
-    await play(second, seat(env))
+    await play(second, context(env))
     assert "does not promise" in store.restarts(first.episode_id)[0].reason

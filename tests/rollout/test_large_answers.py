@@ -20,12 +20,12 @@ def size(messages: Any) -> int:
 
 
 async def test_an_observation_is_cut_to_what_the_run_takes_and_flagged(
-    store: RunStore, claim_one: Any, seat: Any
+    store: RunStore, claim_one: Any, context: Any
 ) -> None:
     huge = "é" * 1_000_000
     answers = [(said("short") + said(huge) + said(huge), 0.0, False, False, {"kept": 1}), going("small"), done()]
     claim = claim_one()
-    ending = await play(claim, seat(ScriptedEnv(answers), max_observation_bytes=1000, max_context=100_000))
+    ending = await play(claim, context(ScriptedEnv(answers), max_observation_bytes=1000, max_context=100_000))
     assert ending.stop_reason is StopReason.DONE
     first, second, _ = (turn.step for turn in store.trajectory(claim.episode_id).turns)
     assert first is not None
@@ -41,10 +41,10 @@ async def test_an_observation_is_cut_to_what_the_run_takes_and_flagged(
     assert (size(second.observation), "observation_cut" in second.info) == (5, False)
 
 
-async def test_prompt_and_rewritten_history_are_cut_too(store: RunStore, claim_one: Any, seat: Any) -> None:
+async def test_prompt_and_rewritten_history_are_cut_too(store: RunStore, claim_one: Any, context: Any) -> None:
     rewritten = going(history=list(said("y" * 100_000)))
     claim = claim_one()
-    await play(claim, seat(ScriptedEnv([rewritten, done()], start="x" * 100_000), max_observation_bytes=600))
+    await play(claim, context(ScriptedEnv([rewritten, done()], start="x" * 100_000), max_observation_bytes=600))
     trajectory = store.trajectory(claim.episode_id)
     assert size(trajectory.start) < 700
     assert trajectory.turns[0].step is not None
@@ -53,10 +53,10 @@ async def test_prompt_and_rewritten_history_are_cut_too(store: RunStore, claim_o
 
 
 async def test_without_a_setting_the_context_says_how_much_is_too_much(
-    store: RunStore, claim_one: Any, seat: Any
+    store: RunStore, claim_one: Any, context: Any
 ) -> None:
     claim = claim_one()
-    ending = await play(claim, seat(ScriptedEnv([going("x" * 1_000_000), done()]), max_context=500))
+    ending = await play(claim, context(ScriptedEnv([going("x" * 1_000_000), done()]), max_context=500))
     assert ending.stop_reason is StopReason.CONTEXT_LIMIT
     (turn,) = store.trajectory(claim.episode_id).turns
     assert turn.step is not None
@@ -64,7 +64,7 @@ async def test_without_a_setting_the_context_says_how_much_is_too_much(
 
 
 async def test_large_answers_are_tokenized_beside_the_loop(
-    claim_one: Any, seat: Any, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    claim_one: Any, context: Any, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[bool] = []
 
@@ -73,5 +73,5 @@ async def test_large_answers_are_tokenized_beside_the_loop(
         return Renderer.extend(renderer, *args)
 
     monkeypatch.setattr(renderer, "extend", extend)
-    await play(claim_one(), seat(ScriptedEnv([going("x" * 50_000), going("short"), done()]), max_context=200_000))
+    await play(claim_one(), context(ScriptedEnv([going("x" * 50_000), going("short"), done()]), max_context=200_000))
     assert threads == [False, True]

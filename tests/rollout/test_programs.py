@@ -18,7 +18,7 @@ from .conftest import said
 
 
 async def test_law_1_a_program_that_sees_text_is_trained_on_the_tokens_that_were_sampled(
-    store: RunStore, claim_one: Any, seat: Any, renderer: Renderer
+    store: RunStore, claim_one: Any, context: Any, renderer: Renderer
 ) -> None:
     heard: list[str] = []
 
@@ -37,7 +37,7 @@ async def test_law_1_a_program_that_sees_text_is_trained_on_the_tokens_that_were
         return 0.5
 
     engine, claim = FakeEngine(version=1), claim_one()
-    ending = await play(claim, seat(ProgramEnv(program), engine))
+    ending = await play(claim, context(ProgramEnv(program), engine))
     trajectory = store.trajectory(claim.episode_id)
     assert (ending.stop_reason, trajectory.outcome) == (StopReason.DONE, 0.5)
     turns = trajectory.turns

@@ -41,11 +41,11 @@ def game() -> Table:
 
 
 async def test_each_role_is_a_conversation_of_its_own(
-    store: RunStore, claim_one: Any, seat: Any, renderer: Renderer
+    store: RunStore, claim_one: Any, context: Any, renderer: Renderer
 ) -> None:
     engine = FakeEngine(version=1)
     claim = claim_one()
-    assert (await play(claim, seat(game(), engine))).stop_reason is StopReason.DONE
+    assert (await play(claim, context(game(), engine))).stop_reason is StopReason.DONE
     turns = store.trajectory(claim.episode_id).turns
     assert [(turn.role, turn.parent, turn.learns) for turn in turns] == [
         ("ann", None, True),
@@ -60,12 +60,12 @@ async def test_each_role_is_a_conversation_of_its_own(
 
 
 async def test_a_given_role_is_played_by_its_own_engine_and_never_trained(
-    store: RunStore, claim_one: Any, seat: Any
+    store: RunStore, claim_one: Any, context: Any
 ) -> None:
     learning, frozen = FakeEngine(version=1), FakeEngine(version=77)  # 77 was never minted: it is no version of the run
     for _ in range(2):
-        place = seat(game(), learning)
-        object.__setattr__(place, "given", {"bob": frozen})
+        place = context(game(), learning)
+        object.__setattr__(place, "frozen", {"bob": frozen})
         await play(claim_one(), place)
     (row, *_) = store.episodes("train")
     trajectory = store.trajectory(row.id)
@@ -83,7 +83,7 @@ async def test_a_given_role_is_played_by_its_own_engine_and_never_trained(
 
 
 async def test_a_crashed_game_goes_on_with_the_role_whose_turn_it_was(
-    store: RunStore, claim_one: Any, seat: Any
+    store: RunStore, claim_one: Any, context: Any
 ) -> None:
     class Killed(BaseException):
         pass
@@ -94,16 +94,16 @@ async def test_a_crashed_game_goes_on_with_the_role_whose_turn_it_was(
     answers = game().answers
     first = claim_one("first", now=0.0)
     with pytest.raises(Killed):
-        await play(first, seat(Table([answers[0], die], start="ann, begin")))
+        await play(first, context(Table([answers[0], die], start="ann, begin")))
     second = next(c for c in store.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
-    assert (await play(second, seat(game()))).stop_reason is StopReason.DONE
+    assert (await play(second, context(game()))).stop_reason is StopReason.DONE
     turns = store.trajectory(first.episode_id).turns
     assert [turn.role for turn in turns] == ["ann", "bob", "ann", "bob"]
     assert store.restarts(first.episode_id) == []
 
 
 async def test_tools_are_asked_for_after_the_reset_and_again_at_a_fork(
-    store: RunStore, claim_one: Any, seat: Any, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    store: RunStore, claim_one: Any, context: Any, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[str]] = []
 
@@ -129,16 +129,16 @@ async def test_tools_are_asked_for_after_the_reset_and_again_at_a_fork(
 
     env.answers = [fork, ((), 0.0, True, False, {})]
     monkeypatch.setattr(renderer, "start", start)
-    await play(claim_one(), seat(env))
+    await play(claim_one(), context(env))
     assert seen == [["read"], ["read", "write"]]
 
 
 @pytest.mark.parametrize("fault", [SandboxPathError("main.py is missing"), PolicyFault("it cannot be judged")])
 async def test_law_3_a_fault_of_the_policy_that_nobody_answered_is_scored(
-    store: RunStore, claim_one: Any, seat: Any, fault: PolicyFault
+    store: RunStore, claim_one: Any, context: Any, fault: PolicyFault
 ) -> None:
     claim = claim_one()
-    ending = await play(claim, seat(ScriptedEnv([going("on", 0.25), fault])))
+    ending = await play(claim, context(ScriptedEnv([going("on", 0.25), fault])))
     assert (ending.stop_reason, ending.detail) == (StopReason.POLICY_FAULT, f"{type(fault).__name__}: {fault}")
     trajectory = store.trajectory(claim.episode_id)
     assert trajectory.scored
@@ -148,12 +148,12 @@ async def test_law_3_a_fault_of_the_policy_that_nobody_answered_is_scored(
 
 
 async def test_law_3_before_the_first_action_nothing_is_the_policys_doing(
-    store: RunStore, claim_one: Any, seat: Any
+    store: RunStore, claim_one: Any, context: Any
 ) -> None:
     class Broken(ScriptedEnv):
         async def areset(self, *, seed: int | None = None, options: Any = None) -> Any:
             raise SandboxPathError("the task's own file is missing")
 
     claim = claim_one()
-    assert (await play(claim, seat(Broken([])))).stop_reason is StopReason.ENV_FAILED
+    assert (await play(claim, context(Broken([])))).stop_reason is StopReason.ENV_FAILED
     assert not store.trajectory(claim.episode_id).scored

@@ -55,11 +55,11 @@ def observed(store: RunStore, episode_id: int) -> list[list[str]]:
 
 
 async def test_law_3_an_engine_that_needs_45_seconds_a_turn_costs_the_policy_nothing(
-    store: RunStore, claim_one: Any, seat: Any, autojump_clock: MockClock
+    store: RunStore, claim_one: Any, context: Any, autojump_clock: MockClock
 ) -> None:
     claim = claim_one()
     engine = FakeEngine(version=1, chunk_s=15.0)  # three chunks a turn
-    ending = await play(claim, seat(ScriptedEnv([*[going()] * 9, done(1.0)]), engine, max_turns=20, **ROOM))
+    ending = await play(claim, context(ScriptedEnv([*[going()] * 9, done(1.0)]), engine, max_turns=20, **ROOM))
     assert ending.stop_reason is StopReason.DONE
     assert store.trajectory(claim.episode_id).outcome == 1.0
     assert trio.current_time() > 400, "the deadline of an episode is 300 s"
@@ -67,11 +67,11 @@ async def test_law_3_an_engine_that_needs_45_seconds_a_turn_costs_the_policy_not
 
 @pytest.mark.parametrize("naps", [2, 5])
 async def test_law_3_tools_of_a_turn_share_less_than_the_steps_deadline_and_the_policy_reads_so(
-    store: RunStore, claim_one: Any, seat: Any, renderer: Renderer, autojump_clock: MockClock, naps: int
+    store: RunStore, claim_one: Any, context: Any, renderer: Renderer, autojump_clock: MockClock, naps: int
 ) -> None:
     env = Napping()
     claim = claim_one()
-    ending = await play(claim, seat(env, saying(renderer, env.call("nap") * naps, env.call("stop")), **ROOM))
+    ending = await play(claim, context(env, saying(renderer, env.call("nap") * naps, env.call("stop")), **ROOM))
     assert (ending.stop_reason, store.trajectory(claim.episode_id).outcome) == (StopReason.DONE, 0.5), ending
     said, _ = observed(store, claim.episode_id)
     assert len(said) == naps
@@ -83,23 +83,23 @@ async def test_law_3_tools_of_a_turn_share_less_than_the_steps_deadline_and_the_
 
 @pytest.mark.parametrize("hanging", ["prompting_s", "grading_s"])
 async def test_law_3_an_environments_own_code_that_hangs_is_not_the_policys_doing(
-    store: RunStore, claim_one: Any, seat: Any, renderer: Renderer, autojump_clock: MockClock, hanging: str
+    store: RunStore, claim_one: Any, context: Any, renderer: Renderer, autojump_clock: MockClock, hanging: str
 ) -> None:
     env = Napping()
     setattr(env, hanging, 1e6)
     claim = claim_one()
-    ending = await play(claim, seat(env, saying(renderer, env.call("stop")), **ROOM))
+    ending = await play(claim, context(env, saying(renderer, env.call("stop")), **ROOM))
     assert ending.stop_reason is StopReason.ENV_FAILED
     assert ending.detail.endswith("took over 60 s")
     assert not store.trajectory(claim.episode_id).scored
 
 
 async def test_law_3_naps_cannot_turn_an_honest_grade_into_a_failure_of_the_environment(
-    store: RunStore, claim_one: Any, seat: Any, renderer: Renderer, autojump_clock: MockClock
+    store: RunStore, claim_one: Any, context: Any, renderer: Renderer, autojump_clock: MockClock
 ) -> None:
     """The grade takes 50 of its 60 seconds, beside the seconds that the policy slept away in the same step."""
     env = Napping()
     env.grading_s = 50.0
     claim = claim_one()
-    ending = await play(claim, seat(env, saying(renderer, env.call("nap") + env.call("stop")), **ROOM))
+    ending = await play(claim, context(env, saying(renderer, env.call("nap") + env.call("stop")), **ROOM))
     assert (ending.stop_reason, store.trajectory(claim.episode_id).outcome) == (StopReason.DONE, 0.5), ending

@@ -29,10 +29,10 @@ def config(**sections: Any) -> RunConfig:
 
 
 @pytest.fixture
-def worker(store: RunStore, seat: Any) -> Callable[..., Worker]:
+def worker(store: RunStore, context: Any) -> Callable[..., Worker]:
     def make(env: Callable[[Task], ScriptedEnv], tasks: TaskSource | None = None, **sections: Any) -> Worker:
         chosen = config(**sections)
-        place = seat(ScriptedEnv([]), **chosen.rollout.model_dump())
+        place = context(ScriptedEnv([]), **chosen.rollout.model_dump())
         object.__setattr__(place, "make_env", env)
         source = tasks or task_source(chosen)
         return Worker("w.1", chosen, store, place, source, now=trio.current_time)
@@ -239,7 +239,7 @@ async def test_a_worker_whose_threads_hang_hands_its_episodes_back_and_asks_to_b
     tasks = [Task(index=at, env="test/Env", seed=seed) for at, seed in enumerate([1, 3, 5, 7, 2, 4])]
     store.add_groups(tasks, size=1, purpose="eval:a:now")
     one = worker(lambda task: Stuck(), rollout={"step_deadline_s": 20, "max_running": 5, "group_size": 2})
-    slow = one.seat.engine
+    slow = one.context.engine
 
     async def generate(request: Any) -> Any:
         await trio.sleep(8)

@@ -23,9 +23,9 @@ from agentrl.errors import CanaryMismatch, RunFailed
 from agentrl.ports import free_port
 from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint, start_point
-from agentrl.runtime.crew import Crew
 from agentrl.runtime.engines import Replica, Weights, current_weights
 from agentrl.runtime.models import model_dir
+from agentrl.runtime.processes import RunProcesses
 from agentrl.runtime.rundir import LOCKS, RunDir
 from agentrl.runtime.supervise import Child
 from agentrl.store import RunStore
@@ -124,17 +124,17 @@ async def going(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     """`going()` starts a run, or resumes it where its newest checkpoint is, up to the start of an engine's process."""
     started: list[Replica] = []
 
-    async def serve(_: Crew, replica: Replica) -> None:
+    async def serve(_: RunProcesses, replica: Replica) -> None:
         started.append(replica)
 
-    monkeypatch.setattr(Crew, "_serve", serve)
+    monkeypatch.setattr(RunProcesses, "_serve", serve)
     run = RunDir.create(tmp_path / "run", CONFIG.model_copy(update={"model": str(FOLDER)}))
     with RunStore.open(run.store_path) as store:
         async with trio.open_nursery() as nursery:
 
             async def start() -> Going:
-                crew = Crew(run, run.config(), store, nursery, mark={})
-                await crew.start_engines(start_point(run, store))
+                processes = RunProcesses(run, run.config(), store, nursery, mark={})
+                await processes.start_engines(start_point(run, store))
                 return Going(run, store, started[-1])
 
             yield start  # pyright: ignore[reportReturnType]
@@ -252,12 +252,12 @@ async def test_each_replica_is_started_on_its_gpus(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     started: list[tuple[str, str | None]] = []
 
-    async def serve(_: Crew, replica: Replica) -> None:
+    async def serve(_: RunProcesses, replica: Replica) -> None:
         with pytest.raises(RunFailed, match="vLLM ended before it was ready"):
             await replica.up()
         started.append((replica.child.name, replica.child.env.get("CUDA_VISIBLE_DEVICES")))
 
-    monkeypatch.setattr(Crew, "_serve", serve)
+    monkeypatch.setattr(RunProcesses, "_serve", serve)
     for name, engine in (("a", {"gpus": [[1], [2, 3]]}), ("b", {"replicas": 1})):
         config = CONFIG.model_copy(update={"engine": EngineSettings.model_validate({"kind": "vllm", **engine})})
         run = RunDir.create(tmp_path / name, config)
@@ -265,6 +265,6 @@ async def test_each_replica_is_started_on_its_gpus(tmp_path: Path, monkeypatch: 
             first = store.mint_version(0)
             store.confirm_version(first)
             async with trio.open_nursery() as nursery:
-                crew = Crew(run, config, store, nursery, mark={})
-                await crew.start_engines(StartPoint(model=FOLDER, checkpoint=None, version=first))
+                processes = RunProcesses(run, config, store, nursery, mark={})
+                await processes.start_engines(StartPoint(model=FOLDER, checkpoint=None, version=first))
     assert started == [("engine-0", "1"), ("engine-1", "2,3"), ("engine-0", None)]

@@ -14,7 +14,7 @@ from agentrl.config import EnvSource, RunConfig, Train
 from agentrl.errors import RunFailed
 from agentrl.records import WeightVersion
 from agentrl.runtime import learner as module
-from agentrl.runtime.courier import NotDelivered
+from agentrl.runtime.publisher import NotDelivered
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Scene:
             _run=SimpleNamespace(checkpoints=folder),
             _learner=self.learner,
             _saved_at=0.0,
-            _courier=SimpleNamespace(behind=self._behind),
+            _publisher=SimpleNamespace(behind=self._behind),
             _store=SimpleNamespace(
                 current_version=lambda: WeightVersion(version=6, step=0),
                 step_of=None,

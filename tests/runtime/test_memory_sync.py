@@ -19,8 +19,8 @@ from agentrl.errors import ConfigError
 from agentrl.records import WeightVersion
 from agentrl.runtime import engines, learner
 from agentrl.runtime.checkpoints import StartPoint
-from agentrl.runtime.courier import MemoryParcel
 from agentrl.runtime.models import model_dir
+from agentrl.runtime.publisher import MemoryParcel
 from agentrl.runtime.trainer import Trainer, evaluate
 from agentrl.store import RunStore
 from agentrl.train.export import WeightFile, export_weights
@@ -69,7 +69,7 @@ class Scene:
             _config=run_config(),
             _store=self.store,
             _learner=SimpleNamespace(step_index=4, model=self.model, score=self.model.score),
-            _courier=SimpleNamespace(behind=self._behind),
+            _publisher=SimpleNamespace(behind=self._behind),
             _pushes=self.pushes,
             _push=None,
             _watch_at=0.0,

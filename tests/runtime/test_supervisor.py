@@ -30,7 +30,7 @@ STALL_S = 30.0
 
 
 class NoChildren:
-    """A crew whose processes never do anything: `learned` is set by the test."""
+    """A processes whose processes never do anything: `learned` is set by the test."""
 
     engines_start, troubles = False, ()
 
@@ -57,9 +57,9 @@ def supervisor(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
         run.make_scratch()
         first = WeightVersion(version=1, step=0)
         start = StartPoint(model=model_dir("agentrl/tiny-coder"), checkpoint=None, version=first)
-        crew: Any = NoChildren()
+        processes: Any = NoChildren()
         telemetry = Telemetry(store, run.metrics, "supervisor")
-        opened.append(Supervisor(run, run.config(), store, telemetry, crew, start, lambda _: None))
+        opened.append(Supervisor(run, run.config(), store, telemetry, processes, start, lambda _: None))
         return opened[-1]
 
     yield make

@@ -24,7 +24,7 @@ DEADLINE_S = 300.0
 KILLS = 8
 
 
-class Crew:
+class RunProcesses:
     """Two workers and a learner over one store, all writing their lines into one pipe."""
 
     def __init__(self, path: Path) -> None:
@@ -80,30 +80,30 @@ class Crew:
 def test_law_2_trained_exactly_once_whoever_is_killed_whenever(path: Path, seed: int) -> None:
     rng = random.Random(seed)
     RunStore.create(path, "{}").close()
-    crew = Crew(path)
+    processes = RunProcesses(path)
     try:
         for _ in range(KILLS):
-            if not crew.hear(rng.randrange(1, 60)):
+            if not processes.hear(rng.randrange(1, 60)):
                 break
             whom = rng.choice([[0], [1], [2], [0, 1, 2]])
             for index in whom:
-                crew.kill(index)
+                processes.kill(index)
             if len(whom) == len(ROLES):
                 with RunStore.open(path) as store:
                     store.release_all()
                     assert audit(store).violations == []
             for index in whom:
-                crew.start(index)
-        while crew.hear(1):
+                processes.start(index)
+        while processes.hear(1):
             pass
-        assert crew.wait() == [0, 0, 0]
-        crew.drain()
+        assert processes.wait() == [0, 0, 0]
+        processes.drain()
     finally:
-        crew.close()
+        processes.close()
     with RunStore.open(path) as store:
         assert audit(store).violations == []
         check_lineage(store)
-        check_acknowledged(store, crew.acks)
+        check_acknowledged(store, processes.acks)
 
 
 def check_lineage(store: RunStore) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from agentrl.train.packing import forest, packs, plant
+from agentrl.train.packing import build_tree, forest, packs
 from agentrl.train.samples import Row
 
 
@@ -30,7 +30,7 @@ def row(
 
 def test_the_worked_example_of_the_module() -> None:
     p, q, a, b, c, d, e = range(7)
-    tree = plant([row([p, q, a, b]), row([p, q, a, c, d]), row([p, q, e])])
+    tree = build_tree([row([p, q, a, b]), row([p, q, a, c, d]), row([p, q, e])])
     assert tree.token_ids_N == (p, q, a, b, c, d, e)
     assert tree.depth_N == (0, 1, 2, 3, 3, 4, 2)
     assert [(x.start, x.stop, x.path.tolist()) for x in tree.branches] == [
@@ -41,7 +41,7 @@ def test_the_worked_example_of_the_module() -> None:
 
 
 def test_a_row_that_brings_nothing_new_has_no_branch_but_keeps_its_path() -> None:
-    tree = plant([row([1, 2, 3]), row([1, 2]), row([1, 2, 3])])
+    tree = build_tree([row([1, 2, 3]), row([1, 2]), row([1, 2, 3])])
     assert len(tree.branches) == 1
     assert [path.tolist() for path in tree.paths] == [[0, 1, 2], [0, 1], [0, 1, 2]]
 
@@ -61,7 +61,7 @@ def test_trees_hold_each_distinct_prefix_once() -> None:
     for seed in range(200):
         rows = random_rows(seed)
         prefixes = {r.token_ids[: n + 1] for r in rows for n in range(len(r.token_ids))}
-        tree = plant(rows)
+        tree = build_tree(rows)
         assert len(tree.token_ids_N) == len(prefixes)
         for r, path in zip(rows, tree.paths, strict=True):
             assert tuple(tree.token_ids_N[node] for node in path.tolist()) == r.token_ids

@@ -133,8 +133,8 @@ class ReplaceText(SchemaChecked):
         data = await self._sandbox.read(path, most_bytes=MOST_BYTES)
         count = data.count(old)
         if count != 1:
-            mend = "look at the file again" if count == 0 else "give more of what stands around it"
-            raise ToolError(f"the text to replace occurs {count} times in {path}: {mend}")
+            hint = "look at the file again" if count == 0 else "give more of what stands around it"
+            raise ToolError(f"the text to replace occurs {count} times in {path}: {hint}")
         await self._sandbox.write(path, data.replace(old, _bytes(given["new"])))
         return ToolResult(content=f"replaced in {path}")
 

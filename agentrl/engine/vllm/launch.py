@@ -98,16 +98,16 @@ def check_sender(sync: str, *, untested: bool = False) -> None:
         check_version(metadata.version("vllm"), sys.executable, untested=untested)
     except metadata.PackageNotFoundError:
         low = ".".join(map(str, OLDEST))
-        mend = f"the learner sends with vLLM's own sender: install vllm=={low}.0 for {sys.executable}, or give 'auto'"
-        raise ConfigError("engine.sync", sync, mend) from None
+        hint = f"the learner sends with vLLM's own sender: install vllm=={low}.0 for {sys.executable}, or give 'auto'"
+        raise ConfigError("engine.sync", sync, hint) from None
 
 
 def check_gpus(gpus: Sequence[int]) -> None:
     """Raises ConfigError for GPUs that the vLLM found, or this process, cannot take."""
     build = find_build()
     if build.cpu:
-        mend = f"{build.python} has vLLM's CPU build: leave it out, or set {PYTHON_VARIABLE}"
-        raise ConfigError("engine.gpus", list(gpus), mend)
+        hint = f"{build.python} has vLLM's CPU build: leave it out, or set {PYTHON_VARIABLE}"
+        raise ConfigError("engine.gpus", list(gpus), hint)
     _visible(gpus)
 
 
@@ -119,8 +119,8 @@ def _visible(gpus: Sequence[int]) -> list[str]:
         return [str(gpu) for gpu in gpus]
     names = [name.strip() for name in seen.split(",") if name.strip()]
     if beyond := [gpu for gpu in gpus if gpu >= len(names)]:
-        mend = f"CUDA_VISIBLE_DEVICES={seen!r} shows {len(names)}: count them from 0"
-        raise ConfigError("engine.gpus", beyond, mend)
+        hint = f"CUDA_VISIBLE_DEVICES={seen!r} shows {len(names)}: count them from 0"
+        raise ConfigError("engine.gpus", beyond, hint)
     return [names[gpu] for gpu in gpus]
 
 
@@ -359,7 +359,7 @@ async def _warm_up(client: EngineClient, deadline_s: float) -> None:
     )
 
 
-_MENDS = (
+_HINTS = (
     (r"No module named '?vllm", "run `make vllm`"),
     (r"[Aa]ddress already in use", "another process has the port: choose another one"),
     (r"less than desired CPU memory|larger than the available KV cache memory", "lower engine.kv_cache_mb or raise it"),
@@ -373,9 +373,9 @@ def explain(log: Path | None) -> str:
     if log is None or not log.exists():
         return "no log was kept"
     lines = [re.sub(r"^\([^)]*\)\s*", "", line).strip() for line in log.read_text(errors="replace").splitlines()]
-    for pattern, mend in _MENDS:
+    for pattern, hint in _HINTS:
         if hit := next((line for line in reversed(lines) if re.search(pattern, line)), None):
-            return f"{hit[:300]} ({mend}); see {log}"
+            return f"{hit[:300]} ({hint}); see {log}"
     # The first error is the cause; those after it tell of its consequences.
     errors = [line for line in lines if re.match(r"(ERROR .*\] )?([\w.]+(Error|Exception)|Value error)\b", line)]
     return f"{(errors or lines or ['it printed nothing'])[0 if errors else -1][:300]}; see {log}"

@@ -132,8 +132,8 @@ async def probe(client: EngineClient, *, untested: bool = False) -> Facts:
         raise
     except (EngineError, KeyError) as error:
         if "answered 401" in str(error):
-            mend = "export its key, and name the variable in engine.api_key_env"
-            raise UsageError(f"the server at {client.url} asks for an API key: {mend}") from error
+            hint = "export its key, and name the variable in engine.api_key_env"
+            raise UsageError(f"the server at {client.url} asks for an API key: {hint}") from error
         raise UsageError(f"the server at {client.url} is no vLLM server: {error}") from error
     check_version(version, f"the server at {client.url}", untested=untested)
     model = cast("dict[str, Any]", models[0])

@@ -138,12 +138,12 @@ class RepoRepair(ToolEnv):
     def oracles(self) -> list[Oracle]:
         repair, submit = self._repair, self.call("submit")
         mended = [path for path, text in repair.gold.items() if text != repair.broken[path]]
-        mend = [self.call("write_file", path=path, content=repair.gold[path]) for path in mended]
+        rewrite = [self.call("write_file", path=path, content=repair.gold[path]) for path in mended]
         wreck = [self.call("write_file", path=path, content="") for path in repair.broken]
         pass_all = "import unittest\n\n\nclass Test(unittest.TestCase):\n    def test_all(self):\n        pass\n"
         forget = [self.call("write_file", path=f"tests/{name}", content=pass_all) for name in repair.visible]
         return [
-            Oracle("gold", 1.0, script("".join(mend), submit)),
+            Oracle("gold", 1.0, script("".join(rewrite), submit)),
             Oracle("no-op", 0.0, script(submit)),
             Oracle("delete the tests", 0.0, script("".join(forget), self.call("run_tests"), submit)),
             Oracle("empty the sources", 0.0, script("".join(wreck), submit)),

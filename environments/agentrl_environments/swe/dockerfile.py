@@ -51,8 +51,8 @@ def recipe(file: Path) -> Recipe:
             for source in sources:
                 files.update(_copied(file, source, target, workdir))
         elif word != "WORKDIR" and word not in _SILENT:
-            mend = f"{word} needs a builder: docker build -t NAME {file.parent}, then docker_image or images= with NAME"
-            raise ConfigError(str(file), f"{word} {rest}"[:60], mend)
+            hint = f"{word} needs a builder: docker build -t NAME {file.parent}, then docker_image or images= with NAME"
+            raise ConfigError(str(file), f"{word} {rest}"[:60], hint)
     if not base:
         raise ConfigError(str(file), "", "a Dockerfile starts with FROM")
     return Recipe(base, workdir, files)

@@ -210,7 +210,7 @@ class Harbor(CodingTasks):
         super().__init__(tasks=harbor.load(folder, defaults), sandbox=sandbox, **settings)
 
 
-def _existing(path: Path, exists: Callable[[Path], bool], mend: str) -> Path:
+def _existing(path: Path, exists: Callable[[Path], bool], hint: str) -> Path:
     if not exists(path):
-        raise ConfigError("tasks", str(path), mend)
+        raise ConfigError("tasks", str(path), hint)
     return path

@@ -22,8 +22,8 @@ from agentrl.engine import adapters, canary, weightfile
 from agentrl.engine.adapters import AdapterClient
 from agentrl.engine.canary import Canary
 from agentrl.engine.client import EngineClient
-from agentrl.engine.direct import Sender, Snapshot, Transfer
 from agentrl.engine.exclusive import exclusive
+from agentrl.engine.memory_transfer import Sender, Snapshot, Transfer
 from agentrl.engine.weights import PushReport, push, update_info
 from agentrl.errors import CanaryMismatch, EngineError, RunFailed
 
@@ -63,7 +63,7 @@ class _Delivery:
     failures: dict[str, str] = field(default_factory=dict[str, str])
 
 
-class Courier:
+class WeightPublisher:
     """Delivers one parcel after the other. Those with files lie in one folder, which is nobody else's; those without
     go through `sender`. `locks` is where those who give weights to engines keep out of each other's way."""
 

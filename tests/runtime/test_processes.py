@@ -12,9 +12,9 @@ from trio.testing import MockClock
 
 from agentrl.config import EnvSource, RunConfig
 from agentrl.errors import RunFailed, WeightSyncError, WornOut
-from agentrl.runtime.crew import Crew
 from agentrl.runtime.engines import WrongWeights
 from agentrl.runtime.pipeline import _Progress
+from agentrl.runtime.processes import RunProcesses
 from agentrl.runtime.rundir import RunDir
 
 CONFIG = RunConfig(model="unused", env=EnvSource(id="test/none"))
@@ -67,15 +67,15 @@ async def never(hangs: object) -> None:
     await trio.sleep_forever()
 
 
-async def keep(tmp_path: Path, child: Mortal, starts: Starts) -> Crew:
-    """A crew that keeps the child, until it was started again."""
-    crew: Any = None
+async def keep(tmp_path: Path, child: Mortal, starts: Starts) -> RunProcesses:
+    """A processes that keeps the child, until it was started again."""
+    processes: Any = None
     async with trio.open_nursery() as nursery:
-        crew = Crew(RunDir(tmp_path), CONFIG, None, nursery, mark={})  # pyright: ignore[reportArgumentType]
-        nursery.start_soon(crew._keep, child, starts)
+        processes = RunProcesses(RunDir(tmp_path), CONFIG, None, nursery, mark={})  # pyright: ignore[reportArgumentType]
+        nursery.start_soon(processes._keep, child, starts)
         await starts.done.wait()
         nursery.cancel_scope.cancel()
-    return crew
+    return processes
 
 
 @pytest.mark.parametrize("failure", [RunFailed("engine-0 was killed"), WeightSyncError("it was killed amid a push")])
@@ -83,8 +83,8 @@ async def test_an_engine_killed_while_it_is_being_started_again_is_started_once_
     failure: Exception, tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     child, starts = Mortal(1), Starts(failure, failure)
-    crew = await keep(tmp_path, child, starts)
-    assert crew.restarts == {"engine-0": 3}
+    processes = await keep(tmp_path, child, starts)
+    assert processes.restarts == {"engine-0": 3}
     assert child.ended == 2, "what hangs half-started is ended first"
 
 
@@ -121,11 +121,11 @@ async def test_a_worker_that_asks_to_be_started_anew_costs_none_of_its_budget(
 
     enough, child = trio.Event(), Tired(1)
     async with trio.open_nursery() as nursery:
-        crew = Crew(RunDir(tmp_path), CONFIG, None, nursery, mark={})  # pyright: ignore[reportArgumentType]
-        nursery.start_soon(crew._keep, child)
+        processes = RunProcesses(RunDir(tmp_path), CONFIG, None, nursery, mark={})  # pyright: ignore[reportArgumentType]
+        nursery.start_soon(processes._keep, child)
         await enough.wait()
         nursery.cancel_scope.cancel()
-    assert crew.restarts["engine-0"] >= 100, "it is counted all the same"
+    assert processes.restarts["engine-0"] >= 100, "it is counted all the same"
 
 
 async def test_nothing_stands_still_while_every_engine_is_being_started(
@@ -133,25 +133,25 @@ async def test_nothing_stands_still_while_every_engine_is_being_started(
 ) -> None:
     """What stood still already says why, where an engine could not be given its weights."""
     async with trio.open_nursery() as nursery:
-        crew: Any = Crew(RunDir(tmp_path), CONFIG, None, nursery, mark={})  # pyright: ignore[reportArgumentType]
-        crew._watches = {
+        processes: Any = RunProcesses(RunDir(tmp_path), CONFIG, None, nursery, mark={})  # pyright: ignore[reportArgumentType]
+        processes._watches = {
             name: SimpleNamespace(weights=lambda: None, trouble="", run=never) for name in ("engine-0", "b")
         }
         progress = _Progress(100.0)
-        nursery.start_soon(crew._keep, Mortal(1), Slow(600.0), crew._watches["engine-0"])
+        nursery.start_soon(processes._keep, Mortal(1), Slow(600.0), processes._watches["engine-0"])
         await trio.sleep(1)
-        progress.saw(1, crew=crew)
+        progress.saw(1, processes=processes)
         await trio.sleep(90)
-        assert not crew.engines_start, "the other one samples"
-        del crew._watches["b"]
+        assert not processes.engines_start, "the other one samples"
+        del processes._watches["b"]
         await trio.sleep(400)
-        assert crew.engines_start
-        progress.saw(1, crew=crew)
+        assert processes.engines_start
+        progress.saw(1, processes=processes)
         await trio.sleep(200)
-        assert not crew.engines_start
-        crew._watches["engine-0"].trouble = "http://engine-0 lacks weight transfer"
+        assert not processes.engines_start
+        processes._watches["engine-0"].trouble = "http://engine-0 lacks weight transfer"
         with pytest.raises(
             RunFailed, match=r"^no turn and no step for 100 s .*; http://engine-0 lacks weight transfer; "
         ):
-            progress.saw(1, crew=crew)
+            progress.saw(1, processes=processes)
         nursery.cancel_scope.cancel()

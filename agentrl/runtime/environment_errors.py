@@ -11,7 +11,7 @@ from agentrl.errors import EnvError, InfrastructureError, UsageError
 
 
 @contextlib.contextmanager
-def naming_errors(what: str) -> Generator[None]:
+def environment_errors(what: str) -> Generator[None]:
     """What an environment's own code raises becomes EnvError, named once."""
     try:
         yield

@@ -23,9 +23,9 @@ from agentrl.engine.exclusive import exclusive
 from agentrl.engine.launch import EmbeddedEngine, launch_embedded
 from agentrl.engine.weights import PushReport
 from agentrl.errors import RunFailed, WeightSyncError
-from agentrl.runtime import courier as module
-from agentrl.runtime.courier import Courier, MemoryParcel, NotDelivered, Parcel
+from agentrl.runtime import publisher as module
 from agentrl.runtime.models import model_dir
+from agentrl.runtime.publisher import MemoryParcel, NotDelivered, Parcel, WeightPublisher
 from agentrl.testing.vllm_server import FakeVLLM, made_up_logprob
 from agentrl.train.export import export_weights
 from agentrl.train.model import PolicyModel
@@ -63,13 +63,13 @@ class Weights:
                 parameter.add_(torch.randn_like(parameter) * scale)
 
 
-def courier(**engine: object) -> Courier:
+def publisher(**engine: object) -> WeightPublisher:
     settings = SETTINGS.model_copy(update=engine)
-    return Courier(RunConfig(model="unused", env=EnvSource(id="test/none"), engine=settings))
+    return WeightPublisher(RunConfig(model="unused", env=EnvSource(id="test/none"), engine=settings))
 
 
 async def test_a_delivery_is_proved_and_only_the_newest_two_files_stay(engine: EmbeddedEngine, tmp_path: Path) -> None:
-    weights, ours = Weights(tmp_path), courier()
+    weights, ours = Weights(tmp_path), publisher()
     weights.scratch.mkdir()
     (weights.scratch / "0.safetensors").write_bytes(b"of a learner before this one")
     for _ in range(3):
@@ -87,12 +87,12 @@ async def test_a_delivery_is_proved_and_only_the_newest_two_files_stay(engine: E
 async def test_an_engine_that_samples_from_other_weights_ends_the_run(engine: EmbeddedEngine, tmp_path: Path) -> None:
     parcel = Weights(tmp_path).parcel(moved_after=0.02)
     with pytest.raises(RunFailed, match=r"canary: .* says it serves version 2, but the log-prob of probe token \d+ is"):
-        await courier().deliver([engine.url], parcel)
+        await publisher().deliver([engine.url], parcel)
 
 
 async def test_without_a_canary_nothing_is_asked(engine: EmbeddedEngine, tmp_path: Path) -> None:
     parcel = Weights(tmp_path).parcel()
-    row = await courier().deliver([engine.url], Parcel(version=2, path=parcel.path, sha256=parcel.sha256))
+    row = await publisher().deliver([engine.url], Parcel(version=2, path=parcel.path, sha256=parcel.sha256))
     assert row.keys() == {"pause_s", "sync_s", "sync_bytes", "engines_behind"}
 
 
@@ -100,7 +100,7 @@ async def test_without_a_canary_nothing_is_asked(engine: EmbeddedEngine, tmp_pat
 
 
 class Fakes:
-    """Servers without a model, by URL; every client of the courier's reaches them without a socket."""
+    """Servers without a model, by URL; every client of the publisher's reaches them without a socket."""
 
     def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         servers = [FakeVLLM(url=f"http://{number}", version="1", script=lambda _: 0) for number in range(count)]
@@ -148,7 +148,7 @@ def die(server: FakeVLLM) -> None:
 async def test_the_engines_that_answer_get_new_weights_and_one_that_fails_is_left_behind(
     fail: Callable[[FakeVLLM], None], fakes: Fakes, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
-    ours = courier(kind="vllm")
+    ours = publisher(kind="vllm")
     fail(fakes[1])
     row = await ours.deliver(fakes.urls, parcel(tmp_path, 2))
     assert fakes.versions() == ["2", "1", "2"]
@@ -162,7 +162,7 @@ async def test_the_engines_that_answer_get_new_weights_and_one_that_fails_is_lef
 async def test_an_engine_that_answers_again_takes_the_next_delivery(
     fakes: Fakes, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
-    ours = courier(kind="vllm")
+    ours = publisher(kind="vllm")
     die(fakes[1])
     await ours.deliver(fakes.urls, parcel(tmp_path, 2))
     fakes[1].restart()
@@ -176,7 +176,7 @@ async def test_while_no_engine_takes_weights_the_learner_waits_for_them(
     for server in fakes.by_url.values():
         die(server)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(courier(kind="vllm").deliver, fakes.urls, parcel(tmp_path, 2))
+        nursery.start_soon(publisher(kind="vllm").deliver, fakes.urls, parcel(tmp_path, 2))
         await trio.sleep(300)
         fakes[2].restart()
     assert fakes.versions() == ["1", "1", "2"]
@@ -190,14 +190,14 @@ async def test_engines_that_all_stay_away_end_the_wait_with_one_line(
         fail(server)
     settings = SETTINGS.model_copy(update={"start_deadline_s": 30.0})
     with pytest.raises(NotDelivered, match=r"^no engine took version 2 within 120 s: http://0 did not [^\n]*http://2"):
-        await courier(kind="vllm", start_deadline_s=30.0).deliver(fakes.urls, parcel(tmp_path, 2))
+        await publisher(kind="vllm", start_deadline_s=30.0).deliver(fakes.urls, parcel(tmp_path, 2))
     assert settings.mending_deadline_s <= trio.current_time() <= settings.mending_deadline_s + 40
 
 
 async def test_a_delta_goes_to_those_that_have_its_base_and_the_whole_file_to_the_others(
     fakes: Fakes, tmp_path: Path
 ) -> None:
-    ours = courier(kind="vllm", sync="delta")
+    ours = publisher(kind="vllm", sync="delta")
     await ours.deliver(fakes.urls, parcel(tmp_path, 2))
     die(fakes[1])
     await ours.deliver(fakes.urls, parcel(tmp_path, 3))
@@ -209,7 +209,7 @@ async def test_a_delta_goes_to_those_that_have_its_base_and_the_whole_file_to_th
 
 
 async def test_an_adapter_is_left_behind_like_a_file_and_old_ones_go_all_the_same(fakes: Fakes, tmp_path: Path) -> None:
-    ours = courier(kind="vllm")
+    ours = publisher(kind="vllm")
     ours._sync = "adapter"
     die(fakes[1])
     for version in (2, 3, 4, 5):
@@ -234,13 +234,13 @@ async def test_one_engine_of_several_that_samples_from_other_weights_ends_the_ru
     fakes[1].takes_updates = False
     with pytest.raises(RunFailed, match=r"^canary: http://1 says it serves version 2, but"):
         proof = Canary(version=2, token_ids=tokens, logprobs=logprobs)
-        await courier(kind="vllm").deliver(fakes.urls, replace(found, canary=proof))
+        await publisher(kind="vllm").deliver(fakes.urls, replace(found, canary=proof))
 
 
 async def test_nobody_gives_weights_to_an_engine_that_another_process_is_giving_some(
     fakes: Fakes, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
-    ours = Courier(RunConfig(model="unused", env=EnvSource(id="test/none"), engine=SETTINGS), locks=tmp_path)
+    ours = WeightPublisher(RunConfig(model="unused", env=EnvSource(id="test/none"), engine=SETTINGS), locks=tmp_path)
     async with exclusive(tmp_path, fakes.urls[1], deadline_s=1):
         await ours.deliver(fakes.urls, parcel(tmp_path, 2))
     assert fakes.versions() == ["2", "1", "2"]
@@ -251,10 +251,10 @@ async def test_engines_with_the_versions_of_an_undone_future_are_behind(
 ) -> None:
     for server in fakes.by_url.values():
         server.version = "4"
-    assert not await courier().behind(fakes.urls, 4)
+    assert not await publisher().behind(fakes.urls, 4)
     fakes[2].version = "9"
     die(fakes[0])
-    assert await courier().behind(fakes.urls, 4)
+    assert await publisher().behind(fakes.urls, 4)
 
 
 # --- from memory to memory: the transfer itself is tested in tests/engine/test_direct.py
@@ -276,7 +276,7 @@ class Memory:
         return PushReport(pause_s=0.5, total_s=0.75, bytes=snapshot.size_bytes)
 
 
-def memory_courier(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> Courier:
+def memory_publisher(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> WeightPublisher:
     monkeypatch.setattr(module, "Transfer", lambda sender: memory)
     config = RunConfig.model_validate(
         {
@@ -292,7 +292,7 @@ def memory_courier(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> Courier:
             "train": {"device": "cuda:1"},
         }
     )
-    return Courier(config, sender=object())  # pyright: ignore[reportArgumentType]
+    return WeightPublisher(config, sender=object())  # pyright: ignore[reportArgumentType]
 
 
 PARCEL = MemoryParcel(version=3, snapshot=SimpleNamespace(size_bytes=12))
@@ -302,7 +302,7 @@ async def test_from_memory_all_engines_are_tried_again_together_until_they_have_
     monkeypatch: pytest.MonkeyPatch, fakes: Fakes, autojump_clock: MockClock
 ) -> None:
     memory = Memory(fakes, ["engine 2 is gone", "engine 2 is being started"])
-    ours = memory_courier(memory, monkeypatch)
+    ours = memory_publisher(memory, monkeypatch)
     row = await ours.deliver(fakes.urls, PARCEL)
     assert row == {"pause_s": 0.5, "sync_s": pytest.approx(1.0), "sync_bytes": 12, "engines_behind": 0}
     assert memory.pushes == [fakes.urls] * 3
@@ -315,7 +315,7 @@ async def test_from_memory_the_engines_that_answer_are_joined_without_one_that_d
 ) -> None:
     memory = Memory(fakes, ["it hung amid the broadcast"])
     fail(fakes[1])
-    row = await memory_courier(memory, monkeypatch).deliver(fakes.urls, PARCEL)
+    row = await memory_publisher(memory, monkeypatch).deliver(fakes.urls, PARCEL)
     assert memory.pushes == [[fakes.urls[0], fakes.urls[2]]] * 2
     assert row["engines_behind"] == 1
 
@@ -325,14 +325,14 @@ async def test_from_memory_engines_that_never_take_it_end_the_delivery(
 ) -> None:
     memory = Memory(fakes, ["no way leads there"] * 10_000)
     with pytest.raises(NotDelivered, match=r"no engine took version 3 within 97 s: no way leads there$"):
-        await memory_courier(memory, monkeypatch).deliver(fakes.urls, PARCEL)
+        await memory_publisher(memory, monkeypatch).deliver(fakes.urls, PARCEL)
 
 
 async def test_an_engine_that_came_up_with_older_weights_is_behind_and_one_that_is_away_is_not(
     fakes: Fakes, autojump_clock: MockClock
 ) -> None:
-    assert await courier().behind(fakes.urls, 2)
+    assert await publisher().behind(fakes.urls, 2)
     for number in (1, 2):
         fakes[number].version = "2"
     die(fakes[0])
-    assert not await courier().behind(fakes.urls, 2)
+    assert not await publisher().behind(fakes.urls, 2)

@@ -39,7 +39,7 @@ _PINNED = {
 
 
 @dataclass(slots=True)
-class Crew:
+class RunProcesses:
     """Everything runs in `nursery`; `stop` ends it all. One per supervisor, whose janitor knows them by `mark`."""
 
     run: RunDir
@@ -76,9 +76,9 @@ class Crew:
             await self._serve(replica)
             urls.append(replica.url)
         self.store.set_meta("engine_urls", json.dumps(urls))
-        await self._start_given()
+        await self._start_frozen()
 
-    async def _start_given(self) -> None:
+    async def _start_frozen(self) -> None:
         """An engine for each model that plays a role and does not learn; no weights are ever pushed to it."""
         first = WeightVersion(version=0, step=0)  # of no run: what it samples is never trained
         urls: dict[str, str] = {}
