@@ -94,6 +94,7 @@ class Rollout(_Section):
     episode_deadline_s: Positive = 300.0  # of all steps together; what engine and host take is not in it
     group_deadline_s: Positive = 600.0
     lease_s: Positive = 30.0
+    checkpoint_tokens: Annotated[int, Field(ge=0)] = 64  # of a running turn, the most that a death can cost; 0: any
     max_deaths: Annotated[int, Field(ge=3)] = 3  # of workers at the same place: the episode fails, its task is left out
     failure_budget: Annotated[float, Field(ge=0, le=1)] = 0.2  # share of episodes that may fail, an outage as one
     roles: dict[str, str] = Field(default_factory=dict)  # who plays a role of the environment, see `frozen_roles`

@@ -6,7 +6,7 @@ These are structural types: a class of yours satisfies one by having the methods
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -199,7 +199,11 @@ class Tool(Protocol):
 class GenerateRequest:
     """Tokens in. `session` names the episode, so that a fleet can go where its prefix is cached. `model` names what an
     engine that serves several is to sample from (an adapter), None its own. `experts_from` asks a mixture for the
-    experts of tokens from there on."""
+    experts of tokens from there on.
+
+    The last `sampled` of `token_ids` were sampled earlier in this turn, maybe elsewhere: a stop text may begin in them.
+    `max_tokens`, `deadline_s` and what comes back are of the rest. `on_chunk` is called with each chunk as it comes,
+    and what it raises ends the request; an engine that does not stream may leave it alone."""
 
     request_id: str
     session: str
@@ -208,19 +212,24 @@ class GenerateRequest:
     deadline_s: float = 120.0
     model: str | None = None
     experts_from: int | None = None
+    sampled: int = 0
+    on_chunk: Callable[[Chunk], None] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """Some sampled tokens of a stream. `spans` count from the chunk's first token; where an engine names versions only
     at the end, a later chunk restates earlier tokens with negative starts, and the later word holds
-    (`agentrl.engine.stitching` puts chunks together). `finish` and `experts`, of the whole request, are on the last."""
+    (`agentrl.engine.stitching` puts chunks together). `finish` and `experts`, of the whole request, are on the last.
+    `spent_s` is how much of its deadline the request has used, where that is known. A chunk without tokens and `finish`
+    says that an engine was left, and that another goes on."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     spans: tuple[VersionSpan, ...]
     finish: str | None = None
     experts: RoutedExperts | None = None
+    spent_s: float = 0.0
 
 
 class Engine(Protocol):

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any, Literal, NotRequired, TypedDict
 
 Json = Any
@@ -254,6 +255,13 @@ def context_ids(turns: Sequence[Turn], index: int) -> tuple[int, ...]:
         turn = turns[turn.parent]
         parts.append(turn.token_ids)
     return tuple(token for part in reversed(parts) for token in part)
+
+
+def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """Equal neighbours joined: `[3, 3, 4]` gives spans 3: [0, 2) and 4: [2, 3)."""
+    changes = [at for at in range(1, len(versions)) if versions[at] != versions[at - 1]]
+    bounds = [0, *changes, len(versions)] if versions else []
+    return tuple(VersionSpan(versions[start], start, end) for start, end in pairwise(bounds))
 
 
 class GroupState(StrEnum):

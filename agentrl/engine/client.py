@@ -7,7 +7,7 @@ Owns the deadline of each call and the naming of failures: what httpx raises bec
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
 from math import inf
 from typing import cast
@@ -111,7 +111,7 @@ class EngineClient:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """The whole turn. Raises as `stream` does; an aborted request comes back with `finish="abort"`."""
-        return await collect(self.stream(request))
+        return await collect(self.stream(request), request.on_chunk)
 
     async def _events(self, request: GenerateRequest, deadline: float) -> AsyncGenerator[bytes, None]:
         """The `data:` payloads of one server-sent event stream, without the closing `[DONE]`.
@@ -278,13 +278,15 @@ def _until(deadline: float) -> AbstractContextManager[object]:
     return nullcontext() if deadline == inf else trio.fail_at(deadline)
 
 
-async def collect(stream: AsyncGenerator[Chunk, None]) -> Generation:
-    """A stream's chunks as one generation."""
+async def collect(stream: AsyncGenerator[Chunk, None], on_chunk: Callable[[Chunk], None] | None = None) -> Generation:
+    """A stream's chunks as one generation; each is shown to `on_chunk` as it comes."""
     stitcher = Stitcher()
     finish: str | None = None
     async with aclosing(stream) as chunks:
         async for chunk in chunks:
             stitcher.add(chunk)
+            if on_chunk is not None:
+                on_chunk(chunk)
             finish = chunk.finish
     if finish is not None:
         return stitcher.generation(cast("Finish", finish))

@@ -27,7 +27,7 @@ import trio
 
 from agentrl.engine.client import collect
 from agentrl.engine.concurrency import Aimd
-from agentrl.engine.turn import Decode, Pace, Turn
+from agentrl.engine.turn import SEAM, Decode, Pace, Turn
 from agentrl.errors import ConfigError, EngineBroke, EngineError, EngineRefusal, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Generation, Json
@@ -131,15 +131,15 @@ class Fleet:
         self._changed = trio.Event()
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """The whole turn. Raises as `stream` does."""
+        """The whole turn. Raises as `stream` does, and what `on_chunk` raises."""
         turn, wait = self._turn(request), Wait()
-        failure: EngineError | None = None
+        failure: Exception | None = None
         generation: Generation | None = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch, wait)
             try:
-                generation = await collect(self._chunks(turn, wait))
-            except EngineError as error:
+                generation = await collect(self._chunks(turn, wait), request.on_chunk)
+            except Exception as error:  # raised below, outside of the nursery, which would put it into a group
                 failure = error
             nursery.cancel_scope.cancel()
         if generation is None:
@@ -148,8 +148,9 @@ class Fleet:
         return generation
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Chunks of one turn, from as many replicas as it takes; the last has `finish="length"` if its own deadline
-        ends it. Only `generate` asks silent replicas whether they live: here one is left when its time is over.
+        """Chunks of one turn, from as many replicas as it takes, with an empty one wherever a replica was left; the
+        last has `finish="length"` if its own deadline ends it. Only `generate` asks silent replicas whether they live:
+        here one is left when its time is over.
 
         Raises EngineTimeout when the engines had their `outage_deadline_s`, EngineRefusal if one refuses the request
         itself, EngineBroke if too many failed it, ConfigError for stop texts without `decode`."""
@@ -329,7 +330,7 @@ class Fleet:
 
     async def _chunks(self, turn: Turn, wait: Wait) -> AsyncGenerator[Chunk, None]:
         """All of a turn."""
-        while True:
+        while (last := turn.ending()) is None:
             replica = await self._choose(turn)
             async with aclosing(self._attempt(replica, turn, wait)) as chunks:
                 async for chunk in chunks:
@@ -340,12 +341,10 @@ class Fleet:
                         yield chunk
                     if chunk.finish:
                         return
-            last = turn.ending()
-            if last is not None:
-                yield last
-                return
+            yield SEAM
             if turn.waited_s >= self._outage_deadline_s:
                 raise self._too_late(turn)
+        yield last
 
     async def _attempt(self, replica: Replica, turn: Turn, wait: Wait) -> AsyncGenerator[Chunk, None]:
         """Chunks from one replica; ends early, without an error, where the turn should go on elsewhere."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
-
 from agentrl.errors import EngineError
 from agentrl.protocols import Chunk
-from agentrl.records import Finish, Generation, RoutedExperts, VersionSpan
+from agentrl.records import Finish, Generation, RoutedExperts, spans_of
 
 
 class Stitcher:
@@ -48,8 +45,9 @@ class Stitcher:
         )
 
 
-def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    """Equal neighbours joined: `[3, 3, 4]` gives spans 3: [0, 2) and 4: [2, 3)."""
-    changes = [at for at in range(1, len(versions)) if versions[at] != versions[at - 1]]
-    bounds = [0, *changes, len(versions)] if versions else []
-    return tuple(VersionSpan(versions[start], start, end) for start, end in pairwise(bounds))
+def joined(before: Chunk, rest: Generation) -> Generation:
+    """A generation that began elsewhere with `before`."""
+    stitcher = Stitcher()
+    stitcher.add(before)
+    stitcher.add(Chunk(token_ids=rest.token_ids, logprobs=rest.logprobs, spans=rest.spans, experts=rest.experts))
+    return stitcher.generation(rest.finish)

@@ -10,8 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from agentrl.protocols import Chunk, GenerateRequest
+from agentrl.records import Finish, SamplingParams
 
 Decode = Callable[[Sequence[int]], str]
+
+SEAM = Chunk(token_ids=(), logprobs=(), spans=())
+"""Says that an engine was left, and that the turn goes on at another."""
 
 _PAUSE = 3.0  # times the usual: what a gap between two chunks has beyond it is not sampling
 _SLOWER, _FASTER = 0.1, 0.5  # weight of a newer gap in the usual one: a pause must not pass for the pace
@@ -36,8 +40,9 @@ class Pace:
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A request and what has come of it. `decode` gives the text of tokens; it is needed where texts end the turn.
-    `faults` counts the engines that took the request and failed it."""
+    """A request and what has come of it: `received` begins with what was sampled before the request. `decode` gives the
+    text of tokens; it is needed where texts end the turn. `faults` counts the engines that took the request and failed
+    it."""
 
     request: GenerateRequest
     decode: Decode | None = None
@@ -48,23 +53,29 @@ class Turn:
     waited_s: float = 0.0
     _seam: int = 0  # how many tokens earlier attempts brought
 
+    def __post_init__(self) -> None:
+        self.received += self.request.token_ids[len(self.request.token_ids) - self.request.sampled :]
+
     def rest(self) -> GenerateRequest:
         """Begin an attempt: what is still to be sampled, as a request of its own, whose waits the caller bounds."""
         request, received = self.request, self.received
         number, self.attempts, self._seam = self.attempts, self.attempts + 1, len(received)
+        new = received[request.sampled :]
         return replace(
             request,
             request_id=f"{request.request_id}~{number}" if number else request.request_id,
-            token_ids=(*request.token_ids, *received),
-            sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - len(received)),
+            token_ids=(*request.token_ids, *new),
+            sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - len(new)),
             deadline_s=float("inf"),
+            sampled=len(received),
+            on_chunk=None,
         )
 
     def take(self, chunk: Chunk) -> Chunk:
         """Add a chunk; returns as much of it as belongs to the turn, with `finish` if it is the last: also where a stop
         text began at another engine, or the policy's time is over."""
-        if chunk.finish == "abort":  # the engine was paused or drained with abort: not the caller's wish
-            chunk = replace(chunk, finish=None)
+        # "abort": the engine was paused or drained with abort, which is not the caller's wish.
+        chunk = replace(chunk, finish=None if chunk.finish == "abort" else chunk.finish, spent_s=self.spent_s)
         for count in range(1, len(chunk.token_ids) + 1):
             self.received.append(chunk.token_ids[count - 1])
             if self._stops_over_the_seam():
@@ -75,30 +86,39 @@ class Turn:
 
     def ending(self) -> Chunk | None:
         """The last chunk, if an engine broke off between the turn's last token and the word that it was the last."""
-        sampling = self.request.sampling
-        finish = None
-        if self.received and (self.received[-1] in sampling.stop_token_ids or self._stops()):
-            finish = "stop"
-        elif len(self.received) >= sampling.max_tokens:
-            finish = "length"
-        return None if finish is None else Chunk(token_ids=(), logprobs=(), spans=(), finish=finish)
+        room = self.request.sampled + self.request.sampling.max_tokens
+        finish = finish_of(self.received, room, self.request.sampling, self.decode)
+        return None if finish is None else replace(SEAM, finish=finish, spent_s=self.spent_s)
 
     def _stops_over_the_seam(self) -> bool:
         """Whether a stop text ends with the newest token that the engine cannot see, as it began at another one."""
-        return self._seam > 0 and len(self.received) - self._seam < self._reach() and self._stops()
+        stop = self.request.sampling.stop
+        near = self._seam > 0 and len(self.received) - self._seam < _reach(stop)
+        return near and _says(self.received, stop, self.decode)
 
-    def _stops(self) -> bool:
-        """Whether a stop text ends with the newest token. Each of its tokens has a byte of it at least, so few need be
-        read: those, and one before, since decoders strip a space at the beginning."""
-        reach = self._reach()
-        if not reach or self.decode is None:
-            return False
-        text = self.decode(self.received[-reach - 1 :])
-        return any(stop in text for stop in self.request.sampling.stop)
 
-    def _reach(self) -> int:
-        """How many tokens a stop text can have."""
-        return max((len(stop.encode()) for stop in self.request.sampling.stop), default=0)
+def finish_of(
+    token_ids: Sequence[int], max_tokens: int, sampling: SamplingParams, decode: Decode | None
+) -> Finish | None:
+    """How a turn of these sampled tokens has ended; None if it goes on. `max_tokens` is the most it may have."""
+    if token_ids and (token_ids[-1] in sampling.stop_token_ids or _says(token_ids, sampling.stop, decode)):
+        return "stop"
+    return "length" if len(token_ids) >= max_tokens else None
+
+
+def _says(token_ids: Sequence[int], stop: Sequence[str], decode: Decode | None) -> bool:
+    """Whether a stop text ends with the newest token. Each of its tokens has a byte of it at least, so few need be
+    read: those, and one before, since decoders strip a space at the beginning."""
+    reach = _reach(stop)
+    if not reach or decode is None:
+        return False
+    text = decode(token_ids[-reach - 1 :])
+    return any(one in text for one in stop)
+
+
+def _reach(stop: Sequence[str]) -> int:
+    """How many tokens a stop text can have."""
+    return max((len(one.encode()) for one in stop), default=0)
 
 
 def _first(chunk: Chunk, count: int) -> Chunk:

@@ -47,7 +47,8 @@ from agentrl.records import (
     context_ids,
 )
 from agentrl.rollout.replay import replay
-from agentrl.store import Claim, RunStore
+from agentrl.rollout.sampling import sample
+from agentrl.store import Claim, Partial, RunStore
 
 _SMALL: Final = 1 << 15  # characters that are tokenized in a moment
 
@@ -127,6 +128,7 @@ class _Episode:
         self._first_role = POLICY
         self._info: Mapping[str, Json] = {}
         self._next: _Prompt | None = None  # the next turn's, where it is rendered already
+        self._begun = claim.partial  # what there is of the next turn
         self._seconds = 0.0  # that its steps have taken
         self._detail = ""
         self._rewarded: float | None = None
@@ -205,7 +207,7 @@ class _Episode:
                 unanswered = bool(self._turns) and self._turns[-1].step is None
                 return await self._answer() if unanswered else None
             store.restart_episode(claim.episode_id, claim.fence, reason)
-            self._turns, self._seconds = [], 0.0
+            self._turns, self._begun, self._seconds = [], None, 0.0
             self._start = await self._reset(env)
         store.begin(claim.episode_id, claim.fence, self._start)
         return None
@@ -226,7 +228,7 @@ class _Episode:
     async def _turn(self) -> Ending | None:
         """One action and its answer; an `Ending` if it was the last."""
         context, settings = self._context, self._context.settings
-        prompt, self._next = self._next or await self._render(), None
+        prompt, self._next = self._next or await self._prompt(), None
         room = settings.max_context - len(prompt.context)
         if room < 1:  # already the first prompt does not fit, or the run was resumed with less room
             self._info = {**self._info, **await self._last_word(StopReason.CONTEXT_LIMIT)}
@@ -285,6 +287,16 @@ class _Episode:
             self._detail = self._detail or _one_line(error)
             return {"outcome": 0.0, "success": False}
 
+    async def _prompt(self) -> _Prompt:
+        """That which the turn was begun with, if it was."""
+        begun = self._begun
+        if begun is None:
+            return await self._render()
+        context = begun.prompt_ids
+        if begun.parent is not None:
+            context = context_ids(self._turns, begun.parent) + self._turns[begun.parent].token_ids + context
+        return _Prompt(begun.role, begun.parent, begun.prompt_ids, context)
+
     async def _render(self) -> _Prompt:
         """The next turn up to where its role speaks. Tools are asked for with every fresh start and fork: an
         environment may know them no earlier, and may have others then."""
@@ -308,24 +320,33 @@ class _Episode:
 
     async def _generate(self, prompt: _Prompt, max_tokens: int) -> Turn:
         context, claim, index = self._context, self._claim, len(self._turns)
-        started = time.time()
         learns = prompt.role not in context.frozen
         told = 0 if prompt.parent is None else len(prompt.context) - len(prompt.prompt_ids) - 1
-        generation = await context.frozen.get(prompt.role, context.engine).generate(
-            GenerateRequest(
-                request_id=f"{claim.episode_id}-{claim.fence}-{index}",
-                session=str(claim.group_id),
-                token_ids=prompt.context,
-                sampling=SamplingParams(
-                    max_tokens=max_tokens,
-                    temperature=context.settings.temperature,
-                    stop_token_ids=context.renderer.stop_token_ids,
-                    stop=tuple(context.settings.stop),
-                ),
-                deadline_s=context.settings.turn_deadline_s,
-                experts_from=told if context.experts and learns else None,
-            )
+        request = GenerateRequest(
+            request_id=f"{claim.episode_id}-{claim.fence}-{index}",
+            session=str(claim.group_id),
+            token_ids=prompt.context,
+            sampling=SamplingParams(
+                max_tokens=max_tokens,
+                temperature=context.settings.temperature,
+                stop_token_ids=context.renderer.stop_token_ids,
+                stop=tuple(context.settings.stop),
+            ),
+            deadline_s=context.settings.turn_deadline_s,
+            experts_from=told if context.experts and learns else None,
         )
+        begun = self._begun or Partial(
+            index=index, parent=prompt.parent, role=prompt.role, prompt_ids=prompt.prompt_ids, started_s=time.time()
+        )
+        generation = await sample(
+            context.frozen.get(prompt.role, context.engine),
+            request,
+            begun,
+            decode=context.renderer.decode,
+            keep=partial(context.store.journal_partial, claim.episode_id, claim.fence),
+            every=context.settings.checkpoint_tokens,
+        )
+        self._begun = None
         return Turn(
             index=index,
             parent=prompt.parent,
@@ -338,7 +359,7 @@ class _Episode:
             role=prompt.role,
             learns=learns,
             experts=generation.experts,
-            started_s=started,
+            started_s=begun.started_s,
             ended_s=time.time(),
         )
 

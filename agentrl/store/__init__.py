@@ -6,7 +6,8 @@ async code calls them directly. Standard library and zstandard only.
     versions    weight versions, minted once          admission   how many groups may start (pure)
     groups      birth and end of groups               leases      who plays which episode
     deaths      which episode killed its worker       outages     failures that are one
-    journal     a running episode, turn by turn       buffer      what the learner takes, what expires
+    journal     a running episode, turn by turn       partials    the turn that is sampled now
+    buffer      what the learner takes, what expires
     lineage     checkpoint, rollback, retention       recovery    what a loss of power took
     metrics     values, drops, the bias of dropping   readers     rows back into records
     audit       the laws, checked from the raw rows   schema      tables and migrations
@@ -31,6 +32,7 @@ from agentrl.store.journal import Journal
 from agentrl.store.leases import Claim, Leases
 from agentrl.store.lineage import Checkpoint, Lineage
 from agentrl.store.metrics import Failures, LengthBias, Lengths, Metric, Metrics
+from agentrl.store.partials import Partial
 from agentrl.store.readers import EpisodeRow, GroupResult, Readers, Restart
 from agentrl.store.recovery import Recovery, Saved
 
@@ -47,6 +49,7 @@ __all__ = [
     "Lengths",
     "Load",
     "Metric",
+    "Partial",
     "Quarantined",
     "Released",
     "Restart",

@@ -139,6 +139,7 @@ _OWNERS = (
     ("tokens", "turn_id", "turns"),
     ("steps", "turn_id", "turns"),
     ("restarts", "episode_id", "episodes"),
+    ("partials", "episode_id", "episodes"),
     ("lineage", "group_id", "groups"),
 )
 
@@ -246,6 +247,11 @@ def _check_ends(db: Database, report: AuditReport) -> None:
             report.breach("bookkeeping", f"episode {episode} ended without a stop reason")
         if stop_reason in _ENV_ENDED and unanswered:
             report.breach("turns_lost", f"episode {episode}: {stop_reason} without its environment's last answer")
+    left = (
+        "SELECT DISTINCT p.episode_id FROM partials p JOIN episodes e ON e.id = p.episode_id WHERE e.ended_s NOT NULL"
+    )
+    for (episode,) in db.rows(left):
+        report.breach("bookkeeping", f"episode {episode} ended with a turn under way")
     stuck = db.rows(
         "SELECT g.id, g.state, SUM(e.state IN ('waiting', 'running')), SUM(e.state = 'running') FROM groups g"
         " JOIN episodes e ON e.group_id = g.id GROUP BY g.id"

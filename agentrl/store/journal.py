@@ -25,6 +25,7 @@ from agentrl.store.database import Database
 from agentrl.store.groups import close_if_ended
 from agentrl.store.leases import check_fence
 from agentrl.store.outages import FAILURES, note_failure
+from agentrl.store.partials import Partial, drop_partial, pack_part, write_part
 from agentrl.store.versions import Versions
 
 
@@ -77,8 +78,21 @@ class Journal(Versions):
             self._db.execute("INSERT INTO tokens VALUES (?, ?)", (cursor.lastrowid, blob))
             if turn.experts is not None:
                 self._db.execute("INSERT INTO experts VALUES (?, ?)", (cursor.lastrowid, pack_experts(turn.experts)))
+            drop_partial(self._db, episode_id)
             if answer is not None:
                 self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", (cursor.lastrowid, *answer))
+
+    def journal_partial(self, episode_id: int, fence: int, part: Partial) -> None:
+        """More tokens of the turn that is sampled now: a claim carries them until the turn is journaled.
+
+        Raises StoreError if the turn is not the next one, or `part` does not begin where the tokens written end."""
+        row = pack_part(episode_id, part)
+        with self._db.write():
+            trial = check_fence(self._db, episode_id, fence)
+            last = self._last_index(episode_id, trial)
+            if part.index != last + 1:
+                raise StoreError(f"episode {episode_id}: turn {part.index} cannot be under way after turn {last}")
+            write_part(self._db, row)
 
     def journal_step(self, episode_id: int, fence: int, turn_index: int, step: Step) -> None:
         """The environment answered turn `turn_index`. Raises StoreError if that turn is not journaled, or answered."""
@@ -106,6 +120,7 @@ class Journal(Versions):
                 (printable(reason), self._db.clock(), episode_id),
             )
             self._db.execute("UPDATE episodes SET trial = ?, start = NULL WHERE id = ?", (trial + 1, episode_id))
+            drop_partial(self._db, episode_id)
 
     def finish(
         self,
@@ -164,5 +179,6 @@ def end_episode(db: Database, episode_id: int, state: str, stop_reason: StopReas
         "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial) WHERE id = ?",
         (state, stop_reason, now, episode_id),
     )
+    drop_partial(db, episode_id)
     if stop_reason in FAILURES:
         note_failure(db, episode_id, stop_reason, now)

@@ -17,6 +17,7 @@ from agentrl.records import Messages, Task, Turn
 from agentrl.store.codec import unpack_messages, unpack_task
 from agentrl.store.database import Database, Part
 from agentrl.store.groups import TRAIN
+from agentrl.store.partials import Partial, load_partial
 from agentrl.store.readers import load_turns
 from agentrl.store.versions import latest_confirmed
 
@@ -24,7 +25,8 @@ from agentrl.store.versions import latest_confirmed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """An episode to play, or to play on: `turns` are those already journaled, the last one perhaps without its step;
-    `start` is None if the episode has not begun. `fence` goes with every journal call."""
+    `partial` is what there is of the next one, if it was broken off; `start` is None if the episode has not begun.
+    `fence` goes with every journal call."""
 
     episode_id: int
     group_id: int
@@ -36,6 +38,7 @@ class Claim:
     trial: int
     start: Messages | None
     turns: tuple[Turn, ...]
+    partial: Partial | None = None
 
 
 # Evaluation first, then episodes of dead workers, then the oldest group's; last, in the same order, those that a worker
@@ -161,6 +164,7 @@ class Leases(Part):
             trial=trial,
             start=None if start is None else unpack_messages(start),
             turns=load_turns(self._db, episode_id),
+            partial=load_partial(self._db, episode_id),
         )
 
 

@@ -12,6 +12,7 @@ k + 1, so a new store runs all of them. A store is made in one transaction: eith
     tokens       that turn's token ids and log-probs, packed; apart, so that retention frees whole pages
     experts      the experts that a mixture computed that turn's tokens with, packed, where the run keeps them
     steps        the environment's answer to a turn
+    partials     the turn under way of a running episode, a row for each time its new tokens were written
     restarts     why and when an episode started anew; its earlier trial's turns stay, never trained
     outages      failures of one cause at one time, and how many episodes had ended well before
     quarantine   tasks that killed their workers, and are not admitted again
@@ -219,7 +220,23 @@ CREATE TABLE outages (
 CREATE INDEX outages_by_attempt ON outages (attempt, cause, id);
 """
 
-MIGRATIONS: tuple[str, ...] = (_FIRST, _ROLES, _EXPERTS, _LOST, _DEATHS, _OUTAGES)
+_PARTIALS = """
+CREATE TABLE partials (
+    episode_id INTEGER NOT NULL REFERENCES episodes,
+    at INTEGER NOT NULL,
+    n INTEGER NOT NULL,
+    turn INTEGER NOT NULL,
+    parent INTEGER,
+    role TEXT NOT NULL,
+    spans TEXT NOT NULL,
+    started_s REAL NOT NULL,
+    spent_s REAL NOT NULL,
+    data BLOB NOT NULL,
+    PRIMARY KEY (episode_id, at)
+) STRICT, WITHOUT ROWID;
+"""
+
+MIGRATIONS: tuple[str, ...] = (_FIRST, _ROLES, _EXPERTS, _LOST, _DEATHS, _OUTAGES, _PARTIALS)
 SCHEMA_VERSION = len(MIGRATIONS)
 
 

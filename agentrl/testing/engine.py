@@ -46,10 +46,19 @@ def _experts(request: GenerateRequest, sampled: Sequence[int]) -> RoutedExperts 
     return RoutedExperts(start=request.experts_from, layers=1, per_token=1, width=1, data=data)
 
 
+def _begun(request: GenerateRequest) -> GenerateRequest:
+    """The request that the turn began with."""
+    if not request.sampled:
+        return request
+    sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens + request.sampled)
+    return replace(request, token_ids=request.token_ids[: -request.sampled], sampling=sampling, sampled=0)
+
+
 class FakeEngine:
-    """`protocols.Engine` in memory. `script` says which tokens answer a request; token i has log-prob -0.5 - i / 100
-    and the `version` set at that moment. Each chunk of `chunk_tokens` takes `chunk_s` seconds. Asked for experts it is
-    a mixture of one layer that computes a token with expert `token % 256`.
+    """`protocols.Engine` in memory. `script` says all tokens of a turn from the request that began it; token i of the
+    turn has log-prob -0.5 - i / 100 and the `version` set at that moment. A request that goes on with a turn has the
+    rest. Each chunk of `chunk_tokens` takes `chunk_s` seconds. Asked for experts it is a mixture of one layer that
+    computes a token with expert `token % 256`.
 
     `requests` records what was asked; `failures` break requests; `closed` says whether `aclose` was called."""
 
@@ -72,15 +81,16 @@ class FakeEngine:
         """The scripted tokens in chunks, cut at `max_tokens`; finish is "stop" if a stop token ends them."""
         failure = next((one for one in self.failures if one.request == len(self.requests)), None)
         self.requests.append(request)
-        tokens = list(self._script(request))[: request.sampling.max_tokens]
+        turn = _begun(request)
+        tokens = list(self._script(turn))[: turn.sampling.max_tokens]
         ends = [at for at, token in enumerate(tokens) if token in request.sampling.stop_token_ids]
-        tokens = tokens[: ends[0] + 1] if ends else tokens
+        tokens = (tokens[: ends[0] + 1] if ends else tokens)[request.sampled :]
         for start in range(0, max(len(tokens), 1), self._chunk_tokens):
             await trio.sleep(self._chunk_s)
             part = tokens[start : start + self._chunk_tokens]
             if failure is not None and failure.after < start + len(part):
                 part = part[: max(failure.after - start, 0)]
-            chunk = self._chunk(start, part)
+            chunk = self._chunk(request.sampled + start, part)
             if failure is not None and failure.after <= start + len(part):
                 if part:
                     yield chunk
@@ -97,7 +107,7 @@ class FakeEngine:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """The whole scripted turn."""
-        return await collect(self.stream(request))
+        return await collect(self.stream(request), request.on_chunk)
 
     async def alive(self, *, deadline_s: float = 5.0) -> bool:
         """It does."""

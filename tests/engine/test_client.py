@@ -13,10 +13,10 @@ import pytest
 import trio
 
 from agentrl.engine.client import EngineClient
-from agentrl.engine.stitching import Stitcher, spans_of
+from agentrl.engine.stitching import Stitcher
 from agentrl.errors import ConfigError, EngineBroke, EngineError, EngineRefusal, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
-from agentrl.records import RoutedExperts, SamplingParams, VersionSpan
+from agentrl.records import RoutedExperts, SamplingParams, VersionSpan, spans_of
 
 UNSOUND = (b"null", b"NaN", b"-9999.0", b"-Infinity", b"0.5", b"true", b'"-0.3"', b"1" + b"0" * 400)
 

@@ -1,0 +1,103 @@
+"""One turn from an engine, written down while its tokens come, and gone on with where it was broken off.
+
+Owns when tokens are written and what is still to be asked for; where they are written, and what the turn is for, it
+never knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from agentrl.engine.stitching import joined
+from agentrl.engine.turn import Decode, finish_of
+from agentrl.errors import DiskFull, EngineError, StoreError
+from agentrl.protocols import Chunk, Engine, GenerateRequest
+from agentrl.records import Generation, VersionSpan
+from agentrl.store import Partial
+
+Keep = Callable[[Partial], None]
+
+
+async def sample(
+    engine: Engine, request: GenerateRequest, begun: Partial, *, decode: Decode, keep: Keep, every: int
+) -> Generation:
+    """The whole turn that `request` asks for, of which `begun` is there already: its tokens are not sampled again, its
+    seconds count, and nothing is asked for if they end it.
+
+    At any instant at most `every` tokens of it are not given to `keep` (0: none ever is); those at hand are when the
+    turn is broken off. Raises what engine and `keep` raise."""
+    sampling, have = request.sampling, begun.token_ids
+    before = Chunk(token_ids=have, logprobs=begun.logprobs, spans=begun.spans)
+    left_s = request.deadline_s - begun.spent_s
+    finish = finish_of(have, sampling.max_tokens, sampling, decode) or ("length" if left_s <= 0 else None)
+    if finish is not None:
+        return joined(before, Generation(token_ids=(), logprobs=(), spans=(), finish=finish))
+    rest = replace(
+        request,
+        token_ids=request.token_ids + have,
+        sampling=replace(sampling, max_tokens=sampling.max_tokens - len(have)),
+        deadline_s=left_s,
+        sampled=len(have),
+    )
+    if not every:
+        return joined(before, await engine.generate(rest))
+    log = _Log(begun, keep, every, len(have) + rest.sampling.max_tokens)
+    try:
+        return joined(before, await engine.generate(replace(rest, on_chunk=log.add)))
+    except (EngineError, StoreError):  # the episode ends, or is another worker's
+        raise
+    except BaseException:
+        with suppress(StoreError):
+            log.write()
+        raise
+
+
+@dataclass(slots=True)
+class _Log:
+    """Chunks of a turn on their way to `keep`. An engine has sampled more than it has sent: a chunk that is being made,
+    and one on its way, may be lost as well."""
+
+    begun: Partial
+    keep: Keep
+    every: int
+    most: int  # tokens that the turn may have
+    kept: int = field(init=False)
+    unkept: int = 0
+    chunks: list[Chunk] = field(default_factory=list[Chunk])
+
+    def __post_init__(self) -> None:
+        self.kept = len(self.begun.token_ids)
+
+    def add(self, chunk: Chunk) -> None:
+        """Take a chunk, and write if a death could cost too much from now on, or the engine was left."""
+        self.chunks.append(chunk)
+        self.unkept += len(chunk.token_ids)
+        if chunk.finish is not None:
+            return  # the whole turn is journaled at once
+        to_come = min(2 * len(chunk.token_ids), self.most - self.kept - self.unkept)
+        if self.unkept + to_come > self.every or not chunk.token_ids:
+            with suppress(DiskFull):  # the next chunk tries again
+                self.write()
+
+    def write(self) -> None:
+        """Give to `keep` what came since it was last given something."""
+        if not self.unkept:
+            return
+        spans, base = list[VersionSpan](), 0
+        for chunk in self.chunks:
+            spans += (VersionSpan(span.version, base + span.start, base + span.end) for span in chunk.spans)
+            base += len(chunk.token_ids)
+        self.keep(
+            replace(
+                self.begun,
+                token_ids=tuple(token for chunk in self.chunks for token in chunk.token_ids),
+                logprobs=tuple(logprob for chunk in self.chunks for logprob in chunk.logprobs),
+                spans=tuple(spans),
+                at=self.kept,
+                spent_s=self.begun.spent_s + max(chunk.spent_s for chunk in self.chunks),
+            )
+        )
+        self.kept, self.unkept = self.kept + self.unkept, 0
+        self.chunks.clear()

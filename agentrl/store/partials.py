@@ -1,0 +1,99 @@
+"""The turn under way of a running episode: its tokens so far, kept until the turn is journaled or the episode ends.
+
+A row holds the tokens that came since the row before it, so that a turn costs bytes by its length, however often it is
+written down. Whoever calls holds the fence and the transaction; never decides when to write.
+
+The blob of a row is, little-endian: u32 P · u32[P] prompt ids · u32[n] sampled ids · f64[n] log-probs. Only the first
+row of a turn has the prompt.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.errors import StoreError
+from agentrl.records import POLICY, VersionSpan, spans_of
+from agentrl.store.codec import pack_spans, unpack_spans
+from agentrl.store.database import Database
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """Tokens of turn `index` that is not over, as `Turn` has them: `token_ids` [T] after `prompt_ids`, with log-probs
+    [T]. `at` is how many tokens of the turn came before, 0 in what a claim carries.
+
+    `spans` count from the first of these tokens; a later word on earlier ones has a negative start, and holds.
+    `spent_s` is how much of the turn's deadline is used, `started_s` when it began."""
+
+    index: int
+    parent: int | None
+    role: str = POLICY
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    spans: tuple[VersionSpan, ...] = ()
+    at: int = 0
+    started_s: float = 0.0
+    spent_s: float = 0.0
+
+
+def pack_part(episode_id: int, part: Partial) -> tuple[Any, ...]:
+    """The row of a part. Raises StoreError for an id that is no 32-bit unsigned integer (law 1)."""
+    prompt = part.prompt_ids if part.at == 0 else ()
+    n = len(part.token_ids)
+    try:
+        data = struct.pack(f"<I{len(prompt) + n}I{n}d", len(prompt), *prompt, *part.token_ids, *part.logprobs)
+    except struct.error as error:
+        raise StoreError(f"turn {part.index}: its tokens so far cannot be written: {error}") from error
+    spans, times = pack_spans(part.spans), (part.started_s, part.spent_s)
+    return (episode_id, part.at, n, part.index, part.parent, part.role, spans, *times, data)
+
+
+def write_part(db: Database, row: tuple[Any, ...]) -> None:
+    """Append what `pack_part` made. Raises StoreError if it does not begin where the rows before it end."""
+    episode_id, at, _, index, *_ = row
+    last = db.row("SELECT at + n FROM partials WHERE episode_id = ? ORDER BY at DESC LIMIT 1", (episode_id,))
+    stands = 0 if last is None else last[0]
+    if at != stands:
+        raise StoreError(f"episode {episode_id}: turn {index} has {stands} tokens, and more came after {at}")
+    db.execute("INSERT INTO partials VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+
+
+def load_partial(db: Database, episode_id: int) -> Partial | None:
+    """The turn under way as far as it was written down; None if none is."""
+    rows = db.rows(
+        "SELECT at, n, turn, parent, role, spans, started_s, spent_s, data FROM partials WHERE episode_id = ?"
+        " ORDER BY at",
+        (episode_id,),
+    )
+    if not rows:
+        return None
+    prompt, tokens, logprobs, versions = tuple[int, ...](), list[int](), list[float](), list[int]()
+    for at, n, *_, spans, _, _, data in rows:
+        (size,) = struct.unpack_from("<I", data)
+        values = struct.unpack_from(f"<{size + n}I{n}d", data, 4)
+        prompt += values[:size]
+        tokens += values[size : size + n]
+        logprobs += values[size + n :]
+        versions += [-1] * n
+        for span in unpack_spans(spans):
+            versions[at + span.start : at + span.end] = [span.version] * (span.end - span.start)
+    *_, (_, _, index, parent, role, _, started_s, spent_s, _) = rows
+    return Partial(
+        index=index,
+        parent=parent,
+        role=role,
+        prompt_ids=prompt,
+        token_ids=tuple(tokens),
+        logprobs=tuple(logprobs),
+        spans=spans_of(versions),
+        started_s=started_s,
+        spent_s=spent_s,
+    )
+
+
+def drop_partial(db: Database, episode_id: int) -> None:
+    """Forget the turn under way: it is journaled, or its episode begins anew or is over."""
+    db.execute("DELETE FROM partials WHERE episode_id = ?", (episode_id,))
