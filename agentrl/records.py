@@ -152,20 +152,31 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The environment's answer to one action: messages to append, the turn's process reward, gymnasium's flags.
+    """The environment's answer to one action (or to reset): messages to append, the turn's process reward,
+    gymnasium's flags, and what else it said that a run acts on. `agentrl.env.answers` builds it from gymnasium's
+    `info`, whose keys have the names of the fields; `info` here is the rest of it, JSON-safe and for people only.
 
-    `info` is JSON-safe. Keys with a meaning: `outcome` (float, the episode's outcome reward), `success` (bool),
-    `stop_reason` (a `StopReason` value), `history` (a list of messages that replaces all before it: a fork), `masked`
-    (bool, the turn stays in context and out of the loss), `observation_cut` (int, set by the driver: how many bytes of
-    the observation were more than the run takes). Where several roles take turns: `role` (who acts next, also
-    in the info of reset), `rewards` and `outcomes` (by role; see `agentrl.env.roles`). `unsettled` (float, also in the
-    info of reset) is what the last turn's reward changes by if somebody else ends the episode here, such as a limit of
-    the run: potential-based rewards owe the potential of where they stand."""
+    `outcome` is the episode's outcome reward and `success` whether it succeeded, None where it says neither;
+    `stop_reason` is why it ended. `history` replaces all messages before it: a fork. A turn that is `masked` stays in
+    context and out of the loss. Where several roles take turns, `role` acts next, and `rewards` and `outcomes` go by
+    role (see `agentrl.env.roles`). `unsettled` is what the last turn's reward changes by if somebody else ends the
+    episode here, such as a limit of the run: potential-based rewards owe the potential of where they stand.
+    `observation_cut` counts the bytes of the messages that were more than the run takes; the driver sets it."""
 
     observation: Messages
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False
+    outcome: float | None = None
+    success: bool | None = None
+    stop_reason: StopReason | None = None
+    history: Messages | None = None
+    masked: bool = False
+    role: str | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    outcomes: Mapping[str, float] = field(default_factory=dict[str, float])
+    unsettled: float = 0.0
+    observation_cut: int = 0
     info: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
 

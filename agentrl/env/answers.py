@@ -1,7 +1,8 @@
 """What an environment answers, as its driver takes it: of the contract's shape, and such that a record can carry it.
 
 An environment whose answer is not of the contract is named here, at the boundary that the answer crossed: no driver
-has to guess what broke it later. Knows neither journal nor model; `agentrl.env.checker` looks closer.
+has to guess what broke it later. Here alone gymnasium's `info` is read; from here on its keys with a meaning are fields
+of `records.Step`. Knows neither journal nor model; `agentrl.env.checker` looks closer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, cast
 
 from agentrl.env import spaces
@@ -21,13 +23,12 @@ _LEAST: Final = 64  # bytes that a message counts for beside its content
 _MESSAGES: Final = spaces.Messages(sys.maxsize, sys.maxsize)  # how much is too much, the model's context says
 
 
-async def start(env: AsyncEnv, task: Task, most: int | None = None) -> tuple[Messages, dict[str, Json]]:
-    """Reset for a task: the first messages, of at most about `most` bytes, and the info. Raises EnvError for an answer
-    that is none."""
+async def start(env: AsyncEnv, task: Task, most: int | None = None) -> Step:
+    """Reset for a task: what comes of it, in messages of at most about `most` bytes. Raises EnvError for an answer that
+    is none."""
     what = f"{task.env}: reset"
     observation, info = of_reset(await env.areset(seed=task.seed, options=dict(task.options)), what)
-    observation, info = _bounded(observation, info, most)
-    return _messages(observation, f"{what}: observation"), _info(info, what)
+    return _step(what, observation, info, most)
 
 
 async def act(env: AsyncEnv, action: str, task: Task, most: int | None = None) -> Step:
@@ -35,19 +36,32 @@ async def act(env: AsyncEnv, action: str, task: Task, most: int | None = None) -
     Raises EnvError for an answer that is none."""
     what = f"{task.env}: step"
     observation, reward, terminated, truncated, info = of_step(await env.astep(action), what)
-    observation, info = _bounded(observation, info, most)
-    return Step(
-        observation=_messages(observation, f"{what}: observation"),
+    return replace(
+        _step(what, observation, info, most),
         reward=_number(reward, f"{what}: reward"),
         terminated=bool(terminated),
         truncated=bool(truncated),
-        info=_info(info, what),
     )
 
 
-async def end(env: AsyncEnv, reason: StopReason, task: Task) -> dict[str, Json]:
-    """The last info of an episode that its driver ends. Raises EnvError for what is none."""
-    return _info(await env.aend(reason), f"{task.env}: end")
+async def end(env: AsyncEnv, reason: StopReason, task: Task) -> Step:
+    """What the environment says of an episode that its driver ends, without messages. Raises EnvError for what is
+    none."""
+    return _step(f"{task.env}: end", (), await env.aend(reason), None)
+
+
+def joined(step: Step, last: Step) -> Step:
+    """`step`, and over it what the environment said when the episode was ended after it."""
+    return replace(
+        step,
+        outcome=step.outcome if last.outcome is None else last.outcome,
+        success=step.success if last.success is None else last.success,
+        stop_reason=last.stop_reason or step.stop_reason,
+        outcomes=last.outcomes or step.outcomes,
+        rewards=last.rewards or step.rewards,
+        masked=last.masked or step.masked,
+        info={**step.info, **last.info},
+    )
 
 
 def of_reset(answer: Any, what: str) -> tuple[Any, ...]:
@@ -76,27 +90,41 @@ def _messages(observation: Any, what: str) -> Messages:
     return messages
 
 
-def _bounded(observation: Any, info: Any, most: int | None) -> tuple[Any, Any]:
-    """Both with what is too much cut out, and `info["observation_cut"]` the bytes that were. What is no message is left
-    as it is, for a check to find."""
-    if most is None:
-        return observation, info
+def _step(what: str, observation: Any, info: Any, most: int | None) -> Step:
+    """A step of what was said: what a run acts on as fields, the rest of the info as it is. Of messages of more than
+    `most` bytes the middle is cut out."""
+    rest = _plain(info, what)
     observation, lost = _cut(observation, most)
-    given: Any = dict(cast("dict[str, Json]", info)) if isinstance(info, dict) else info
-    if isinstance(info, dict) and "history" in given:
-        given["history"], more = _cut(given["history"], most)
-        lost += more
-    if isinstance(info, dict) and lost:
-        given["observation_cut"] = lost
-    return observation, given
+    history, more = _cut(rest.pop("history", None), most)
+    rest.pop("observation_cut", None)
+
+    def named(name: str) -> str:
+        return f"{what}: info[{name!r}]"
+
+    outcome, success, role = rest.pop("outcome", None), rest.pop("success", None), rest.pop("role", None)
+    return Step(
+        observation=_messages(observation, f"{what}: observation"),
+        outcome=None if outcome is None else _number(outcome, named("outcome")),
+        success=None if success is None else bool(success),
+        stop_reason=_reason(rest.pop("stop_reason", None), named("stop_reason")),
+        history=None if history is None else _messages(history, named("history")),
+        masked=bool(rest.pop("masked", False)),
+        role=None if role is None else _text(role, named("role")),
+        rewards=_by_role(rest.pop("rewards", None), named("rewards")),
+        outcomes=_by_role(rest.pop("outcomes", None), named("outcomes")),
+        unsettled=_number(rest.pop("unsettled", None) or 0.0, named("unsettled")),
+        observation_cut=lost + more,
+        info=rest,
+    )
 
 
-def _cut(messages: Any, most: int) -> tuple[Any, int]:
+def _cut(messages: Any, most: int | None) -> tuple[Any, int]:
     """Messages of about `most` bytes, and how many they lost. Each may have an equal share, and what others leave of
-    theirs; of more messages than could have a share, the last ones go."""
+    theirs; of more messages than could have a share, the last ones go. What is no message is left as it is, for a check
+    to find."""
     given = list(cast("Sequence[Any]", messages)) if isinstance(messages, list | tuple) else []
     sizes = [_size(message) for message in given]
-    if sum(sizes) <= most:
+    if most is None or sum(sizes) <= most:
         return cast(Any, messages), 0
     kept = given[: max(1, most // _LEAST)]
     left, limits = most, dict[int, int]()
@@ -132,7 +160,29 @@ def _number(value: Any, what: str) -> float:
     return number
 
 
-def _info(info: Any, what: str) -> dict[str, Json]:
+def _reason(value: Any, what: str) -> StopReason | None:
+    if value is None:
+        return None
+    if value not in list(StopReason):
+        raise EnvError(f"{what} = {value!r}: give one of {', '.join(StopReason)}")
+    return StopReason(value)
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise EnvError(f"{what} = {value!r}: give a text")
+    return value
+
+
+def _by_role(values: Any, what: str) -> dict[str, float]:
+    if not isinstance(values or {}, Mapping):
+        raise EnvError(f"{what} = {values!r}: give a number for each role")
+    numbers = cast("Mapping[str, Any]", values or {})
+    return {str(role): _number(value, f"{what}[{role!r}]") for role, value in numbers.items()}
+
+
+def _plain(info: Any, what: str) -> dict[str, Json]:
+    """A copy of an info. Raises EnvError for what JSON cannot carry."""
     if not isinstance(info, dict):
         raise EnvError(f"{what}: info is a {type(info).__name__}, not a dict")
     given = cast("dict[str, Json]", info)
@@ -140,14 +190,4 @@ def _info(info: Any, what: str) -> dict[str, Json]:
         json.dumps(given, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvError(f"{what}: info is not JSON-safe: {error}") from error
-    for name in ("outcome", "unsettled"):
-        if given.get(name) is not None:
-            _number(given[name], f"{what}: info[{name!r}]")
-    outcomes: Any = given.get("outcomes") or {}
-    if not isinstance(outcomes, Mapping):
-        raise EnvError(f"{what}: info['outcomes'] = {outcomes!r}: give a number for each role")
-    for role, outcome in cast("Mapping[str, Any]", outcomes).items():
-        _number(outcome, f"{what}: info['outcomes'][{role!r}]")
-    if given.get("history") is not None:
-        _messages(given["history"], f"{what}: info['history']")
-    return given
+    return dict(given)

@@ -327,17 +327,28 @@ def _not_plain(method: str, observation: object, info: Mapping[str, Json]) -> It
 
 
 def _wrong_keys(info: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
-    outcome: Any = info.get("outcome", 0.0)
-    if isinstance(outcome, bool) or not isinstance(outcome, int | float):
-        yield "outcome", "give a float"
-    if not isinstance(info.get("success", False), bool):
-        yield "success", "give True or False"
+    for name in ("outcome", "unsettled"):
+        if not _is_number(info.get(name, 0.0)):
+            yield name, "give a float"
+    for name in ("success", "masked"):
+        if not isinstance(info.get(name, False), bool):
+            yield name, "give True or False"
+    for name in ("rewards", "outcomes"):
+        by_role = info.get(name, {})
+        if not isinstance(by_role, dict) or not all(map(_is_number, cast("dict[str, Json]", by_role).values())):
+            yield name, "give a float for each role"
+    if not isinstance(info.get("role", ""), str):
+        yield "role", "give a text"
     reasons = [reason.value for reason in StopReason]
     if info.get("stop_reason", "done") not in reasons:
         yield "stop_reason", f"give one of {', '.join(reasons)}"
     history = info.get("history", [])
     if not isinstance(history, list) or tuple(cast("list[Any]", history)) not in _MESSAGES:
         yield "history", "give a list of messages"
+
+
+def _is_number(value: Json) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _first_difference(one: Played, two: Played, which: str, hint: str, method: str = "step") -> Iterator[Flaw]:

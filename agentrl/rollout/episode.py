@@ -11,7 +11,7 @@ The action is journaled before the environment sees it, so that a
 crash in between repeats the step and never the sampling (law 1). An episode owns its environment and ends it; it
 never decides which episode comes next.
 
-Who acts is the environment's word: `info["role"]` of the reset and of every answer, where it has several roles. Each
+Who acts is the environment's word: `Step.role` of the reset and of every answer, where it has several roles. Each
 role is a conversation of its own, whose turns extend the role's last one, and is sampled by the policy that learns or
 by the one it is bound to.
 """
@@ -36,7 +36,6 @@ from agentrl.errors import EngineError, EnvError, InfrastructureError, PolicyFau
 from agentrl.protocols import AsyncEnv, Engine, GenerateRequest, Rewarder
 from agentrl.records import (
     POLICY,
-    Json,
     Messages,
     SamplingParams,
     Step,
@@ -125,8 +124,8 @@ class _Episode:
         self._turns: list[Turn] = list(claim.turns)
         self._start: Messages = claim.start or ()
         self._env: AsyncEnv | None = None
-        self._first_role = POLICY
-        self._info: Mapping[str, Json] = {}
+        self._first_role: str | None = None
+        self._said = Step(observation=())  # what the environment said last
         self._next: _Prompt | None = None  # the next turn's, where it is rendered already
         self._begun = claim.partial  # what there is of the next turn
         self._seconds = 0.0  # that its steps have taken
@@ -221,9 +220,9 @@ class _Episode:
 
     async def _reset(self, env: AsyncEnv) -> Messages:
         most = self._context.settings.observation_bytes
-        start, self._info = await self._guard("reset", lambda: answers.start(env, self._claim.task, most))
-        self._first_role = str(self._info.get("role", POLICY))
-        return start
+        start: Step = await self._guard("reset", lambda: answers.start(env, self._claim.task, most))
+        self._said, self._first_role = start, start.role
+        return start.observation
 
     async def _turn(self) -> Ending | None:
         """One action and its answer; an `Ending` if it was the last."""
@@ -231,7 +230,7 @@ class _Episode:
         prompt, self._next = self._next or await self._prompt(), None
         room = settings.max_context - len(prompt.context)
         if room < 1:  # already the first prompt does not fit, or the run was resumed with less room
-            self._info = {**self._info, **await self._last_word(StopReason.CONTEXT_LIMIT)}
+            self._said = answers.joined(self._said, await self._last_word(StopReason.CONTEXT_LIMIT))
             return Ending(StopReason.CONTEXT_LIMIT)
         turn = await self._generate(prompt, min(settings.max_tokens_per_turn, room))
         context.store.journal_turn(self._claim.episode_id, self._claim.fence, turn)
@@ -270,12 +269,12 @@ class _Episode:
 
     async def _cut(self, step: Step, reason: StopReason) -> Step:
         """The last step of an episode that the environment did not end: what it leaves `unsettled` falls due."""
-        due = float(self._info.get("unsettled", 0.0))
-        ended = {} if reason is StopReason.POLICY_FAULT else await self._last_word(reason)
-        info = {**step.info, **ended, "stop_reason": reason.value}
-        return replace(step, reward=step.reward + due, truncated=True, info=info)
+        due = self._said.unsettled
+        if reason is not StopReason.POLICY_FAULT:
+            step = answers.joined(step, await self._last_word(reason))
+        return replace(step, reward=step.reward + due, truncated=True, stop_reason=reason)
 
-    async def _last_word(self, reason: StopReason) -> dict[str, Json]:
+    async def _last_word(self, reason: StopReason) -> Step:
         """What the environment says of an episode that ends at a limit of the run: it may judge what there is. Work of
         the policy that cannot be judged, or not in time, is worth nothing."""
         env = self._env
@@ -285,7 +284,7 @@ class _Episode:
             return await self._guard("end", lambda: answers.end(env, reason, self._claim.task), policy_s=deadline_s)
         except (_TimeUp, PolicyFault) as error:
             self._detail = self._detail or _one_line(error)
-            return {"outcome": 0.0, "success": False}
+            return Step(observation=(), outcome=0.0, success=False)
 
     async def _prompt(self) -> _Prompt:
         """That which the turn was begun with, if it was."""
@@ -302,16 +301,16 @@ class _Episode:
         environment may know them no earlier, and may have others then."""
         renderer, env = self._context.renderer, self._env
         assert env is not None
-        role, news, history = self._first_role, self._start, None
+        acts, news, history = self._first_role, self._start, None
         if self._turns:
             step = self._turns[-1].step
             assert step is not None
-            role, news = str(step.info.get("role", POLICY)), step.observation
-            history = step.info.get("history")
+            acts, news, history = step.role, step.observation, step.history
+        role = POLICY if acts is None else acts
         last = next((turn for turn in reversed(self._turns) if turn.role == role), None)
         if history is not None or last is None:
             schemas = await self._guard("tool_schemas", lambda: _call(env.tool_schemas))
-            messages = news if history is None else tuple(history)
+            messages = news if history is None else history
             prompt_ids = await _tokenized(partial(renderer.start, messages, schemas), messages, *schemas)
             return _Prompt(role, None, prompt_ids, prompt_ids)
         prompt_ids = await _tokenized(partial(renderer.extend, last.token_ids, news), news)
@@ -372,7 +371,7 @@ class _Episode:
         policy_s = max(min(settings.step_deadline_s, settings.episode_deadline_s - self._seconds), 0.0)
         call = partial(answers.act, env, turn.text, self._claim.task, settings.observation_bytes)
         step: Step = await self._guard("step", call, policy_s=policy_s)
-        self._info = step.info
+        self._said = step
         return step
 
     def _ended(self) -> Ending | None:
@@ -380,18 +379,16 @@ class _Episode:
         step = self._turns[-1].step if self._turns else None
         if step is None or not (step.terminated or step.truncated):
             return None
-        self._info = step.info
-        named = step.info.get("stop_reason")
-        if isinstance(named, str) and named in set(StopReason):
-            return Ending(StopReason(named), self._detail)
+        self._said = step
+        if step.stop_reason is not None:
+            return Ending(step.stop_reason, self._detail)
         return Ending(StopReason.DONE if step.terminated else StopReason.TRUNCATED)
 
     def _outcomes(self, ending: Ending) -> dict[str, float]:
         """The outcome of each role, where the environment tells them apart; a rewarder judges all roles alike."""
         if not ending.stop_reason.by_policy or self._context.rewarder is not None:
             return {}
-        named: Mapping[str, float] = self._info.get("outcomes") or {}
-        return {str(role): float(outcome) for role, outcome in named.items()}
+        return dict(self._said.outcomes)
 
     def _outcome(self, ending: Ending, outcomes: Mapping[str, float]) -> tuple[float | None, bool | None]:
         """Outcome reward and success: the rewarder's where there is one, else what the environment said; of the one
@@ -400,7 +397,7 @@ class _Episode:
         An environment that names no outcome has 0: its step rewards are the whole signal."""
         if not ending.stop_reason.by_policy:
             return None, None
-        success = self._info.get("success")
+        success = self._said.success
         learning = [role for role in outcomes if role not in self._context.frozen]
         if self._rewarded is not None:
             outcome = self._rewarded
@@ -408,9 +405,8 @@ class _Episode:
             outcome = outcomes[learning[0]]
             success = outcome >= 1.0 if success is None else success
         else:
-            named = self._info.get("outcome")
-            outcome = float(named) if named is not None else 0.0
-        return outcome, bool(success) if success is not None else None
+            outcome = self._said.outcome or 0.0
+        return outcome, success
 
     def _trajectory(self, ending: Ending) -> Trajectory:
         claim = self._claim

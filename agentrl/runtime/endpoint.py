@@ -26,7 +26,7 @@ from agentrl.env.dialects import get_format
 from agentrl.env.tool_calls import ToolCall
 from agentrl.errors import EnvError, InfrastructureError, PolicyFault, RunFailed, UsageError
 from agentrl.protocols import AsyncEnv
-from agentrl.records import Json, Message, Messages, StopReason, Task
+from agentrl.records import Json, Message, Messages, Step, StopReason, Task
 from agentrl.registration import make
 from agentrl.runtime.environment_errors import environment_errors
 from agentrl.runtime.evaluation import EvalResult, tasks_of
@@ -159,14 +159,14 @@ class _Episode:
         with environment_errors(task.env):
             env: AsyncEnv = as_async(make(task.env, **task.kwargs))
             try:
-                reason, info = await self._run(env)
+                reason, last = await self._run(env)
             finally:
                 with trio.move_on_after(self._config.rollout.step_deadline_s, shield=True):
                     await env.aclose()
         return {
             "seed": task.seed,
-            "outcome": float(info.get("outcome") or 0.0),
-            "success": bool(info.get("success")),
+            "outcome": last.outcome or 0.0,
+            "success": bool(last.success),
             "reward": self._total,
             "turns": self._turns,
             "stop_reason": reason.value,
@@ -174,31 +174,31 @@ class _Episode:
             "messages": cast("Json", self._said),
         }
 
-    async def _run(self, env: AsyncEnv) -> tuple[StopReason, Mapping[str, Json]]:
+    async def _run(self, env: AsyncEnv) -> tuple[StopReason, Step]:
         task, settings = self._task, self._config.rollout
         turn_s = settings.turn_deadline_s if "turn_deadline_s" in settings.model_fields_set else _TURN_S
-        seen, info = await self._in_time("reset", answers.start(env, task))
+        seen = await self._in_time("reset", answers.start(env, task))
         tools: dict[str, Json] = {"tools": schemas} if (schemas := list(env.tool_schemas())) else {}
         options = {**self._endpoint.options, **tools}
         while True:
-            self._hear(seen)
+            self._hear(seen.observation)
             if settings.max_turns is not None and self._turns >= settings.max_turns:
                 ended = await self._in_time("end", answers.end(env, StopReason.TURN_LIMIT, task))
-                return StopReason.TURN_LIMIT, {**info, **ended}
+                return StopReason.TURN_LIMIT, answers.joined(seen, ended)
             answer = await self._endpoint.client.message(self._said, deadline_s=turn_s, **options)
             self._turns += 1
             action = self._say(answer, str(getattr(env, "tool_format", "hermes")))
             try:
                 step = await self._in_time("step", answers.act(env, action, task))
             except PolicyFault:
-                return StopReason.POLICY_FAULT, info
+                return StopReason.POLICY_FAULT, seen
             except _TimeUp:
-                return StopReason.TIME_LIMIT, info
-            seen, info = step.observation, step.info
+                return StopReason.TIME_LIMIT, seen
+            seen = step
             self._total += step.reward
             if step.terminated or step.truncated:
-                self._hear(seen)
-                return StopReason.DONE if step.terminated else StopReason.TRUNCATED, info
+                self._hear(step.observation)
+                return StopReason.DONE if step.terminated else StopReason.TRUNCATED, step
 
     async def _in_time(self, what: str, answer: Awaitable[T]) -> T:
         """Raises EnvError past the deadline of the environment's own code, _TimeUp past that of what the model asked

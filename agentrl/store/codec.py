@@ -17,13 +17,13 @@ import math
 import struct
 import sys
 from array import array
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import zstandard
 
 from agentrl.errors import StoreError
-from agentrl.records import Json, Message, Messages, RoutedExperts, Task, Turn, VersionSpan
+from agentrl.records import Json, Message, Messages, RoutedExperts, Step, StopReason, Task, Turn, VersionSpan
 
 _HEADER = struct.Struct("<BII")
 _EXPERTS = struct.Struct("<BIHH")
@@ -154,6 +154,44 @@ def pack_identity(task: Task) -> str:
     return json.dumps([task.env, task.seed, dict(task.kwargs), dict(task.options)], sort_keys=True)
 
 
-def pack_info(info: Mapping[str, Json], what: str) -> str:
-    """A step's info as a JSON object."""
-    return to_json(dict(info), what) if info else "{}"
+def pack_answer(step: Step, what: str) -> str:
+    """What a step says beside messages, reward and flags: gymnasium's info, as one JSON object.
+
+    Raises StoreError for an info with a key that is a field of `Step`, or that is not JSON-safe."""
+    if taken := sorted(_ANSWER.keys() & step.info):
+        raise StoreError(f"{what}: info[{taken[0]!r}] is a field of the step: set that")
+    said = {name: getattr(step, name) for name, default in _ANSWER.items() if getattr(step, name) != default}
+    return to_json({**step.info, **said}, f"{what}: info") if said or step.info else "{}"
+
+
+def unpack_answer(text: str) -> dict[str, Any]:
+    """The fields of a step that `pack_answer` wrote, `info` among them; also where an older agentrl wrote an info of
+    which it had checked less: a stop reason that is none counts as not said, as it did then."""
+    info: dict[str, Json] = json.loads(text)
+    said = {name: info.pop(name) for name in _ANSWER if name in info}
+    known = {name: _READ[name](value) for name, value in said.items() if value is not None}
+    return {**known, "info": info}
+
+
+def _read_reason(value: Json) -> StopReason | None:
+    return StopReason(value) if value in list(StopReason) else None
+
+
+def _read_roles(value: Json) -> dict[str, float]:
+    return {str(role): float(number) for role, number in value.items()}
+
+
+_READ: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "outcome": float,
+    "success": bool,
+    "stop_reason": _read_reason,
+    "history": tuple,
+    "masked": bool,
+    "role": str,
+    "rewards": _read_roles,
+    "outcomes": _read_roles,
+    "unsettled": float,
+    "observation_cut": int,
+}
+_EMPTY: Final = Step(observation=())
+_ANSWER: Final = {name: getattr(_EMPTY, name) for name in _READ}  # what stands for nothing said

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from agentrl.errors import StoreError
 from agentrl.records import Messages, Step, StopReason, Turn
 from agentrl.store.codec import (
+    pack_answer,
     pack_experts,
-    pack_info,
     pack_messages,
     pack_spans,
     pack_text,
@@ -167,7 +167,7 @@ class Journal(Versions):
             float(step.reward),
             bool(step.terminated),
             bool(step.truncated),
-            pack_info(step.info, f"{where}: info"),
+            pack_answer(step, where),
         )
 
 

@@ -13,7 +13,15 @@ from typing import Literal
 
 from agentrl.errors import StoreError
 from agentrl.records import Group, GroupState, Messages, Step, StopReason, Task, Trajectory, Turn
-from agentrl.store.codec import unpack_experts, unpack_messages, unpack_spans, unpack_task, unpack_text, unpack_tokens
+from agentrl.store.codec import (
+    unpack_answer,
+    unpack_experts,
+    unpack_messages,
+    unpack_spans,
+    unpack_task,
+    unpack_text,
+    unpack_tokens,
+)
 from agentrl.store.database import Database, Part, Row
 
 EpisodeState = Literal["waiting", "running", "finished", "expired"]
@@ -244,5 +252,5 @@ def _step(row: Sequence[str | float | int]) -> Step:
         reward=float(reward),
         terminated=bool(terminated),
         truncated=bool(truncated),
-        info=json.loads(str(info)),
+        **unpack_answer(str(info)),
     )

@@ -116,8 +116,8 @@ async def _played(env: AsyncEnv, task: Task, turns: int, own: Sequence[str]) -> 
         step: Step | None = await _survived(partial(answers.act, env, action, task), task, what)
         over = step is None or step.terminated or step.truncated
         if step is not None and over:
-            reason = str(step.info.get("stop_reason", StopReason.DONE))
-            assert StopReason(reason).by_policy, f"seed {task.seed}: {what}: the episode ended as {reason}"
+            reason = step.stop_reason or StopReason.DONE
+            assert reason.by_policy, f"seed {task.seed}: {what}: the episode ended as {reason}"
     if not over:
         await _survived(partial(answers.end, env, StopReason.TURN_LIMIT, task), task, "the end of the episode")
 

@@ -172,7 +172,7 @@ def _part(trajectory: Trajectory, role: str) -> _Part:
             turns.append(turn.index)
             rewards.append(turn.step.reward if turn.step else 0.0)
         elif rewards and turn.step:  # before its first turn nothing is its doing
-            rewards[-1] += float(turn.step.info.get("rewards", {}).get(role, 0.0))
+            rewards[-1] += turn.step.rewards.get(role, 0.0)
     return _Part(tuple(turns), tuple(rewards), trajectory.outcomes.get(role, trajectory.outcome or 0.0))
 
 
@@ -228,7 +228,7 @@ def _rows(
 
 def _is_masked(turn: Turn) -> bool:
     """Whether the environment keeps the turn out of the loss (a parse failure under such a policy, say)."""
-    return turn.step is not None and bool(turn.step.info.get("masked"))
+    return turn.step is not None and turn.step.masked
 
 
 def _path(turns: Sequence[Turn], leaf: Turn) -> list[Turn]:

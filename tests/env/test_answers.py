@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.env import answers
 from agentrl.errors import EnvError
-from agentrl.records import StopReason, Task
+from agentrl.records import Step, StopReason, Task
 
 TASK = Task(index=0, env="my/Env-v0", seed=1)
 WORD = {"role": "user", "content": "hi"}
@@ -27,7 +27,59 @@ async def test_lists_of_messages_and_numbers_of_numpy_are_taken() -> None:
     )
     assert (step.observation, step.reward, step.terminated, step.truncated) == ((WORD,), 0.5, True, False)
     assert (type(step.reward), type(step.terminated), type(step.truncated)) == (float, bool, bool)
-    assert await answers.start(env(([WORD], {})), TASK) == ((WORD,), {})
+    assert await answers.start(env(([WORD], {})), TASK) == Step(observation=(WORD,))
+
+
+async def test_what_a_run_acts_on_is_in_fields_and_the_rest_in_info() -> None:
+    info = {
+        "outcome": 1,
+        "success": 1,
+        "stop_reason": "parse_failure",
+        "history": [WORD],
+        "masked": True,
+        "role": "ann",
+        "rewards": {"bob": 2},
+        "outcomes": {"ann": 1, "bob": -1},
+        "unsettled": -0.5,
+        "observation_cut": "mine",
+        "kept": 3,
+    }
+    given = dict(info)
+    step = await answers.act(env(([], 0.0, True, False, info)), "", TASK)
+    assert step == Step(
+        observation=(),
+        terminated=True,
+        outcome=1.0,
+        success=True,
+        stop_reason=StopReason.PARSE_FAILURE,
+        history=(WORD,),
+        masked=True,
+        role="ann",
+        rewards={"bob": 2.0},
+        outcomes={"ann": 1.0, "bob": -1.0},
+        unsettled=-0.5,
+        info={"kept": 3},
+    )
+    assert info == given, "the environment's own dict stays as it was"
+
+
+async def test_keys_that_say_nothing_are_as_if_they_were_not_there() -> None:
+    nothing = dict.fromkeys(["outcome", "success", "stop_reason", "history", "masked", "role", "rewards", "unsettled"])
+    assert await answers.start(env(((), nothing)), TASK) == Step(observation=())
+
+
+async def test_the_last_word_of_an_environment_goes_over_its_last_step() -> None:
+    step = Step(observation=(WORD,), reward=1.0, outcome=0.25, success=True, role="ann", info={"a": 1, "b": 1})
+    last = await answers.end(env({"outcome": 0.0, "outcomes": {"ann": 0.0}, "b": 2}), StopReason.TURN_LIMIT, TASK)
+    assert answers.joined(step, last) == Step(
+        observation=(WORD,),
+        reward=1.0,
+        outcome=0.0,
+        success=True,
+        outcomes={"ann": 0.0},
+        role="ann",
+        info={"a": 1, "b": 2},
+    )
 
 
 FORM = "return (messages, reward, terminated, truncated, info)"
@@ -54,6 +106,12 @@ FORM = "return (messages, reward, terminated, truncated, info)"
         (((), 0.0, True, False, {"outcome": "good"}), "step: info['outcome'] = 'good': give a finite number"),
         (((), 0.0, True, False, {"outcomes": {"a": None}}), "step: info['outcomes']['a'] = None: give a finite number"),
         (((), 0.0, True, False, {"outcomes": 1}), "step: info['outcomes'] = 1: give a number for each role"),
+        (((), 0.0, True, False, {"rewards": {"a": "b"}}), "step: info['rewards']['a'] = 'b': give a finite number"),
+        (((), 0.0, True, False, {"role": 3}), "step: info['role'] = 3: give a text"),
+        (
+            ((), 0.0, True, False, {"stop_reason": "tired"}),
+            f"step: info['stop_reason'] = 'tired': give one of {', '.join(StopReason)}",
+        ),
         (
             ((), 0.0, True, False, {"history": ["x"]}),
             "step: info['history']: message 0: a str, not a dict",

@@ -123,6 +123,7 @@ class ReadsAClock(Good):
 class NotPlain(Good):
     def step(self, action):
         info = {"outcome": "high", "success": 1, "stop_reason": "tired", "history": "none", "pair": (1, 2)}
+        info |= {"masked": 1, "rewards": {"ann": "1"}, "role": 2, "unsettled": None}
         return [dict(GO)], float("nan"), 1, False, info
 
 
@@ -223,6 +224,10 @@ BROKEN = [
     (NotPlain, "gives_plain_records", "info['success'] = 1", "def step"),
     (NotPlain, "gives_plain_records", "info['stop_reason'] = 'tired'", "def step"),
     (NotPlain, "gives_plain_records", "info['history'] = 'none'", "def step"),
+    (NotPlain, "gives_plain_records", "info['masked'] = 1", "def step"),
+    (NotPlain, "gives_plain_records", "info['rewards'] = {'ann': '1'}", "def step"),
+    (NotPlain, "gives_plain_records", "info['role'] = 2", "def step"),
+    (NotPlain, "gives_plain_records", "info['unsettled'] = None", "def step"),
     (NotPlain, "gives_plain_records", "info changes on its way through JSON", "def step"),
     (InfoHoldsAnObject, "gives_plain_records", "info is not JSON-safe", "def step"),
     (ClosesOnce, "closes_again", "close raised OSError: already closed", "raise OSError"),

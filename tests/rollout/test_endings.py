@@ -65,7 +65,7 @@ async def test_what_shaping_owes_is_paid_whoever_ends_the_episode(
     step = trajectory.turns[-1].step
     assert step is not None
     assert step.truncated
-    assert step.info["stop_reason"] == reason
+    assert step.stop_reason is reason
 
 
 async def test_an_episode_that_was_over_is_only_finished_after_a_crash(

@@ -45,12 +45,23 @@ json_values = st.recursive(
     max_leaves=6,
 )
 messages = st.lists(st.fixed_dictionaries({"role": texts, "content": texts}), max_size=3).map(tuple)
+numbers = st.floats(allow_nan=False, allow_infinity=False)
 steps = st.builds(
     Step,
     observation=messages,
-    reward=st.floats(allow_nan=False, allow_infinity=False),
+    reward=numbers,
     terminated=st.booleans(),
     truncated=st.booleans(),
+    outcome=st.none() | numbers,
+    success=st.none() | st.booleans(),
+    stop_reason=st.none() | st.sampled_from(StopReason),
+    history=st.none() | messages,
+    masked=st.booleans(),
+    role=st.none() | texts,
+    rewards=st.dictionaries(texts, numbers, max_size=2),
+    outcomes=st.dictionaries(texts, numbers, max_size=2),
+    unsettled=numbers,
+    observation_cut=st.integers(0, 2**40),
     info=st.dictionaries(texts, json_values, max_size=3),
 )
 
@@ -202,6 +213,8 @@ def test_an_episode_with_turns_cannot_begin_again(store: RunStore, begun: Claim)
         (Step(observation=(), reward=math.nan), "turn 0: reward nan is not finite"),
         (Step(observation=(), info={"box": object()}), "turn 0: info is not JSON-safe"),
         (Step(observation=(), info={"score": math.inf}), "turn 0: info is not JSON-safe"),
+        (Step(observation=(), info={"outcome": 1.0}), r"turn 0: info\['outcome'\] is a field of the step: set that"),
+        (Step(observation=(), outcome=math.inf), "turn 0: info is not JSON-safe"),
         (Step(observation=({"role": "tool", "content": b"raw"},)), "turn 0: observation is not JSON-safe"),  # pyright: ignore
     ],
 )

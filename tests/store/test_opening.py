@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from agentrl.errors import DiskFull, StoreError, StoreVersionError, UsageError
+from agentrl.records import Step
 from agentrl.store import RunStore, schema
 from agentrl.store.audit import audit
 
@@ -123,6 +126,48 @@ def test_a_store_of_the_first_schema_has_one_learning_role_in_every_turn(path: P
         assert trajectory.outcomes == {}
         assert [(turn.learns, turn.experts) for turn in trajectory.turns] == [(True, None), (True, None)]
         assert audit(store).violations == []
+
+
+def test_answers_that_an_older_agentrl_journaled_have_their_fields(path: Path) -> None:
+    """It kept gymnasium's info as the environment gave it, and had checked outcomes and history only."""
+    with RunStore.create(path, "{}") as store:
+        serve(store, 0)
+        admit(store)
+        (claim, *_) = play_all(store)
+    older = {
+        "outcome": True,
+        "success": 1,
+        "stop_reason": "tired",
+        "history": [{"role": "user", "content": "anew"}],
+        "masked": 1,
+        "role": "bob",
+        "rewards": {"ann": 2},
+        "outcomes": None,
+        "unsettled": -1,
+        "observation_cut": 7,
+        "kept": {"outcome": 3},
+    }
+    connection = sqlite3.connect(path)
+    connection.execute("UPDATE steps SET info = ? WHERE turn_id = 1", (json.dumps(older),))
+    connection.commit()
+    connection.close()
+    with RunStore.open(path) as store:
+        first, second = (turn.step for turn in store.trajectory(claim.episode_id).turns)
+        assert audit(store).violations == []
+    assert first is not None
+    assert replace(first, observation=()) == Step(
+        observation=(),
+        outcome=1.0,
+        success=True,
+        history=({"role": "user", "content": "anew"},),
+        masked=True,
+        role="bob",
+        rewards={"ann": 2.0},
+        unsettled=-1.0,
+        observation_cut=7,
+        info={"kept": {"outcome": 3}},
+    )
+    assert second == answer(1, last=True)
 
 
 def test_a_migration_that_fails_leaves_the_older_store_whole(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

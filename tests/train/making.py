@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,9 @@ def turn(
     logprobs: Sequence[float] | None = None,
     role: str = "policy",
     learns: bool = True,
-    info: Mapping[str, Any] | None = None,
+    **said: Any,
 ) -> Turn:
+    """A turn whose step says `said` beside its reward (fields of `Step`)."""
     return Turn(
         index=index,
         parent=parent,
@@ -101,7 +102,7 @@ def turn(
         spans=(VersionSpan(version, 0, len(tokens)),) if tokens else (),
         finish="stop",
         text="",
-        step=Step(observation=(), reward=reward, info=info or {}),
+        step=Step(observation=(), reward=reward, **said),
         role=role,
         learns=learns,
     )

@@ -59,7 +59,7 @@ def test_tokens_of_a_given_policy_are_context() -> None:
 
 
 def test_a_masked_turn_stays_in_context_and_out_of_the_loss() -> None:
-    masked = turn(1, [3], [4], parent=0, reward=-1.0, info={"masked": True})
+    masked = turn(1, [3], [4], parent=0, reward=-1.0, masked=True)
     turns = [turn(0, [1], [2]), masked, turn(2, [5], [6], parent=1)]
     row = rows_of(group_of([episode(0, turns, 1.0), sibling()])).rows[0]
     assert (row.token_ids, row.place_S.tolist()) == ((1, 2, 3, 4, 5, 6), [1, 5])
@@ -72,7 +72,7 @@ def test_roles_are_judged_apart_by_their_own_outcomes_and_rewards() -> None:
     def game(member: int, ann: float, bob: float, cost: float) -> Trajectory:
         turns = [
             turn(0, [1], [2], role="ann", reward=0.5),
-            turn(1, [9], [3], role="bob", reward=0.25, info={"rewards": {"ann": cost}}),
+            turn(1, [9], [3], role="bob", reward=0.25, rewards={"ann": cost}),
             turn(2, [4], [5], parent=0, role="ann"),
         ]
         return replace(episode(member, turns, ann), outcomes={"ann": ann, "bob": bob})
