@@ -66,7 +66,7 @@ print(agentrl.check_env("my_env/MyEnv-v0"))
     said = run(tmp_path, "-c", code, path=site)
     assert "3 words" in said
     assert "['submit', 'count', 'calculator']" in said
-    assert "my_env/MyEnv-v0: 11 checks, 0 findings" in said
+    assert "my_env/MyEnv-v0: 12 checks, 0 findings" in said
 
 
 def test_its_run_file_and_metadata_are_sound(package: Path) -> None:

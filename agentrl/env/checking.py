@@ -11,7 +11,8 @@ import json
 import queue
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
@@ -30,16 +31,20 @@ from agentrl.records import Json, Messages, StopReason
 T = TypeVar("T")
 
 _FRAMEWORK: Final = ("agentrl.env.", "gymnasium.", "builtins.", "typing.")
+_HOOKS: Final = {"reset": ("prompt",), "step": ("on_text", "after_turn"), "end": ("grade",), "close": ("teardown",)}
+_awaited: ContextVar[list[str]] = ContextVar("agentrl_check_awaited")  # the methods that a check waits for now
 
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """A broken promise, how to mend it, and where to look: a method, and the exception if there was one."""
+    """A broken promise, how to mend it, and where to look: a method, the exception if there was one, and the action
+    whose answer was wrong, if that is known."""
 
     problem: str
     hint: str
     method: str = "step"
     error: BaseException | None = None
+    action: str = ""
 
 
 class Skipped(Exception):
@@ -164,8 +169,13 @@ async def second_life(subject: Subject, actions: Sequence[str]) -> Played:
 
 async def named(method: str, awaitable: Awaitable[T]) -> T:
     """Await a call into the environment; what it raises becomes `Broke` with the method's name."""
-    with naming(method):
-        return await awaitable
+    awaited = _awaited.get([])
+    awaited.append(method)
+    try:
+        with naming(method):
+            return await awaitable
+    finally:
+        awaited.remove(method)
 
 
 @contextlib.contextmanager
@@ -176,11 +186,15 @@ def naming(method: str) -> Generator[None]:
         raise Broke(method, error) from error
 
 
-def in_trio(subject: Subject, function: Callable[[], Awaitable[T]]) -> T:
-    """Run it in a trio loop of its own, in a thread that is left behind if it does not come back in time."""
+def in_trio(subject: Subject, function: Callable[[], Awaitable[T]], *, plays: int = 1) -> T:
+    """Run it in a trio loop of its own, in a thread that is left behind if it does not come back in the time that so
+    many plays may take."""
     came: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+    awaited: list[str] = []
+    limit_s = plays * subject.deadline_s
 
     async def main() -> T:
+        _awaited.set(awaited)
         return await function()
 
     def body() -> None:
@@ -192,9 +206,10 @@ def in_trio(subject: Subject, function: Callable[[], Awaitable[T]]) -> T:
     thread = threading.Thread(target=body, name="check_env", daemon=True)
     thread.start()
     try:
-        result, error = came.get(timeout=subject.deadline_s)
+        result, error = came.get(timeout=limit_s)
     except queue.Empty:
-        raise Broke("step", TimeoutError(f"no answer within {subject.deadline_s:g} s")) from None
+        method = awaited[-1] if awaited else "step"
+        raise Broke(method, TimeoutError(f"no answer within {limit_s:g} s")) from None
     thread.join()
     if error is not None:
         raise error
@@ -202,25 +217,42 @@ def in_trio(subject: Subject, function: Callable[[], Awaitable[T]]) -> T:
 
 
 def place_of(make: Callable[[], gymnasium.Env[Any, Any]], flaw: Flaw) -> str:
-    """`file:line` of the frame that raised within the environment's own code, else of the method, else of the class."""
+    """`file:line` of the frame that raised within the environment's own code, else of the tool that was called, else of
+    the method or a hook that it calls, else of the class."""
     try:
         env = make()
     except Exception as error:
         if not inspect.isclass(make):
             return _last_frame(error, None)
         return _last_frame(error, _file_of(make)) or f"{_file_of(make)}:{_line_of(make)}"
-    cls = type(env.unwrapped)
+    inner: Any = env.unwrapped
     env.close()
-    own = [base for base in cls.__mro__ if not f"{base.__module__}.".startswith(_FRAMEWORK)] or [cls]
+    own = [base for base in type(inner).__mro__ if not f"{base.__module__}.".startswith(_FRAMEWORK)] or [type(inner)]
     for base in own:
         if flaw.error is not None and (place := _last_frame(flaw.error, _file_of(base))):
             return place
-    name = flaw.method.removeprefix("a")
-    for base in own:
-        function = vars(base).get(f"a{name}", vars(base).get(name))
-        if inspect.isfunction(function):
-            return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+    for function in (*_tools_called(inner, flaw.action), *_written(own, flaw.method.removeprefix("a"))):
+        if (code := getattr(inspect.unwrap(function), "__code__", None)) is not None:
+            return f"{code.co_filename}:{code.co_firstlineno}"
     return f"{_file_of(own[0])}:{_line_of(own[0])}"
+
+
+def _tools_called(env: Any, action: str) -> Iterator[Callable[..., Any]]:
+    """The functions behind the calls of an action, in order."""
+    tools = cast("Mapping[str, Any]", getattr(env, "_tools", {}))
+    calls = get_format(env.tool_format).parse(action).calls if tools and action else ()
+    for call in calls:
+        if (tool := tools.get(call.name)) is not None:
+            yield getattr(tool, "_function", None) or tool.call
+
+
+def _written(own: Sequence[type], name: str) -> Iterator[Callable[..., Any]]:
+    """What an author's classes write of a method, or of the hooks that it calls."""
+    for each in (name, *_HOOKS.get(name, ())):
+        for base in own:
+            function = vars(base).get(f"a{each}", vars(base).get(each))
+            if inspect.isfunction(function):
+                yield function
 
 
 def _file_of(cls: type) -> str:

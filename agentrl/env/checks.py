@@ -21,6 +21,7 @@ from agentrl.env import leaks, spaces
 from agentrl.env.bridge import LoopThread
 from agentrl.env.checking import Flaw, Played, Player, Skipped, Subject, in_trio, life, named, second_life, single
 from agentrl.env.core import Env, as_async
+from agentrl.env.tool_env import ToolEnv
 from agentrl.env.tools import function_schema
 from agentrl.records import Json, StopReason
 
@@ -28,6 +29,7 @@ INSTANCES: Final = 8
 FUZZ_EXAMPLES: Final = 150
 LEAK_PATIENCE_S: Final = 10.0  # for what ends by itself, on a busy machine too
 _MESSAGES: Final = spaces.Messages()
+_TIME: Final = re.compile(r"\d+(?::\d\d)+(?:\.\d+)?|\d+(?:\.\d+)? ?(?:[mun\u00b5]?s|(?:milli|micro)?sec(?:ond)?s?)\b")
 
 
 def can_start(subject: Subject) -> Iterator[Flaw]:
@@ -78,7 +80,7 @@ def replays_equally(subject: Subject) -> Iterator[Flaw]:
     """The same seed gives the same start, the same actions the same answers, on fresh and on used instances."""
     first = in_trio(subject, lambda: life(subject, subject.seed))
     fresh = in_trio(subject, lambda: life(subject, subject.seed, actions=first.actions))
-    used = in_trio(subject, lambda: second_life(subject, first.actions))
+    used = in_trio(subject, lambda: second_life(subject, first.actions), plays=2)
     promised = subject.replayable
     for other, which in ((fresh, "a fresh instance"), (used, "an instance that has played before")):
         if (other.start, other.info) != (first.start, first.info):
@@ -112,6 +114,21 @@ def gives_plain_records(subject: Subject) -> Iterator[Flaw]:
             for name, flag in (("terminated", terminated), ("truncated", truncated)):
                 if type(flag) is not bool:
                     yield Flaw(f"{name} = {flag!r}", "return True or False")
+
+
+def grades_each_end(subject: Subject) -> Iterator[Flaw]:
+    """An episode of a `ToolEnv` ends with an outcome, unless the class says that `graded` is False."""
+    env = subject.make().unwrapped
+    env.close()
+    if not isinstance(env, ToolEnv) or not env.graded:
+        return
+    played = in_trio(subject, lambda: life(subject, subject.seed, ends=True))
+    if "outcome" not in played.end and not any("outcome" in step[4] for step in played.steps):
+        what = "is not written" if type(env).grade is ToolEnv.grade else "returned None"
+        hint = (
+            "return a number, a truth value or a Grade; graded = False says that step rewards or the run's rewarder do"
+        )
+        yield Flaw(f"an episode ended without an outcome: grade {what}", hint, "end")
 
 
 def closes_again(subject: Subject) -> Iterator[Flaw]:
@@ -177,7 +194,7 @@ def runs_eight_at_once(subject: Subject) -> Iterator[Flaw]:
             for seed in seeds:
                 nursery.start_soon(one, seed)
 
-    in_trio(subject, all_of_them)
+    in_trio(subject, all_of_them, plays=INSTANCES)
     if subject.replayable:
         hint = "keep state on the instance, not on the class, the module or a fixed path"
         for seed in seeds:
@@ -255,10 +272,10 @@ def leaves_nothing(subject: Subject) -> Iterator[Flaw]:
         env.reset(seed=subject.seed)
         env.close()
 
-    in_trio(subject, lives)  # what the first time caches and imports is no leak
+    in_trio(subject, lives, plays=3)  # what the first time caches and imports is no leak
     blocking_life()
     before = leaks.measure(subject.tmp)
-    in_trio(subject, lives)
+    in_trio(subject, lives, plays=3)
     blocking_life()
     for what in leaks.left_since(before, subject.tmp, patience_s=LEAK_PATIENCE_S):
         hint = "close in aclose/close (in a ToolEnv: teardown) what reset and step open"
@@ -288,7 +305,7 @@ def restores_snapshots(subject: Subject) -> Iterator[Flaw]:
             await saved.aclose()
             await other.aclose()
 
-    went_on, restored = in_trio(subject, round_trip)
+    went_on, restored = in_trio(subject, round_trip, plays=2)
     yield from _first_difference(
         went_on, restored, "after the restore", "put the whole state into the snapshot", "snapshot"
     )
@@ -300,6 +317,7 @@ CHECKS: Final[tuple[Callable[[Subject], Iterator[Flaw]], ...]] = (
     offers_valid_tools,
     replays_equally,
     gives_plain_records,
+    grades_each_end,
     closes_again,
     survives_cancellation,
     runs_eight_at_once,
@@ -356,9 +374,22 @@ def _first_difference(one: Played, two: Played, which: str, hint: str, method: s
         yield Flaw(f"the start {which} differs: {_difference(one.start, two.start)}", hint, "reset")
         return
     for index, (left, right) in enumerate(zip(one.steps, two.steps, strict=False)):
-        if left != right:
-            yield Flaw(f"turn {index} {which} was answered differently: {_difference(left, right)}", hint, method)
-            return
+        if left == right:
+            continue
+        said = f"turn {index} {which} was answered differently: {_difference(left, right)}"
+        if (times := _times_alone(repr(left), repr(right))) is not None:
+            said = f"turn {index} {which} differs only in a time that was printed: {times}"
+            hint = "take times out of what the model reads, or replayable = False"
+        yield Flaw(said, hint, method, action=one.actions[index])
+        return
+
+
+def _times_alone(one: str, two: str) -> str | None:
+    """The first two times in which two recordings part, if they part in nothing else."""
+    if _TIME.sub("", one) != _TIME.sub("", two):
+        return None
+    pairs = zip(_TIME.findall(one), _TIME.findall(two), strict=False)
+    return next((f"{left!r} against {right!r}" for left, right in pairs if left != right), None)
 
 
 def _difference(one: object, two: object) -> str:

@@ -113,6 +113,9 @@ class ToolEnv(Env):
     boxed: ClassVar[bool] = False
     """Whether every episode has a box, `self.box`, from before `prompt` to its end; without it only tools that ask for
     one bring one."""
+    graded: bool = True
+    """Whether `grade` gives each episode an outcome, which `check_env` looks for. False where the step rewards are the
+    whole signal, or where the run's rewarder judges."""
     own_box: Sandbox | None = None
     """The box in which named tools work, for environments that open one; else they get one if they ask for it."""
 
@@ -181,7 +184,7 @@ class ToolEnv(Env):
 
     def grade(self) -> MaybeAwaitable[Grade | float | bool | None]:
         """The outcome, once, when the episode ends, also when a limit ends it. True is 1.0 with success; a number is
-        a success from 1.0 on; None leaves the outcome to the run's rewarder."""
+        a success from 1.0 on; None, with `graded = False`, leaves the outcome to the run's rewarder."""
         return None
 
     def teardown(self) -> MaybeAwaitable[None]:

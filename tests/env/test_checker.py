@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 
 import gymnasium
 import pytest
@@ -15,6 +16,7 @@ import trio
 import agentrl
 from agentrl.env import Env
 from agentrl.env.checker import Report
+from agentrl.env.checks import runs_eight_at_once
 from agentrl.errors import EnvCheckFailed, UsageError
 from agentrl.registration import register
 
@@ -56,7 +58,7 @@ def report(cls, **kwargs) -> Report:
 def test_what_keeps_the_contract_passes_and_says_what_was_checked():
     result = agentrl.check_env(Good)
     assert result and not result.findings and not result.skipped
-    assert len(result.checks) == 11 and str(result) == "Good: 11 checks, 0 findings"
+    assert len(result.checks) == 12 and str(result) == "Good: 12 checks, 0 findings"
 
 
 @pytest.mark.parametrize("what", ["agentrl/Calculator-v0", "instance", "made", "wrapped"])
@@ -266,6 +268,49 @@ def test_a_broken_promise_is_found_and_placed(cls, check, problem, line, monkeyp
     assert found[0].hint in str(result)
 
 
+class Ungraded(agentrl.ToolEnv):
+    replayable = True
+    blocking = False
+
+    def prompt(self, task):
+        return "go"
+
+
+class GradesNothing(Ungraded):
+    def grade(self):
+        self.right = True
+
+
+def run_the_tests() -> str:
+    """Run the tests."""
+    return f"Ran 3 tests in {next(_clock) / 1000:.3f}s\nOK"
+
+
+class PrintsATime(GradesNothing):
+    @agentrl.tool
+    def run_tests(self) -> str:
+        """Run the tests."""
+        return run_the_tests()
+
+    def grade(self):
+        return True
+
+
+class LendsATool(PrintsATime):
+    run_tests = None
+
+    def __init__(self):
+        super().__init__(tools=[run_the_tests])
+
+
+class NeverStarts(Env):
+    async def areset(self, *, seed=None, options=None):
+        await trio.sleep_forever()
+
+    async def astep(self, action):
+        return (dict(GO),), 0.0, False, False, {}
+
+
 class FewParts(Good):
     def step(self, action):
         return (), 0.0, True, {}
@@ -294,16 +339,40 @@ class NoDocstring(GradesBadly):
             GradesBadly,
             "gives_plain_records",
             "aend raised UsageError: GradesBadly.grade returned 'good'",
-            "class Grades",
+            "def grade",
         ),
+        (Ungraded, "grades_each_end", "an episode ended without an outcome: grade is not written", "class Ungraded"),
+        (GradesNothing, "grades_each_end", "an episode ended without an outcome: grade returned None", "def grade"),
+        (PrintsATime, "replays_equally", "differs only in a time that was printed", "def run_tests"),
+        (LendsATool, "replays_equally", "differs only in a time that was printed", "def run_the_tests"),
+        (NeverStarts, "can_start", "reset raised TimeoutError: no answer within 1 s", "def areset"),
         (NoDocstring, "can_start", "tool 'NoDocstring.look' needs a docstring", "class NoDocstring"),
     ],
 )
 def test_what_a_beginner_writes_is_found_and_placed_in_the_beginners_file(cls, check, problem, line):
-    found = next(each for each in report(cls).findings if each.check == check)
+    result = report(cls, deadline_s=1 if cls is NeverStarts else 20)
+    found = next(each for each in result.findings if each.check == check)
     path, _, number = found.where.rpartition(":")
     assert problem in found.problem and path == __file__
-    assert line in inspect.getsource(sys.modules[__name__]).splitlines()[int(number) - 1]
+    lines = inspect.getsource(sys.modules[__name__]).splitlines()[int(number) - 1 :]
+    assert line in lines[lines[0].strip().startswith("@")]  # a function begins with its decorator
+
+
+def test_an_outcome_may_be_left_to_the_run():
+    class Left(Ungraded):
+        graded = False
+
+    assert report(Left)
+
+
+def test_many_plays_of_a_slow_environment_have_the_time_of_many(monkeypatch):
+    class Slow(Good):
+        def reset(self, *, seed=None, options=None):
+            time.sleep(0.15)
+            return super().reset(seed=seed)
+
+    monkeypatch.setattr("agentrl.env.checker.CHECKS", (runs_eight_at_once,))
+    assert report(Slow, deadline_s=1)
 
 
 def test_findings_raise_with_the_whole_report():

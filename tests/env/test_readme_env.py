@@ -62,7 +62,7 @@ def test_run_as_a_script_it_is_checked_and_trained_on_for_ten_steps(tmp_path):
     argv = [sys.executable, str(EXAMPLE)]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
-    assert "Guess: 11 checks, 0 findings" in done.stdout
+    assert "Guess: 12 checks, 0 findings" in done.stdout
     assert "trained 10 steps on 160 episodes" in done.stdout
     with RunStore.open(tmp_path / "runs" / "my_first_env" / "store.sqlite") as store:
         assert audit(store).violations == []

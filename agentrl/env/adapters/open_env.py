@@ -34,6 +34,7 @@ class OpenEnv(ToolEnv):
     `replayable=True`, if that server keeps it."""
 
     limits = EpisodeLimits(turns=100)
+    graded = False  # step rewards are the whole signal
 
     def __init__(
         self,

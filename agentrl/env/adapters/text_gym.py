@@ -35,6 +35,7 @@ class TextGym(ToolEnv):
     limits = EpisodeLimits(turns=100)
     blocking = False
     replayable = True
+    graded = False  # step rewards are the whole signal
     rules: str = ""
 
     def __init__(

@@ -31,6 +31,7 @@ class TrlEnv(ToolEnv):
         if not callable(getattr(self._env, "reset", None)):
             raise UsageError(f"{type(self._env).__name__} has no reset method: it is no environment in TRL's sense")
         self._default = prompt
+        self.graded = hasattr(self._env, "get_reward")
         super().__init__(tools=_methods_of(self._env), **settings)
 
     async def prompt(self, task: Mapping[str, Json]) -> Sequence[Message]:
