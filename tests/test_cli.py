@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 
 ENVS = Path(__file__).parent / "runtime" / "envs.py"
+ROOT = Path(__file__).parent.parent
 DEADLINE_S = 500
 
 
@@ -250,6 +252,58 @@ def test_what_an_environment_does_not_take_is_one_line(command: str, arguments: 
     code, _, stderr = agentrl(command, *arguments)
     assert code == 2
     assert one_line(stderr).startswith(f"agentrl: {says}")
+
+
+SLOW_IMPORT = """
+import sys
+print("importing", flush=True)
+sys.stdin.read()
+"""
+
+
+def entry_point() -> str:
+    """What the installed command `agentrl` calls, as its package says."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return project["scripts"]["agentrl"]
+
+
+def test_ctrl_c_while_python_imports_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "gymnasium.py").write_text(SLOW_IMPORT)  # the first thing that agentrl imports
+    module, _, function = entry_point().partition(":")
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from {module} import {function}; {function}()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script, "list"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"importing\n"
+            process.send_signal(signal.SIGINT)
+            _, stderr = process.communicate(timeout=CTRL_C_S)
+        finally:
+            process.kill()
+    assert (process.returncode, stderr) == (130, b"agentrl: stopped by Ctrl-C\n")
+
+
+def test_the_command_imports_next_to_nothing_before_it_answers_ctrl_c() -> None:
+    module = entry_point().partition(":")[0]
+    script = f"import sys; before = set(sys.modules); import {module}; print(sorted(set(sys.modules) - before))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
+    assert not {"gymnasium", "numpy", "typer", "agentrl"} & set(re.findall(r"\w+", done.stdout))
+
+
+def test_a_command_in_the_background_of_a_shell_goes_on_at_ctrl_c() -> None:
+    module, _, function = entry_point().partition(":")
+    script = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+        f" import {module} as command; os.kill(os.getpid(), signal.SIGINT);"
+        f" sys.argv[1:] = ['--version']; command.{function}()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
+    assert done.stdout.startswith("agentrl ") and not done.stderr
 
 
 CTRL_C_S = 60.0
