@@ -23,9 +23,8 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="session")
-def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
-    folder = tmp_path_factory.mktemp("bytes")
+def write_tokenizer(folder: Path) -> Path:
+    """A tokenizer of bytes, with two special tokens and a template."""
     special = ["<|im_start|>", "<|im_end|>"]
     vocabulary = {token: at for at, token in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -35,7 +34,12 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return Renderer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    return Renderer(write_tokenizer(tmp_path_factory.mktemp("bytes")))
 
 
 @pytest.fixture
