@@ -198,7 +198,8 @@ def test_an_older_store_holds_nothing_against_anybody(path: Path, clock: Clock) 
     connection = sqlite3.connect(path)
     connection.executescript(
         "DROP INDEX episodes_suspected; ALTER TABLE episodes DROP COLUMN deaths;"
-        " ALTER TABLE episodes DROP COLUMN died_at; DROP TABLE quarantine; DROP TABLE outages; PRAGMA user_version = 4"
+        " ALTER TABLE episodes DROP COLUMN died_at; DROP TABLE quarantine; DROP TABLE outages; DROP TABLE partials;"
+        " PRAGMA user_version = 4"
     )
     connection.close()
     with RunStore.open(path, clock=clock) as store:
