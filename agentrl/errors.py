@@ -27,6 +27,9 @@ AgentRLError
 
 from __future__ import annotations
 
+import contextlib
+import traceback
+from collections.abc import Callable, Generator
 from typing import cast
 
 
@@ -181,6 +184,42 @@ class ToolArgumentError(ToolError):
 
 class ToolTimeout(ToolError):
     """The tool ran past its deadline and was ended."""
+
+
+@contextlib.contextmanager
+def boundary(
+    becomes: Callable[[str], AgentRLError],
+    what: str,
+    *,
+    passes: tuple[type[AgentRLError], ...] = (InfrastructureError, UsageError),
+    place: bool = False,
+) -> Generator[None]:
+    """Turn an exception of somebody else's code into an error of ours. Plain and awaited calls may stand inside.
+
+    `becomes` makes the error from one line: `what`, then the exception's kind and text, and with `place` the file and
+    line that raised it. The exception is the error's cause. Errors of the kinds `passes` have their name already and go
+    through. Of a group, such as a nursery raises, the one error that matters counts.
+
+        with boundary(EnvError, "mine/Guess-v0: step raised"):
+            await env.astep(action)     # EnvError: mine/Guess-v0: step raised KeyError: 'secret'
+    """
+    try:
+        yield
+    except Exception as error:
+        inner = matters(error)
+        if isinstance(inner, passes):
+            if inner is error:
+                raise
+            raise inner from error
+        where = _place(inner) if place else ""
+        raise becomes(f"{what} {type(inner).__name__}: {' '.join(str(inner).split())}{where}") from error
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or isinstance(error, SyntaxError):  # whose text names it
+        return ""
+    return f" ({frames[-1].filename}:{frames[-1].lineno})"
 
 
 def matters(error: BaseException) -> BaseException:

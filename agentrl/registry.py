@@ -11,13 +11,12 @@ import functools
 import importlib
 import importlib.util
 import sys
-import traceback
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from agentrl.errors import AgentRLError, UnknownIdError, UsageError
+from agentrl.errors import UnknownIdError, UsageError, boundary
 
 Kind = Literal["environments", "tools", "sandboxes", "models"]
 Target = str | Callable[..., Any]
@@ -67,18 +66,14 @@ def load_reference(reference: str) -> Callable[..., Any]:
     """Import `module:attribute` or `path/to/file.py:attribute`. Raises UsageError where either half is missing, or the
     module cannot be imported."""
     where, _, attribute = reference.rpartition(":")
-    try:
-        module = _module_from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except (ImportError, FileNotFoundError) as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == where
-        hint = f" (for a file write path/to/{where}.py:{attribute})" if missing else ""
-        raise UsageError(f"cannot import {where!r} of {reference!r}: {error}{hint}") from error
-    except AgentRLError:
-        raise
-    except Exception as error:  # its author's own code ran
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        said = error if isinstance(error, SyntaxError) else f"{error} ({at.filename}:{at.lineno})"
-        raise UsageError(f"cannot import {where!r} of {reference!r}: {type(error).__name__}: {said}") from error
+    cannot = f"cannot import {where!r} of {reference!r}:"
+    with boundary(UsageError, cannot, place=True):
+        try:
+            module = _module_from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        except (ImportError, FileNotFoundError) as error:
+            missing = isinstance(error, ModuleNotFoundError) and error.name == where
+            hint = f" (for a file write path/to/{where}.py:{attribute})" if missing else ""
+            raise UsageError(f"{cannot} {error}{hint}") from error
     value: Any = module
     for part in attribute.split("."):
         if not hasattr(value, part):

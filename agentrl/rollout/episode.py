@@ -32,7 +32,16 @@ from agentrl.clock import Whose
 from agentrl.config import Rollout
 from agentrl.engine.renderer import Renderer
 from agentrl.env import answers, bridge
-from agentrl.errors import EngineError, EnvError, InfrastructureError, PolicyFault, SandboxError, StoreError
+from agentrl.errors import (
+    AgentRLError,
+    EngineError,
+    EnvError,
+    InfrastructureError,
+    PolicyFault,
+    SandboxError,
+    StoreError,
+    boundary,
+)
 from agentrl.protocols import AsyncEnv, Engine, GenerateRequest, Rewarder
 from agentrl.records import (
     POLICY,
@@ -147,12 +156,8 @@ class _Episode:
         if self._env is None:
             return
         with trio.move_on_after(self._context.settings.step_deadline_s, shield=True):
-            try:
+            with boundary(EnvError, f"{self._claim.task.env}: close raised", passes=(InfrastructureError,)):
                 await self._env.aclose()
-            except InfrastructureError:
-                raise
-            except Exception as error:
-                raise EnvError(f"{self._claim.task.env}: close raised {_one_line(error)}") from error
 
     async def score(self, ending: Ending) -> Ending:
         """Ask the rewarder, where there is one, what an end of the policy's own doing is worth. If it cannot say, the
@@ -426,21 +431,21 @@ class _Episode:
         With `policy_s` the policy has acted: a fault of its stays one, and _TimeUp is raised when what it asked for
         took longer than that."""
         deadline_s, acted, failed = self._context.settings.step_deadline_s, policy_s is not None, None
+        where, passes = f"{self._claim.task.env}: {what}", (InfrastructureError, *((PolicyFault,) if acted else ()))
         with clock.watch(own_s=deadline_s, policy_s=policy_s if policy_s is not None else deadline_s) as watch:
             try:
-                return await call()
-            except Exception as error:
+                with boundary(EnvError, f"{where} raised", passes=passes):
+                    return await call()
+            except AgentRLError as error:
                 failed = error
             finally:
                 self._seconds += watch.seconds if acted else 0.0
-        where = f"{self._claim.task.env}: {what}"
         if watch.over is Whose.POLICY and acted:
             raise _TimeUp(f"{where}: what the policy asked for took over {policy_s:g} s") from failed
         if watch.over is not None:
             raise EnvError(f"{where} took over {deadline_s:g} s") from failed
-        if isinstance(failed, InfrastructureError) or (acted and isinstance(failed, PolicyFault)):
-            raise failed
-        raise EnvError(f"{where} raised {_one_line(failed)}") from failed
+        assert failed is not None
+        raise failed
 
 
 async def _call(function: Callable[..., Any], *args: Any) -> Any:

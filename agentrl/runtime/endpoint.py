@@ -24,11 +24,10 @@ from agentrl.engine.scoring import ScoringClient
 from agentrl.env import answers, as_async
 from agentrl.env.dialects import get_format
 from agentrl.env.tool_calls import ToolCall
-from agentrl.errors import EnvError, InfrastructureError, PolicyFault, RunFailed, UsageError
+from agentrl.errors import EnvError, InfrastructureError, PolicyFault, RunFailed, UsageError, boundary
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Message, Messages, Step, StopReason, Task
 from agentrl.registration import make
-from agentrl.runtime.environment_errors import environment_errors
 from agentrl.runtime.evaluation import EvalResult, tasks_of
 
 T = TypeVar("T")
@@ -156,7 +155,7 @@ class _Episode:
     async def play(self) -> Mapping[str, Json]:
         """Raises InfrastructureError."""
         started, task = time.time(), self._task
-        with environment_errors(task.env):
+        with boundary(EnvError, f"{task.env} raised", place=True):
             env: AsyncEnv = as_async(make(task.env, **task.kwargs))
             try:
                 reason, last = await self._run(env)

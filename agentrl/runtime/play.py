@@ -12,11 +12,10 @@ import trio
 from agentrl.env import as_async
 from agentrl.env.dialects import get_format
 from agentrl.env.tool_calls import ToolCall
-from agentrl.errors import PolicyFault
+from agentrl.errors import EnvError, PolicyFault, boundary
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Messages, StopReason
 from agentrl.registration import make
-from agentrl.runtime.environment_errors import environment_errors
 from agentrl.runtime.report import printable
 
 _HELP = "a line is your action; `/TOOL key=value …` calls a tool; `/quit` ends"
@@ -32,7 +31,7 @@ def play(
 async def _play(
     env_id: str, seed: int, kwargs: dict[str, Any], read: Callable[[str], str], write: Callable[[str], None]
 ) -> bool:
-    with environment_errors(env_id):
+    with boundary(EnvError, f"{env_id} raised", place=True):
         env: AsyncEnv = as_async(make(env_id, **kwargs))
         try:
             return await _episode(env, seed, read, write)

@@ -16,11 +16,10 @@ from typing import Any, Protocol, cast
 from agentrl import config as configuration
 from agentrl import registry
 from agentrl.config import RunConfig
-from agentrl.errors import AgentRLError, ConfigError, ModelError, UsageError
+from agentrl.errors import AgentRLError, ConfigError, EnvError, ModelError, UsageError, boundary
 from agentrl.protocols import Rewarder
 from agentrl.registration import make
 from agentrl.runtime import evaluation, extending, report
-from agentrl.runtime.environment_errors import environment_errors
 from agentrl.runtime.models import given_model_dir, model_dir
 from agentrl.runtime.pipeline import Interrupted, Supervisor, run_to_end
 from agentrl.runtime.rundir import RunDir
@@ -121,7 +120,7 @@ def _check_environments(config: RunConfig) -> None:
     for task in (*first_tasks(config), *held_out):
         if (task.env, task.kwargs) not in made:
             made.append((task.env, task.kwargs))
-            with environment_errors(task.env):
+            with boundary(EnvError, f"{task.env} raised", place=True):
                 make(task.env, **task.kwargs).close()
 
 

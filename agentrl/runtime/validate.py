@@ -12,11 +12,10 @@ import trio
 
 from agentrl.env import as_async
 from agentrl.env.oracles import Verdict, judge
-from agentrl.errors import UsageError
+from agentrl.errors import EnvError, UsageError, boundary
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json
 from agentrl.registration import make
-from agentrl.runtime.environment_errors import environment_errors
 
 
 @dataclass(slots=True)
@@ -54,7 +53,7 @@ async def _validate(new: Callable[[], AsyncEnv], env_id: str, seeds: Sequence[in
     async def play(seed: int) -> None:
         async with slots:
             try:
-                with environment_errors(f"{env_id}, seed {seed}:"):
+                with boundary(EnvError, f"{env_id}, seed {seed}: raised", place=True):
                     verdicts[seed] = await judge(new, seed)
             except Exception as error:  # raised below, alone: one failure of a host is enough to know
                 broken.append(error)

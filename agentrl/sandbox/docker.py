@@ -27,7 +27,7 @@ from typing import Any, TypeVar, cast
 
 import trio
 
-from agentrl.errors import SandboxError, SandboxUnavailable
+from agentrl.errors import SandboxError, SandboxUnavailable, boundary
 from agentrl.owner import OwnedFolder, is_dead
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox import seccomp
@@ -133,12 +133,9 @@ class DockerEngine:
             )
 
         def connect() -> DockerEngine:
-            try:
-                return cls(
-                    cast(Any, docker).DockerClient(base_url=address, timeout=_CALL_S, max_pool_size=_IDLE), address
-                )
-            except Exception as error:
-                raise SandboxUnavailable(f"no docker engine answers at {address}: {error}") from error
+            with boundary(SandboxUnavailable, f"no docker engine answers at {address}:"):
+                client = cast(Any, docker).DockerClient(base_url=address, timeout=_CALL_S, max_pool_size=_IDLE)
+                return cls(client, address)
 
         engine = await trio.to_thread.run_sync(connect)
         try:
@@ -160,12 +157,8 @@ class DockerEngine:
         """Run one SDK call in a thread. Raises SandboxError."""
 
         def run() -> T:
-            try:
+            with boundary(SandboxError, "docker:"):
                 return function(*arguments, **options)
-            except SandboxError:
-                raise
-            except Exception as error:
-                raise SandboxError(f"docker: {error}") from error
 
         return await trio.to_thread.run_sync(run, limiter=self._threads)
 

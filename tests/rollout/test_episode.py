@@ -11,7 +11,7 @@ import trio
 from trio.testing import MockClock
 
 from agentrl.engine.renderer import Renderer
-from agentrl.errors import EngineUnavailable, LeaseLost, PolicyFault, SandboxError, ScoreError
+from agentrl.errors import EngineUnavailable, LeaseLost, PolicyFault, SandboxError, ScoreError, ToolError
 from agentrl.records import StopReason, Trajectory, context_ids
 from agentrl.rollout.episode import play
 from agentrl.store import Claim, RunStore
@@ -87,6 +87,23 @@ async def test_law_3_what_the_policy_could_not_cause_is_not_scored(
     assert trajectory.outcome is None
     assert not trajectory.scored
     assert store.failures().detail == detail
+
+
+@pytest.mark.parametrize(
+    ("failing", "reason"),
+    [(ToolError("bad"), StopReason.POLICY_FAULT), (SandboxError("no space"), StopReason.SANDBOX_FAILED)],
+)
+async def test_law_3_a_failure_in_an_environments_nursery_has_the_name_that_it_has_alone(
+    claim_one: Any, context: Any, failing: Exception, reason: StopReason
+) -> None:
+    async def step() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            await trio.lowlevel.checkpoint()
+            raise failing
+
+    ending = await play(claim_one(), context(ScriptedEnv([step])))
+    assert ending.stop_reason is reason
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from agentrl.env.limits import EpisodeLimits
 from agentrl.env.optional import require
 from agentrl.env.tool_env import ToolEnv
 from agentrl.env.tools import SchemaTool, as_result
-from agentrl.errors import EnvError, StructuralParseError, ToolError
+from agentrl.errors import EnvError, StructuralParseError, ToolError, boundary
 from agentrl.protocols import ToolResult
 from agentrl.records import Json, Messages
 
@@ -106,14 +106,13 @@ class OpenEnv(ToolEnv):
 
     def _asked(self, what: str, body: Callable[[], Any]) -> Any:
         """Ask the server. Raises ToolError for an action that it finds invalid, EnvError for all other trouble."""
-        try:
-            return body()
-        except RuntimeError as error:
-            if "VALIDATION_ERROR" in str(error):
-                raise ToolError("the environment does not understand this action") from error
-            raise EnvError(f"OpenEnv server {self._url}: {what}: {error}") from error
-        except Exception as error:
-            raise EnvError(f"OpenEnv server {self._url}: {what}: {type(error).__name__}: {error}") from error
+        with boundary(EnvError, f"OpenEnv server {self._url}: {what}:", passes=(ToolError,)):
+            try:
+                return body()
+            except RuntimeError as error:
+                if "VALIDATION_ERROR" in str(error):
+                    raise ToolError("the environment does not understand this action") from error
+                raise
 
 
 def serve(make: Callable[[], Any], *, max_sessions: int = 64) -> Any:
