@@ -185,7 +185,7 @@ def _evaluate_endpoint(
 
 def _evaluation_config(what: str, env: str | None, n: int, settings: list[str]) -> RunConfig:
     from agentrl import config as configuration
-    from agentrl.runtime.checkpoints import newest
+    from agentrl.checkpoint_folders import newest
     from agentrl.runtime.rundir import RunDir
 
     path = Path(what)

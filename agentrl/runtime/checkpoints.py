@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentrl.checkpoint_folders import STATE, complete, newest, step_of
 from agentrl.errors import RunFailed
 from agentrl.records import WeightVersion
 from agentrl.runtime.models import model_dir
@@ -36,7 +37,7 @@ def start_point(run: RunDir, store: RunStore) -> StartPoint:
     """Bring the store to the newest checkpoint (step 0 without one) and say where the run goes on."""
     checkpoint = newest(run.checkpoints)
     step = 0 if checkpoint is None else step_of(checkpoint)
-    saved = [one for folder in _kept(run.checkpoints) if (one := _saved(folder)) is not None]
+    saved = [one for folder in complete(run.checkpoints) if (one := _saved(folder)) is not None]
     buffer = run.config().buffer
     store.reconcile(saved, max_lag=buffer.max_lag)
     known = store.latest_checkpoint()
@@ -58,20 +59,9 @@ def where_it_stands(start: StartPoint, run: RunDir, store: RunStore) -> StartPoi
     return StartPoint(model=checkpoint, checkpoint=checkpoint, version=version)
 
 
-def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint in `folder`."""
-    found = _kept(folder)
-    return found[-1] if found else None
-
-
-def _kept(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, oldest first."""
-    return sorted((path for path in folder.glob("step-*") if (path / "state.json").is_file()), key=step_of)
-
-
 def _saved(checkpoint: Path) -> Saved | None:
     """What a checkpoint says it trained, None if it names no groups. Raises RunFailed if it cannot be read."""
-    file = checkpoint / "state.json"
+    file = checkpoint / STATE
     try:
         state = json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -80,11 +70,6 @@ def _saved(checkpoint: Path) -> Saved | None:
     if "groups" not in state:
         return None
     return Saved(step=state["step"], previous_step=state["previous_step"], groups=tuple(state["groups"]))
-
-
-def step_of(checkpoint: Path) -> int:
-    """The optimizer step a checkpoint folder is named after."""
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _version(store: RunStore, step: int) -> WeightVersion:

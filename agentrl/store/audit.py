@@ -293,7 +293,7 @@ def _check_lineage(db: Database, report: AuditReport) -> None:
 def _check_checkpoints(db: Database, report: AuditReport, folder: Path | None) -> None:
     """What each folder says it trained is what the lineage says of its steps."""
     paths = {Path(path) for (path,) in db.rows("SELECT path FROM checkpoints WHERE undone_attempt IS NULL")}
-    paths |= set() if folder is None else set(folder.glob("step-*"))
+    paths |= set() if folder is None else set(folder.glob(f"step-{'[0-9]' * 8}"))
     lost = {group for (group,) in db.rows("SELECT group_id FROM lost")}
     live: dict[int, int] = dict(db.rows("SELECT group_id, step FROM lineage WHERE undone_attempt IS NULL"))
     for group in sorted(lost & live.keys()):

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from typing import Any, cast
 
 import torch
 
+from agentrl.checkpoint_folders import STATE, complete, name_of
 from agentrl.errors import RunFailed
 from agentrl.train import lora
 from agentrl.train.export import export_weights
@@ -34,10 +34,9 @@ from agentrl.train.export import export_weights
 ADAPTER = "adapter"
 """The folder in a checkpoint that holds the adapter, where one is trained."""
 
-_NAME = re.compile(r"step-(\d{8,})")
-_STATE, _OPTIMIZER, _WEIGHTS = "state.json", "optimizer.pt", "model.safetensors"
+_OPTIMIZER, _WEIGHTS = "optimizer.pt", "model.safetensors"
 _COPIED = frozenset({".json", ".jinja", ".model", ".txt"})
-_OWN = frozenset({_STATE, "model.safetensors.index.json"})
+_OWN = frozenset({STATE, "model.safetensors.index.json"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +57,7 @@ def save(
     It is built in a hidden folder and appears by one rename: a torn write is never read. Raises RunFailed if the step
     already has one, as that would be another lineage's."""
     root.mkdir(parents=True, exist_ok=True)
-    folder = root / f"step-{state.step:08d}"
+    folder = root / name_of(state.step)
     if folder.exists():
         raise RunFailed(f"checkpoint {str(folder)!r} exists already: resume from the newest one, or use a new folder")
     for draft in root.glob(".draft-*"):
@@ -73,33 +72,20 @@ def save(
         lora.save(module, draft / ADAPTER)
     rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
     torch.save({"optimizer": dict(optimizer), "rng": rng}, draft / _OPTIMIZER)
-    (draft / _STATE).write_text(json.dumps(asdict(state), indent=2))
+    (draft / STATE).write_text(json.dumps(asdict(state), indent=2))
     for file in draft.rglob("*"):
         _sync(file)
     _sync(draft)
     draft.rename(folder)
     _sync(root)
-    for old in checkpoints(root)[:-keep]:
+    for old in complete(root)[:-keep]:
         _discard(old)
     return folder
 
 
-def checkpoints(root: Path) -> list[Path]:
-    """The complete checkpoints under `root`, oldest first; empty if there is no such folder."""
-    if not root.is_dir():
-        return []
-    found = [folder for folder in root.iterdir() if _NAME.fullmatch(folder.name) and (folder / _STATE).is_file()]
-    return sorted(found, key=lambda folder: int(folder.name.removeprefix("step-")))
-
-
-def latest(root: Path) -> Path | None:
-    """The newest complete checkpoint, None without one."""
-    return next(reversed(checkpoints(root)), None)
-
-
 def read_state(folder: Path) -> CheckpointState:
     """What a checkpoint records about itself."""
-    state = json.loads((folder / _STATE).read_text())
+    state = json.loads((folder / STATE).read_text())
     return CheckpointState(step=state["step"], previous_step=state["previous_step"], groups=tuple(state["groups"]))
 
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from agentrl.algos.corrections import importance_weights
 from agentrl.algos.losses import clipped_surrogate, kl_penalty, policy_loss
+from agentrl.checkpoint_folders import newest
 from agentrl.config import RunConfig, Train
 from agentrl.errors import RunFailed
 from agentrl.records import Group
@@ -216,9 +217,9 @@ class Learner:
     def save(self, root: Path) -> Path:
         """Write a checkpoint of this step under `root`; the groups in `trained` are recorded in it, then forgotten.
         Where nothing was trained since the last one, that one is returned."""
-        newest = checkpoint.latest(root)
-        if newest is not None and self.checkpoint_step == self.step_index and not self.trained:
-            return newest
+        last = newest(root)
+        if last is not None and self.checkpoint_step == self.step_index and not self.trained:
+            return last
         state = CheckpointState(step=self.step_index, previous_step=self.checkpoint_step, groups=tuple(self.trained))
         folder = checkpoint.save(
             root,

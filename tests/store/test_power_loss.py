@@ -198,3 +198,13 @@ def test_a_checkpoint_whose_state_cannot_be_read_is_named(run: RunDir) -> None:
     (path / "state.json").write_text("{")
     with opened(run) as store, pytest.raises(RunFailed, match=r"step-00000003/state\.json cannot be read: move"):
         start_point(run, store)
+
+
+def test_a_checkpoint_that_cannot_be_read_may_be_moved_aside(run: RunDir) -> None:
+    with opened(run) as store:
+        played(store, 4)
+        kept = folder(run, 1, 0, train(store, 1))
+        broken = folder(run, 2, 1, train(store, 2))
+        broken.rename(broken.with_name(f"{broken.name}.bak"))
+        assert start_point(run, store).checkpoint == kept
+        assert audit(store, run.checkpoints).breaches == {}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from agentrl.checkpoint_folders import complete, newest
 from agentrl.config import Train
 from agentrl.errors import ModelError, RunFailed
 from agentrl.train import checkpoint
@@ -68,9 +69,9 @@ def test_only_the_newest_are_kept(qwen3_dir: Path, tmp_path: Path) -> None:
     for step in range(1, 5):
         train(learner, step)
         learner.save(tmp_path)
-    assert [folder.name for folder in checkpoint.checkpoints(tmp_path)] == ["step-00000003", "step-00000004"]
+    assert [folder.name for folder in complete(tmp_path)] == ["step-00000003", "step-00000004"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000004"
+    assert newest(tmp_path) == tmp_path / "step-00000004"
 
 
 def test_saving_twice_writes_once(qwen3_dir: Path, tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_a_torn_checkpoint_is_never_read(
         patch.setattr(owner, victim, killed)
         with pytest.raises(Killed):
             learner.save(tmp_path)
-    assert checkpoint.latest(tmp_path) == good
+    assert newest(tmp_path) == good
     assert learner.trained == [20, 21, 22]  # still to be recorded
     folder = learner.save(tmp_path)
     assert checkpoint.read_state(folder).groups == (20, 21, 22)
@@ -146,12 +147,7 @@ def test_a_kill_while_an_old_one_is_removed(qwen3_dir: Path, tmp_path: Path, mon
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(Killed):
             learner.save(tmp_path)
-    assert [folder.name for folder in checkpoint.checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
-
-
-def test_no_folder_no_checkpoint(tmp_path: Path) -> None:
-    assert checkpoint.latest(tmp_path / "missing") is None
-    assert checkpoint.latest(tmp_path) is None
+    assert [folder.name for folder in complete(tmp_path)] == ["step-00000002", "step-00000003"]
 
 
 def test_weights_of_another_architecture(qwen3_dir: Path, tmp_path: Path) -> None:

@@ -1,0 +1,41 @@
+"""The folders of a run's checkpoints: their names, which of them are complete, which is the newest.
+
+Standard library only, for processes that load no torch look here too. Knows nothing of what a checkpoint holds beside
+the file that is written last: `agentrl.train.checkpoint` writes it, `agentrl.runtime.checkpoints` goes on from it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+STATE: Final = "state.json"
+"""The file of a checkpoint that says what it trained. A folder without it is no checkpoint."""
+
+_NAME: Final = re.compile(r"step-(\d{8,})")
+
+
+def name_of(step: int) -> str:
+    """The name of the folder of optimizer step `step`."""
+    return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step that a checkpoint's folder is named after."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def complete(root: Path) -> list[Path]:
+    """The complete checkpoints under `root`, oldest first; empty if there is no such folder. Drafts, and folders that
+    somebody renamed, are none."""
+    if not root.is_dir():
+        return []
+    return sorted(
+        (each for each in root.iterdir() if _NAME.fullmatch(each.name) and (each / STATE).is_file()), key=step_of
+    )
+
+
+def newest(root: Path) -> Path | None:
+    """The newest complete checkpoint under `root`; None without one."""
+    return next(reversed(complete(root)), None)
