@@ -184,6 +184,7 @@ class Step:
 class Turn:
     """One action of the policy and the environment's answer.
 
+    `id` names it within the run, from before the environment sees the action and also after a resume: see `turn_id`.
     `parent` is the index of the turn whose context and sampled tokens this turn's prompt extends verbatim, None if
     it starts anew; `prompt_ids` are the tokens between that end and the first sampled token. `step` is None from
     the moment the action is journaled until the environment has answered. `role` is who acted; `learns` is False if a
@@ -204,6 +205,7 @@ class Turn:
     experts: RoutedExperts | None = None
     started_s: float = 0.0
     ended_s: float = 0.0
+    id: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -253,6 +255,12 @@ class Trajectory:
     def oldest_version(self) -> int | None:
         """The lowest weight version among tokens that the policy sampled; None if it sampled none."""
         return min((span.version for turn in self.turns if turn.learns for span in turn.spans), default=None)
+
+
+def turn_id(episode_id: int, trial: int, index: int) -> str:
+    """What a reward source calls a turn by: `12.0.3` is turn 3 of episode 12, in its first trial (an episode that
+    starts anew is in the next one)."""
+    return f"{episode_id}.{trial}.{index}"
 
 
 def context_ids(turns: Sequence[Turn], index: int) -> tuple[int, ...]:

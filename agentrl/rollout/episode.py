@@ -53,6 +53,7 @@ from agentrl.records import (
     Trajectory,
     Turn,
     context_ids,
+    turn_id,
 )
 from agentrl.rollout.replay import replay
 from agentrl.rollout.sampling import sample
@@ -131,6 +132,7 @@ class _Episode:
     def __init__(self, claim: Claim, context: RolloutContext) -> None:
         self._claim, self._context = claim, context
         self._turns: list[Turn] = list(claim.turns)
+        self._trial = claim.trial
         self._start: Messages = claim.start or ()
         self._env: AsyncEnv | None = None
         self._first_role: str | None = None
@@ -211,7 +213,7 @@ class _Episode:
                 unanswered = bool(self._turns) and self._turns[-1].step is None
                 return await self._answer() if unanswered else None
             store.restart_episode(claim.episode_id, claim.fence, reason)
-            self._turns, self._begun, self._seconds = [], None, 0.0
+            self._turns, self._begun, self._seconds, self._trial = [], None, 0.0, self._trial + 1
             self._start = await self._reset(env)
         store.begin(claim.episode_id, claim.fence, self._start)
         return None
@@ -352,6 +354,7 @@ class _Episode:
         )
         self._begun = None
         return Turn(
+            id=turn_id(claim.episode_id, self._trial, index),
             index=index,
             parent=prompt.parent,
             prompt_ids=prompt.prompt_ids,

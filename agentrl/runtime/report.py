@@ -167,8 +167,8 @@ def transcript(trajectory: Trajectory) -> str:
         lines += _quoted(({"role": role, "content": turn.text},))
         if turn.step is not None:
             lines += _quoted(turn.step.observation)
-            if turn.step.reward:
-                lines.append(f"    (reward of this turn {turn.step.reward:+.2f})")
+            reward = f", reward {turn.step.reward:+.2f}" if turn.step.reward else ""
+            lines.append(f"    (turn {turn.id}{reward})")
     return "\n".join(lines) + "\n"
 
 

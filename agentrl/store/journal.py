@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 
 from agentrl.errors import StoreError
-from agentrl.records import Messages, Step, StopReason, Turn
+from agentrl.records import Messages, Step, StopReason, Turn, turn_id
 from agentrl.store.codec import (
     pack_answer,
     pack_experts,
@@ -53,6 +53,8 @@ class Journal(Versions):
             last = self._last_index(episode_id, trial)
             if turn.index != last + 1:
                 raise StoreError(f"episode {episode_id}: turn {turn.index} cannot follow turn {last}")
+            if turn.id and turn.id != (own := turn_id(episode_id, trial, turn.index)):
+                raise StoreError(f"episode {episode_id}: turn {turn.index}: its id is {own!r}, not {turn.id!r}")
             if turn.parent is not None and not 0 <= turn.parent < turn.index:
                 raise StoreError(f"episode {episode_id}: turn {turn.index} cannot extend turn {turn.parent}")
             cursor = self._db.execute(

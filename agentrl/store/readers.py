@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agentrl.errors import StoreError
-from agentrl.records import Group, GroupState, Messages, Step, StopReason, Task, Trajectory, Turn
+from agentrl.records import Group, GroupState, Messages, Step, StopReason, Task, Trajectory, Turn, turn_id
 from agentrl.store.codec import (
     unpack_answer,
     unpack_experts,
@@ -219,15 +219,16 @@ def load_turns(db: Database, episode_id: int) -> tuple[Turn, ...]:
 def _turns(db: Database, where: str, parameters: Sequence[int]) -> Iterator[Turn]:
     rows = db.rows(
         "SELECT t.idx, t.parent, t.role, t.learns, t.finish, t.text, t.spans, t.started_s, t.ended_s, k.data, x.data,"
-        " s.observation, s.reward, s.terminated, s.truncated, s.info"
+        " s.observation, s.reward, s.terminated, s.truncated, s.info, t.episode_id, t.trial"
         " FROM turns t LEFT JOIN tokens k ON k.turn_id = t.id LEFT JOIN experts x ON x.turn_id = t.id"
         " LEFT JOIN steps s ON s.turn_id = t.id"
         f" WHERE {where} ORDER BY t.idx",
         parameters,
     )
-    for index, parent, role, learns, finish, text, spans, started_s, ended_s, blob, experts, *step in rows:
+    for index, parent, role, learns, finish, text, spans, began, ended, blob, experts, *step, episode, trial in rows:
         prompt_ids, token_ids, logprobs = ((), (), ()) if blob is None else unpack_tokens(blob)
         yield Turn(
+            id=turn_id(episode, trial, index),
             index=index,
             parent=parent,
             prompt_ids=prompt_ids,
@@ -240,8 +241,8 @@ def _turns(db: Database, where: str, parameters: Sequence[int]) -> Iterator[Turn
             role=role,
             learns=bool(learns),
             experts=None if experts is None else unpack_experts(experts),
-            started_s=started_s,
-            ended_s=ended_s,
+            started_s=began,
+            ended_s=ended,
         )
 
 
