@@ -93,8 +93,9 @@ class Rollout(_Section):
     step_deadline_s: Positive = 60.0  # of what the policy asks for in one step, and of the environment's own code
     episode_deadline_s: Positive = 300.0  # of all steps together; what engine and host take is not in it
     group_deadline_s: Positive = 600.0
-    lease_s: Positive = 30.0
     checkpoint_tokens: Annotated[int, Field(ge=0)] = 64  # of a running turn, the most that a death can cost; 0: any
+    lease_s: Positive = 120.0  # a worker silent for so long loses its episodes to others, should nobody have ended it
+    liveness_deadline_s: Positive = 60.0  # a worker whose loop stands still so long (or lease_s / 2) is started again
     max_deaths: Annotated[int, Field(ge=3)] = 3  # of workers at the same place: the episode fails, its task is left out
     failure_budget: Annotated[float, Field(ge=0, le=1)] = 0.2  # share of episodes that may fail, an outage as one
     roles: dict[str, str] = Field(default_factory=dict)  # who plays a role of the environment, see `frozen_roles`
@@ -103,6 +104,12 @@ class Rollout(_Section):
     def observation_bytes(self) -> int:
         """The most bytes of text in one answer of an environment."""
         return self.max_observation_bytes or 16 * self.max_context
+
+    @property
+    def hang_deadline_s(self) -> float:
+        """After so long a worker whose loop stands still is ended: before another may claim the episode that blocks
+        it, and hang as well."""
+        return min(self.liveness_deadline_s, self.lease_s / 2)
 
     def frozen_roles(self) -> dict[str, str]:
         """The roles that the policy which learns (`"trained"`) does not play, and who does: `"frozen"`, the model as
@@ -239,6 +246,8 @@ class Train(_Section):
     checkpoint_every: Count = 20  # steps, or
     checkpoint_every_s: Positive = 600.0  # seconds, whichever is over first: a learner that dies loses no more
     keep_checkpoints: Count = 2  # the newest ones; older ones are removed
+    liveness_deadline_s: Positive = 60.0  # a learner that is stopped for so long is ended and started again
+    progress_deadline_s: Positive = 300.0  # so is one that ends no pass, and writes no file, for so long
     stall_deadline_s: Positive = 600.0  # no turn, answer, episode end or step for so long: the run fails
 
     @model_validator(mode="after")

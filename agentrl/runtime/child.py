@@ -6,6 +6,7 @@ looks for it.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agentrl.errors import AgentRLError, RunFailed, StoreBusy, StoreDamaged, matters
+from agentrl.runtime.heartbeat import DUMP
 
 ENDS_THE_RUN = 3
 """Exit status of a child that says, on purpose, that the run cannot go on: starting it again would not help."""
@@ -50,6 +52,7 @@ def _leave_note(line: str) -> None:
 def main() -> None:
     """Dispatch to the role's module, imported only here: a worker never loads torch."""
     role, path, *rest = sys.argv[1:]
+    faulthandler.register(DUMP)  # before one that hangs is killed, its log says where it stood
     if role == "worker":
         from agentrl.runtime.worker import serve
 

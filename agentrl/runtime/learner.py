@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from agentrl.engine.canary import Canary, probe_tokens
 from agentrl.errors import ConfigError
 from agentrl.records import Group, WeightVersion
 from agentrl.runtime.checkpoints import start_point
+from agentrl.runtime.heartbeat import BEAT_S, Heartbeat
 from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import engine_dtype, model_dir
 from agentrl.runtime.publisher import MemoryParcel, NotDelivered, Parcel, WeightPublisher
@@ -58,9 +59,13 @@ class _Learning:
 
     def __init__(self, run: RunDir, store: RunStore) -> None:
         self._run, self._store = run, store
+        self._heartbeat = Heartbeat.of_process()
+        self._heartbeat.mark_while(lambda: store.waits)
         self._config: RunConfig = run.config()
         start = start_point(run, store)
-        self._learner = Learner(self._config, model_dir(self._config.model), _device(self._config))
+        self._learner = Learner(
+            self._config, model_dir(self._config.model), _device(self._config), progress=self._heartbeat.mark
+        )
         if start.checkpoint is not None:
             self._learner.load(start.checkpoint)
         self._telemetry = Telemetry(store, run.metrics, "learner")
@@ -84,6 +89,7 @@ class _Learning:
 
     def _learn(self) -> None:
         learner, config = self._learner, self._config
+        self._heartbeat.mark()
         current = self._store.current_version()
         # After a rollback the engines serve versions that were undone: a new one is newer than those.
         if current.step != learner.step_index or trio.run(self._publisher.behind, self._urls(), current.version):
@@ -92,11 +98,13 @@ class _Learning:
         while learner.step_index < config.train.steps and (batch := self._take()) is not None:
             groups, idle_s = batch
             busy = time.perf_counter()
+            self._heartbeat.mark()
             report = learner.step(groups, step_of=self._store.step_of, undone=self._store.is_undone)
             busy_s = time.perf_counter() - busy
             idle_s += self._settle()
             row = {**asdict(report), "idle_s": idle_s, "busy_s": busy_s, "groups": [group.id for group in groups]}
             version = self._publish(row)
+            self._heartbeat.mark()
             if self._is_time(learner.step_index):
                 self._checkpoint(version)
         if version is not None and learner.trained:
@@ -115,6 +123,7 @@ class _Learning:
                 self._settle()  # without its version no group may ever come
             elif self._push is None and time.monotonic() >= self._watch_at:
                 self._send_again()
+            self._heartbeat.mark()
             time.sleep(_POLL_S)
         raise SystemExit(0)
 
@@ -133,6 +142,7 @@ class _Learning:
             path = path.with_suffix(".safetensors")
             file = self._learner.export(path, dtype=getattr(torch, self._dtype))
             sha256, marks = file.sha256, file.fingerprints
+        self._heartbeat.mark()
         version = self._store.mint_version(self._learner.step_index, path)
         parcel = Parcel(version=version.version, path=path, sha256=sha256, canary=self._canary(version, marks))
         self._push = self._pushes.submit(self._send, version, parcel, row)
@@ -183,6 +193,10 @@ class _Learning:
         started = time.perf_counter()
         push, self._push = self._push, None
         if push is not None:
+            patience_s = 2 * self._config.engine.mending_deadline_s  # beyond what `WeightPublisher.deliver` ever takes
+            while wait([push], timeout=BEAT_S).not_done:
+                if time.perf_counter() - started < patience_s:
+                    self._heartbeat.mark()
             push.result()
         return time.perf_counter() - started
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import trio
 
+from agentrl.clock import HostClock
 from agentrl.config import RunConfig
 from agentrl.errors import RunFailed, matters
 from agentrl.records import GroupState
@@ -210,6 +211,6 @@ def run_to_end(
             await body(supervisor)
 
     try:
-        trio.run(main)
+        trio.run(main, clock=HostClock())  # no deadline of a child passes while the machine is suspended
     except BaseExceptionGroup as group:
         raise matters(group) from None

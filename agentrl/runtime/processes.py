@@ -1,4 +1,5 @@
 """The children of one run: engine, workers, learner. Started, watched, restarted within a budget, ended together.
+A child that hangs is ended, and is then one that died.
 
 It owns processes and nothing else: no task, no token, no weight. A worker that dies is simply started again (its leases
 expire, its episodes go on from the journal); an engine comes back on its port with the weights the store calls current;
@@ -22,6 +23,7 @@ from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint, where_it_stands
 from agentrl.runtime.child import ENDS_THE_RUN
 from agentrl.runtime.engines import Replica, Weights, WrongWeights, attach, current_weights
+from agentrl.runtime.heartbeat import Pulse
 from agentrl.runtime.models import given_model_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import Child, RestartBudget
@@ -106,19 +108,24 @@ class RunProcesses:
         return watch
 
     def start_workers(self) -> None:
+        silent_s, setting = self.config.rollout.hang_deadline_s, "rollout.liveness_deadline_s"
         for index in range(self.config.rollout.workers):
             name = f"worker-{index}"
             child = self._child(name, ["-m", "agentrl.runtime.child", "worker", str(self.run.path), str(index)], 1)
+            pulse = self._pulse(child, silent_s, silent_s, (setting, setting))
             child.start()
-            self.nursery.start_soon(self._keep, child, None, None, None, self._buried)
+            self.nursery.start_soon(self._keep, child, None, pulse, None, self._buried)
 
     def start_learner(self) -> trio.Event:
         """Start the learner; the event is set when it has done all its steps."""
         argv = ["-m", "agentrl.runtime.child", "learner", str(self.run.path)]
-        child = self._child("learner", argv, self.config.train.threads)
+        settings = self.config.train
+        child = self._child("learner", argv, settings.threads)
+        names = ("train.progress_deadline_s", "train.liveness_deadline_s")
+        pulse = self._pulse(child, settings.progress_deadline_s, settings.liveness_deadline_s, names)
         child.start()
         done = trio.Event()
-        self.nursery.start_soon(self._keep, child, None, None, done)
+        self.nursery.start_soon(self._keep, child, None, pulse, done)
         return done
 
     async def stop(self) -> None:
@@ -156,6 +163,12 @@ class RunProcesses:
         self._children.append(child)
         return child
 
+    def _pulse(self, child: Child, silent_s: float, stopped_s: float, names: tuple[str, str]) -> Pulse:
+        """Listen to the child, which marks in scratch, under these deadlines."""
+        child.beat = self.run.scratch / "beats" / child.name
+        start_s = self.config.engine.start_deadline_s
+        return Pulse(process=child, start_s=start_s, silent_s=silent_s, stopped_s=stopped_s, names=names)
+
     def _buried(self, child: Child, budget: RestartBudget) -> bool:
         """Free the episodes of a dead worker; whether it died of one of them, which spends none of its budget."""
         released = self.store.release_worker(f"{child.name}.{child.pid}", max_deaths=self.config.rollout.max_deaths)
@@ -167,7 +180,7 @@ class RunProcesses:
         self,
         child: Child,
         again: Callable[[], Awaitable[None]] | None = None,
-        watch: Watch | None = None,
+        watch: Watch | Pulse | None = None,
         done: trio.Event | None = None,
         died: Callable[[Child, RestartBudget], bool] | None = None,
     ) -> None:

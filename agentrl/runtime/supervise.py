@@ -20,6 +20,7 @@ import trio
 
 from agentrl.engine.launch import end_group
 from agentrl.errors import RunFailed
+from agentrl.runtime import heartbeat
 
 _GRACE_S = 8.0
 _PAUSE_S = 4.0  # before the second start in a row
@@ -28,7 +29,7 @@ _PAUSE_S = 4.0  # before the second start in a row
 @dataclass(slots=True)
 class Child:
     """One supervised process. `argv` follows the interpreter; `mark` names its owner to a janitor, in what it starts
-    too; `error` is the line it failed with."""
+    too; `beat` is where it marks that it advances, if it does; `error` is the line it failed with."""
 
     name: str
     argv: Sequence[str]
@@ -36,6 +37,7 @@ class Child:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     python: str = sys.executable
     mark: Mapping[str, str] = field(default_factory=dict[str, str])
+    beat: Path | None = None
     _process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -53,6 +55,7 @@ class Child:
     def start(self) -> None:
         """Start it; output goes to `logs/NAME.log`."""
         self.error_path.unlink(missing_ok=True)
+        beat = {} if self.beat is None else heartbeat.prepare(self.beat)
         importable = os.pathsep.join(entry for entry in sys.path if entry)  # a user's modules are the child's too
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
@@ -66,6 +69,7 @@ class Child:
                     "PYTHONUNBUFFERED": "1",
                     "AGENTRL_ERROR_FILE": str(self.error_path),
                 }
+                | beat
                 | dict(self.env)
                 | dict(self.mark),
                 process_group=0,
@@ -83,10 +87,10 @@ class Child:
         return status
 
     def kill(self, why: str) -> None:
-        """End it at once, and say why in its place; what is left of its group ends with `wait`."""
-        if self._process is not None:
+        """End it at once with its group, and say why in its place. Of what has died already it says nothing."""
+        if self._process is not None and self._process.poll() is None:
             self.error_path.write_text(why + "\n")
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     async def end(self) -> None:
         """End it at once, also if it hangs."""

@@ -27,6 +27,7 @@ from agentrl.protocols import AsyncEnv, Engine, Rewarder
 from agentrl.records import Task
 from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.worker import Worker
+from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.rundir import RunDir
@@ -70,8 +71,11 @@ async def _serve(run: RunDir, config: RunConfig, name: str) -> None:
     )
     worker = Worker(name, config, store, context, task_source(config))
     telemetry = Telemetry(store, run.metrics, name)
+    heartbeat = Heartbeat.of_process()
+    heartbeat.mark_while(lambda: store.waits)
     try:
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(heartbeat.beat)
             nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
             nursery.start_soon(lambda: fleet.control(start=_concurrency(config)))
             nursery.start_soon(report, fleet, telemetry, store)

@@ -98,6 +98,11 @@ class RunStore(Groups, Leases, Deaths, Journal, Buffer, Lineage, Recovery, Metri
         """From now on wait no longer than `busy_s` seconds for another process's write lock."""
         self._db.hurry(busy_s)
 
+    @property
+    def waits(self) -> bool:
+        """Whether a thread of this process waits for another process's write lock: for two minutes at most."""
+        return self._db.waits
+
     def close(self) -> None:
         """Close this process's handle; no call may follow."""
         self._db.close()

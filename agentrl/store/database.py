@@ -48,6 +48,7 @@ class Database:
         self._connection = connection
         self._lock = threading.RLock()
         self._busy_s = BUSY_S
+        self.waits = False  # for another process's write lock
 
     @classmethod
     def connect(cls, path: Path, *, clock: Callable[[], float], create: bool) -> Self:
@@ -111,7 +112,9 @@ class Database:
             try:
                 if durable:
                     self._connection.execute("PRAGMA synchronous = FULL")
+                self.waits = True
                 self._connection.execute("BEGIN IMMEDIATE")
+                self.waits = False
                 yield
                 self._connection.execute("COMMIT")
             except sqlite3.Error as error:
@@ -121,6 +124,7 @@ class Database:
             except UnicodeEncodeError as error:
                 raise StoreError(f"{self.path}: a name or text cannot be written as UTF-8: {error}") from error
             finally:
+                self.waits = False
                 self._roll_back()
                 if durable:
                     self._connection.execute("PRAGMA synchronous = NORMAL")

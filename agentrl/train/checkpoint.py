@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -50,11 +50,19 @@ class CheckpointState:
 
 
 def save(
-    root: Path, state: CheckpointState, *, module: Any, model_folder: Path, optimizer: Mapping[str, Any], keep: int
+    root: Path,
+    state: CheckpointState,
+    *,
+    module: Any,
+    model_folder: Path,
+    optimizer: Mapping[str, Any],
+    keep: int,
+    progress: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write a checkpoint under `root`, make it durable, drop all but the newest `keep`. Returns its folder.
 
-    It is built in a hidden folder and appears by one rename: a torn write is never read. Raises RunFailed if the step
+    It is built in a hidden folder and appears by one rename: a torn write is never read. `progress` is called after
+    every file. Raises RunFailed if the step
     already has one, as that would be another lineage's."""
     root.mkdir(parents=True, exist_ok=True)
     folder = root / name_of(state.step)
@@ -67,14 +75,18 @@ def save(
     for source in sorted(model_folder.iterdir()):
         if source.is_file() and source.suffix in _COPIED and source.name not in _OWN:
             shutil.copyfile(source, draft / source.name)
+    progress()
     export_weights(module, draft / _WEIGHTS)
+    progress()
     if lora.has_adapter(module):
         lora.save(module, draft / ADAPTER)
     rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
     torch.save({"optimizer": dict(optimizer), "rng": rng}, draft / _OPTIMIZER)
+    progress()
     (draft / STATE).write_text(json.dumps(asdict(state), indent=2))
     for file in draft.rglob("*"):
         _sync(file)
+        progress()
     _sync(draft)
     draft.rename(folder)
     _sync(root)

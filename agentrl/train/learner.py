@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -54,11 +54,14 @@ class Learner:
         device: torch.device | str = "cpu",
         *,
         reference_dir: Path | None = None,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`model_dir` holds the policy to start from, `reference_dir` the reference of a KL term (default: the same;
         after a restart from a checkpoint, name the initial policy's). Where an adapter is trained over that same
-        folder, the reference is the model with its adapter off, and no second one is loaded. Raises ModelError."""
+        folder, the reference is the model with its adapter off, and no second one is loaded. `progress` is called
+        whenever a part of long work is done: a pass, an update, a file. Raises ModelError."""
         self.config = config
+        self._progress = progress
         torch.set_num_threads(config.train.threads)
         torch.manual_seed(config.seed)
         self.model = self._load(model_dir, device, adapter=config.train if config.train.lora_rank else None)
@@ -138,6 +141,7 @@ class Learner:
 
     @torch.no_grad()
     def _proximal(self, pack: Pack) -> Tensor:
+        self._progress()
         return self.model.logprobs(pack, temperature=self.config.rollout.temperature)[0]
 
     @torch.no_grad()
@@ -156,8 +160,10 @@ class Learner:
         for index, pack in enumerate(part):
             pack_loss = self._loss(pack, proximal[index] if proximal is not None else None, tally)
             watch.lap("forward")
+            self._progress()
             pack_loss.backward()
             watch.lap("backward")
+            self._progress()
             loss += float(pack_loss.detach())
         parameters = self.model.parameters()
         grad_norm = float(nn.utils.clip_grad_norm_(parameters, train.grad_clip))
@@ -170,6 +176,7 @@ class Learner:
         self.optimizer.zero_grad()
         tally.updated(loss, grad_norm)
         watch.lap("optimizer")
+        self._progress()
 
     def _loss(self, pack: Pack, proximal_K: Tensor | None, tally: Tally) -> Tensor:
         """A pass's part of the update's loss."""
@@ -228,6 +235,7 @@ class Learner:
             model_folder=self.model.folder,
             optimizer=self.optimizer.state_dict(),
             keep=self.config.train.keep_checkpoints,
+            progress=self._progress,
         )
         self.checkpoint_step, self.trained = self.step_index, []
         return folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from typing import Any
 
 import trio
@@ -55,6 +56,19 @@ class Poison(Vowels):
     def step(self, action: str) -> Any:
         if self._kills and len(self._texts) == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+class Blocking(Vowels):
+    """The second step of the task of seed 3 never gives its worker's loop back."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._blocks = seed == 3
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: str) -> Any:
+        while self._blocks and len(self._texts) == 1:
+            time.sleep(0.01)
         return super().step(action)
 
 

@@ -14,6 +14,7 @@ from agentrl.config import EnvSource, RunConfig, Train
 from agentrl.errors import RunFailed
 from agentrl.records import WeightVersion
 from agentrl.runtime import learner as module
+from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.publisher import NotDelivered
 
 
@@ -35,6 +36,7 @@ class Scene:
         self.learning.__dict__.update(
             _run=SimpleNamespace(checkpoints=folder),
             _learner=self.learner,
+            _heartbeat=Heartbeat(),
             _saved_at=0.0,
             _publisher=SimpleNamespace(behind=self._behind),
             _store=SimpleNamespace(

@@ -19,6 +19,7 @@ from agentrl.errors import ConfigError
 from agentrl.records import WeightVersion
 from agentrl.runtime import engines, learner
 from agentrl.runtime.checkpoints import StartPoint
+from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.publisher import MemoryParcel
 from agentrl.runtime.trainer import Trainer, evaluate
@@ -66,6 +67,7 @@ class Scene:
         self.pushes = Pushes()
         self.learning: Any = object.__new__(learner._Learning)
         self.learning.__dict__.update(
+            _heartbeat=Heartbeat(),
             _config=run_config(),
             _store=self.store,
             _learner=SimpleNamespace(step_index=4, model=self.model, score=self.model.score),

@@ -29,7 +29,7 @@ from .envs import Vowels, length_reward
 DEADLINE_S = 500
 SMALL: dict[str, Any] = {
     "model": "agentrl/tiny-coder",
-    "rollout": {"group_size": 4, "max_running": 16, "max_turns": 4, "max_tokens_per_turn": 12, "lease_s": 3.0},
+    "rollout": {"group_size": 4, "max_running": 16, "max_turns": 4, "max_tokens_per_turn": 12},
     "engine": {"max_batch": 16, "kv_cache_mb": 64},
     "buffer": {"groups_per_step": 2},
     "train": {"steps": 4, "checkpoint_every": 2},
@@ -219,6 +219,23 @@ def test_a_task_that_kills_its_worker_ends_no_run_and_is_named(tmp_path: Path) -
     assert (named["seed"], summary["drops"]) == (3, {"env_failed": 1})
     assert summary["restarts"]["worker-0"] >= 5
     assert f"not played again: {named['reason']}" in " ".join(out.split())
+    assert_lawful(run, steps=4)
+    assert_nothing_remains(run)
+
+
+@pytest.mark.slow
+def test_a_task_that_blocks_its_workers_loop_does_not_take_every_worker_and_is_named(tmp_path: Path) -> None:
+    rollout = {"workers": 2, "lease_s": 16.0}
+    file = run_file(tmp_path, f"{ENVS}:Blocking", rollout=rollout, train={"steps": 4}, eval={"sets": []})
+    run = RunDir(tmp_path / "run")
+    with started("train", file, "--out", run.path) as process:
+        _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    summary = json.loads(run.summary.read_text())
+    (named,) = summary["quarantined"]
+    assert (named["seed"], summary["drops"]) == (3, {"env_failed": 1})
+    logs = [(run.logs / f"worker-{index}.log").read_text() for index in range(2)]
+    assert any("envs.py" in log and "in step" in log for log in logs), "the log says where it stood"
     assert_lawful(run, steps=4)
     assert_nothing_remains(run)
 

@@ -1,0 +1,151 @@
+"""Signs of life: how a process says that it advances, and how its owner sees that it does not. A hang is a death.
+
+A process marks in a place where only real progress comes by; its owner reads the count and ends it when that stands
+still. What a mark proves differs:
+
+    worker       a task of its event loop marks: the loop turns, so no environment blocks it, and it is not stopped
+    learner      the training thread marks between two passes and two files: training goes on. A thread that only
+                 marks would prove less; so that one can wait long for a pass, a stopped learner is seen by the
+                 kernel's word for it (`stopped`), which needs no mark
+    supervisor   as a worker, towards the parent of `agentrl train --keep-alive`
+    engine       none: `agentrl.runtime.watch` asks it over HTTP
+
+A process that waits for the store's lock is no hang: that wait has a deadline of its own, and a thread marks for it.
+A mark is a count and never a time, so no two clocks are compared. The owner runs on a `HostClock`: while the machine is
+suspended, or the owner itself stopped, no time passes, and nobody is ended for it. Standard library and trio only; of
+what happens to a process that hangs it knows nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import trio
+
+VARIABLE = "AGENTRL_HEARTBEAT"
+"""Names the file of a child's marks, in its environment."""
+
+DUMP = signal.SIGUSR2
+"""A child answers it with the stacks of its threads, in its log."""
+
+BEAT_S = 1.0
+_LOOK_S = 1.0
+_DUMP_S = 1.0  # in which a child writes its stacks
+_COUNT = struct.Struct("q")
+
+
+class Heartbeat:
+    """The marks of this process. Where nobody listens they go nowhere."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._count = 0
+        self._memory: mmap.mmap | bytearray = bytearray(_COUNT.size)
+        if path is not None:
+            with path.open("r+b") as file:
+                self._memory = mmap.mmap(file.fileno(), _COUNT.size)
+
+    @classmethod
+    def of_process(cls) -> Heartbeat:
+        """Towards the owner that the environment names."""
+        path = os.environ.get(VARIABLE)
+        return cls(Path(path) if path else None)
+
+    def mark(self) -> None:
+        """The work has come further."""
+        self._count += 1
+        _COUNT.pack_into(self._memory, 0, self._count)
+
+    async def beat(self) -> None:
+        """Mark for ever, as long as this event loop turns."""
+        while True:
+            self.mark()
+            await trio.sleep(BEAT_S)
+
+    def mark_while(self, waits: Callable[[], bool]) -> None:
+        """Have a thread mark for this process while it waits for something that has a deadline of its own."""
+
+        def watch() -> None:
+            while True:
+                time.sleep(BEAT_S)
+                if waits():
+                    self.mark()
+
+        threading.Thread(target=watch, name="heartbeat", daemon=True).start()
+
+
+def prepare(path: Path) -> dict[str, str]:
+    """Make the file for the marks of a process that is about to start; what its environment has to say of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.write_bytes(bytes(_COUNT.size))
+    return {VARIABLE: str(path)}
+
+
+def read(path: Path) -> int:
+    """How many marks there are, 0 where nothing can be read."""
+    with suppress(OSError, struct.error):
+        return _COUNT.unpack(path.read_bytes())[0]
+    return 0
+
+
+def stopped(pid: int) -> bool:
+    """Whether the kernel says that a process is stopped, by SIGSTOP or a debugger. False where there is no /proc."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    return False
+
+
+class Marked(Protocol):
+    """A process that marks in the file `beat`."""
+
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def beat(self) -> Path | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """How long a process may be silent. `start_s` holds until its first mark, `silent_s` afterwards; `stopped_s` is for
+    one that the kernel calls stopped. `names` are the settings of the last two."""
+
+    process: Marked
+    start_s: float
+    silent_s: float
+    stopped_s: float
+    names: tuple[str, str]
+
+    async def run(self, hangs: Callable[[str], None]) -> None:
+        """Listen until the process hangs; `hangs` is told why, once its stacks are in its log."""
+        count, heard = 0, trio.current_time()
+        ran = heard
+        while True:
+            await trio.sleep(_LOOK_S)
+            now, pid, beat = trio.current_time(), self.process.pid, self.process.beat
+            assert pid is not None and beat is not None
+            if (found := read(beat)) != count:
+                count, heard = found, now
+            if not stopped(pid):
+                ran = now
+            silent_s = self.silent_s if count else max(self.start_s, self.silent_s)
+            if now - ran >= self.stopped_s:
+                hangs(f"was stopped for {self.stopped_s:g} s ({self.names[1]})")
+                return
+            if now - heard >= silent_s:
+                if count:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, DUMP)
+                    await trio.sleep(_DUMP_S)
+                what = "came no further" if count else "did not get ready"
+                hangs(f"{what} for {silent_s:g} s ({self.names[0] if count else 'engine.start_deadline_s'})")
+                return
