@@ -5,6 +5,9 @@ them; `python -m agentrl.sandbox.seccomp` compiles them again (extra `seccomp`),
 the list answers ENOSYS, as on a kernel that lacks it, or EPERM where programs expect a refusal. Like docker's default
 profile, but stricter: neither `ptrace` nor `process_vm_*`, no name spaces, no keyrings, no io_uring, and sockets of
 four families only. Other instruction sets (32-bit, x32) are killed.
+
+A second, far shorter list is that of code which only computes (`agentrl.sandbox.warm`): it may use its own memory and
+read and write what it was given open. Any other call ends it by SIGSYS.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import json
 import platform
 import socket
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from agentrl.errors import SandboxUnavailable
 
@@ -72,20 +75,22 @@ mount_setattr move_mount move_pages nfsservctl open_by_handle_at open_tree perf_
 process_madvise process_vm_readv process_vm_writev ptrace quotactl quotactl_fd reboot request_key setdomainname
 sethostname set_mempolicy setns settimeofday swapoff swapon sync syslog umount2 unshare userfaultfd vhangup
 """
+_COMPUTING = "brk exit exit_group madvise mmap mprotect mremap munmap read write"
 _NEW_NAMESPACES = 0x7E020080  # every CLONE_NEW* flag
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)  # 16: netlink, which name look-ups ask
 _REFUSED_IOCTLS = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: put keys into the terminal of whoever watches
 _PERSONALITIES = (0, 0xFFFFFFFF)  # Linux's own, and the question which one it is
 
 
-def program() -> bytes:
-    """The compiled filter for this machine. Raises SandboxUnavailable for an instruction set we have none for."""
-    return shipped({"arm64": "aarch64", "amd64": "x86_64"}.get(platform.machine().lower(), platform.machine()))
+def program(kind: str = "seccomp") -> bytes:
+    """The compiled filter for this machine, of a box (`seccomp`) or of code that only computes (`computing`). Raises
+    SandboxUnavailable for an instruction set we have none for."""
+    return shipped({"arm64": "aarch64", "amd64": "x86_64"}.get(platform.machine().lower(), platform.machine()), kind)
 
 
-def shipped(machine: str) -> bytes:
+def shipped(machine: str, kind: str = "seccomp") -> bytes:
     """The compiled filter that lies beside this file."""
-    path = _path(machine)
+    path = _path(machine, kind)
     if not path.is_file():
         raise SandboxUnavailable(f"no system call filter for {machine!r}; there is one for {', '.join(MACHINES)}")
     return path.read_bytes()
@@ -95,11 +100,7 @@ def compile_filter(machine: str, file: IO[bytes]) -> None:
     """Write the filter for `machine` to an open binary file. Needs libseccomp and its Python binding."""
     import pyseccomp  # pyright: ignore[reportMissingTypeStubs]
 
-    arch = {"x86_64": pyseccomp.Arch.X86_64, "aarch64": pyseccomp.Arch.AARCH64}[machine]
-    rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.ENOSYS))
-    if arch != pyseccomp.system_arch():
-        rules.add_arch(arch)
-        rules.remove_arch(pyseccomp.system_arch())
+    rules, arch = _filter(machine, pyseccomp.ERRNO(errno.ENOSYS))
 
     def add(action: int, names: str, *conditions: pyseccomp.Arg) -> None:
         for name in names.split():
@@ -117,6 +118,28 @@ def compile_filter(machine: str, file: IO[bytes]) -> None:
     for mask, value in all_but(_REFUSED_IOCTLS):
         add(pyseccomp.ALLOW, "ioctl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, mask, value))
     rules.export_bpf(file)
+
+
+def compile_computing(machine: str, file: IO[bytes]) -> None:
+    """The same for code that only computes."""
+    import pyseccomp  # pyright: ignore[reportMissingTypeStubs]
+
+    rules, _ = _filter(machine, pyseccomp.TRAP)  # not KILL, which the kernel writes to its log each time
+    for name in _COMPUTING.split():
+        rules.add_rule(pyseccomp.ALLOW, name)
+    rules.export_bpf(file)
+
+
+def _filter(machine: str, otherwise: int) -> tuple[Any, int]:
+    """A filter without rules for one instruction set, and libseccomp's number of that."""
+    import pyseccomp  # pyright: ignore[reportMissingTypeStubs]
+
+    arch = {"x86_64": pyseccomp.Arch.X86_64, "aarch64": pyseccomp.Arch.AARCH64}[machine]
+    rules = pyseccomp.SyscallFilter(otherwise)
+    if arch != pyseccomp.system_arch():
+        rules.add_arch(arch)
+        rules.remove_arch(pyseccomp.system_arch())
+    return rules, arch
 
 
 def docker_profile() -> str:
@@ -158,11 +181,12 @@ def all_but(refused: tuple[int, ...], bits: int = 32) -> list[tuple[int, int]]:
     return pairs
 
 
-def _path(machine: str) -> Path:
-    return Path(__file__).with_name(f"seccomp-{machine}.bpf")
+def _path(machine: str, kind: str) -> Path:
+    return Path(__file__).with_name(f"{kind}-{machine}.bpf")
 
 
 if __name__ == "__main__":
     for name in MACHINES:
-        with _path(name).open("wb") as target:
-            compile_filter(name, target)
+        for kind, compiled in (("seccomp", compile_filter), ("computing", compile_computing)):
+            with _path(name, kind).open("wb") as target:
+                compiled(name, target)

@@ -126,6 +126,35 @@ async def test_an_endless_module_is_ended_and_not_remembered() -> None:
     await boxes.aclose()
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(x):\n    return [x] * 3",
+        "def f(x):\n    return f(x)",
+        "def f(x):\n    raise ValueError(x)",
+        "def f(x):\n    return open('/tmp/x', 'w').write('left')",
+        "import os\ndef f(x):\n    return os.getpid(), sorted(os.environ), os.listdir('.')",
+        "import sys\nn = 0\nwhile n < 3000 and sys.getrecursionlimit():\n    n += 1\ndef f(x):\n    return n",
+        "import math, random\ndef f(x):\n    return math.floor(x), random.Random(x).random()",
+        "def f(x):\n    return 'é\\ud800' + '\\n' * x",
+        "def f(x, n=0):\n    try:\n        return f(x, n + 1)\n    except RecursionError:\n        return n",
+        "import os\nos._exit(0)",
+        "def f(x:\n    return 1",
+    ],
+)
+async def test_a_module_has_the_same_values_in_a_warm_interpreter(runner: Runner, source: str) -> None:
+    calls = ["f(1)", "f(1)"]
+    assert await runner.run(source, calls) == await runner.run(source, calls, fresh=True)
+
+
+async def test_modules_that_only_compute_share_a_box_and_grades_do_not(runner: Runner) -> None:
+    for number in range(6):
+        assert await runner.run(f"def f():\n    return {number}", ["f()"]) == (str(number),)
+    assert runner.counts == {"warm": 6}
+    assert await runner.run("def f():\n    return 1", ["f()"], fresh=True) == ("1",)
+    assert runner.counts == {"warm": 6, "box": 1}  # although the same run was remembered
+
+
 class CountingBackend:
     """Counts boxes; each run answers with the nonce it was given."""
 
@@ -151,7 +180,7 @@ async def test_the_same_run_is_made_once_and_memory_is_bounded() -> None:
     import trio
 
     boxes = CountingBackend()
-    runner = Runner(boxes, remembered=2)  # type: ignore[arg-type]
+    runner = Runner(boxes, remembered=2, warm=False)  # type: ignore[arg-type]
     async with trio.open_nursery() as nursery:
         for _ in range(8):
             nursery.start_soon(runner.run, "a", ["f()"])

@@ -17,7 +17,7 @@ pyseccomp = pytest.importorskip("pyseccomp", exc_type=(ImportError, RuntimeError
 
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 I386 = 0x40000003
-ALLOW, ERRNO, KILL_PROCESS, KILL_THREAD = 0x7FFF0000, 0x00050000, 0x80000000, 0
+ALLOW, ERRNO, TRAP, KILL_PROCESS, KILL_THREAD = 0x7FFF0000, 0x00050000, 0x00030000, 0x80000000, 0
 ENOSYS, EPERM = ERRNO | errno.ENOSYS, ERRNO | errno.EPERM
 
 
@@ -100,11 +100,25 @@ def test_verdicts(machine: str, name: str, arguments: tuple[int, ...], expected:
     assert verdict(program, AUDIT[machine], number_of(name, machine), *arguments) == expected
 
 
-def test_other_instruction_sets_are_killed() -> None:
+@pytest.mark.parametrize("machine", seccomp.MACHINES)
+def test_code_that_only_computes_has_ten_system_calls(machine: str) -> None:
+    program = seccomp.shipped(machine, "computing")
+    with tempfile.TemporaryFile() as file:
+        seccomp.compile_computing(machine, file)
+        file.seek(0)
+        assert file.read() == program
+    names = ("read", "write", "mmap", "munmap", "mremap", "mprotect", "madvise", "brk", "exit", "exit_group")
+    allowed = {number_of(name, machine) for name in names}
+    for number in range(600):
+        assert verdict(program, AUDIT[machine], number) == (ALLOW if number in allowed else TRAP), number
+
+
+@pytest.mark.parametrize("kind", ["seccomp", "computing"])
+def test_other_instruction_sets_are_killed(kind: str) -> None:
     for machine in seccomp.MACHINES:
-        assert verdict(seccomp.shipped(machine), I386, 4) in (KILL_PROCESS, KILL_THREAD)
+        assert verdict(seccomp.shipped(machine, kind), I386, 4) in (KILL_PROCESS, KILL_THREAD)
     x32 = 0x40000000
-    assert verdict(seccomp.shipped("x86_64"), AUDIT["x86_64"], x32 | 1) in (KILL_PROCESS, KILL_THREAD)
+    assert verdict(seccomp.shipped("x86_64", kind), AUDIT["x86_64"], x32 | 1) in (KILL_PROCESS, KILL_THREAD)
 
 
 def test_unknown_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

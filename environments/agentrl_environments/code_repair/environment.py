@@ -33,7 +33,7 @@ class CodeRepair(ToolEnv):
     does not know). `shuffle_tests` shows the visible tests of another task with the same function headers, so that
     they say nothing of the bug: a policy that reads them fails. `sandbox`: id of a sandbox backend; `image`: what its
     boxes are made of, with a `python3` in it; `ready`: how many of them are made ahead. `remember`: how many test runs
-    a process keeps the results of."""
+    a process keeps the results of. `warm`: whether visible tests run in warm interpreters where they can."""
 
     limits = EpisodeLimits(turns=2)
     blocking = False
@@ -49,6 +49,7 @@ class CodeRepair(ToolEnv):
         image: str | None = None,
         ready: int = 0,
         remember: int = 4096,
+        warm: bool = True,
         tools: Sequence[Named] = (),
         **settings: Any,
     ) -> None:
@@ -62,7 +63,7 @@ class CodeRepair(ToolEnv):
         self._level: Level = level
         self._shuffle = shuffle_tests
         self._sandbox, self._image = sandbox, image
-        self._ready, self._remember = ready, remember
+        self._ready, self._remember, self._warm = ready, remember, warm
         self._boxes: SharedBackend | None = None
         self._document = Document("")
         own = [ReplaceLine(self._document), RunTests(self._run_tests), Submit(self.finish)]
@@ -74,7 +75,7 @@ class CodeRepair(ToolEnv):
     async def setup(self, task: Mapping[str, Json]) -> None:
         self._repair: RepairTask = _task(task["seed"], self._split, level=self._level, shuffle_tests=self._shuffle)
         boxes = shared(self._sandbox, ready=self._ready)
-        self._runner = _runner_in(boxes, self._image, self._remember)
+        self._runner = _runner_in(boxes, self._image, self._remember, self._warm)
         await boxes.enter()
         self._boxes = boxes
         self._document.load(self._repair.source)
@@ -109,7 +110,7 @@ class CodeRepair(ToolEnv):
     async def grade(self) -> Grade:
         """All hidden tests pass, in a box that the policy's code has not seen."""
         hidden = self._repair.hidden
-        values = await self._runner.run(self._document.text, [check.call for check in hidden])
+        values = await self._runner.run(self._document.text, [check.call for check in hidden], fresh=True)
         success = texts.passed(hidden, values) == len(hidden)
         return Grade(outcome=float(success), success=success, info={"visible": self._share})
 
@@ -128,6 +129,6 @@ class CodeRepair(ToolEnv):
 
 
 @once_a_loop
-def _runner_in(boxes: SharedBackend, image: str | None, remember: int) -> Runner:
+def _runner_in(boxes: SharedBackend, image: str | None, remember: int, warm: bool) -> Runner:
     """One runner for all episodes of a trio loop, so that siblings share what was run."""
-    return Runner(boxes, image=image, remembered=remember)
+    return Runner(boxes, image=image, remembered=remember, warm=warm)

@@ -1,13 +1,15 @@
 """Runs a module's tests in a box: calls go in, the `repr` of what they return comes out.
 
-The expected values never enter the box, and a box lives for one run: nothing that a module prints, patches or leaves
-behind can make a test pass that its functions do not pass. Knows nothing of tasks, prompts or rewards.
+The expected values never enter the box, and nothing outlives a run: it has a fresh box, or a fork of a warm interpreter
+that can only compute. Nothing that a module prints, patches or leaves behind can make a test pass that its functions
+do not pass. Knows nothing of tasks, prompts or rewards.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Final
@@ -16,6 +18,7 @@ import trio
 
 from agentrl.clock import granted
 from agentrl.protocols import Limits, SandboxBackend, SandboxSpec
+from agentrl.sandbox.warm import WarmPython
 from agentrl_environments.remembering import Remembered
 
 Values = tuple[str, ...] | str
@@ -23,16 +26,20 @@ Values = tuple[str, ...] | str
 
 LIMITS: Final = Limits(wall_s=5.0, cpu_s=2.0, memory_bytes=256 << 20, pids=8, output_bytes=16 << 10)
 _DEADLINE_S: Final = 5.0
+_WARM_S: Final = 0.5  # a run that takes longer gains nothing by a warm interpreter
 _SIGNALLED: Final = 128  # a command that signal n ended has exit code 128 + n
 
-# Runs in the box. It imports nothing that is not built in: starting Python is most of what a run costs. The module
-# writes to nowhere; answers leave on a copy of stdout, each line marked with the run's nonce.
-_RUNNER: Final = r"""
+# The two parts of what runs in the box; in a warm interpreter the second one can only compute. They import nothing that
+# is not built in, as starting Python is most of what a run costs. The module writes to nowhere; answers leave on a copy
+# of stdout, each line marked with the run's nonce.
+_BEFORE: Final = r"""
 import posix, sys
 nonce, n, *rest = sys.stdin.buffer.read().decode().split("\n")
 calls, source = rest[: int(n)], "\n".join(rest[int(n) :])
 out, nowhere = posix.dup(1), posix.open("/dev/null", posix.O_WRONLY)
 posix.dup2(nowhere, 1), posix.dup2(nowhere, 2)
+"""
+_AFTER: Final = r"""
 lines = []
 try:
     namespace = {"__name__": "module"}
@@ -56,34 +63,44 @@ posix._exit(0)
 
 
 class Runner:
-    """Runs in boxes of `backend`, with the last `remembered` results kept.
+    """Runs in boxes of `backend`, with the last `remembered` results kept; `counts` says where they were made.
 
     What is remembered: a run is a function of module and calls alone, so the same pair need not run twice. A run that
-    was cut off (time, memory) is never remembered. Raises `SandboxError` where the box's host fails, `HostBusy` where
-    it has no slot."""
+    was cut off (time, memory) is never remembered. `warm` runs in warm interpreters what can run there. Raises
+    `SandboxError` where the box's host fails, `HostBusy` where it has no slot."""
 
-    def __init__(self, backend: SandboxBackend, *, image: str | None = None, remembered: int = 4096) -> None:
+    def __init__(
+        self, backend: SandboxBackend, *, image: str | None = None, remembered: int = 4096, warm: bool = True
+    ) -> None:
+        self.counts: Counter[str] = Counter()  # warm, box
         self._backend, self._spec = backend, SandboxSpec(image=image, limits=LIMITS)
+        self._warm = WarmPython(backend, self._spec, before=_BEFORE, after=_AFTER, deadline_s=_WARM_S) if warm else None
         self._results = Remembered[Values](remembered)
         self._slots = trio.CapacityLimiter(2 * (os.cpu_count() or 1))  # more at once would only eat each other's time
 
-    async def run(self, source: str, calls: Sequence[str]) -> Values:
-        """Execute `source` in a fresh box and evaluate each of `calls` (one line each) after it."""
-        key = blake2b("\0".join([*calls, source]).encode("utf-8", "surrogatepass")).digest()
+    async def run(self, source: str, calls: Sequence[str], *, fresh: bool = False) -> Values:
+        """Execute `source` and evaluate each of `calls` (one line each) after it; `fresh` insists on a box and an
+        interpreter of its own."""
+        key = blake2b("\0".join([str(fresh), *calls, source]).encode("utf-8", "surrogatepass")).digest()
+        nonce = secrets.token_hex(8)
+        payload = "\n".join([nonce, str(len(calls)), *calls, source]).encode("utf-8", "backslashreplace")
 
         async def find() -> tuple[Values, bool]:
             async with granted(self._slots, "a slot to run tests in"):
-                return await self._run_in_box(source, calls)
+                said = await self._warm.run(payload) if self._warm and not fresh else None
+                self.counts["box" if said is None else "warm"] += 1
+                if said is not None:
+                    return parse(said.decode("utf-8", "replace"), nonce, len(calls)), True
+                return await self._run_in_box(payload, nonce, len(calls))
 
         return await self._results.get(key, find)
 
-    async def _run_in_box(self, source: str, calls: Sequence[str]) -> tuple[Values, bool]:
-        """The values, and whether another run would give the same."""
-        nonce = secrets.token_hex(8)
-        payload = "\n".join([nonce, str(len(calls)), *calls, source]).encode("utf-8", "backslashreplace")
+    async def _run_in_box(self, payload: bytes, nonce: str, n: int) -> tuple[Values, bool]:
+        """The values of `n` calls, and whether another run would give the same."""
         box = await self._backend.create(self._spec)
         try:
-            result = await box.exec(["python3", "-I", "-S", "-c", _RUNNER], stdin=payload, timeout_s=_DEADLINE_S)
+            command = ["python3", "-I", "-S", "-c", _BEFORE + _AFTER]
+            result = await box.exec(command, stdin=payload, timeout_s=_DEADLINE_S)
         finally:
             with trio.CancelScope(shield=True):
                 await box.close()
@@ -93,7 +110,7 @@ class Runner:
             return "MemoryError", False
         if result.exit_code > _SIGNALLED:  # ended by a signal: the bound on CPU time, most likely
             return "Timeout", False
-        return parse(result.stdout.decode("utf-8", "replace"), nonce, len(calls)), not result.truncated
+        return parse(result.stdout.decode("utf-8", "replace"), nonce, n), not result.truncated
 
 
 def parse(output: str, nonce: str, n: int) -> Values:
