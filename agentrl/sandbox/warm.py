@@ -21,7 +21,7 @@ from typing import Final
 
 import trio
 
-from agentrl.clock import host_time
+from agentrl.clock import host_time, unwatched
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.protocols import BoxProcess, Sandbox, SandboxBackend, SandboxSpec
 from agentrl.sandbox import seccomp
@@ -165,7 +165,7 @@ class WarmPython:
             return None
         interpreter = None
         try:
-            with host_time("a warm interpreter"):
+            with host_time("a warm interpreter"), unwatched():  # waiting for it is not waiting for the policy's code
                 interpreter = await self._start()
         except SandboxUnavailable:
             self._failures = _TRIES
