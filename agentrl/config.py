@@ -10,6 +10,7 @@ import difflib
 import json
 import os
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 
@@ -193,11 +194,10 @@ class EngineSettings(_Section):
 
 
 class Buffer(_Section):
-    """How far generation may run ahead, and what the learner takes first."""
+    """How far generation may run ahead, and what the store keeps. The learner takes the oldest scored groups first."""
 
     groups_per_step: Count = 16  # groups that one optimizer step learns from
     max_lag: Annotated[int, Field(ge=0)] = 4  # optimizer steps; 0 is synchronous training
-    order: Literal["oldest"] = "oldest"  # which scored groups the learner takes first
     keep_steps: Annotated[int, Field(ge=0)] = 50  # trained groups of so many last steps keep their token arrays
     keep_sample: Annotated[float, Field(ge=0, le=1)] = 0.02  # and this share of the older ones
 
@@ -454,7 +454,10 @@ def to_json(config: RunConfig) -> str:
 
 def from_json(text: str) -> RunConfig:
     """Read what `to_json` wrote."""
-    return parse(json.loads(text))
+    document = json.loads(text)
+    with suppress(KeyError, TypeError):
+        del document["buffer"]["order"]  # in runs that began when it could be set, to its one value
+    return parse(document)
 
 
 def _config_error(error: ValidationError) -> ConfigError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from agentrl.records import (
     Generation,
@@ -248,9 +248,3 @@ class Rewarder(Protocol):
     one (`agentrl.rewards.Judge`). An InfrastructureError that it raises takes the episode out of loss and baseline."""
 
     def __call__(self, trajectory: Trajectory) -> float | Awaitable[float]: ...
-
-
-class Launcher(Protocol):
-    """Starts the run's processes somewhere (this machine, a Ray cluster)."""
-
-    def start(self, role: str, index: int, config: Mapping[str, Any]) -> Any: ...

@@ -251,11 +251,6 @@ class Trajectory:
         """The process reward of each turn (0.0 where the environment has not answered)."""
         return tuple(turn.step.reward if turn.step else 0.0 for turn in self.turns)
 
-    @property
-    def oldest_version(self) -> int | None:
-        """The lowest weight version among tokens that the policy sampled; None if it sampled none."""
-        return min((span.version for turn in self.turns if turn.learns for span in turn.spans), default=None)
-
 
 def turn_id(episode_id: int, trial: int, index: int) -> str:
     """What a reward source calls a turn by: `12.0.3` is turn 3 of episode 12, in its first trial (an episode that

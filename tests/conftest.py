@@ -59,11 +59,6 @@ def _vllm() -> str | None:
     return None
 
 
-def _browser() -> str | None:
-    found = any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
-    return None if found else "neither chromium nor google-chrome is installed"
-
-
 def _gpu() -> str | None:
     import torch
 
@@ -73,10 +68,6 @@ def _gpu() -> str | None:
 def _compiler() -> str | None:
     name = os.environ.get("CXX", "g++")
     return None if shutil.which(name) else f"the C++ compiler {name!r} is not installed"
-
-
-def _package(name: str) -> Callable[[], str | None]:
-    return lambda: None if importlib.util.find_spec(name) else f"the Python package {name!r} is not installed"
 
 
 def _adapters() -> str | None:
@@ -101,9 +92,7 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "bubblewrap": _bubblewrap,
     "docker": _docker,
     "vllm": _vllm,
-    "ray": _package("ray"),
     "adapters": _adapters,
-    "browser": _browser,
     "compiler": _compiler,
     "gpu": _gpu,
 }

@@ -178,7 +178,7 @@ def test_audit_exits_1_where_a_law_is_broken(tmp_path: Path) -> None:
 def test_doctor_says_what_to_do_about_what_is_missing() -> None:
     code, out, _ = agentrl("doctor")
     assert code in (0, 1)
-    for part in ("python", "torch", "bubblewrap", "docker", "vllm", "ray"):
+    for part in ("python", "torch", "bubblewrap", "docker", "vllm"):
         assert part in out
 
 

@@ -14,13 +14,13 @@ pytest_plugins = ["pytester"]
 
 DEADLINE_S = 60.0
 CONFTEST = (Path(__file__).parent / "conftest.py").read_text()
-PROBES = "\nPARTS.update(docker=lambda: 'no engine', gpu=lambda: 'no device', ray=lambda: None)\n"
+PROBES = "\nPARTS.update(docker=lambda: 'no engine', gpu=lambda: 'no device', compiler=lambda: None)\n"
 
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     pytester.makeconftest(CONFTEST + PROBES)
-    pytester.makeini("[pytest]\naddopts = -ra --strict-markers\nmarkers =\n  docker\n  gpu\n  ray\n")
+    pytester.makeini("[pytest]\naddopts = -ra --strict-markers\nmarkers =\n  docker\n  gpu\n  compiler\n")
     pytester.makepyfile("""
         import pytest
 
@@ -30,8 +30,8 @@ def suite(pytester: pytest.Pytester) -> pytest.Pytester:
         @pytest.mark.gpu
         def test_gpu(): pass
 
-        @pytest.mark.ray
-        def test_ray(): pass
+        @pytest.mark.compiler
+        def test_compiler(): pass
 
         def test_plain(): pass
     """)
@@ -61,7 +61,7 @@ def test_all_asks_only_for_parts_that_collected_tests_are_marked_with(
     suite.runpytest_inprocess("-k", "not docker").assert_outcomes(passed=2, skipped=1, deselected=1)
 
 
-@pytest.mark.parametrize(("setting", "errors"), [("docker", 1), ("gpu,docker", 2), ("ray", 0)])
+@pytest.mark.parametrize(("setting", "errors"), [("docker", 1), ("gpu,docker", 2), ("compiler", 0)])
 def test_a_list_asks_for_what_it_names(
     suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, setting: str, errors: int
 ) -> None:

@@ -90,4 +90,3 @@ def test_law_3_only_the_policys_own_doing_is_scored(
     )
     assert trajectory.scored is scored
     assert trajectory.rewards == (0.25, 0.5)
-    assert trajectory.oldest_version == 3

@@ -29,7 +29,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Look at every part; each check has a deadline."""
-    checks: tuple[Callable[[], Finding], ...] = (_python, _cpu, _gpu, _torch, _bubblewrap, _docker, _vllm, _ray)
+    checks: tuple[Callable[[], Finding], ...] = (_python, _cpu, _gpu, _torch, _bubblewrap, _docker, _vllm)
     return [check() for check in checks]
 
 
@@ -79,11 +79,6 @@ def _vllm() -> Finding:
         return Finding("vllm", False, "not found", f"optional, for engine.kind = 'vllm': {error}")
     kind = "CPU build" if build.cpu else "CUDA build"
     return Finding("vllm", True, f"{build.version} ({kind})")
-
-
-def _ray() -> Finding:
-    found = importlib.util.find_spec("ray") is not None
-    return Finding("ray", found, "installed" if found else "not installed", "" if found else "optional: for clusters")
 
 
 def _output(argv: list[str]) -> str:
