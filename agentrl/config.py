@@ -97,6 +97,8 @@ class Rollout(_Section):
     checkpoint_tokens: Annotated[int, Field(ge=0)] = 64  # of a running turn, the most that a death can cost; 0: any
     lease_s: Positive = 120.0  # a worker silent for so long loses its episodes to others, should nobody have ended it
     liveness_deadline_s: Positive = 60.0  # a worker whose loop stands still so long (or lease_s / 2) is started again
+    snapshot_every_turns: Annotated[int, Field(ge=0)] = 1  # of environments that offer snapshots; 0: none are taken
+    max_snapshot_bytes: Count = 4 << 20  # an environment that gives more is not asked again in its episode
     max_deaths: Annotated[int, Field(ge=3)] = 3  # of workers at the same place: the episode fails, its task is left out
     failure_budget: Annotated[float, Field(ge=0, le=1)] = 0.2  # share of episodes that may fail, an outage as one
     roles: dict[str, str] = Field(default_factory=dict)  # who plays a role of the environment, see `frozen_roles`

@@ -62,6 +62,24 @@ class AsyncEnv(Protocol):
     async def aclose(self) -> None: ...
 
 
+@runtime_checkable
+class SnapshotEnv(Protocol):
+    """An environment whose episode can go on elsewhere without repeating its actions."""
+
+    @property
+    def has_snapshots(self) -> bool:
+        """Whether the two methods do anything."""
+        ...
+
+    async def snapshot(self) -> bytes:
+        """The whole state between two steps, enough for another process, and maybe another host."""
+        ...
+
+    async def restore(self, snapshot: bytes) -> None:
+        """Bring a fresh instance, which was not reset, to the state of `snapshot`."""
+        ...
+
+
 # --- sandboxes --------------------------------------------------------------------------------------------------
 
 

@@ -145,11 +145,12 @@ class Env(gymnasium.Env[Messages, str]):
         return []
 
     async def snapshot(self) -> bytes:
-        """The whole state between two steps, to be given to `restore` of another instance, maybe elsewhere."""
+        """The whole state between two steps, to be given to `restore` of another instance, maybe elsewhere. A run asks
+        for it after a turn (`rollout.snapshot_every_turns`), so that an episode whose worker died repeats no action."""
         raise NotImplementedError(f"{type(self).__name__} takes no snapshots")
 
     async def restore(self, snapshot: bytes) -> None:
-        """Bring a fresh instance to the state of `snapshot`."""
+        """Bring a fresh instance, which was not reset, to the state of `snapshot`."""
         raise NotImplementedError(f"{type(self).__name__} takes no snapshots")
 
     @property

@@ -21,28 +21,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
 import trio
 
-from agentrl import clock
-from agentrl.clock import Whose
 from agentrl.config import Rollout
 from agentrl.engine.renderer import Renderer
 from agentrl.env import answers, bridge
-from agentrl.errors import (
-    AgentRLError,
-    EngineError,
-    EnvError,
-    InfrastructureError,
-    PolicyFault,
-    SandboxError,
-    StoreError,
-    boundary,
-)
-from agentrl.protocols import AsyncEnv, Engine, GenerateRequest, Rewarder
+from agentrl.errors import DiskFull, EnvError, InfrastructureError, PolicyFault, StoreError, boundary
+from agentrl.protocols import AsyncEnv, Engine, GenerateRequest, Rewarder, SnapshotEnv
 from agentrl.records import (
     POLICY,
     Messages,
@@ -55,9 +45,10 @@ from agentrl.records import (
     context_ids,
     turn_id,
 )
-from agentrl.rollout.replay import replay
+from agentrl.rollout.guard import Guard, TimeUp, one_line, reason_of
+from agentrl.rollout.replay import replay, replay_after
 from agentrl.rollout.sampling import sample
-from agentrl.store import Claim, Partial, RunStore
+from agentrl.store import Claim, Partial, RunStore, Snapshot
 
 _SMALL: Final = 1 << 15  # characters that are tokenized in a moment
 
@@ -112,7 +103,7 @@ async def play(claim: Claim, context: RolloutContext) -> Ending:
     except StoreError:
         raise
     except InfrastructureError as error:
-        ending = Ending(_reason_of(error), _one_line(error))
+        ending = Ending(reason_of(error), one_line(error))
     ending = await episode.score(ending)
     episode.finish(ending)
     return ending
@@ -120,10 +111,6 @@ async def play(claim: Claim, context: RolloutContext) -> Ending:
 
 class HandedBack(Exception):
     """The worker gives its episodes back: this one goes on elsewhere, from the journal."""
-
-
-class _TimeUp(Exception):
-    """What the policy asked for took longer than it may."""
 
 
 class _Episode:
@@ -139,7 +126,8 @@ class _Episode:
         self._said = Step(observation=())  # what the environment said last
         self._next: _Prompt | None = None  # the next turn's, where it is rendered already
         self._begun = claim.partial  # what there is of the next turn
-        self._seconds = 0.0  # that its steps have taken
+        self._guard = Guard(claim.task.env, context.settings.step_deadline_s)
+        self._snapshots = True  # whether its environment may be asked for some
         self._detail = ""
         self._rewarded: float | None = None
 
@@ -155,11 +143,12 @@ class _Episode:
 
     async def close(self) -> None:
         """End the environment, within a deadline of its own, also when the episode was cancelled."""
-        if self._env is None:
+        env, self._env = self._env, None
+        if env is None:
             return
         with trio.move_on_after(self._context.settings.step_deadline_s, shield=True):
             with boundary(EnvError, f"{self._claim.task.env}: close raised", passes=(InfrastructureError,)):
-                await self._env.aclose()
+                await env.aclose()
 
     async def score(self, ending: Ending) -> Ending:
         """Ask the rewarder, where there is one, what an end of the policy's own doing is worth. If it cannot say, the
@@ -176,13 +165,13 @@ class _Episode:
 
         try:
             self._rewarded = await self._guard("reward", reward, policy_s=self._context.settings.step_deadline_s)
-        except _TimeUp as up:
+        except TimeUp as up:
             self._rewarded = 0.0
             return Ending(StopReason.TIME_LIMIT, str(up))
         except PolicyFault as fault:
-            return Ending(StopReason.ENV_FAILED, f"{self._claim.task.env}: reward raised {_one_line(fault)}")
+            return Ending(StopReason.ENV_FAILED, f"{self._claim.task.env}: reward raised {one_line(fault)}")
         except InfrastructureError as error:
-            return Ending(_reason_of(error), _one_line(error))
+            return Ending(reason_of(error), one_line(error))
         return ending
 
     def finish(self, ending: Ending) -> None:
@@ -202,28 +191,82 @@ class _Episode:
     # --- the steps of the machine
 
     async def _begin(self) -> Ending | None:
-        """Make the environment; start afresh, or bring it back to where the journal stands."""
+        """Make the environment; start afresh, or bring it back to where the journal stands: by its newest snapshot and
+        a replay of what came after it, else by a replay of all."""
         claim, store = self._claim, self._context.store
-        env: AsyncEnv = await self._guard("make", lambda: _call(self._context.make_env, claim.task))
-        self._env = env
+        env = await self._make()
+        unrestored = await self._restore(env)
+        if unrestored == "":
+            return await self._go_on()
+        if unrestored is not None:
+            await self.close()
+            env, self._guard.seconds = await self._make(), 0.0
         self._start = await self._reset(env)
         if claim.start is not None:
             reason = await self._replay(env)
             if not reason:
-                unanswered = bool(self._turns) and self._turns[-1].step is None
-                return await self._answer() if unanswered else None
+                return await self._go_on()
+            reason = f"{reason}; and of its snapshot: {unrestored}" if unrestored else reason
             store.restart_episode(claim.episode_id, claim.fence, reason)
-            self._turns, self._begun, self._seconds, self._trial = [], None, 0.0, self._trial + 1
+            self._turns, self._begun, self._trial = [], None, self._trial + 1
+            self._guard.seconds = 0.0
             self._start = await self._reset(env)
         store.begin(claim.episode_id, claim.fence, self._start)
         return None
+
+    async def _make(self) -> AsyncEnv:
+        env: AsyncEnv = await self._guard("make", lambda: _call(self._context.make_env, self._claim.task))
+        self._env = env
+        return env
+
+    async def _go_on(self) -> Ending | None:
+        """The environment is where the journal stands; the last action may yet have to be answered."""
+        unanswered = bool(self._turns) and self._turns[-1].step is None
+        return await self._answer() if unanswered else None
+
+    async def _restore(self, env: AsyncEnv) -> str | None:
+        """Bring a fresh environment to where the journal stands by its newest snapshot: empty if it is there, why not
+        if it is not, None without a snapshot."""
+        snapshot = None
+        if self._turns and isinstance(env, SnapshotEnv) and env.has_snapshots:
+            snapshot = self._context.store.snapshot(self._claim.episode_id)
+        if snapshot is None:
+            return None
+        assert isinstance(env, SnapshotEnv)
+        try:
+            await self._guard("restore", partial(env.restore, snapshot.data))
+            said = self._turns[snapshot.turn].step
+            assert said is not None, "a snapshot is taken of a turn that is answered"
+            self._said, self._guard.seconds = said, snapshot.seconds
+            return await replay_after(env, snapshot.turn, self._claim, self._act)
+        except (TimeUp, PolicyFault, InfrastructureError) as error:
+            return one_line(error)
+
+    async def _snapshot(self) -> None:
+        """Keep the environment's state where it offers that. If it fails, it is not asked again: what came before can
+        still be repeated, and the policy may have caused it."""
+        settings, env, claim = self._context.settings, self._env, self._claim
+        every = settings.snapshot_every_turns
+        if not (self._snapshots and every and isinstance(env, SnapshotEnv) and env.has_snapshots):
+            return
+        if len(self._turns) % every:
+            return
+        data: object = None
+        with suppress(InfrastructureError):
+            data = await self._guard("snapshot", env.snapshot)
+        if not isinstance(data, bytes) or len(data) > settings.max_snapshot_bytes:
+            self._snapshots = False
+            return
+        snapshot = Snapshot(turn=len(self._turns) - 1, data=data, seconds=self._guard.seconds)
+        with suppress(DiskFull):  # the journal says so soon enough
+            self._context.store.keep_snapshot(claim.episode_id, claim.fence, snapshot)
 
     async def _replay(self, env: AsyncEnv) -> str:
         """Bring a fresh environment to where the journal stands; why it cannot be, if so."""
         try:
             return await replay(env, self._start, self._claim, self._act)
-        except (_TimeUp, PolicyFault) as error:
-            return f"an action that was answered before was not: {_one_line(error)}"
+        except (TimeUp, PolicyFault) as error:
+            return f"an action that was answered before was not: {one_line(error)}"
 
     async def _reset(self, env: AsyncEnv) -> Messages:
         most = self._context.settings.observation_bytes
@@ -251,10 +294,10 @@ class _Episode:
         step = Step(observation=())
         try:
             step = await self._act(turn)
-        except _TimeUp as up:
+        except TimeUp as up:
             reason, self._detail = StopReason.TIME_LIMIT, str(up)
         except PolicyFault as fault:
-            reason, self._detail = StopReason.POLICY_FAULT, _one_line(fault)
+            reason, self._detail = StopReason.POLICY_FAULT, one_line(fault)
         self._turns[-1] = replace(turn, step=step)
         if reason is None and not (step.terminated or step.truncated):
             reason = await self._limit()
@@ -262,14 +305,17 @@ class _Episode:
             step = await self._cut(step, reason)
             self._turns[-1] = replace(turn, step=step)
         self._context.store.journal_step(self._claim.episode_id, self._claim.fence, turn.index, step)
-        return self._ended()
+        ending = self._ended()
+        if ending is None:
+            await self._snapshot()
+        return ending
 
     async def _limit(self) -> StopReason | None:
         """The limit of the run that is reached with the last turn, if any."""
         settings = self._context.settings
         if settings.max_turns is not None and len(self._turns) >= settings.max_turns:
             return StopReason.TURN_LIMIT
-        if self._seconds >= settings.episode_deadline_s:
+        if self._guard.seconds >= settings.episode_deadline_s:
             return StopReason.TIME_LIMIT
         self._next = await self._render()
         return StopReason.CONTEXT_LIMIT if len(self._next.context) >= settings.max_context else None
@@ -289,8 +335,8 @@ class _Episode:
         deadline_s = self._context.settings.step_deadline_s
         try:
             return await self._guard("end", lambda: answers.end(env, reason, self._claim.task), policy_s=deadline_s)
-        except (_TimeUp, PolicyFault) as error:
-            self._detail = self._detail or _one_line(error)
+        except (TimeUp, PolicyFault) as error:
+            self._detail = self._detail or one_line(error)
             return Step(observation=(), outcome=0.0, success=False)
 
     async def _prompt(self) -> _Prompt:
@@ -371,12 +417,12 @@ class _Episode:
         )
 
     async def _act(self, turn: Turn) -> Step:
-        """The environment's answer to a turn. Raises _TimeUp, PolicyFault."""
+        """The environment's answer to a turn. Raises TimeUp, PolicyFault."""
         env, settings = self._env, self._context.settings
         assert env is not None
         env.charge_tokens(len(turn.token_ids))
         env.action_cut = turn.finish == "length"
-        policy_s = max(min(settings.step_deadline_s, settings.episode_deadline_s - self._seconds), 0.0)
+        policy_s = max(min(settings.step_deadline_s, settings.episode_deadline_s - self._guard.seconds), 0.0)
         call = partial(answers.act, env, turn.text, self._claim.task, settings.observation_bytes)
         step: Step = await self._guard("step", call, policy_s=policy_s)
         self._said = step
@@ -428,28 +474,6 @@ class _Episode:
             stop_reason=ending.stop_reason,
         )
 
-    async def _guard(self, what: str, call: Callable[[], Any], *, policy_s: float | None = None) -> Any:
-        """Call into the environment under its deadline; what its own code raises becomes EnvError, named once.
-
-        With `policy_s` the policy has acted: a fault of its stays one, and _TimeUp is raised when what it asked for
-        took longer than that."""
-        deadline_s, acted, failed = self._context.settings.step_deadline_s, policy_s is not None, None
-        where, passes = f"{self._claim.task.env}: {what}", (InfrastructureError, *((PolicyFault,) if acted else ()))
-        with clock.watch(own_s=deadline_s, policy_s=policy_s if policy_s is not None else deadline_s) as watch:
-            try:
-                with boundary(EnvError, f"{where} raised", passes=passes):
-                    return await call()
-            except AgentRLError as error:
-                failed = error
-            finally:
-                self._seconds += watch.seconds if acted else 0.0
-        if watch.over is Whose.POLICY and acted:
-            raise _TimeUp(f"{where}: what the policy asked for took over {policy_s:g} s") from failed
-        if watch.over is not None:
-            raise EnvError(f"{where} took over {deadline_s:g} s") from failed
-        assert failed is not None
-        raise failed
-
 
 async def _call(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
@@ -460,16 +484,3 @@ async def _tokenized(render: Callable[[], tuple[int, ...]], *parts: Any) -> tupl
     if len(str(parts)) <= _SMALL:
         return render()
     return await trio.to_thread.run_sync(render)
-
-
-def _reason_of(error: InfrastructureError) -> StopReason:
-    if isinstance(error, EngineError):
-        return StopReason.ENGINE_FAILED
-    if isinstance(error, SandboxError):
-        return StopReason.SANDBOX_FAILED
-    return StopReason.ENV_FAILED
-
-
-def _one_line(error: BaseException | None) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, InfrastructureError | _TimeUp) else f"{type(error).__name__}: {text}"

@@ -7,7 +7,7 @@ async code calls them directly. Standard library and zstandard only.
     groups      birth and end of groups               leases      who plays which episode
     deaths      which episode killed its worker       outages     failures that are one
     journal     a running episode, turn by turn       partials    the turn that is sampled now
-    buffer      what the learner takes, what expires
+    snapshots   states to bring environments back to  buffer      what the learner takes, what expires
     lineage     checkpoint, rollback, retention       recovery    what a loss of power took
     metrics     values, drops, the bias of dropping   readers     rows back into records
     audit       the laws, checked from the raw rows   schema      tables and migrations
@@ -35,6 +35,7 @@ from agentrl.store.metrics import Failures, LengthBias, Lengths, Metric, Metrics
 from agentrl.store.partials import Partial
 from agentrl.store.readers import EpisodeRow, GroupResult, Readers, Restart
 from agentrl.store.recovery import Recovery, Saved
+from agentrl.store.snapshots import Snapshot, Snapshots
 
 __all__ = [
     "TRAIN",
@@ -55,13 +56,14 @@ __all__ = [
     "Restart",
     "RunStore",
     "Saved",
+    "Snapshot",
     "StoreError",
     "StoreVersionError",
     "admissible_groups",
 ]
 
 
-class RunStore(Groups, Leases, Deaths, Journal, Buffer, Lineage, Recovery, Metrics, Readers):
+class RunStore(Groups, Leases, Deaths, Journal, Snapshots, Buffer, Lineage, Recovery, Metrics, Readers):
     """A run's store, opened by this process. Threads may share it; forked children may not: they open their own.
 
     `clock` gives seconds since the epoch, the same for every process of the run; a simulation passes its own."""

@@ -140,6 +140,7 @@ _OWNERS = (
     ("steps", "turn_id", "turns"),
     ("restarts", "episode_id", "episodes"),
     ("partials", "episode_id", "episodes"),
+    ("snapshots", "episode_id", "episodes"),
     ("lineage", "group_id", "groups"),
 )
 
@@ -247,11 +248,10 @@ def _check_ends(db: Database, report: AuditReport) -> None:
             report.breach("bookkeeping", f"episode {episode} ended without a stop reason")
         if stop_reason in _ENV_ENDED and unanswered:
             report.breach("turns_lost", f"episode {episode}: {stop_reason} without its environment's last answer")
-    left = (
-        "SELECT DISTINCT p.episode_id FROM partials p JOIN episodes e ON e.id = p.episode_id WHERE e.ended_s NOT NULL"
-    )
-    for (episode,) in db.rows(left):
-        report.breach("bookkeeping", f"episode {episode} ended with a turn under way")
+    for table, what in (("partials", "a turn under way"), ("snapshots", "a snapshot")):
+        ids = f"SELECT DISTINCT episode_id FROM {table}"
+        for (episode,) in db.rows(f"SELECT id FROM episodes WHERE ended_s NOT NULL AND id IN ({ids})"):
+            report.breach("bookkeeping", f"episode {episode} ended with {what}")
     stuck = db.rows(
         "SELECT g.id, g.state, SUM(e.state IN ('waiting', 'running')), SUM(e.state = 'running') FROM groups g"
         " JOIN episodes e ON e.group_id = g.id GROUP BY g.id"

@@ -26,6 +26,7 @@ from agentrl.store.groups import close_if_ended
 from agentrl.store.leases import check_fence
 from agentrl.store.outages import FAILURES, note_failure
 from agentrl.store.partials import Partial, drop_partial, pack_part, write_part
+from agentrl.store.snapshots import drop_snapshot
 from agentrl.store.versions import Versions
 
 
@@ -123,6 +124,7 @@ class Journal(Versions):
             )
             self._db.execute("UPDATE episodes SET trial = ?, start = NULL WHERE id = ?", (trial + 1, episode_id))
             drop_partial(self._db, episode_id)
+            drop_snapshot(self._db, episode_id)
 
     def finish(
         self,
@@ -182,5 +184,6 @@ def end_episode(db: Database, episode_id: int, state: str, stop_reason: StopReas
         (state, stop_reason, now, episode_id),
     )
     drop_partial(db, episode_id)
+    drop_snapshot(db, episode_id)
     if stop_reason in FAILURES:
         note_failure(db, episode_id, stop_reason, now)

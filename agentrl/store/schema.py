@@ -13,6 +13,7 @@ k + 1, so a new store runs all of them. A store is made in one transaction: eith
     experts      the experts that a mixture computed that turn's tokens with, packed, where the run keeps them
     steps        the environment's answer to a turn
     partials     the turn under way of a running episode, a row for each time its new tokens were written
+    snapshots    the newest state of a running episode's environment, where it gives one
     restarts     why and when an episode started anew; its earlier trial's turns stay, never trained
     outages      failures of one cause at one time, and how many episodes had ended well before
     quarantine   tasks that killed their workers, and are not admitted again
@@ -236,7 +237,13 @@ CREATE TABLE partials (
 ) STRICT, WITHOUT ROWID;
 """
 
-MIGRATIONS: tuple[str, ...] = (_FIRST, _ROLES, _EXPERTS, _LOST, _DEATHS, _OUTAGES, _PARTIALS)
+_SNAPSHOTS = """
+CREATE TABLE snapshots (
+    episode_id INTEGER PRIMARY KEY REFERENCES episodes, turn INTEGER NOT NULL, seconds REAL NOT NULL, data BLOB NOT NULL
+) STRICT;
+"""
+
+MIGRATIONS: tuple[str, ...] = (_FIRST, _ROLES, _EXPERTS, _LOST, _DEATHS, _OUTAGES, _PARTIALS, _SNAPSHOTS)
 SCHEMA_VERSION = len(MIGRATIONS)
 
 

@@ -199,6 +199,7 @@ def test_an_older_store_holds_nothing_against_anybody(path: Path, clock: Clock) 
     connection.executescript(
         "DROP INDEX episodes_suspected; ALTER TABLE episodes DROP COLUMN deaths;"
         " ALTER TABLE episodes DROP COLUMN died_at; DROP TABLE quarantine; DROP TABLE outages; DROP TABLE partials;"
+        " DROP TABLE snapshots;"
         " PRAGMA user_version = 4"
     )
     connection.close()

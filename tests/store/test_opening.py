@@ -117,6 +117,7 @@ def test_a_store_of_the_first_schema_has_one_learning_role_in_every_turn(path: P
     connection.executescript(
         "ALTER TABLE turns DROP COLUMN learns; ALTER TABLE episodes DROP COLUMN outcomes;"
         " DROP TABLE experts; DROP TABLE lost; DROP TABLE quarantine; DROP TABLE outages; DROP TABLE partials;"
+        " DROP TABLE snapshots;"
         " DROP INDEX episodes_suspected;"
         " ALTER TABLE episodes DROP COLUMN deaths; ALTER TABLE episodes DROP COLUMN died_at; PRAGMA user_version = 1"
     )
