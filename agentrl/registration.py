@@ -6,15 +6,18 @@ Nothing of an environment is imported before it is made.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import gymnasium
-from gymnasium.envs.registration import EnvSpec, parse_env_id
+from gymnasium.envs.registration import EnvSpec, WrapperSpec, parse_env_id
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
 from agentrl import registry
 from agentrl.errors import UsageError
+
+_JUDGED = WrapperSpec("Judged", "agentrl.env.for_gymnasium:Judged", {})
 
 
 def register(id: str, entry_point: str | Callable[..., Any], *, nondeterministic: bool = False) -> None:
@@ -25,18 +28,20 @@ def register(id: str, entry_point: str | Callable[..., Any], *, nondeterministic
     Raises gymnasium.error.Error for an id of another form."""
     parse_env_id(id)
     registry.register("environments", id, entry_point)
-    _tell_gymnasium(id, entry_point, nondeterministic=nondeterministic)
+    _tell_gymnasium(id, nondeterministic=nondeterministic)
 
 
 def make(id: str, **kwargs: Any) -> Any:
-    """The environment behind an id, a `module:attribute` or a `path/to/file.py:attribute`, without any wrapper.
+    """The environment behind an id, a `module:attribute` or a `path/to/file.py:attribute`, without any wrapper, save
+    for `render_mode="ansi"` or `"human"`, which an environment that renders itself takes as its own argument.
 
     Raises UnknownIdError naming the nearest known ids, UsageError for arguments that the constructor does not take."""
-    maker = registry.resolve("environments", id)
+    maker, given = registry.resolve("environments", id), dict(kwargs)
+    mode = None if "render_mode" in inspect.signature(maker).parameters else given.pop("render_mode", None)
     try:
-        env = maker(**kwargs)
+        env = maker(**given)
     except TypeError as error:
-        raise UsageError(f"{id} cannot be made with {kwargs}: {error}") from error
+        raise UsageError(f"{id} cannot be made with {given}: {error}") from error
     if isinstance(env, gymnasium.Env) and env.spec is None and ":" not in id:  # pyright: ignore[reportUnknownMemberType]
         env.spec = EnvSpec(
             id=id,
@@ -45,7 +50,14 @@ def make(id: str, **kwargs: Any) -> Any:
             order_enforce=False,
             disable_env_checker=True,
         )
-    return env  # pyright: ignore[reportUnknownVariableType]
+    return env if mode is None else _rendered(env, mode)  # pyright: ignore[reportUnknownVariableType]
+
+
+def _rendered(env: Any, mode: str) -> Any:
+    if mode not in (modes := env.metadata["render_modes"]):
+        raise UsageError(f"render_mode = {mode!r}: give one of {', '.join(modes)}")
+    env.render_mode = mode
+    return registry.load_reference("agentrl.env.for_gymnasium:Rendered")(env)  # by name: env is above this module
 
 
 def make_vec(
@@ -57,15 +69,15 @@ def make_vec(
     **kwargs: Any,
 ) -> VectorEnv[Any, Any, Any]:
     """`num_envs` environments behind an id as one `gymnasium.vector.VectorEnv`: in this process (`sync`) or one process
-    each (`async`). Observations and actions are tuples of messages and of texts, which have no array form: shared
-    memory is off. `kwargs` go to the environments, `vector_kwargs` to the vector class.
+    each (`async`). Observations and actions are tuples of messages and of texts, which travel by pipe: shared
+    memory, which bounds their length, is off. `kwargs` go to the environments, `vector_kwargs` to the vector class.
 
     Raises UsageError for none, another mode, or for a wish for shared memory."""
     if num_envs < 1:
         raise UsageError(f"num_envs = {num_envs}: give 1 or more")
     settings = dict(vector_kwargs or {})
     if settings.pop("shared_memory", False):
-        raise UsageError("shared_memory = True: messages have no array form, leave it out")
+        raise UsageError("shared_memory = True: messages go by pipe here, leave it out")
     each = [functools.partial(make, id, **kwargs)] * num_envs
     if vectorization_mode == "sync":
         return SyncVectorEnv(each, **settings)
@@ -78,9 +90,14 @@ def register_all() -> None:
     """Tell gymnasium of every environment that installed packages offer; what it knows already stays."""
     for id in registry.ids("environments"):
         if id not in gymnasium.registry:
-            _tell_gymnasium(id, functools.partial(make, id))
+            _tell_gymnasium(id)
 
 
-def _tell_gymnasium(id: str, entry_point: str | Callable[..., Any], *, nondeterministic: bool = False) -> None:
+def _tell_gymnasium(id: str, *, nondeterministic: bool = False) -> None:
     gymnasium.registry.pop(id, None)
-    gymnasium.register(id, entry_point, nondeterministic=nondeterministic)  # pyright: ignore[reportUnknownMemberType]
+    gymnasium.register(  # pyright: ignore[reportUnknownMemberType]
+        id,
+        functools.partial(make, id),
+        nondeterministic=nondeterministic,
+        additional_wrappers=(_JUDGED,),
+    )

@@ -54,10 +54,11 @@ class Env(gymnasium.Env[Messages, str]):
     `close`. Raise `InfrastructureError` for what the policy could not have caused.
     """
 
-    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012  (gymnasium declares it so)
+    metadata: dict[str, Any] = {"render_modes": ["ansi", "human"], "render_fps": 1}  # noqa: RUF012  (gymnasium's form)
     action_space = spaces.Text()
     observation_space = spaces.Messages()
-    render_mode = None
+    render_mode: str | None = None
+    """Set by `make(id, render_mode=…)`: with "ansi" `render` gives the transcript, "human" prints it as it goes."""
 
     blocking: ClassVar[bool] = True
     """Whether sync `reset`/`step`/`close` may block and so go to a thread; False has them called in place."""
@@ -102,6 +103,15 @@ class Env(gymnasium.Env[Messages, str]):
             if self._loop is not None:
                 self._loop.stop()
                 self._loop = None
+
+    def render(self) -> Any:
+        """A `render_mode` shows the transcript, by `agentrl.env.for_gymnasium.Rendered`; one made without has none."""
+        name = type(self).__name__
+        raise UsageError(f"{name} has no render_mode: make it by agentrl.make(id, render_mode='ansi') or 'human'")
+
+    def end_now(self, reason: StopReason) -> Info:
+        """`aend` for sync code."""
+        return self._run(self.aend, reason) if self._overrides("aend") else {}
 
     # --- trio's side
 
@@ -216,8 +226,7 @@ class _Wrapped(Env):
         return as_messages(observation), float(reward), bool(terminated), bool(truncated), info
 
     def _end(self, reason: StopReason) -> Info:
-        inner = self._inner
-        return inner._run(inner.aend, reason) if inner is not None and inner._overrides("aend") else {}
+        return self._inner.end_now(reason) if self._inner is not None else {}
 
     async def aend(self, reason: StopReason) -> Info:
         return await self._in_thread("end", self._end, reason)

@@ -5,7 +5,8 @@
 A name is an id of the entry-point group `agentrl.tools`, or a reference. It stands for a function with type hints and
 a docstring, for a tool, for a class that makes one, or for a class that makes a *server*: `open()` gives its tools when
 an episode begins, `aclose()` ends it. Classes are called with the other keys of their table; one that needs a `sandbox`
-is given the box of the episode, one that may have one too if its table says `sandbox = true`.
+is given the box of the episode, one that may have one too if its table says `sandbox = true`. The model reads the name
+that the tool has, or the `name` of its table.
 
 Owns that box and the servers from `open` to `aclose`. Knows nothing of episodes, prompts or models.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Protocol, cast
@@ -21,9 +23,10 @@ from typing import Any, Protocol, cast
 import trio
 
 from agentrl import registry
-from agentrl.env.tools import FunctionTool
+from agentrl.env.tools import FunctionTool, function_schema
 from agentrl.errors import ConfigError, SandboxError, SandboxPathError, UsageError
 from agentrl.protocols import Limits, Sandbox, SandboxSpec, Tool
+from agentrl.records import Json
 from agentrl.sandbox.current import CurrentBox
 from agentrl.sandbox.sharing import SharedBackend, shared
 
@@ -130,10 +133,12 @@ class Plugged:
         if not isinstance(id, str):
             raise ConfigError("tools", dict(table), "give the id of a tool, or a table with one: { id = ... }")
         target = registry.resolve("tools", id)
+        own_name = inspect.isclass(target) and "name" in inspect.signature(target).parameters
+        name = _name_of(id, settings.pop("name")) if "name" in settings and not own_name else None
         if not inspect.isclass(target):
             if settings:
-                raise ConfigError(f"tools.{id}", settings, "it is no class and takes no settings")
-            self.tools.append(_tool(target))
+                raise ConfigError(f"tools.{id}", settings, "it is no class and takes no settings but a name")
+            self.tools.append(_named(_tool(target), name))
             return
         signature = inspect.signature(target)
         boxed = settings.pop("sandbox", False)
@@ -148,9 +153,35 @@ class Plugged:
         except TypeError as error:
             raise ConfigError(f"tools.{id}", sorted(settings), str(error)) from error
         if hasattr(target, "open"):
+            if name is not None:
+                raise ConfigError(f"tools.{id}.name", name, "its tools name themselves: leave it out")
             self._servers.append(functools.partial(cast("Callable[..., ToolServer]", target), **settings))
         else:
-            self.tools.append(_tool(target(**settings)))
+            self.tools.append(_named(_tool(target(**settings)), name))
+
+
+class _Renamed:
+    """A tool under another name; all else of it is as it was."""
+
+    def __init__(self, tool: Tool, name: str) -> None:
+        self._tool, self.name = tool, name
+
+    @property
+    def schema(self) -> Mapping[str, Json]:
+        return {**function_schema(self._tool.schema), "name": self.name}
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._tool, attribute)
+
+
+def _named(tool: Tool, name: str | None) -> Tool:
+    return tool if name is None else cast(Tool, _Renamed(tool, name))
+
+
+def _name_of(id: str, name: object) -> str:
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+        raise ConfigError(f"tools.{id}.name", name, "give at most 64 letters, digits, _ and -")
+    return name
 
 
 def _tool(value: Any) -> Tool:

@@ -1,19 +1,28 @@
 """Gymnasium spaces for language: `Text` (any unicode) and `Messages` (a tuple of chat messages).
 
 They sample, contain, serialise and vectorise. gymnasium's own `Text` knows a fixed alphabet only and refuses what a
-model may say; these have no array form, so vector environments must run with `shared_memory=False`.
+model may say. These have no array form: in the shared memory that gymnasium's `AsyncVectorEnv` asks for by default,
+messages lie as JSON, in a slot of bounded size for each environment.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import multiprocessing
+from collections.abc import Iterable, Iterator
+from ctypes import Array, c_char
 from typing import Any, Final, cast
 
 import numpy as np
 from gymnasium.spaces import Space
+from gymnasium.vector.utils import (
+    create_shared_memory,  # pyright: ignore[reportUnknownVariableType]
+    read_from_shared_memory,
+    write_to_shared_memory,
+)
 
 from agentrl import records
+from agentrl.errors import UsageError
 
 _SAMPLE_CHARS: Final = 64
 """Samples stay short: they probe an environment, they do not fill it."""
@@ -27,6 +36,9 @@ _ALPHABETS: Final = (
     (0x4E00, 0x9FFF),  # Chinese characters
     (0x1F300, 0x1FAFF),  # beyond the basic plane
 )
+
+_SLOT_BYTES: Final = 1 << 20
+_SIZE_BYTES: Final = 4  # in front of each slot: how much of it is used
 
 ROLES: Final = ("system", "user", "assistant", "tool")
 
@@ -162,3 +174,45 @@ def _sample_text(rng: np.random.Generator, max_length: int) -> str:
         low, high = _ALPHABETS[int(rng.integers(0, len(_ALPHABETS)))]
         characters.append(chr(int(rng.integers(low, high + 1))))
     return "".join(characters)
+
+
+class _Slots:
+    """What lies in the shared memory of a vector environment; a deep copy of it is plain messages."""
+
+    def __init__(self, memory: Array[c_char], count: int) -> None:
+        self._memory, self._count = memory, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[records.Messages]:
+        return (self[index] for index in range(self._count))
+
+    def __getitem__(self, index: int) -> records.Messages:
+        start = range(self._count)[index] * (_SIZE_BYTES + _SLOT_BYTES)
+        body = start + _SIZE_BYTES
+        size = int.from_bytes(bytes(self._memory[start:body]))
+        return tuple(json.loads(bytes(self._memory[body : body + size]))) if size else ()
+
+    def __deepcopy__(self, memo: object) -> tuple[records.Messages, ...]:
+        return tuple(self)
+
+
+@create_shared_memory.register(Messages)
+def _create(space: Messages, n: int = 1, ctx: Any = multiprocessing) -> Any:
+    return ctx.RawArray(c_char, n * (_SIZE_BYTES + _SLOT_BYTES))
+
+
+@read_from_shared_memory.register(Messages)
+def _read(space: Messages, shared_memory: Array[c_char], n: int = 1) -> Any:
+    return _Slots(shared_memory, n)
+
+
+@write_to_shared_memory.register(Messages)
+def _write(space: Messages, index: int, value: records.Messages, shared_memory: Array[c_char]) -> None:
+    body = json.dumps(value).encode()
+    if len(body) > _SLOT_BYTES:
+        hint = "give vector_kwargs={'shared_memory': False}, or take agentrl.make_vec"
+        raise UsageError(f"an observation of {len(body)} bytes: shared memory has {_SLOT_BYTES} for each: {hint}")
+    start = index * (_SIZE_BYTES + _SLOT_BYTES)
+    shared_memory[start : start + _SIZE_BYTES + len(body)] = len(body).to_bytes(_SIZE_BYTES) + body

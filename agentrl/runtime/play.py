@@ -11,12 +11,12 @@ import trio
 
 from agentrl.env import as_async
 from agentrl.env.dialects import get_format
+from agentrl.env.for_gymnasium import shown
 from agentrl.env.tool_calls import ToolCall
 from agentrl.errors import EnvError, PolicyFault, boundary
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Messages, StopReason
 from agentrl.registration import make
-from agentrl.runtime.report import printable
 
 _HELP = "a line is your action; `/TOOL key=value …` calls a tool; `/quit` ends"
 
@@ -101,5 +101,4 @@ def _signature(schema: Mapping[str, Json]) -> str:
 
 def _show(messages: Messages, write: Callable[[str], None]) -> None:
     for message in messages:
-        body = "\n".join(printable(line) for line in message["content"].splitlines())
-        write(f"[{message['role']}]\n{body}")
+        write(shown(message))

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from agentrl.config import RunConfig
+from agentrl.env.for_gymnasium import printable
 from agentrl.records import POLICY, Messages, Trajectory
 from agentrl.runtime import evaluation
 from agentrl.runtime.rundir import RunDir
@@ -178,8 +179,3 @@ def _quoted(messages: Messages) -> Iterator[str]:
         for line in message["content"].splitlines():
             yield f"    {printable(line)}"
         yield ""
-
-
-def printable(text: str) -> str:
-    """Model text without control characters: it must not drive a terminal."""
-    return "".join(c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in text)

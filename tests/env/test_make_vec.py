@@ -54,7 +54,7 @@ def test_settings_of_the_vector_class_are_passed_on_save_shared_memory() -> None
     vector = agentrl.make_vec(ID, 2, vector_kwargs={"autoreset_mode": "Disabled", "shared_memory": False})
     assert vector.metadata["autoreset_mode"].value == "Disabled"
     vector.close()
-    with pytest.raises(UsageError, match="shared_memory = True: messages have no array form"):
+    with pytest.raises(UsageError, match="shared_memory = True: messages go by pipe here"):
         agentrl.make_vec(ID, 2, vectorization_mode="async", vector_kwargs={"shared_memory": True})
     with pytest.raises(UsageError, match="vectorization_mode = 'threads': give 'sync' or 'async'"):
         agentrl.make_vec(ID, 2, vectorization_mode="threads")

@@ -27,6 +27,7 @@ MCP = [sys.executable, str(Path(__file__).parents[1] / "tools" / "mcp_server.py"
 
 class Talk(ToolEnv):
     blocking = False
+    graded = False
 
     def prompt(self, task: Mapping[str, Any]) -> str:
         return "Use your tools."
@@ -237,6 +238,34 @@ async def test_an_mcp_server_is_named_and_dies_with_the_episode() -> None:
             await trio.lowlevel.wait_readable(descriptor)
     finally:
         os.close(descriptor)
+
+
+async def test_a_run_may_say_what_the_model_calls_a_tool() -> None:
+    named = [
+        {"id": "calculator", "name": "compute"},
+        {"id": f"{HERE}shout", "name": "yell"},
+        {"id": f"{HERE}shout", "name": "scream"},
+        {"id": f"{HERE}Keep", "name": "note", "path": "noted"},
+    ]
+    registry.register("sandboxes", "test_plugged/fake", FakeBackend)
+    env = Talk(tools=named, box={"sandbox": "test_plugged/fake"})
+    await env.areset(seed=0)
+    assert [schema["name"] for schema in env.schemas] == ["compute", "yell", "scream", "note"]
+    assert await told(env, "compute", expression="6 * 7") == "42"
+    assert await told(env, "yell", text="hi", times=2) == "HIHI"
+    assert await told(env, "note") == "kept" and await env.box.read("noted") == b"x"
+    assert "no tool named" in await told(env, "shout", text="hi")
+    assert "text" in await told(env, "scream")  # the arguments are checked as the tool's own
+    await env.aclose()
+
+
+def test_a_name_that_no_tool_can_have_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^tools.calculator.name = 'my tool': give at most 64 letters, digits, _ and -"
+    ):
+        Talk(tools=[{"id": "calculator", "name": "my tool"}])
+    with pytest.raises(ConfigError, match=r"^tools.*Server.name = 'x': its tools name themselves"):
+        Talk(tools=[{"id": f"{HERE}Server", "name": "x"}])
 
 
 def test_the_checker_finds_nothing() -> None:

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import pytest
 
+import agentrl
 from agentrl import registry
 
 IDS = "apply_patch calculator fetch list_files mcp python read_file replace_text search shell write_file".split()  # noqa: SIM905
 
 
+class Ask(agentrl.ToolEnv):
+    def prompt(self, task):
+        return "Go."
+
+
 @pytest.mark.parametrize("id", IDS)
 def test_id_resolves(id: str) -> None:
     assert registry.resolve("tools", id).__module__.startswith("agentrl_tools.")
+
+
+@pytest.mark.parametrize("id", sorted({*IDS} - {"mcp"}))
+def test_the_model_reads_the_id(id: str) -> None:
+    """Unless the run names it otherwise."""
+    env = Ask(tools=[{"id": id, "allow": []} if id == "fetch" else id])
+    assert [schema["name"] for schema in env.schemas] == [id]
 
 
 def test_sandbox_ids_resolve() -> None:

@@ -1,0 +1,78 @@
+"""What gymnasium's users expect around one of our environments: a transcript to look at, and an outcome at any end.
+
+`Rendered` is put there by a `render_mode`, `Judged` by `gymnasium.make`, outermost. They hold the messages of one
+episode at most, and know neither model nor tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.utils import RecordConstructorArgs
+
+from agentrl.env.core import Env, ResetResult, StepResult, as_messages
+from agentrl.records import Message, StopReason
+
+Wrapper = gymnasium.Wrapper[Any, str, Any, str]
+
+
+class Judged(Wrapper, RecordConstructorArgs):
+    """Has the environment judge what there is where a wrapper within truncates: `Judged(TimeLimit(env, 20))`."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        RecordConstructorArgs.__init__(self)
+        super().__init__(env)
+
+    def step(self, action: str) -> StepResult:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if truncated and isinstance(self.unwrapped, Env):  # one that ended by itself has nothing to add
+            info = {**self.unwrapped.end_now(StopReason.TRUNCATED), **info}
+        return observation, float(reward), terminated, truncated, info
+
+
+class Rendered(Wrapper):
+    """Shows what is said in the environment's `render_mode`: "ansi" keeps it for `render`, "human" prints it."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self._shown: list[str] = []
+
+    @property
+    def spec(self) -> EnvSpec | None:
+        """That of the environment: its `render_mode` brings this wrapper with it."""
+        return self.env.spec
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
+        observation, info = self.env.reset(seed=seed, options=options)
+        self._shown.clear()
+        self._show(observation)
+        return observation, info
+
+    def step(self, action: str) -> StepResult:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        self._show([Message(role="assistant", content=action)])
+        self._show(observation)
+        return observation, float(reward), terminated, truncated, info
+
+    def render(self) -> Any:
+        """The transcript so far, if the mode is "ansi"; what "human" shows was printed as it happened."""
+        return "".join(self._shown) if self.render_mode == "ansi" else None
+
+    def _show(self, observation: Any) -> None:
+        for message in as_messages(observation):
+            if self.render_mode == "human":
+                print(shown(message), flush=True)
+            else:
+                self._shown.append(shown(message) + "\n")
+
+
+def shown(message: Message) -> str:
+    """Who speaks, and below it what is said, as a terminal may show it."""
+    return "\n".join([f"[{message['role']}]", *map(printable, message["content"].splitlines())])
+
+
+def printable(text: str) -> str:
+    """Model text without control characters: it must not drive a terminal."""
+    return "".join(c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in text)
