@@ -22,6 +22,7 @@ class Episode:
     begun: bool = False
     turns: list[tuple[int, bool]] = field(default_factory=list)  # step of the weights, answered
     aside: int = 0
+    partial: int = 0  # tokens of the turn under way
     stop: str | None = None
     outcome: float | None = None
     deaths: int = 0  # of workers in a row while it stood at turn `died_at` or before it
@@ -85,7 +86,7 @@ class Model:
         return {
             "groups": {id: (g.purpose, g.state, g.reason, g.taken) for id, g in self.groups.items()},
             "episodes": {
-                id: (e.state, e.fence, e.trial, e.begun, e.stop, e.outcome, tuple(e.turns), e.aside)
+                id: (e.state, e.fence, e.trial, e.begun, e.stop, e.outcome, tuple(e.turns), e.aside, e.partial * e.open)
                 for id, e in self.episodes.items()
             },
             "lineage": {id: g.taken for id, g in self.groups.items() if g.taken is not None},
@@ -148,9 +149,16 @@ class Model:
         self.episodes[id].begun = True
         return "done"
 
+    def sample(self, id: int, fence: int) -> str:
+        if not self.held(id, fence):
+            return "lost"
+        self.episodes[id].partial += 1
+        return "done"
+
     def turn(self, id: int, fence: int, made_at: int) -> str:
         if not self.held(id, fence):
             return "lost"
+        self.episodes[id].partial = 0
         self.episodes[id].turns.append((made_at, False))
         return "done"
 
@@ -166,7 +174,7 @@ class Model:
             return "lost"
         episode = self.episodes[id]
         episode.aside += len(episode.turns)
-        episode.trial, episode.begun, episode.turns = episode.trial + 1, False, []
+        episode.trial, episode.begun, episode.turns, episode.partial = episode.trial + 1, False, [], 0
         return "done"
 
     def finish(self, id: int, fence: int, stop: str, outcome: float | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agentrl.records import Messages, RoutedExperts, Step, StopReason, Task, Turn, VersionSpan
-from agentrl.store import Claim, RunStore
+from agentrl.store import Claim, Partial, RunStore
 
 START: Messages = ({"role": "user", "content": "mend it"},)
 
@@ -57,6 +57,19 @@ def turn(index: int, version: int, n: int = 3, *, step: Step | None = None) -> T
         experts=RoutedExperts(start=0, layers=1, per_token=2, width=1, data=bytes(2 * n)),
         started_s=10.0 + index,
         ended_s=10.5 + index,
+    )
+
+
+def part(whole: Turn, at: int, n: int = 1) -> Partial:
+    """Tokens `at` to `at + n` of a turn that is not over."""
+    return Partial(
+        index=whole.index,
+        parent=whole.parent,
+        prompt_ids=whole.prompt_ids,
+        token_ids=whole.token_ids[at : at + n],
+        logprobs=whole.logprobs[at : at + n],
+        spans=(VersionSpan(whole.spans[0].version, 0, n),),
+        at=at,
     )
 
 

@@ -89,7 +89,9 @@ def test_law_2_trained_exactly_once_whoever_is_killed_whenever(path: Path, seed:
             for index in whom:
                 processes.kill(index)
             if len(whom) == len(ROLES):
+                processes.drain()
                 with RunStore.open(path) as store:
+                    check_parts(store, processes.acks)
                     store.release_all()
                     assert audit(store).violations == []
             for index in whom:
@@ -104,6 +106,15 @@ def test_law_2_trained_exactly_once_whoever_is_killed_whenever(path: Path, seed:
         assert audit(store).violations == []
         check_lineage(store)
         check_acknowledged(store, processes.acks)
+
+
+def check_parts(store: RunStore, acks: list[list[str]]) -> None:
+    """Tokens of a turn under way are there as long as nothing more is said of their episode."""
+    latest = {words[1]: words for words in acks if words[0] not in ("rollback", "take", "checkpoint", "stop", "lost")}
+    for id, index, n in (map(int, words[1:]) for words in latest.values() if words[0] == "part"):
+        trajectory = store.trajectory(id)
+        rows = store._db.rows("SELECT TOTAL(n) FROM partials WHERE episode_id = ? AND turn = ?", (id, index))  # pyright: ignore[reportPrivateUsage]
+        assert rows[0][0] >= n or len(trajectory.turns) > index or trajectory.stop_reason is not None
 
 
 def check_lineage(store: RunStore) -> None:
@@ -131,7 +142,7 @@ def check_acknowledged(store: RunStore, acks: list[list[str]]) -> None:
             assert takes[first, rest[0]] == rest[1:]
         elif what == "checkpoint":
             safe = first
-        elif what in ("lost", "stop"):
+        elif what in ("lost", "stop", "part"):
             continue
         else:
             trajectory = store.trajectory(first)

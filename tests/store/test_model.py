@@ -24,7 +24,7 @@ from agentrl.store.audit import audit
 
 from .fuse import Fuse, Killed
 from .model import BATCH, DEADLINE_S, LEASE_S, MAX_LAG, MAX_RUNNING, SIZE, STEPS, Model
-from .play import START, Clock, answer, task, turn
+from .play import START, Clock, answer, part, task, turn
 
 
 def snapshot(store: RunStore) -> dict[str, Any]:
@@ -41,12 +41,23 @@ def snapshot(store: RunStore) -> dict[str, Any]:
         else:
             aside[episode] = aside.get(episode, 0) + 1
     episodes = rows("SELECT id, state, fence, trial, start NOT NULL, stop_reason, outcome FROM episodes ORDER BY id")
+    partial = dict(rows("SELECT episode_id, SUM(n) FROM partials GROUP BY episode_id"))
     versions = rows("SELECT step, undone_attempt, confirmed_s FROM versions ORDER BY version")
     assert all(confirmed is not None for *_, confirmed in versions)
     return {
         "groups": {id: tuple(rest) for id, *rest in rows("SELECT id, purpose, state, reason, taken_step FROM groups")},
         "episodes": {
-            id: (state, fence, trial, bool(begun), stop, outcome, tuple(turns.get(id, [])), aside.get(id, 0))
+            id: (
+                state,
+                fence,
+                trial,
+                bool(begun),
+                stop,
+                outcome,
+                tuple(turns.get(id, [])),
+                aside.get(id, 0),
+                partial.get(id, 0),
+            )
             for id, state, fence, trial, begun, stop, outcome in episodes
         },
         "lineage": dict(rows("SELECT group_id, step FROM lineage WHERE undone_attempt IS NULL ORDER BY group_id")),
@@ -61,7 +72,7 @@ def silent(_: object) -> None:
 
 
 ENDS = [("turn_limit", 1.0)] * 6 + [("engine_failed", None), ("turn_limit", None)]
-ENDINGS = ["no", "no", "no", "done", "done", "engine_failed", "unscored", "restart"]
+ENDINGS = ["no", "no", "no", "sample", "sample", "done", "done", "engine_failed", "unscored", "restart"]
 picks = st.integers(0, 10**6)
 ages = st.sampled_from([0, 0, 0, 1, 2, 3])
 crashes = st.one_of(*[st.none()] * 19, st.tuples(st.integers(0, 14), st.booleans()))
@@ -184,6 +195,10 @@ class StoreMachine(RuleBasedStateMachine):
             index = len(episode.turns) - 1
             real = guarded(lambda: self.store.journal_step(id, fence, index, answer(index)))
             self.both(real, lambda model: model.answer(id, fence), crash)
+        elif ending == "sample":
+            one = part(turn(len(episode.turns), 1, episode.partial + 1), episode.partial)
+            real = guarded(lambda: self.store.journal_partial(id, fence, one))
+            self.both(real, lambda model: model.sample(id, fence), crash)
         elif ending == "no":
             version = 1 + pick % len(self.model.versions)
             made_at = self.model.versions[version - 1][0]

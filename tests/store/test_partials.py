@@ -16,7 +16,7 @@ from agentrl.records import StopReason, VersionSpan
 from agentrl.store import Claim, LeaseLost, Partial, RunStore, StoreError
 from agentrl.store.audit import audit
 
-from .play import START, Clock, admit, answer, turn
+from .play import START, Clock, admit, answer, serve, turn
 
 
 def part(at: int = 0, n: int = 4, *, index: int = 0) -> Partial:
@@ -164,3 +164,17 @@ def test_a_turn_costs_bytes_by_its_length_however_often_it_is_written(store: Run
     for at in range(1000, 2000, 50):
         store.journal_partial(claim.episode_id, claim.fence, part(at, 50))
     assert half < 1000 * 12 + 20 * 16 and cost() < 2.01 * half
+
+
+def test_law_1_tokens_of_versions_that_a_rollback_undid_keep_them(store: RunStore, claim: Claim, clock: Clock) -> None:
+    undone = serve(store, 1)
+    one = replace(part(0), spans=(VersionSpan(undone, 0, 4),))
+    store.journal_partial(claim.episode_id, claim.fence, one)
+    store.release_all()
+    store.rollback(0)
+    newer = serve(store, 0)
+    second = again(store, claim, clock)
+    assert second.partial == one and store.is_undone(undone)
+    spans = (VersionSpan(undone, 0, 2), VersionSpan(newer, 2, 3))
+    store.journal_turn(second.episode_id, second.fence, replace(turn(0, newer), spans=spans))
+    assert store.trajectory(second.episode_id).turns[0].spans == spans

@@ -11,7 +11,7 @@ import time
 
 from agentrl.records import StopReason
 from agentrl.store import LeaseLost, RunStore
-from store.play import START, admit, answer, turn
+from store.play import START, admit, answer, part, turn
 
 STEPS, GROUPS_PER_STEP, GROUP_SIZE, MAX_LAG = 12, 2, 3, 2
 
@@ -47,7 +47,12 @@ def work(store: RunStore) -> None:
                 if claim.turns and claim.turns[-1].step is None:
                     store.journal_step(id, fence, len(claim.turns) - 1, answer(len(claim.turns) - 1))
                 for index in range(len(claim.turns), turns_of(id)):
-                    store.journal_turn(id, fence, turn(index, store.current_version().version))
+                    whole, partial = turn(index, store.current_version().version), claim.partial
+                    have = len(partial.token_ids) if partial is not None and partial.index == index else 0
+                    for at in range(have, len(whole.token_ids)):
+                        store.journal_partial(id, fence, part(whole, at))
+                        ack("part", id, index, at + 1)
+                    store.journal_turn(id, fence, whole)
                     ack("turn", id, index)
                     store.journal_step(id, fence, index, answer(index))
                     ack("step", id, index)
