@@ -142,6 +142,7 @@ class EngineSettings(_Section):
     sync: Literal["auto", "full", "delta", "nccl", "ipc"] = "auto"  # how new weights travel, see RunConfig.sync
     canary: bool = True  # after every sync: compare log-probs of a fixed probe with the learner's
     routed_experts: bool = False  # journal the experts that a mixture computed each token with
+    preempt: bool = False  # new weights: running turns leave their request and go on under them, also between adapters
     recompute_kv: bool = False  # after new weights: recompute the KV of running requests, or keep it
     admin_deadline_s: Positive = 30.0  # for an engine to answer about weights, pauses and its state
     stall_s: Positive = 30.0  # an engine that owes a turn a token for so long is asked whether it lives

@@ -104,7 +104,9 @@ class Fleet:
     times is given up: it may be the cause.
 
     `decode` gives the text of tokens: requests with stop texts need it. `fits` says whether a weight version may be
-    sampled from (default: none older than the newest seen)."""
+    sampled from (default: none older than the newest seen). With `preempt` a running turn leaves its engine when its
+    tokens are of weights that may no longer be, and goes on under those that may: the engine computes its context
+    anew."""
 
     def __init__(
         self,
@@ -119,6 +121,7 @@ class Fleet:
         retry_max_s: float = 10.0,
         max_faults: int = 4,
         slack: float = 1.5,
+        preempt: bool = False,
     ) -> None:
         if not clients:
             raise ValueError("a fleet needs at least one engine")
@@ -126,6 +129,7 @@ class Fleet:
         self._decode, self._fits = decode, fits or self._is_newest
         self._stall_s, self._probe_s, self._outage_deadline_s = stall_s, probe_s, outage_deadline_s
         self._retry_s, self._retry_max_s, self._max_faults, self._slack = retry_s, retry_max_s, max_faults, slack
+        self._preempt = preempt
         self._homes: OrderedDict[str, Replica] = OrderedDict()
         self._newest = max(client.version for client in clients)
         self._changed = trio.Event()
@@ -331,7 +335,7 @@ class Fleet:
     async def _chunks(self, turn: Turn, wait: Wait) -> AsyncGenerator[Chunk, None]:
         """All of a turn."""
         while (last := turn.ending()) is None:
-            replica = await self._choose(turn)
+            replica, outdated = await self._choose(turn), False
             async with aclosing(self._attempt(replica, turn, wait)) as chunks:
                 async for chunk in chunks:
                     for span in chunk.spans:
@@ -341,6 +345,10 @@ class Fleet:
                         yield chunk
                     if chunk.finish:
                         return
+                    if outdated := self._preempt and not all(self._fits(span.version) for span in chunk.spans[-1:]):
+                        break
+            if outdated:
+                await self._ask(replica)  # it has the new weights, or gets no turn before it has
             yield SEAM
             if turn.waited_s >= self._outage_deadline_s:
                 raise self._too_late(turn)

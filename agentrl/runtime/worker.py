@@ -111,7 +111,7 @@ def _fleet(config: RunConfig, store: RunStore, renderer: Renderer) -> Fleet:
     else:
         version = store.current_version().version
         clients = [EngineClient(url, version=version, api_key=key) for url in urls]
-    return _maker(config, renderer)(clients, fits=partial(fits, store))
+    return _maker(config, renderer)(clients, fits=partial(fits, store), preempt=config.engine.preempt)
 
 
 def fits(store: RunStore, version: int) -> bool:

@@ -360,3 +360,59 @@ async def test_an_engine_that_lost_its_adapter_is_stale_until_it_has_it_again(
     fake.adapters["policy-7"] = "folder"
     generation = await fleet.generate(ask("again"))
     assert {span.version for span in generation.spans} == {7}
+
+
+# --- new weights in the middle of a turn -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preempt", [False, True])
+async def test_a_preempted_turn_goes_on_under_the_newest_adapter(
+    preempt: bool, autojump_clock: trio.testing.MockClock
+) -> None:
+    (fake,), newest = servers(1, token_s=1.0, stream_tokens=2), 7
+    fake.adapters = {"policy-7": "seven"}
+    client = AdapterClient(fake.url, current=lambda: newest, transport=fake)
+    fleet = Fleet([client], decode=spell, fits=lambda version: version >= newest, preempt=preempt)
+    generations = list[Generation]()
+
+    async def play() -> None:
+        generations.append(await fleet.generate(ask(stop=("kl",))))  # tokens 10 and 11
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(play)
+        await trio.sleep(6.5)  # tokens 3 to 8 came, and 9 is being made
+        fake.adapters["policy-8"] = "eight"
+        newest = 8
+    (generation,) = generations
+    assert generation.token_ids == tuple(range(3, 12)) and generation.finish == "stop"
+    spans = [(span.version, span.start, span.end) for span in generation.spans]
+    if not preempt:
+        assert spans == [(7, 0, 9)] and len(fake.requests) == 1
+        return
+    # The chunk that shows that its adapter is outdated is kept: the stop text lies over the seam behind it.
+    assert spans == [(7, 0, 8), (8, 8, 9)]
+    first, second = fake.requests
+    assert (first["model"], second["model"]) == ("policy-7", "policy-8")
+    assert second["token_ids"] == list(range(11)) and fake.running == 0
+
+
+async def test_a_preempted_turn_does_not_come_back_to_an_engine_that_is_behind(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    behind, well = servers(token_s=1.0, stream_tokens=2)
+    newest = 4
+    fleet = fleet_of([behind, well], fits=lambda version: version >= newest, preempt=True)
+    generations = list[Generation]()
+
+    async def play() -> None:
+        generations.append(await fleet.generate(ask()))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(play)
+        await trio.sleep(6.5)
+        newest, well.version = 5, "5"
+    (generation,) = generations
+    assert generation.token_ids == tuple(range(3, 15))
+    assert [span.version for span in generation.spans] == [4, 5]
+    assert (len(behind.requests), len(well.requests)) == (1, 1)
+    assert fleet.replicas[0].state is State.STALE
