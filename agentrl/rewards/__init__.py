@@ -1,4 +1,5 @@
 """Rewards that other models give: `Judge` asks a chat model to score by a rubric, `RewardModel` a classification head.
+`Rubric` makes one reward of several.
 
 Both are called from an environment's `grade`, or are the run's rewarder as they stand (`env.reward`). What they score
 was written by the policy and is hostile: see `transcripts`. A score that could not be had is an `EngineError`, which
@@ -8,6 +9,7 @@ takes the episode out of loss and baseline (law 3). No torch, no environment, no
 from agentrl.engine.scoring import ScoringClient
 from agentrl.rewards.judge import Judge, Judgement
 from agentrl.rewards.reward_model import RewardModel
+from agentrl.rewards.rubric import Part, Rubric, Scores
 from agentrl.rewards.transcripts import messages_of
 
-__all__ = ["Judge", "Judgement", "RewardModel", "ScoringClient", "messages_of"]
+__all__ = ["Judge", "Judgement", "Part", "RewardModel", "Rubric", "Scores", "ScoringClient", "messages_of"]

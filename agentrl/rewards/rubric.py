@@ -1,0 +1,129 @@
+"""A rubric: several rewards under names, made into one number whose parts stay visible.
+
+Owns the arithmetic and the order in which parts are asked. Knows no server, no environment, no run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar, cast
+
+import trio
+
+from agentrl.errors import ConfigError, ScoreError
+from agentrl.records import Json
+from agentrl.rewards.judge import Judgement
+
+T = TypeVar("T")
+Score = float | Judgement
+"""What a part gives: a number, a truth value, or a judge's verdict, of which its `score` counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part(Generic[T]):
+    """One reward of a rubric: a function of what is scored, plain or async; a judge and a reward model are ones.
+
+    `weight` is its factor in a sum. With a `gate` it decides whether the others count: below it the total is 0, and
+    the parts that are no gates are not asked."""
+
+    reward: Callable[[T], Score | Awaitable[Score]]
+    weight: float = 1.0
+    gate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The total, and the number of each part that was asked, before its weight."""
+
+    total: float
+    parts: Mapping[str, float]
+
+    @property
+    def info(self) -> dict[str, Json]:
+        """For `Grade(info=…)`: the parts beside the step that they judge, as `rewards`."""
+        return {"rewards": dict(self.parts)}
+
+
+class Rubric(Generic[T]):
+    """Several rewards as one: the weighted sum of the parts, or their product.
+
+    Gates are asked first, one after the other; all others at once. Plain functions are called in place, so they must
+    not block. It is a rewarder too (`env.reward`), if its parts take a trajectory.
+
+    Example::
+
+        rubric = Rubric({"right": Part(is_right, gate=1.0), "short": Part(brevity, weight=0.2), "polite": judge.score})
+
+        class Support(agentrl.ToolEnv):
+            async def grade(self):
+                found = await rubric.score(self.said)
+                return agentrl.Grade(outcome=found.total, success=found.total >= 1.0, info=found.info)
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Part[T] | Callable[[T], Score | Awaitable[Score]]],
+        *,
+        combine: Literal["sum", "product"] = "sum",
+    ) -> None:
+        if not parts:
+            raise ConfigError("parts", dict(parts), "give at least one reward")
+        if combine not in ("sum", "product"):
+            raise ConfigError("combine", combine, "give 'sum' or 'product'")
+        self._parts: dict[str, Part[T]] = {name: _part(given) for name, given in parts.items()}
+        for name, part in self._parts.items():
+            if not math.isfinite(part.weight):
+                raise ConfigError(f"parts.{name}.weight", part.weight, "give a finite number")
+            if combine == "product" and part.weight != 1.0:
+                raise ConfigError(f"parts.{name}.weight", part.weight, "a product has no weights: leave it out")
+        self._combine = combine
+
+    async def score(self, given: T) -> Scores:
+        """Ask the parts. Raises what a part raises, and ScoreError naming the part that gave no finite number."""
+        found: dict[str, float] = {}
+        for name, part in self._parts.items():
+            if part.gate is not None:
+                found[name] = await self._ask(name, given)
+                if found[name] < part.gate:
+                    return Scores(0.0, found)
+        found |= await self._ask_all([name for name, part in self._parts.items() if part.gate is None], given)
+        parts = {name: found[name] for name in self._parts}
+        if self._combine == "product":
+            return Scores(math.prod(parts.values()), parts)
+        return Scores(math.fsum(self._parts[name].weight * value for name, value in parts.items()), parts)
+
+    async def __call__(self, given: T) -> float:
+        """As a rewarder: the total."""
+        return (await self.score(given)).total
+
+    async def _ask_all(self, names: list[str], given: T) -> dict[str, float]:
+        found: dict[str, float] = {}
+        broken: list[Exception] = []
+
+        async def ask(name: str) -> None:
+            try:
+                found[name] = await self._ask(name, given)
+            except Exception as error:
+                broken.append(error)
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for name in names:
+                nursery.start_soon(ask, name)
+        if broken:
+            raise broken[0]
+        return found
+
+    async def _ask(self, name: str, given: T) -> float:
+        answer = self._parts[name].reward(given)
+        score = await answer if isinstance(answer, Awaitable) else answer
+        number = float(score.score if isinstance(score, Judgement) else score)
+        if not math.isfinite(number):
+            raise ScoreError(f"the part {name!r} of a rubric gave {number}")
+        return number
+
+
+def _part(given: Part[T] | Callable[[T], Score | Awaitable[Score]]) -> Part[T]:
+    return cast("Part[T]", given) if isinstance(given, Part) else Part(given)
