@@ -178,6 +178,16 @@ class EngineClient:
             return await self.healthy(deadline_s=deadline_s)
         return True
 
+    async def paused(self, *, deadline_s: float = 5.0) -> bool:
+        """Whether it was told to pause, and not to resume. False where it does not say. Raises EngineError."""
+        try:
+            state = parse_json(await self.call("GET", "/is_paused", deadline_s=deadline_s))
+        except (EngineUnavailable, EngineTimeout):
+            raise
+        except EngineError:  # it lacks the path
+            return False
+        return bool(state.get("is_paused"))
+
     async def healthy(self, *, deadline_s: float = 5.0) -> bool:
         """Whether the server answers, and knows nothing bad of its engine."""
         try:

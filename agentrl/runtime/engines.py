@@ -33,6 +33,9 @@ from agentrl.runtime.supervise import Child
 from agentrl.store import RunStore
 
 _POLL_S = 0.05
+PAUSES = ("full", "delta")
+"""The ways of new weights (`RunConfig.sync`) on which a paused engine is one whose pusher is at work, or vanished."""
+
 _ADAPTERS = 4  # versions that turns of one batch may have begun with
 
 
@@ -164,7 +167,8 @@ async def fit(
     fresh: bool = False,
 ) -> None:
     """Give a running engine the current weights and prove them, unless what it serves `fits` (default: they, or newer
-    ones). `weights` is asked, and read, while nobody else gives it any. Raises as `attach`, and WrongWeights."""
+    ones) and it is not paused. `weights` is asked, and read, while nobody else gives it any. Raises as `attach`, and
+    WrongWeights."""
     deadline_s, key = config.engine.admin_deadline_s, config.engine.api_key()
     async with exclusive(locks, url, deadline_s=deadline_s):
         found = weights()
@@ -173,7 +177,8 @@ async def fit(
             client = adapters.AdapterClient(url, current=lambda: None, api_key=key)
         async with aclosing(client):
             served = await client.served_version(deadline_s=deadline_s)
-        if not (served >= found.current.version if fits is None else fits(served)):
+            halted = config.sync in PAUSES and await client.paused(deadline_s=deadline_s)  # by one who vanished
+        if halted or not (served >= found.current.version if fits is None else fits(served)):
             await attach(url, found, config, fresh=fresh)
         await prove(name, url, found, config)
 

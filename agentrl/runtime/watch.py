@@ -2,8 +2,9 @@
 
 Owns the questions, and the deadline of an engine's silence. An engine of ours that hangs is ended, so that
 `RunProcesses` starts it again. An engine that answers but lacks the current weights is sent them: it missed a delivery,
-or somebody else started it again. Where weights go from memory to memory the learner does that. It never starts a
-process.
+or somebody else started it again. So is one that is paused although nobody gives it weights: a pause lasts as long as
+its pusher holds the engine's lock, which goes with the pusher, and nothing is sampled from half-loaded weights. Where
+weights go from memory to memory the learner does that. It never starts a process.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from agentrl.config import RunConfig
 from agentrl.engine.adapters import AdapterClient
 from agentrl.engine.client import EngineClient
 from agentrl.errors import AgentRLError, EngineError
-from agentrl.runtime.engines import Weights, WrongWeights, fit
+from agentrl.runtime.engines import PAUSES, Weights, WrongWeights, fit
 from agentrl.store import RunStore
 
 _LOOK_S = 5.0  # between two looks
@@ -50,7 +51,7 @@ class Watch:
                 now = trio.current_time()
                 if version is not None:
                     heard = now
-                    if not self._fits(version):
+                    if not self._fits(version) or await self._halted(client):
                         await self._fit(version)
                 elif hangs is not None and now - heard >= deadline_s:
                     hangs(f"did not answer for {deadline_s:g} s (engine.liveness_deadline_s)")
@@ -68,6 +69,16 @@ class Watch:
         if self.weights is None or self.config.syncs_memory:
             return True
         return self.store.knows_version(version) and version >= self.store.current_version().version
+
+    async def _halted(self, client: EngineClient) -> bool:
+        """Whether it is paused; `fit` then waits for its pusher. One that takes weights from memory may be paused until
+        the learner sends them."""
+        if self.weights is None or self.config.sync not in PAUSES:
+            return False
+        try:
+            return await client.paused(deadline_s=self.config.engine.admin_deadline_s)
+        except EngineError:  # the next look says more
+            return False
 
     async def _fit(self, served: int) -> None:
         assert self.weights is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +239,33 @@ async def test_an_engine_that_says_it_took_the_weights_and_did_not_ends_the_run(
             await trio.sleep(60)
     assert matters(raised.value).args[0].startswith("http://engine was started again: canary: ")
     assert isinstance(matters(raised.value), WrongWeights)
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("half_loaded", [False, True])
+async def test_an_engine_whose_pusher_vanished_after_the_pause_is_given_whole_weights_and_goes_on(
+    scene: Scene, half_loaded: bool
+) -> None:
+    """It says that it serves the current version all the same. What was half loaded is never sampled from."""
+    async with aclosing(EngineClient(scene.server.url, transport=scene.server)) as pusher:
+        await pusher.call("POST", "/pause", params={"mode": "keep"}, deadline_s=1)
+        if half_loaded:
+            await pusher.call("POST", "/start_weight_update", deadline_s=1)
+    assert scene.server.paused
+    async with scene.watched():
+        await scene.until(lambda: given(scene))
+    assert scene.server.weights == str(scene.folder / "3.safetensors")
+
+
+@pytest.mark.usefixtures("often")
+async def test_an_engine_that_is_paused_by_a_pusher_that_lives_is_left_to_it(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+    taken = module._taken
+    scene.server.version, scene.server.paused = "3", True
+    async with exclusive(scene.folder, scene.server.url, deadline_s=1):
+        monkeypatch.setattr(module, "_taken", lambda descriptor: tries.append(descriptor) or taken(descriptor))
+        async with scene.watched():
+            await scene.until(lambda: len(tries) > 3)
+            assert scene.server.paused and scene.server.weights == "base"
