@@ -51,6 +51,8 @@ def main() -> None:
 
 
 def _fail(line: str, code: int) -> NoReturn:
+    if kept := os.environ.get("AGENTRL_ERROR_FILE"):  # for a parent that keeps us alive: this end is on purpose
+        Path(kept).write_text(line + "\n", encoding="utf-8")
     print(f"agentrl: {line}", file=sys.stderr)
     raise SystemExit(code)
 
@@ -84,24 +86,48 @@ def train(
     out: Annotated[Path | None, typer.Option(help="Run directory; default runs/NAME")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run directory")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a run that is there")] = False,
+    alive: Annotated[bool, typer.Option("--keep-alive", help="Go on by itself after a crash or a hang")] = False,
 ) -> None:
     """Train from a run file, or go on with a run, for longer if you like: --resume RUN --set train.steps=200."""
     from agentrl import config as configuration
+    from agentrl.runtime import report
     from agentrl.runtime.live import LiveView
     from agentrl.runtime.trainer import Trainer
 
     if (file is None) == (resume is None):
         raise UsageError("give either a run file or --resume RUN_DIR")
+    if resume is not None and (out or overwrite):
+        raise UsageError("--resume goes on with the run where it is: it takes no --out and no --overwrite")
+    if alive:
+        _keep_alive(file, settings, out, resume)
     if resume is not None:
-        if out or overwrite:
-            raise UsageError("--resume goes on with the run where it is: it takes no --out and no --overwrite")
         path, summary = resume, Trainer.resume(resume, LiveView(), settings=settings or [])
     else:
         assert file is not None
         config = configuration.load(file, settings)
         path = out or Path("runs") / config.name
         summary = Trainer(config=config, out=path, overwrite=overwrite).train(LiveView())
-    _show_summary(path, summary)
+    report.show(_console(), path, summary)
+
+
+def _keep_alive(file: Path | None, settings: list[str] | None, out: Path | None, resume: Path | None) -> NoReturn:
+    """Run this very command without --keep-alive, and after a crash what goes on with its run."""
+    from agentrl import config as configuration
+    from agentrl.runtime.keep_alive import keep_alive
+    from agentrl.runtime.rundir import RunDir
+
+    config = RunDir.open(resume).config() if file is None and resume else configuration.load(file or Path(), settings)
+    path = resume or out or Path("runs") / config.name
+    first = [word for word in sys.argv[1:] if word != "--keep-alive"]
+    began = False
+
+    def command() -> list[str]:
+        nonlocal began
+        began, again = True, began and (path / "store.sqlite").exists()
+        words = ["train", "--resume", str(path)] if again else first
+        return [sys.executable, "-c", "from agentrl.cli import main; main()", *words]
+
+    raise SystemExit(keep_alive(command, path=path, settings=config))
 
 
 @app.command("eval")
@@ -464,33 +490,3 @@ def bench(
         raise UsageError(f"no benchmark {name!r}; known: {known}")
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, str(found[name]), *context.args])  # in our place: it cannot outlive us
-
-
-def _show_summary(path: Path, summary: dict[str, Any]) -> None:
-    console = _console()
-    table = Table(title=f"{summary['name']}: {summary['steps']} steps, seed {summary['seed']}", title_justify="left")
-    table.add_column("")
-    table.add_column("before", justify="right")
-    table.add_column("after", justify="right")
-    for name, results in summary["eval"]["sets"].items():
-        cells = [f"{r['success']:.3f}" if r else "-" for r in (results["before"], results["after"])]
-        table.add_row(f"success, {name}", *cells)
-    for label, value in (
-        ("training time", f"{summary['train_s']:.0f} s"),
-        ("wall time", f"{summary['wall_s']:.0f} s"),
-        ("steps that changed weights", f"{summary['steps_updated']} of {summary['steps']}"),
-        ("episodes trained", f"{summary['episodes']:,}"),
-        ("tokens trained", f"{summary['tokens_trained']:,}"),
-        ("trainer idle share", f"{summary['trainer_idle_share']:.0%}"),
-        ("oldest token trained", f"{summary['max_lag_seen']} steps"),
-    ):
-        table.add_row(label, "", value)
-    console.print(table)
-    for task in summary["quarantined"]:
-        console.print(f"not played again: {task['reason']} (episode {task['episode']})", markup=False, highlight=False)
-    transcripts = path / "transcripts.md"
-    if transcripts.exists():
-        console.print(transcripts.read_text(), markup=False, highlight=False)
-    if summary["no_signal"]:
-        console.print(f"warning: {summary['no_signal']}", style="bold red", markup=False, highlight=False)
-    console.print(f"run directory: {path}\nplot: {path / 'curves.png'}", markup=False, highlight=False)

@@ -249,7 +249,7 @@ class Train(_Section):
     checkpoint_every: Count = 20  # steps, or
     checkpoint_every_s: Positive = 600.0  # seconds, whichever is over first: a learner that dies loses no more
     keep_checkpoints: Count = 2  # the newest ones; older ones are removed
-    liveness_deadline_s: Positive = 60.0  # a learner that is stopped for so long is ended and started again
+    liveness_deadline_s: Positive = 60.0  # a learner stopped for so long is started again; so is a kept supervisor
     progress_deadline_s: Positive = 300.0  # so is one that ends no pass, and writes no file, for so long
     stall_deadline_s: Positive = 600.0  # no turn, answer, episode end or step for so long: the run fails
 

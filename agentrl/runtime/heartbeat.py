@@ -42,13 +42,14 @@ BEAT_S = 1.0
 _LOOK_S = 1.0
 _DUMP_S = 1.0  # in which a child writes its stacks
 _COUNT = struct.Struct("q")
+_RETIRED = -1
 
 
 class Heartbeat:
     """The marks of this process. Where nobody listens they go nowhere."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._count = 0
+        self._count, self._retired = 0, False
         self._memory: mmap.mmap | bytearray = bytearray(_COUNT.size)
         if path is not None:
             with path.open("r+b") as file:
@@ -56,14 +57,21 @@ class Heartbeat:
 
     @classmethod
     def of_process(cls) -> Heartbeat:
-        """Towards the owner that the environment names."""
-        path = os.environ.get(VARIABLE)
+        """Towards the owner that the environment names; what this process starts has another."""
+        path = os.environ.pop(VARIABLE, None)
         return cls(Path(path) if path else None)
 
     def mark(self) -> None:
         """The work has come further."""
+        if self._retired:
+            return
         self._count += 1
         _COUNT.pack_into(self._memory, 0, self._count)
+
+    def retire(self) -> None:
+        """No more marks come, and that is no hang: what is left to do has no deadline."""
+        self._retired = True
+        _COUNT.pack_into(self._memory, 0, _RETIRED)
 
     async def beat(self) -> None:
         """Mark for ever, as long as this event loop turns."""
@@ -133,7 +141,7 @@ class Pulse:
             await trio.sleep(_LOOK_S)
             now, pid, beat = trio.current_time(), self.process.pid, self.process.beat
             assert pid is not None and beat is not None
-            if (found := read(beat)) != count:
+            if (found := read(beat)) != count or found == _RETIRED:
                 count, heard = found, now
             if not stopped(pid):
                 ran = now

@@ -28,6 +28,8 @@ from agentrl.errors import RunFailed, matters
 from agentrl.records import GroupState
 from agentrl.runtime import evaluation
 from agentrl.runtime.checkpoints import StartPoint, start_point
+from agentrl.runtime.heartbeat import Heartbeat
+from agentrl.runtime.keep_alive import live_with_parent
 from agentrl.runtime.processes import RunProcesses
 from agentrl.runtime.room import check_room
 from agentrl.runtime.rundir import RunDir
@@ -173,22 +175,26 @@ async def supervise(
     """A supervisor over `run` with its scratch space made and its signals caught; on the way out nothing of it remains.
 
     Raises Interrupted on SIGINT or SIGTERM, UsageError if another supervisor holds the run."""
-    config = run.config()
+    config, heartbeat = run.config(), Heartbeat.of_process()
+    live_with_parent()
     with run.lock() as lock, run.owned_scratch(lock) as mark:
         store = RunStore.open(run.store_path)
         try:
+            heartbeat.mark_while(lambda: store.waits)
             start = start_point(run, store)
             store.release_all()
             async with trio.open_nursery() as nursery:
                 processes = RunProcesses(run, config, store, nursery, mark)
                 telemetry = Telemetry(store, run.metrics, "supervisor")
                 nursery.start_soon(_interrupt, run.path)
+                nursery.start_soon(heartbeat.beat)
                 try:
                     yield Supervisor(run, config, store, telemetry, processes, start, on_tick)
                 finally:
                     await processes.stop()
                 nursery.cancel_scope.cancel()
         finally:
+            heartbeat.retire()
             store.close()
 
 

@@ -11,6 +11,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from agentrl.config import RunConfig
 from agentrl.env.for_gymnasium import printable
 from agentrl.records import POLICY, Messages, Trajectory
@@ -179,3 +182,33 @@ def _quoted(messages: Messages) -> Iterator[str]:
         for line in message["content"].splitlines():
             yield f"    {printable(line)}"
         yield ""
+
+
+def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
+    """Print a run's summary: a table, what is not played again, transcripts, a warning."""
+    table = Table(title=f"{summary['name']}: {summary['steps']} steps, seed {summary['seed']}", title_justify="left")
+    table.add_column("")
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right")
+    for name, results in summary["eval"]["sets"].items():
+        cells = [f"{r['success']:.3f}" if r else "-" for r in (results["before"], results["after"])]
+        table.add_row(f"success, {name}", *cells)
+    for label, value in (
+        ("training time", f"{summary['train_s']:.0f} s"),
+        ("wall time", f"{summary['wall_s']:.0f} s"),
+        ("steps that changed weights", f"{summary['steps_updated']} of {summary['steps']}"),
+        ("episodes trained", f"{summary['episodes']:,}"),
+        ("tokens trained", f"{summary['tokens_trained']:,}"),
+        ("trainer idle share", f"{summary['trainer_idle_share']:.0%}"),
+        ("oldest token trained", f"{summary['max_lag_seen']} steps"),
+    ):
+        table.add_row(label, "", value)
+    console.print(table)
+    for task in summary["quarantined"]:
+        console.print(f"not played again: {task['reason']} (episode {task['episode']})", markup=False, highlight=False)
+    transcripts = path / "transcripts.md"
+    if transcripts.exists():
+        console.print(transcripts.read_text(), markup=False, highlight=False)
+    if summary["no_signal"]:
+        console.print(f"warning: {summary['no_signal']}", style="bold red", markup=False, highlight=False)
+    console.print(f"run directory: {path}\nplot: {path / 'curves.png'}", markup=False, highlight=False)

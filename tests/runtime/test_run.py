@@ -240,6 +240,24 @@ def test_a_task_that_blocks_its_workers_loop_does_not_take_every_worker_and_is_n
     assert_nothing_remains(run)
 
 
+@pytest.mark.slow
+def test_a_supervisor_that_is_killed_and_one_that_is_stopped_are_started_again(tmp_path: Path) -> None:
+    train = {"steps": 12, "checkpoint_every": 2, "liveness_deadline_s": 8.0}
+    file = run_file(tmp_path, f"{ENVS}:Vowels", train=train)
+    run = RunDir(tmp_path / "run")
+    with started("train", file, "--out", run.path, "--keep-alive") as process:
+        for step, number in ((2, signal.SIGKILL), (5, signal.SIGSTOP)):
+            wait_for_step(run.path, step, process)
+            os.kill(int((run.path / "run.lock").read_text().split(".")[0]), number)
+        out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    assert "ended with signal SIGKILL; it is started again" in err
+    assert "for 8 s (train.liveness_deadline_s); it is started again" in err
+    assert "12 steps" in out
+    assert_lawful(run, steps=12)
+    assert_nothing_remains(run)
+
+
 def engines_of(run: RunDir) -> dict[str, int]:
     """Process ids of the embedded engines by the name of their child."""
     found = {pid: command_line(pid) for pid in children(run)}

@@ -1,0 +1,135 @@
+"""`agentrl train --keep-alive`: a small parent that starts the supervisor again after a crash or a hang.
+
+It owns one process at a time, and nothing of the run: what a dead supervisor leaves is its janitor's, where the run
+goes on is in its store. A supervisor that ends on purpose (success, Ctrl-C, a line that says why the run cannot go on)
+is not started again. Should the parent die, the supervisor's lifeline ends, and it ends in order.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from agentrl.clock import HostClock
+from agentrl.config import RunConfig
+from agentrl.errors import RunFailed, matters
+from agentrl.owner import OwnedFolder
+from agentrl.runtime import heartbeat
+from agentrl.runtime.heartbeat import Pulse
+from agentrl.runtime.lifeline import watch_lifeline
+from agentrl.runtime.supervise import RestartBudget
+
+ERROR_FILE = "AGENTRL_ERROR_FILE"
+"""Names the file in which a process leaves the one line that it failed with on purpose."""
+
+_KEPT = "AGENTRL_KEPT"
+_PATIENCE_S = 20.0  # for a supervisor that ends in order, beyond its parent
+
+
+def live_with_parent() -> None:
+    """In a supervisor: end in order when the parent that keeps it alive is gone. Without one, nothing."""
+    if os.environ.pop(_KEPT, None):
+        watch_lifeline(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def keep_alive(command: Callable[[], Sequence[str]], *, path: Path, settings: RunConfig) -> int:
+    """Run the supervisor's command, asked for at each start, until one ends on purpose; its exit status. `path` is the
+    run's folder.
+
+    Raises RunFailed, which names the last end, when the budget of restarts is spent."""
+    hang_s, start_s = settings.train.liveness_deadline_s, settings.engine.start_deadline_s
+    with closing(OwnedFolder(patience_s=_PATIENCE_S)) as owner:
+        kept = _Kept(command, owner.path, owner.mark)
+        pulse = Pulse(process=kept, start_s=start_s, silent_s=hang_s, stopped_s=hang_s, names=(_NAME, _NAME))
+        try:
+            return trio.run(_keep, kept, pulse, RestartBudget(), path, clock=HostClock())
+        except BaseExceptionGroup as group:
+            raise matters(group) from None
+
+
+_NAME = "train.liveness_deadline_s"
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The supervisor of now, in a process group of its own: Ctrl-C reaches the parent, which passes it on once."""
+
+    command: Callable[[], Sequence[str]]
+    folder: Path
+    mark: dict[str, str]
+    hung: str = ""
+    _process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def beat(self) -> Path:
+        return self.folder / "beat"
+
+    @property
+    def line(self) -> Path:
+        return self.folder / "error"
+
+    def start(self) -> None:
+        self.hung = ""
+        self.line.unlink(missing_ok=True)
+        ours = {**self.mark, **heartbeat.prepare(self.beat), ERROR_FILE: str(self.line), _KEPT: "1"}
+        self._process = subprocess.Popen(
+            self.command(), stdin=subprocess.PIPE, env={**os.environ, **ours}, process_group=0
+        )
+
+    def kill(self, why: str) -> None:
+        assert self._process is not None
+        if self._process.poll() is None:
+            self.hung = why
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def send(self, number: int) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    async def wait(self) -> int:
+        assert self._process is not None
+        return await trio.to_thread.run_sync(self._process.wait, abandon_on_cancel=True)
+
+
+async def _keep(kept: _Kept, pulse: Pulse, budget: RestartBudget, path: Path) -> int:
+    async with trio.open_nursery() as nursery:
+        await nursery.start(_pass_on, kept)
+        while True:
+            kept.start()
+            budget.well()
+            async with trio.open_nursery() as listening:
+                listening.start_soon(pulse.run, kept.kill)
+                status = await kept.wait()
+                listening.cancel_scope.cancel()
+            if not kept.hung and status >= 0 and (status != 1 or kept.line.exists()):
+                nursery.cancel_scope.cancel()
+                return status
+            why = f"the supervisor {kept.hung or _how(status)}"
+            try:
+                await budget.spend(why)
+            except RunFailed as error:
+                raise RunFailed(f"{error}; go on with agentrl train --resume {path}") from None
+            print(f"agentrl: {why}; it is started again", file=sys.stderr)
+
+
+async def _pass_on(kept: _Kept, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
+        async for number in signals:
+            kept.send(number)
+
+
+def _how(status: int) -> str:
+    return f"ended with signal {signal.Signals(-status).name}" if status < 0 else "crashed"
