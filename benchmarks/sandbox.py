@@ -3,8 +3,10 @@
     agentrl bench sandbox [--backend bubblewrap] [--image IMAGE] [--rounds 200] [--out FILE.json]
 
 The bare loop is `bwrap --unshare-all --ro-bind / /` (bubblewrap) or the engine's own `docker exec` in one running
-container (docker): the peer without limits, files, output bounds or clean-up. The sides take turns, so that a busy
-machine slows both; read the ratio. What thousands of episodes leave behind is `agentrl bench episodes`.
+container (docker): the peer without limits, files, output bounds or clean-up. Beside them stand test runs that only
+compute: in a fresh box with a fresh interpreter each, and as forks of a warm one (`agentrl.sandbox.warm`), some at
+once. The sides take turns, so that a busy machine slows both; read the ratio. What thousands of episodes leave behind
+is `agentrl bench episodes`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +27,14 @@ import trio
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox import backend
 from agentrl.sandbox.pool import Pool
+from agentrl.sandbox.warm import WarmPython
 
 PROGRAM = ["python3", "-I", "-S", "-c", "pass"]
 SPEC = SandboxSpec()
+BEFORE = "import posix, sys\ncode = sys.stdin.buffer.read().decode()\n"
+AFTER = "exec(code)\nposix.write(1, b'done')\nposix._exit(0)\n"
+MODULE = b"def double(n):\n    return 2 * n\nassert double(4) == 8\n"
+AT_ONCE = 4
 
 
 class BarePeer:
@@ -94,7 +102,37 @@ async def latency(name: str, options: dict[str, Any], rounds: int) -> dict[str, 
     return {"backend": name, "rounds": rounds, "warm": warm, "ms": measured, "first_over_bare_p50": round(ratio, 2)}
 
 
-def summary(seconds: list[float]) -> dict[str, float]:
+async def test_runs(name: str, options: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """Seconds a test run, `AT_ONCE` at a time, and how many times faster a fork is, as the median of the rounds."""
+    boxes = backend(name, **options)
+    warm = WarmPython(boxes, SPEC, before=BEFORE, after=AFTER, deadline_s=60.0)
+
+    async def in_a_box() -> None:
+        box = await boxes.create(SPEC)
+        result = await box.exec(["python3", "-I", "-S", "-c", BEFORE + AFTER], stdin=MODULE)
+        await box.close()
+        assert result.stdout == b"done", result
+
+    async def in_a_fork() -> None:
+        assert await warm.run(MODULE) == b"done"
+
+    async def timed(run: Callable[[], Awaitable[None]]) -> float:
+        began = time.perf_counter()
+        async with trio.open_nursery() as nursery:
+            for _ in range(AT_ONCE):
+                nursery.start_soon(run)
+        return (time.perf_counter() - began) / AT_ONCE
+
+    try:
+        await timed(in_a_fork)  # starts the interpreters
+        box, fork = zip(*[(await timed(in_a_box), await timed(in_a_fork)) for _ in range(rounds)], strict=True)
+    finally:
+        await boxes.aclose()
+    ratio = statistics.median(slow / fast for slow, fast in zip(box, fork, strict=True))
+    return {"ms": {"box": summary(box), "fork": summary(fork)}, "box_over_fork_p50": round(ratio, 1)}
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float]:
     cuts = statistics.quantiles(seconds, n=20)
     return {"p50_ms": round(1e3 * statistics.median(seconds), 2), "p95_ms": round(1e3 * cuts[-1], 2)}
 
@@ -108,6 +146,7 @@ def main() -> int:
     chosen = parser.parse_args()
     options = {"image": chosen.image} if chosen.image else {}
     said = trio.run(latency, chosen.backend, options, chosen.rounds)
+    said["test_run"] = trio.run(test_runs, chosen.backend, options, chosen.rounds)
     text = json.dumps(said, indent=2)
     print(text)
     if chosen.out:

@@ -31,6 +31,7 @@ def summarise(run: RunDir, config: RunConfig, store: RunStore, *, restarts: dict
     steps = [row.values for row in store.metrics("step")]
     idle = sum(row["idle_s"] for row in steps)
     busy = sum(row["busy_s"] for row in steps)
+    waits = store.waited()
     idle_end = no_signal(steps, patience=min(PATIENCE, len(steps)))
     started, ended = float(store.meta("train_started_s") or 0), float(store.meta("train_ended_s") or 0)
     sets = {
@@ -55,6 +56,7 @@ def summarise(run: RunDir, config: RunConfig, store: RunStore, *, restarts: dict
         "wall_s": time.time() - float(store.meta("created_s") or time.time()),
         "train_s": ended - started,
         "trainer_idle_share": idle / (idle + busy) if idle + busy else 0.0,
+        "episode_engine_share": waits.engine_s / sum(waits) if any(waits) else 0.0,
         "max_lag_seen": max((row["lag_max"] for row in steps), default=0),
         "weight_pause_ms": 1e3 * fmean(row["pause_s"] for row in steps) if steps else 0.0,
         "drops": store.drops(),
@@ -200,6 +202,7 @@ def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
         ("episodes trained", f"{summary['episodes']:,}"),
         ("tokens trained", f"{summary['tokens_trained']:,}"),
         ("trainer idle share", f"{summary['trainer_idle_share']:.0%}"),
+        ("episodes' time in the engine", f"{summary['episode_engine_share']:.0%}"),
         ("oldest token trained", f"{summary['max_lag_seen']} steps"),
     ):
         table.add_row(label, "", value)

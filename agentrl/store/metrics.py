@@ -68,6 +68,14 @@ class Failures(NamedTuple):
     well: int = 0
 
 
+class Waits(NamedTuple):
+    """What ended training episodes waited for, in seconds of all of them together: an engine's answers (its queue
+    included), and their environments with tools and boxes."""
+
+    engine_s: float
+    env_s: float
+
+
 class Metrics(Part):
     """Record values and read them back; count what was dropped and why."""
 
@@ -136,6 +144,17 @@ class Metrics(Part):
             in_a_row=outages[1],
             well=well,
         )
+
+    def waited(self) -> Waits:
+        """What the training episodes waited for. Reads every ended episode: for the end of a run."""
+        with self._db.read():
+            row = self._db.row(
+                "SELECT TOTAL(ended_s - started_s), TOTAL((SELECT SUM(t.ended_s - t.started_s) FROM turns t"
+                "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial))"
+                " FROM episodes WHERE evaluation = 0 AND ended_s NOT NULL AND started_s NOT NULL"
+            )
+        assert row is not None
+        return Waits(engine_s=row[1], env_s=max(0.0, row[0] - row[1]))
 
     def episodes_trained(self) -> int:
         """Episodes that entered the loss in the lineage that counts: the scored members of its groups. Reads all."""

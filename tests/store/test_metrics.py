@@ -13,7 +13,7 @@ from agentrl.errors import DiskFull
 from agentrl.store import RunStore, StoreError
 from agentrl.telemetry import Tally, Telemetry
 
-from .play import Clock, serve
+from .play import Clock, admit, play, serve
 
 
 def test_values_come_back_by_kind_and_step(store: RunStore, clock: Clock) -> None:
@@ -30,6 +30,18 @@ def test_values_come_back_by_kind_and_step(store: RunStore, clock: Clock) -> Non
 def test_numbers_that_json_does_not_know_become_null(store: RunStore) -> None:
     store.record("step", 1, {"kl": math.nan, "grad": math.inf, "loss": 1.0})
     assert store.metrics("step")[0].values == {"kl": None, "grad": None, "loss": 1.0}
+
+
+def test_episodes_wait_for_engines_or_for_their_environments(store: RunStore, clock: Clock) -> None:
+    """Two of three turns and one of one turn, half a second each, in lives of 20 s; one that runs is not counted."""
+    assert store.waited() == (0.0, 0.0)
+    serve(store, 0)
+    admit(store, limit=3)
+    first, second, *_ = store.claim("worker", 3, lease_s=30.0)
+    clock.now += 20.0
+    play(store, first, turns=3)
+    play(store, second, turns=1)
+    assert store.waited() == (2.0, 38.0)
 
 
 def test_values_that_are_not_json_are_refused_by_kind(store: RunStore) -> None:
