@@ -31,7 +31,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train language-model agents with reinforcement learning.",
 )
-_new = typer.Typer(no_args_is_help=True, help="Begin something of your own.")
+_new = typer.Typer(no_args_is_help=True, help="Start a package of your own.")
 app.add_typer(_new, name="new")
 _UNWRAPPED = 10_000  # columns
 _SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")]
@@ -65,7 +65,7 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-_VERSION = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say the version")]
+_VERSION = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version")]
 
 
 @app.callback()
@@ -74,7 +74,7 @@ def _of_all(version: _VERSION = False) -> None:
 
 
 def _console() -> Console:
-    """A terminal as wide as it is; what goes to a file or a pipe is never wrapped."""
+    """Text for a terminal has its width; text for a file or a pipe is never wrapped."""
     console = Console()
     return console if console.is_terminal else Console(width=_UNWRAPPED, soft_wrap=True)
 
@@ -84,11 +84,11 @@ def train(
     file: Annotated[Path | None, typer.Argument(help="The run file (TOML)")] = None,
     settings: _SETTINGS = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; default runs/NAME")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with this run directory")] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace a run that is there")] = False,
+    resume: Annotated[Path | None, typer.Option(help="Continue the run in this directory")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace the run that is there")] = False,
     alive: Annotated[bool, typer.Option("--keep-alive", help="Go on by itself after a crash or a hang")] = False,
 ) -> None:
-    """Train from a run file, or go on with a run, for longer if you like: --resume RUN --set train.steps=200."""
+    """Train from a run file, or continue a run. --resume RUN --set train.steps=200 trains it for longer."""
     from agentrl import config as configuration
     from agentrl.runtime import report
     from agentrl.runtime.live import LiveView
@@ -97,7 +97,7 @@ def train(
     if (file is None) == (resume is None):
         raise UsageError("give either a run file or --resume RUN_DIR")
     if resume is not None and (out or overwrite):
-        raise UsageError("--resume goes on with the run where it is: it takes no --out and no --overwrite")
+        raise UsageError("--resume continues the run in its own folder: leave out --out and --overwrite")
     if alive:
         _keep_alive(file, settings, out, resume)
     if resume is not None:
@@ -139,12 +139,12 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Keep the episodes in this run directory")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     endpoint: Annotated[str | None, typer.Option(help="Ask this OpenAI-compatible server instead")] = None,
-    model: Annotated[str | None, typer.Option(help="What the server calls the model")] = None,
+    model: Annotated[str | None, typer.Option(help="The model's name at that server")] = None,
     key_variable: Annotated[str, typer.Option(help="Environment variable with the server's key")] = "OPENAI_API_KEY",
     concurrency: Annotated[int, typer.Option(min=1, help="Episodes at once, at an endpoint")] = 16,
 ) -> None:
-    """Measure a policy on held-out tasks: success, turns, tokens. With --endpoint URL --model NAME --env ID it is any
-    served model; what --out holds already is not played again."""
+    """Measure a policy on held-out tasks: success, turns, tokens. With --endpoint URL --model NAME --env ID, measure a
+    model on any server; episodes that --out holds already are not played again."""
     if endpoint is not None:
         results = [_evaluate_endpoint(endpoint, what, model, env, n, settings or [], out, key_variable, concurrency)]
     else:
@@ -245,7 +245,7 @@ def audit(
     path: Annotated[Path, typer.Argument(help="A run directory")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
-    """Check a run's store against the laws; exit code 1 if one is broken."""
+    """Check that a run kept the laws; exit code 1 if one is broken."""
     from agentrl.runtime.rundir import RunDir
     from agentrl.store import RunStore
     from agentrl.store.audit import audit as check
@@ -310,7 +310,7 @@ def validate(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first task")] = 0,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Constructor argument: key=value")] = None,
 ) -> None:
-    """Play an environment's oracles (gold, no-op …) for real; exit code 1 if one does not get what it must."""
+    """Play an environment's oracles (gold, no-op …) for real; exit code 1 if one gets another outcome than it must."""
     from agentrl.config import apply_override
     from agentrl.runtime.validate import validate as play_oracles
 
@@ -334,7 +334,7 @@ def list_ids(
         Literal["environments", "tools", "sandboxes", "models"] | None, typer.Argument(help="Only of this kind")
     ] = None,
 ) -> None:
-    """Say which environments, tools, sandboxes and models are installed."""
+    """List the installed environments, tools, sandboxes and models."""
     from agentrl.runtime.catalogue import KINDS, entries
 
     table = Table("kind", "id", "what it is")
@@ -346,12 +346,12 @@ def list_ids(
 
 @app.command()
 def keys(
-    of: Annotated[str, typer.Argument(help="Only keys that begin so, such as rollout")] = "",
+    of: Annotated[str, typer.Argument(help="Only keys with this beginning, such as rollout")] = "",
     page: Annotated[
         bool, typer.Option("--page", help="The whole table as Markdown, as docs/run-file.md has it")
     ] = False,
 ) -> None:
-    """Say which keys a run file has, their defaults and what they mean."""
+    """List the keys of a run file with their defaults and meanings."""
     from agentrl.runtime import keys as run_file
 
     if page:
@@ -370,7 +370,7 @@ def keys(
 def show(
     id: Annotated[str, typer.Argument(help="An id that agentrl list shows, or module:Class, or file.py:Class")],
 ) -> None:
-    """Say what an id stands for and which arguments it takes."""
+    """Show what an id stands for and which arguments it takes."""
     from agentrl.runtime.catalogue import find
 
     entry = find(id)
@@ -387,7 +387,7 @@ def show(
 
 @app.command()
 def doctor() -> None:
-    """Say what this machine has and what to do about what is missing."""
+    """List what this machine has, and how to get what is missing."""
     from agentrl.runtime.doctor import examine
 
     findings = examine()
@@ -410,7 +410,7 @@ def serve(
     max_context: Annotated[int, typer.Option(min=2, help="Tokens of prompt and answer together")] = 2048,
     max_batch: Annotated[int, typer.Option(min=1, help="Requests computed at once")] = 128,
     kv_cache_mb: Annotated[int, typer.Option(min=1)] = 512,
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Of vLLM's weights")] = "float32",
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="dtype of vLLM's weights")] = "float32",
     gpus: Annotated[str, typer.Option(help="The GPUs to split its layers over, as 0,1 (vLLM)")] = "",
     lora_rank: Annotated[int, typer.Option(min=0, help="Take adapters up to this rank (vLLM)")] = 0,
     lora_targets: Annotated[str, typer.Option(help="On these layers alone, as q_proj,v_proj (vLLM on a CPU)")] = "",
@@ -462,7 +462,7 @@ def serve(
 def vllm_plugin(
     folder: Annotated[Path | None, typer.Argument(help="Where to; default ~/.cache/agentrl/vllm-plugin")] = None,
 ) -> None:
-    """Lay our vLLM plugin into a folder and print it: PYTHONPATH=$(agentrl vllm-plugin) vllm serve …"""
+    """Copy our vLLM plugin into a folder and print its path: PYTHONPATH=$(agentrl vllm-plugin) vllm serve …"""
     from agentrl.engine.vllm.launch import carry_plugin
 
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -479,7 +479,7 @@ def vllm_plugin(
 def bench(
     context: typer.Context, name: Annotated[str, typer.Argument(help="loop, engine, weights, sandbox …")]
 ) -> None:
-    """Run a benchmark of this source checkout; more arguments go to it, `--help` too."""
+    """Run a benchmark of this source checkout. It gets all further arguments, `--help` too."""
     folder = Path(__file__).resolve().parent.parent / "benchmarks"
     found = {path.stem: path for path in folder.glob("*.py") if not path.stem.startswith("_")}
     known = ", ".join(sorted(found)) or "none: benchmarks come with a source checkout, not with the package"

@@ -1,6 +1,6 @@
 """`check_env`: does an environment keep the promises of the contract? The checks are in `agentrl.env.checks`.
 
-A report names what is wrong, the line where it lives and how to mend it. The checks run the environment for real:
+A report names what is wrong, the line where it lives and how to fix it. The checks run the environment for real:
 they step it, cancel it, run eight of it at once and look at what stays behind.
 """
 
@@ -25,7 +25,7 @@ from agentrl.registration import make
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What `check` found: the broken promise, where it lives (`file:line`), how to mend it."""
+    """What `check` found: the broken promise, where it lives (`file:line`), how to fix it."""
 
     check: str
     problem: str
@@ -107,10 +107,10 @@ def _flaws(check: Callable[[Subject], Any], subject: Subject) -> tuple[list[Flaw
     except Skipped as reason:
         return flaws, str(reason)
     except Broke as broke:
-        flaws.append(Flaw(str(broke), "mend what it raised", broke.method, broke.cause))
+        flaws.append(Flaw(str(broke), "fix the cause of this exception", broke.method, broke.cause))
     except Exception as error:
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
-        flaws.append(Flaw(said, "mend what it raised", "step", error))
+        flaws.append(Flaw(said, "fix the cause of this exception", "step", error))
     return flaws, ""
 
 

@@ -37,7 +37,7 @@ _awaited: ContextVar[list[str]] = ContextVar("agentrl_check_awaited")  # the met
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """A broken promise, how to mend it, and where to look: a method, the exception if there was one, and the action
+    """A broken promise, how to fix it, and where to look: a method, the exception if there was one, and the action
     whose answer was wrong, if that is known."""
 
     problem: str

@@ -72,7 +72,7 @@ def offers_valid_tools(subject: Subject) -> Iterator[Flaw]:
         try:
             jsonschema.Draft202012Validator.check_schema(schema.get("parameters") or {})
         except jsonschema.SchemaError as error:
-            yield Flaw(f"tool {name!r}: {error.message}", "mend the JSON schema of its parameters", name)
+            yield Flaw(f"tool {name!r}: {error.message}", "fix the JSON schema of its parameters", name)
     if len(set(names)) < len(names):
         yield Flaw(f"tools share a name: {', '.join(names)}", "rename one", "tool_schemas")
 

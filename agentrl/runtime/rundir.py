@@ -119,7 +119,7 @@ class RunDir:
         """An existing run. Raises UsageError if there is none."""
         run = cls(path)
         if not run.store_path.exists():
-            raise UsageError(f"{path} holds no run (no store.sqlite)")
+            raise UsageError(f"{path} holds no run (no store.sqlite): give a run directory")
         return run
 
     def config(self) -> RunConfig:
@@ -132,7 +132,7 @@ class RunDir:
             with RunStore.open(self.store_path) as store:
                 return configuration.from_json(store.meta("config") or "{}")
         except (OSError, ValueError) as error:
-            hint = "mend it, or remove it: the run store has a copy"
+            hint = "fix it, or remove it: the run store has a copy"
             raise UsageError(f"{file} is no configuration ({error}): {hint}") from None
 
     def write_config(self, config: RunConfig, store: RunStore) -> None:

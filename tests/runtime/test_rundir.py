@@ -261,7 +261,7 @@ def test_a_lost_configuration_is_read_from_the_store_and_a_broken_one_is_named(t
     assert run.config() == CONFIG
     for text in (b"{bad", b"\xff\xfe\x00"):
         (run.path / "config.json").write_bytes(text)
-        with pytest.raises(UsageError, match=r"config\.json is no configuration .*: mend it, or remove it"):
+        with pytest.raises(UsageError, match=r"config\.json is no configuration .*: fix it, or remove it"):
             run.config()
 
 
