@@ -80,6 +80,14 @@ class SnapshotEnv(Protocol):
         ...
 
 
+@runtime_checkable
+class KeyedEnv(Protocol):
+    """An environment that is told which action comes: `action_id`, set before each step, is unique in its run, and the
+    same when another worker repeats the action. A service that takes it as an idempotency key does its work once."""
+
+    action_id: str
+
+
 # --- sandboxes --------------------------------------------------------------------------------------------------
 
 

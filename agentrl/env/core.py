@@ -70,6 +70,10 @@ class Env(gymnasium.Env[Messages, str]):
     """Whether the action that comes was cut before the policy ended it: at the tokens or seconds of a turn, or at the
     end of its context. The driver sets it before each step."""
 
+    action_id: str = ""
+    """The action that comes, by a name that is unique in its run; the driver sets it before each step. Another worker
+    repeats an action under the same name: give it as an idempotency key to services whose work is slow or dear."""
+
     _loop: LoopThread | None = None
     _abandoned: trio.Event | None = None
 
@@ -219,7 +223,7 @@ class _Wrapped(Env):
 
     def step(self, action: str) -> StepResult:
         if self._inner is not None:
-            self._inner.action_cut = self.action_cut
+            self._inner.action_cut, self._inner.action_id = self.action_cut, self.action_id
         observation, reward, terminated, truncated, info = self._env.step(action)
         if truncated:  # by a wrapper, maybe: an environment that ended by itself has nothing to add
             info = {**self._end(StopReason.TRUNCATED), **info}

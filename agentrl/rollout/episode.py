@@ -32,7 +32,7 @@ from agentrl.config import Rollout
 from agentrl.engine.renderer import Renderer
 from agentrl.env import answers, bridge
 from agentrl.errors import DiskFull, EnvError, InfrastructureError, PolicyFault, StoreError, boundary
-from agentrl.protocols import AsyncEnv, Engine, GenerateRequest, Rewarder, SnapshotEnv
+from agentrl.protocols import AsyncEnv, Engine, GenerateRequest, KeyedEnv, Rewarder, SnapshotEnv
 from agentrl.records import (
     POLICY,
     Messages,
@@ -422,6 +422,8 @@ class _Episode:
         assert env is not None
         env.charge_tokens(len(turn.token_ids))
         env.action_cut = turn.finish == "length"
+        if isinstance(env, KeyedEnv):
+            env.action_id = turn.id
         policy_s = max(min(settings.step_deadline_s, settings.episode_deadline_s - self._guard.seconds), 0.0)
         call = partial(answers.act, env, turn.text, self._claim.task, settings.observation_bytes)
         step: Step = await self._guard("step", call, policy_s=policy_s)

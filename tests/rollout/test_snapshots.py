@@ -228,3 +228,27 @@ async def test_law_2_a_snapshot_is_kept_under_the_fence_and_leaves_with_its_epis
     with sqlite3.connect(store.path) as connection:
         connection.execute("INSERT INTO snapshots VALUES (?, 0, 0.0, x'00')", (claim.episode_id,))
     assert [one.detail for one in audit(store).violations] == ["episode 1 ended with a snapshot"]
+
+
+@pytest.mark.parametrize("answered", [False, True])
+async def test_law_2_an_action_that_another_worker_repeats_bears_the_same_key(
+    store: RunStore, context: Any, dying: Any, answered: bool
+) -> None:
+    """A service that keeps results by key does each action's work once."""
+    by_key, worked = dict[str, str](), list[str]()
+
+    class Serviced(ScriptedEnv):
+        action_id = ""
+
+        async def astep(self, action: str) -> Any:
+            if self.action_id not in by_key:
+                by_key[self.action_id] = action
+                worked.append(action)
+            assert by_key[self.action_id] == action
+            return await super().astep(action)
+
+    claim = await dying(2, Serviced(ANSWERS), answered=answered)
+    assert len(worked) == 2 + (not answered)
+    await play(claim, context(Serviced(ANSWERS)))
+    assert worked == texts(store, claim) and len(by_key) == 5
+    assert store.restarts(claim.episode_id) == []
