@@ -66,6 +66,13 @@ class Env(gymnasium.Env[Messages, str]):
     replayable: bool = False
     """A promise: reset with the same seed and options and the same actions give the same observations."""
 
+    needs_step_s: float = 0.0
+    """Seconds that an honest policy may need in one step, such as a long test run. A run whose deadlines are shorter,
+    and would end it as the policy's time limit, says so at its start."""
+
+    needs_step_by: str = ""
+    """The setting that decides `needs_step_s`, if one does."""
+
     action_cut: bool = False
     """Whether the action that comes was cut before the policy ended it: at the tokens or seconds of a turn, or at the
     end of its context. The driver sets it before each step."""

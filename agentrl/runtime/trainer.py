@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -121,7 +122,22 @@ def _check_environments(config: RunConfig) -> None:
         if (task.env, task.kwargs) not in made:
             made.append((task.env, task.kwargs))
             with boundary(EnvError, f"{task.env} raised", place=True):
-                make(task.env, **task.kwargs).close()
+                env = make(task.env, **task.kwargs)
+                env.close()
+            _warn_of_deadlines(config, task.env, env)
+
+
+def _warn_of_deadlines(config: RunConfig, id: str, env: Any) -> None:
+    """An honest step that the run would end as the policy's time limit is said on stderr, with what to type."""
+    needs_s, by = float(getattr(env.unwrapped, "needs_step_s", 0.0)), getattr(env.unwrapped, "needs_step_by", "")
+    deadlines = {f"rollout.{name}": getattr(config.rollout, name) for name in ("step_deadline_s", "episode_deadline_s")}
+    short = {name: value for name, value in deadlines.items() if value < needs_s}
+    if short:
+        said = " and ".join(f"{name} = {value:g}" for name, value in short.items())
+        typed = " ".join(f"--set {name}={needs_s:g}" for name in short)
+        takes = f"{needs_s:g} s ({by})" if by else f"{needs_s:g} s"
+        line = f"one step of {id} may honestly take {takes}; {said} would end it as the policy's time limit: {typed}"
+        print(f"agentrl: warning: {line}", file=sys.stderr)
 
 
 def _check_roles(config: RunConfig) -> None:

@@ -37,7 +37,7 @@ from agentrl.protocols import BoxProcess, Limits, Sandbox, SandboxBackend, Sandb
 from agentrl_environments.remembering import Remembered
 
 LIMITS: Final = Limits(wall_s=30.0, cpu_s=5.0, memory_bytes=384 << 20, pids=16, output_bytes=2 << 20)
-_DEADLINE_S: Final = 30.0
+DEADLINE_S: Final = 30.0
 _LONGEST_LINE: Final = 1 << 20  # as in boxed/wire.py
 BOXED: Final = Path(__file__).parent / "boxed"
 _ENV: Final = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -93,7 +93,7 @@ class Judge:
             suspect = await boxes[0].start(["python3", "-s", "-S", "box/suspect.py"], env=_ENV)
             judge = await boxes[1].start(["python3", "-s", "-S", "box/judge.py", *packages], env=_ENV)
             with policy_time():
-                return await _Session(judge, suspect).run(_DEADLINE_S)
+                return await _Session(judge, suspect).run(DEADLINE_S)
         finally:
             with trio.CancelScope(shield=True):
                 for box in boxes:

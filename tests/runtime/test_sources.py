@@ -15,9 +15,10 @@ from agentrl.config import from_json, load, parse, to_json
 from agentrl.env.tasks import Curriculum
 from agentrl.errors import ConfigError, UsageError
 from agentrl.records import GroupState
+from agentrl.registration import make
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.sources import task_source
-from agentrl.runtime.trainer import Trainer
+from agentrl.runtime.trainer import Trainer, check_startable
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
 
@@ -136,6 +137,43 @@ def test_what_an_environment_does_not_take_is_named_before_anything_starts(
     with pytest.raises(UsageError, match=r"Vowels cannot be made with \{'levle': 1\}"):
         Trainer(config={**SMALL, **section}, out=tmp_path / "run").train()
     assert not (tmp_path / "run").exists()
+
+
+def checked(capsys: pytest.CaptureFixture[str], tests_s: float, **rollout: float) -> str:
+    """What is said at the start of a run of tests that may take so long."""
+    kwargs = {"apart": False, "tests_s": tests_s}
+    env = {"id": "agentrl/SWE-v0", "kwargs": kwargs}
+    check_startable(parse({"model": "agentrl/tiny-coder", "env": env, "rollout": rollout}))
+    return capsys.readouterr().err
+
+
+def test_an_honest_step_that_is_longer_than_its_deadline_is_said_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert checked(capsys, 600.0) == (
+        "agentrl: warning: one step of agentrl/SWE-v0 may honestly take 600 s (tests_s); rollout.step_deadline_s = 60"
+        " and rollout.episode_deadline_s = 300 would end it as the policy's time limit:"
+        " --set rollout.step_deadline_s=600 --set rollout.episode_deadline_s=600\n"
+    )
+    assert checked(capsys, 200.0, step_deadline_s=100.0).endswith("limit: --set rollout.step_deadline_s=200\n")
+    assert checked(capsys, 600.0, step_deadline_s=600.0, episode_deadline_s=900.0) == ""
+    assert checked(capsys, 60.0) == ""
+
+
+@pytest.mark.parametrize(
+    ("id", "kwargs", "needs"),
+    [
+        ("SWE", {"apart": False, "tests_s": 90.0}, (90.0, "tests_s")),
+        ("SWE", {}, (30.0, "")),
+        ("Harbor", {}, (60.0, "verifier.timeout_sec of its tasks")),
+        ("RepoRepair", {}, (50.0, "")),
+        ("CodeRepair", {}, (5.0, "")),
+        ("Calculator", {}, (0.0, "")),
+    ],
+)
+def test_environments_say_what_one_of_their_steps_may_take(id: str, kwargs: dict, needs: tuple[float, str]) -> None:
+    with make(f"agentrl/{id}-v0", **kwargs) as env:
+        assert (env.needs_step_s, env.needs_step_by) == needs
 
 
 def test_a_run_ends_with_its_tasks_and_trains_each_once(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from agentrl.protocols import ToolResult
 from agentrl.records import Json, Messages
 from agentrl.sandbox.sharing import SharedBackend, once_a_loop, shared
 from agentrl_environments.code_repair import texts
-from agentrl_environments.code_repair.running import Runner, Values
+from agentrl_environments.code_repair.running import DEADLINE_S, Runner, Values
 from agentrl_environments.code_repair.tasks import SPLITS, RepairTask, Split, make_task
 from agentrl_environments.code_repair.templates import LEVELS, Level
 from agentrl_tools.editing import Document, ReplaceLine, RunTests, Submit
@@ -38,6 +38,7 @@ class CodeRepair(ToolEnv):
     limits = EpisodeLimits(turns=2)
     blocking = False
     replayable = True
+    needs_step_s = DEADLINE_S
 
     def __init__(
         self,

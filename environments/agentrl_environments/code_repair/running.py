@@ -25,7 +25,7 @@ Values = tuple[str, ...] | str
 """What the calls returned, as `repr` (or the name of what they raised); one text where the module did not run."""
 
 LIMITS: Final = Limits(wall_s=5.0, cpu_s=2.0, memory_bytes=256 << 20, pids=8, output_bytes=16 << 10)
-_DEADLINE_S: Final = 5.0
+DEADLINE_S: Final = 5.0
 _WARM_S: Final = 0.5  # a run that takes longer gains nothing by a warm interpreter
 _SIGNALLED: Final = 128  # a command that signal n ended has exit code 128 + n
 
@@ -100,7 +100,7 @@ class Runner:
         box = await self._backend.create(self._spec)
         try:
             command = ["python3", "-I", "-S", "-c", _BEFORE + _AFTER]
-            result = await box.exec(command, stdin=payload, timeout_s=_DEADLINE_S)
+            result = await box.exec(command, stdin=payload, timeout_s=DEADLINE_S)
         finally:
             with trio.CancelScope(shield=True):
                 await box.close()

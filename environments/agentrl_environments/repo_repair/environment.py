@@ -19,7 +19,7 @@ from agentrl.protocols import Limits, SandboxSpec, ToolResult
 from agentrl.records import Json
 from agentrl.sandbox.current import CurrentBox
 from agentrl.sandbox.sharing import SharedBackend, once_a_loop, shared
-from agentrl_environments.judging import Judge
+from agentrl_environments.judging import DEADLINE_S, Judge
 from agentrl_environments.repo_repair import texts
 from agentrl_environments.repo_repair.repository import SPLITS, Split, encoded
 from agentrl_environments.repo_repair.tasks import LEVELS, Level, RepoTask, make_task
@@ -46,6 +46,7 @@ class RepoRepair(ToolEnv):
     limits = EpisodeLimits(turns=30, tool_seconds=300.0)
     blocking = False
     replayable = True
+    needs_step_s = _TESTS_S + DEADLINE_S  # the visible tests, and judging by the hidden ones
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from typing import Final
 
 from agentrl.env import Grade
 from agentrl.protocols import Sandbox, SandboxBackend
-from agentrl_environments.judging import Judge
+from agentrl_environments.judging import DEADLINE_S, Judge
 from agentrl_environments.rewards import carried
 from agentrl_environments.swe.carrying import listing
 from agentrl_environments.swe.verdicts import graded
@@ -25,6 +25,7 @@ class ApartTests:
     fails: tuple[str, ...]
     passes: tuple[str, ...]
     image: str | None
+    deadline_s: float = DEADLINE_S
 
     async def __call__(self, box: Sandbox, boxes: SandboxBackend) -> Grade:
         found = await listing(box) or {}

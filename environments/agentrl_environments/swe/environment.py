@@ -46,6 +46,7 @@ class CodingTasks(ToolEnv):
 
     limits = EpisodeLimits(turns=60, tool_seconds=1800.0)
     blocking = False
+    needs_step_by = "verifier.timeout_sec of its tasks"
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class CodingTasks(ToolEnv):
             raise ConfigError("tasks", twice[:3], f"{len(twice)} ids come more than once: give each task its own")
         self._sandbox, self._ready = sandbox, ready
         self._box = self.own_box = CurrentBox()
+        self.needs_step_s = max(float(getattr(task.grade, "deadline_s", 0.0)) for task in tasks)
         self._box_limits = dict(box or {})
         check_limits(self._box_limits, "box")
         self._boxes: SharedBackend | None = None
@@ -187,6 +189,7 @@ class SWE(CodingTasks):
             apart=tasks is None if apart is None else apart,
         )
         file = _existing(Path(tasks) if tasks else _HERE / "tasks.jsonl", Path.is_file, "give a JSONL file")
+        self.needs_step_by = "" if defaults.apart else "tests_s"
         super().__init__(tasks=jsonl.load(file, defaults), **settings)
 
 
