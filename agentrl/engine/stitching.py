@@ -47,6 +47,8 @@ class Stitcher:
 
 def joined(before: Chunk, rest: Generation) -> Generation:
     """A generation that began elsewhere with `before`."""
+    if not before.token_ids:
+        return rest
     stitcher = Stitcher()
     stitcher.add(before)
     stitcher.add(Chunk(token_ids=rest.token_ids, logprobs=rest.logprobs, spans=rest.spans, experts=rest.experts))

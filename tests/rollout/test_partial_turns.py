@@ -20,7 +20,7 @@ from agentrl.store import Claim, Partial, RunStore
 from agentrl.testing.engine import FakeEngine
 from agentrl.testing.vllm_server import FakeVLLM, spell
 
-from .conftest import ScriptedEnv, done
+from .conftest import ScriptedEnv, done, going
 
 LENGTH = 24  # tokens of a turn here, unless something ends it before
 
@@ -339,3 +339,24 @@ async def test_an_engine_that_streams_nothing_is_an_engine_too(
 
     turn = await whole_turn(claim_one, at(Whole(version=1)))
     assert turn.finish == "stop" and turn.token_ids
+
+
+async def test_law_1_a_later_turn_goes_on_in_the_conversation_that_it_belongs_to(
+    store: RunStore, claim_one: Callable[..., Claim], at: Any, fleet: Any, autojump_clock: MockClock
+) -> None:
+    settings, answers = {"checkpoint_tokens": 3}, [going("on"), done()]
+
+    def talking(fake: FakeVLLM) -> RolloutContext:
+        return replace(at(fleet(fake), **settings), make_env=lambda task: ScriptedEnv(answers))
+
+    whole = claim_one("undisturbed", now=0.0)
+    await play(whole, talking(server()))
+    first, fake = claim_one("first", now=0.0), server(2, stream_tokens=3)
+    with trio.move_on_after(LENGTH + 9.5):
+        await play(first, talking(server(token_s=1.0, stream_tokens=3)))
+    second = next_claim(store, first)
+    assert second.partial is not None and (second.partial.index, second.partial.parent) == (1, 0)
+    await play(second, talking(fake))
+    turns, expected = (store.trajectory(claim.episode_id).turns for claim in (first, whole))
+    assert [same(turn) for turn in turns] == [same(turn) for turn in expected]
+    assert len(fake.requests) == 1 and turns[1].spans == (VersionSpan(1, 0, 9), VersionSpan(2, 9, LENGTH))
