@@ -13,6 +13,7 @@ import pytest
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox.docker import Docker
+from agentrl.sandbox.warm import WarmPython
 from agentrl.testing.sandbox import CASES, Case
 
 from .conftest import IMAGE, env
@@ -30,6 +31,20 @@ async def backend(docker_engine: str) -> AsyncGenerator[Docker]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 async def test_keeps_promise(case: Case, backend: Docker) -> None:
     await case.run(backend)
+
+
+async def test_runs_that_only_compute_are_forks_in_a_container(backend: Docker) -> None:
+    """The image has no `_ctypes` on some machines: then nothing runs warm, and nothing breaks."""
+    has_ctypes = await (await backend.create(SandboxSpec())).exec(["python3", "-I", "-S", "-c", "import _ctypes"])
+    warm = WarmPython(
+        backend,
+        SandboxSpec(),
+        before="import posix, sys\ncode = sys.stdin.buffer.read()\n",
+        after="exec(code)\nposix.write(1, b'done')\nposix._exit(0)\n",
+        deadline_s=60.0,
+    )
+    said = [await warm.run(code) for code in (b"1 + 1", b"import os\nos.getpid()", b"1 + 1")]
+    assert said == ([b"done", None, b"done"] if has_ctypes.exit_code == 0 else [None] * 3)
 
 
 OWNER = """

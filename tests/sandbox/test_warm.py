@@ -62,6 +62,15 @@ async def test_many_runs_cost_one_box(boxes: Counted) -> None:
     assert len(boxes.boxes) == 1
 
 
+@pytest.mark.filterwarnings("ignore:sandbox 'local-unsafe'")
+async def test_without_a_wall_around_the_box_a_run_is_shut_in_all_the_same() -> None:
+    plain = backend("local-unsafe")
+    warm = WarmPython(plain, SandboxSpec(), before=BEFORE, after=AFTER, deadline_s=60.0)
+    said = [await warm.run(code) for code in (b"said.append(1)", b"import os\nos.getpid()", b"said.append(2)")]
+    await plain.aclose()
+    assert said == [b"[1]", None, b"[2]"]
+
+
 async def test_runs_at_the_same_time_have_an_interpreter_each(boxes: Counted) -> None:
     warm, answers = warm_in(boxes), dict[int, bytes | None]()
 
