@@ -27,7 +27,7 @@ NAME = "policy"
 
 
 def adapter_name(version: int) -> str:
-    """What an engine calls the adapter of a weight version."""
+    """The name of a weight version's adapter at an engine."""
     return f"{NAME}-{version}"
 
 

@@ -1,12 +1,12 @@
-"""The check after every sync: what an engine computes with, against what the learner sent.
+"""The check after every sync: does an engine compute with the weights that the learner sent?
 
-An engine may answer 200 to every call of an update and sample from old or half-taken weights all the same. Three
-questions find it, and a wrong answer stops the run with the names of the layers that were not taken:
+An engine may answer 200 to every call of an update and still sample from old or half-taken weights. Three
+questions find that, and a wrong answer stops the run with the names of the layers that were not taken:
 
 - Are its weights the ones sent? Fingerprints of its layers against the learner's, in its own dtype: exact, however
   small the step. A vLLM with our plugin can say; experts, adapters and split layers are left out.
-- Does a fixed probe cost there what it costs the learner? Up to what the dtype explains.
-- Does it move as the learner does? Where many small steps have moved the learner's numbers far beyond the noise between
+- Does a fixed probe have the learner's log-probabilities there, up to the rounding of the dtype?
+- Does it move as the learner does? If many small steps have moved the learner's numbers far beyond the noise between
   the two, the engine's must have moved along. Before that nothing is said: the two are alike.
 
 Owns the comparisons, and the canary's file beside its weights, for whoever gives them to an engine that was started
@@ -83,7 +83,7 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What an engine answered to a canary."""
+    """An engine's answer to a canary."""
 
     canary: Canary
     logprobs: tuple[float, ...]
@@ -105,7 +105,7 @@ class Seen:
 
 
 def beside(weights: Path) -> Path:
-    """Where the canary of a weight file, or of an adapter's folder, is kept."""
+    """The place of the canary of a weight file, or of an adapter's folder."""
     return weights.with_name(f"{weights.name}.canary")
 
 

@@ -1,8 +1,8 @@
 """Fingerprints of weights: enough of a tensor to tell one optimizer step from the next, and cheap after every sync.
 
 Of a vector all values count; of a matrix all rows of a few columns. Every step changes some of them, and an engine gets
-them exactly, also out of a layer that it packed: a column is what the layer makes of a one-hot input. Values are those
-of one dtype, whoever has them in whichever: a float32 file and a bfloat16 engine agree after the same rounding.
+them exactly, also out of a layer that it packed: a column is what the layer makes of a one-hot input. Values are
+rounded to one dtype first: a float32 file and a bfloat16 engine agree after the same rounding.
 
 Owns which values count and how differences are named. Never knows models or engines; no torch, so that learner, client
 and vLLM's processes share it.

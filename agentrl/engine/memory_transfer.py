@@ -7,7 +7,7 @@ blocks, so it works on a thread and makes its control calls back through here. N
        └── else: release ► [ init ∥ rendezvous ] ──────┘              the sender's thread
 
 Engines are paused only once all are joined. A push that fails breaks the channel, so that neither the thread nor a GPU
-waits on; engines whose update was begun stay paused, and pushing again, over a new channel, mends them.
+waits on. Engines whose update has begun stay paused, until another push over a new channel succeeds.
 """
 
 from __future__ import annotations

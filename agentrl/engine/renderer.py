@@ -59,7 +59,7 @@ class Renderer:
         return self._encode(self._render(self._guard(messages), tools))
 
     def extend(self, sampled: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
-        """The tokens to append after a turn's `sampled` ones: the turn's end, where the model did not write it
+        """The tokens to append after a turn's `sampled` ones: the turn's end, if the model did not write it
         itself, the new messages, and the opening of the next turn."""
         asked: Message = {"role": "user", "content": "."}
         sentinel: Message = {"role": "assistant", "content": _SENTINEL}

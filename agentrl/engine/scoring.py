@@ -1,8 +1,8 @@
 """Models that score, over HTTP: a classification head (`/classify`) and a chat model (`/v1/chat/completions`), as vLLM
 and other servers offer them.
 
-Owns what a call may cost: how many run at once, the attempts after failures that pass, and one deadline over all of
-it, the wait for a place included. Knows neither rubrics nor what a score is for. The connection is `EngineClient`'s,
+Owns the cost of a call: how many run at once, the attempts after failures that pass, and one deadline over all of it,
+the wait for a place included. Knows neither rubrics nor the use of a score. The connection is `EngineClient`'s,
 and so are the names of failures.
 """
 
@@ -58,7 +58,7 @@ class ScoringClient:
         self._opened: RunVar[_Opened] = RunVar(f"agentrl scoring {self.url}")
 
     async def classify(self, given: str | Sequence[int], *, activation: bool = False) -> tuple[float, ...]:
-        """What a classification head says of a text or of token ids, one number a label; with `activation` after a
+        """A classification head's outputs for a text or token ids, one number a label; with `activation` after a
         sigmoid (one label) or softmax.
 
         Raises EngineTimeout at the deadline, EngineError if the server refuses, ScoreError if it answers otherwise."""

@@ -8,7 +8,7 @@ from agentrl.records import Finish, Generation, RoutedExperts, spans_of
 
 
 class Stitcher:
-    """What was received so far. Chunk spans count from the chunk's first token; an engine that stamps versions only
+    """The tokens received so far. Chunk spans count from the chunk's first token; an engine that stamps versions only
     at the end restates earlier tokens with negative starts, and the later word holds."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Weight files on their way from learner to engine: digest, layout, and deltas between two of them.
 
-A weight file is one safetensors file. A delta is what changed against another file of the same layout: the bytes of
+A weight file is one safetensors file. A delta holds the change against another file of the same layout: the bytes of
 both XORed, sorted into planes (all first bytes of the elements, all second bytes, …) so that the planes of sign,
 exponent and high mantissa, which hardly change in one optimizer step, become runs of zeros, and packed with zstd.
 Whoever applies a delta checks the SHA-256 of the whole result, so a wrong base or a damaged delta is never loaded.
@@ -37,7 +37,7 @@ _LEVEL = 1  # of zstd: higher levels cost more time than they save on any link f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlace:
-    """Where a tensor lies in a weight file: `start` to `end` are offsets from the file's first byte."""
+    """The place of a tensor in a weight file: `start` to `end` are offsets from the file's first byte."""
 
     name: str
     dtype: str  # safetensors' own name: F32, BF16, …
@@ -59,7 +59,7 @@ def open_bytes(path: Path) -> Bytes:
 
 
 def parts(folder: Path) -> list[Path]:
-    """The weight files of a model folder: several where `model.safetensors.index.json` lists them. Raises ModelError if
+    """The weight files of a model folder: several if `model.safetensors.index.json` lists them. Raises ModelError if
     there is none, or the index names one that is not there."""
     index = folder / "model.safetensors.index.json"
     try:

@@ -1,7 +1,7 @@
 """New weights into running engines, through vLLM's weight-transfer calls. No torch: a file's path is all it passes.
 
 Owns the order of the calls, their deadline and the confirmation. An engine whose update failed half-way stays paused:
-waiting is better than sampling from half-loaded weights, and pushing again mends it (every call may be repeated).
+waiting is better than sampling from half-loaded weights, and pushing again repairs it (every call may be repeated).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STAGE_POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushReport:
-    """What a push cost: the longest pause of generation, the whole in wall time (seconds), and the file's bytes."""
+    """The cost of a push: the longest pause of generation, the whole in wall time (seconds), and the file's bytes."""
 
     pause_s: float
     total_s: float

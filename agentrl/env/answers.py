@@ -1,7 +1,7 @@
-"""What an environment answers, as its driver takes it: of the contract's shape, and such that a record can carry it.
+"""Checks the answers of an environment: they must have the contract's shape, and a record must be able to carry them.
 
-An environment whose answer is not of the contract is named here, at the boundary that the answer crossed: no driver
-has to guess what broke it later. Here alone gymnasium's `info` is read; from here on its keys with a meaning are fields
+If an answer breaks the contract, the environment is named here, at the boundary that the answer crossed: no driver has
+to guess later what broke it. Here alone gymnasium's `info` is read; from here on its keys with a meaning are fields
 of `records.Step`. Knows neither journal nor model; `agentrl.env.checker` looks closer.
 """
 
@@ -25,7 +25,7 @@ _MESSAGES: Final = spaces.Messages(sys.maxsize, sys.maxsize)  # how much is too 
 
 async def start(env: AsyncEnv, task: Task, most: int | None = None) -> Step:
     """Reset for a task: what comes of it, in messages of at most about `most` bytes. Raises EnvError for an answer that
-    is none."""
+    breaks the contract."""
     what = f"{task.env}: reset"
     observation, info = of_reset(await env.areset(seed=task.seed, options=dict(task.options)), what)
     return _step(what, observation, info, most)
@@ -33,7 +33,7 @@ async def start(env: AsyncEnv, task: Task, most: int | None = None) -> Step:
 
 async def act(env: AsyncEnv, action: str, task: Task, most: int | None = None) -> Step:
     """Step: what came of an action, in messages of at most about `most` bytes; numbers of numpy become Python's.
-    Raises EnvError for an answer that is none."""
+    Raises EnvError for an answer that breaks the contract."""
     what = f"{task.env}: step"
     observation, reward, terminated, truncated, info = of_step(await env.astep(action), what)
     return replace(

@@ -1,4 +1,4 @@
-"""What became of a turn's calls, and how the model reads it. Knows neither tools nor episodes."""
+"""The results of a turn's calls, and their text for the model. Knows neither tools nor episodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.records import Message, Messages
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """One call of a turn and what the model reads of it. `error` is why it failed, None if it did not."""
+    """One call of a turn and its result as the model reads it. `error` says why it failed, None if it did not."""
 
     call: ToolCall | Malformed
     result: ToolResult

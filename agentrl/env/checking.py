@@ -1,4 +1,4 @@
-"""How `check_env` plays an environment, and where a flaw lives. What is checked stands in `agentrl.env.checks`.
+"""Plays an environment for `check_env`, and finds the place of a flaw. The checks are in `agentrl.env.checks`.
 
 Everything async runs in a thread that can be left behind: an environment that hangs is a finding, not a hang.
 """
@@ -61,7 +61,7 @@ class Broke(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is checked, and how long it may take."""
+    """The environment to check, and how long a check may take."""
 
     make: Callable[[], gymnasium.Env[Any, Any]]
     actions: tuple[str, ...]
@@ -120,7 +120,7 @@ class Player:
         return bool(terminated or truncated)
 
     async def end(self) -> None:
-        """What a limit of the run does to an episode that goes on."""
+        """End the episode as a limit of the run does, if it goes on."""
         if not any(step[2] or step[3] for step in self.played.steps):
             self.played.end = _copied(await named("aend", self._env.aend(StopReason.TURN_LIMIT)))
 
@@ -158,7 +158,7 @@ async def life(
 
 
 async def second_life(subject: Subject, actions: Sequence[str]) -> Played:
-    """What the first seed gives on an instance that has played another seed before."""
+    """Play the first seed on an instance that has played another seed before."""
     env = as_async(subject.make())
     try:
         await Player(subject, env, subject.seed + 17).play()
@@ -168,7 +168,7 @@ async def second_life(subject: Subject, actions: Sequence[str]) -> Played:
 
 
 async def named(method: str, awaitable: Awaitable[T]) -> T:
-    """Await a call into the environment; what it raises becomes `Broke` with the method's name."""
+    """Await a call into the environment; its exception becomes `Broke` with the method's name."""
     awaited = _awaited.get([])
     awaited.append(method)
     try:

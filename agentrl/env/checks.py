@@ -1,6 +1,6 @@
-"""The checks of `check_env`, one function each: a `Subject` in, flaws out; `Skipped` where there is nothing to check.
+"""The checks of `check_env`, one function each: a `Subject` in, flaws out; `Skipped` if there is nothing to check.
 
-What the environment's own code raises goes through as `Broke`; the checker makes a finding of it.
+An exception of the environment's own code goes through as `Broke`; the checker makes a finding of it.
 """
 
 from __future__ import annotations

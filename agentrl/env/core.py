@@ -37,7 +37,7 @@ class Env(gymnasium.Env[Messages, str]):
     to append, the process reward of this turn, gymnasium's two flags, and a JSON-safe `info` that must be equal on
     replay (no timings). Keys of `info` with a meaning: `outcome` (float, the episode's outcome reward), `success`
     (bool), `stop_reason` (a `StopReason`), `history` (a list of messages that replaces all before it), `unsettled`
-    (float, what the last reward changes by if somebody else ends the episode; see `agentrl_environments.rewards`).
+    (float, is added to the last reward if somebody else ends the episode; see `agentrl_environments.rewards`).
 
     Example::
 
@@ -50,8 +50,8 @@ class Env(gymnasium.Env[Messages, str]):
                 good = "hello" in action.lower()
                 return (), 0.0, True, False, {"outcome": float(good), "success": good}
 
-    Use one instance from one side only: what async code opened is closed with `aclose`, what sync code opened with
-    `close`. Raise `InfrastructureError` for what the policy could not have caused.
+    Use one instance from one side only: async code closes with `aclose` what it opened, sync code with `close`. Raise
+    `InfrastructureError` for a failure that the policy could not have caused.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "human"], "render_fps": 1}  # noqa: RUF012  (gymnasium's form)
@@ -106,7 +106,7 @@ class Env(gymnasium.Env[Messages, str]):
         raise NotImplementedError(f"{type(self).__name__} must write step or astep")
 
     def close(self) -> None:
-        """End what the environment holds; again is no error."""
+        """Close what the environment holds. Idempotent."""
         try:
             if self._overrides("aclose") and not self._overrides("close"):
                 self._run(self.aclose)
@@ -142,7 +142,7 @@ class Env(gymnasium.Env[Messages, str]):
         raise NotImplementedError(f"{type(self).__name__} must write step or astep")
 
     async def aclose(self) -> None:
-        """End what the environment holds, within `CLOSE_DEADLINE_S`, also when the caller was cancelled."""
+        """Close what the environment holds within `CLOSE_DEADLINE_S`, also if the caller was cancelled."""
         if not self._overrides("close"):
             return
         with trio.move_on_after(CLOSE_DEADLINE_S, shield=True):
@@ -153,7 +153,7 @@ class Env(gymnasium.Env[Messages, str]):
 
     async def aend(self, reason: StopReason) -> Info:
         """The driver ends the episode for a reason of its own (a limit of the run): the last info, with `outcome`
-        where the environment can judge what there is. The default has nothing to say."""
+        if the environment can judge the episode as it stands. The default gives no keys."""
         return {}
 
     def charge_tokens(self, count: int) -> None:
@@ -278,8 +278,8 @@ _SPACE = spaces.Messages()
 def as_async(env: Any) -> AsyncEnv:
     """The async side of any environment: ours as it is, a wrapped or plain `gymnasium.Env` with text in and out.
 
-    Raises UsageError for spaces that are not text (see `agentrl.env.adapters` for those) and for what is no
-    environment at all."""
+    Raises UsageError for spaces that are not text (see `agentrl.env.adapters` for those) and for an object that is
+    not an environment."""
     if isinstance(env, AsyncEnv):
         return env
     if not isinstance(env, gymnasium.Env):

@@ -30,8 +30,8 @@ class Span:
 class ToolFormat(ABC):
     """A dialect. `parse` and `write` are inverse: `parse(write(a, b)).calls == (a, b)`.
 
-    `native` ones are what a chat template teaches the model; the others bring `instructions` of their own, and their
-    results come back as user messages."""
+    A chat template teaches the model the `native` ones. The others bring `instructions` of their own, and their results
+    come back as user messages."""
 
     name: ClassVar[str]
     native: ClassVar[bool] = True
@@ -55,7 +55,7 @@ class ToolFormat(ABC):
         """The calls of one turn."""
 
     def instructions(self, schemas: Sequence[Mapping[str, Json]]) -> str:
-        """What the system message must teach the model; nothing for native dialects."""
+        """The text that the system message must teach the model; empty for native dialects."""
         return ""
 
     def answer(self, messages: Messages) -> Messages:
@@ -284,8 +284,8 @@ class PlainJson(ToolFormat):
 
 
 class ReAct(ToolFormat):
-    """ReAct: `Action: NAME` and, on the next line, `Action Input: {…}`. What follows an `Observation:` that the model
-    wrote itself is made up: calls in it are refused, not run."""
+    """ReAct: `Action: NAME` and, on the next line, `Action Input: {…}`. If the model writes an `Observation:`
+    itself, the text after it is made up: calls in it are refused, not run."""
 
     name = "react"
     native = False

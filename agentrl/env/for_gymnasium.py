@@ -1,4 +1,4 @@
-"""What gymnasium's users expect around one of our environments: a transcript to look at, and an outcome at any end.
+"""Two wrappers that gymnasium's users expect: a transcript to look at, and an outcome at any end.
 
 `Rendered` is put there by a `render_mode`, `Judged` by `gymnasium.make`, outermost. They hold the messages of one
 episode at most, and know neither model nor tokens.
@@ -33,7 +33,7 @@ class Judged(Wrapper, RecordConstructorArgs):
 
 
 class Rendered(Wrapper):
-    """Shows what is said in the environment's `render_mode`: "ansi" keeps it for `render`, "human" prints it."""
+    """Shows the conversation in the environment's `render_mode`: "ansi" keeps it for `render`, "human" prints it."""
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)
@@ -69,7 +69,7 @@ class Rendered(Wrapper):
 
 
 def shown(message: Message) -> str:
-    """Who speaks, and below it what is said, as a terminal may show it."""
+    """The speaker, and the text below, as a terminal may show them."""
     return "\n".join([f"[{message['role']}]", *map(printable, message["content"].splitlines())])
 
 

@@ -1,4 +1,4 @@
-"""What this process holds: child processes, descriptors, threads, temporary files. For checks; Linux only."""
+"""Counts what this process holds: child processes, descriptors, threads, temporary files. For checks; Linux only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def measure(folder: Path) -> Held:
 
 
 def left_since(before: Held, folder: Path, *, patience_s: float) -> list[str]:
-    """What is held now and was not before. What ends by itself within `patience_s` is not left."""
+    """Names that are held now and were not before, save those that go by themselves within `patience_s`."""
     until = time.monotonic() + patience_s
     while True:
         now = measure(folder)

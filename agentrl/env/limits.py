@@ -1,4 +1,4 @@
-"""Bounds of one episode, the meter that watches them, what broken calls cost. Knows neither environment nor engine."""
+"""Bounds of one episode, the meter that watches them, the cost of broken calls. Knows no environment, no engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EpisodeLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsePolicy:
-    """What a turn with a broken call costs. *Structural*: the envelope is broken, or there is no call where one is
+    """The cost of a turn with a broken call. *Structural*: the envelope is broken, or there is no call where one is
     due. *Content*: it is sound, but names an unknown tool or arguments that do not fit.
 
     `*_retries`: turns with such a failure in a row that the model may correct; one more ends the episode with
@@ -59,7 +59,7 @@ class ParsePolicy:
 
 
 class Meter:
-    """What an episode has used so far."""
+    """Counts what an episode has used so far."""
 
     def __init__(self, limits: EpisodeLimits) -> None:
         self._limits = limits
@@ -71,7 +71,7 @@ class Meter:
 
     @contextmanager
     def step(self) -> Generator[None]:
-        """A step of the episode, whose seconds count."""
+        """Time a step of the episode."""
         with watch() as self._step:
             try:
                 yield
@@ -80,7 +80,7 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """What its steps have taken."""
+        """The seconds that its steps have taken."""
         return self._before_s + (self._step.seconds if self._step is not None else 0.0)
 
     def exceeded(self) -> StopReason | None:

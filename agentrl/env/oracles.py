@@ -36,7 +36,7 @@ class HasOracles(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What an oracle's episode came to: the outcome it must get, and the one it got (None: none was given)."""
+    """The result of an oracle's episode: the outcome it must get, and the one it got (None: none was given)."""
 
     name: str
     expected: float

@@ -1,4 +1,4 @@
-"""Tools that are named, not written: what a run file gives as `tools` becomes the tools of an episode.
+"""Tools by name: turns the list `tools` of a run file into the tools of an episode.
 
     kwargs = { tools = ["calculator", "my_package.words:look_up", { id = "fetch", allow = ["docs.python.org"] }] }
 
@@ -42,12 +42,12 @@ class ToolServer(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """End it and what it started, however far `open` came. Idempotent."""
+        """Stop it and everything it started, even if `open` failed half-way. Idempotent."""
         ...
 
 
 class Plugged:
-    """The tools that were named, and what they need while an episode lasts."""
+    """The named tools, with the box and the servers that they need while an episode lasts."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class Plugged:
         own: Sandbox | None = None,
         boxed: bool = False,
     ) -> None:
-        """`box` says what the episode's box is: `sandbox` (a backend's id), `image`, `ready` (boxes made ahead) and
-        fields of `Limits`. With `own`, a box that the environment opens itself, none is opened here; `boxed` opens
-        one also if no tool asks for it.
+        """`box` describes the episode's box: `sandbox` (a backend's id), `image`, `ready` (boxes made ahead) and
+        fields of `Limits`. With `own`, a box that the environment opens itself, none is opened here. `boxed` opens
+        a box even if no tool asks for one.
 
-        Raises UnknownIdError, UsageError for what is no tool, ConfigError for settings that do not fit."""
+        Raises UnknownIdError, UsageError for a value that is not a tool, ConfigError for settings that do not fit."""
         self._backend, self._ready, self._spec = _box(box or {})
         self._box = CurrentBox()
         self._own = own
@@ -82,7 +82,7 @@ class Plugged:
 
     @property
     def box(self) -> Sandbox:
-        """The box of the episode, whichever runs; it raises SandboxError while there is none."""
+        """The box of the running episode; its methods raise SandboxError while there is none."""
         return self._own or self._box
 
     @asynccontextmanager
@@ -207,7 +207,8 @@ def _box(settings: Mapping[str, Any]) -> tuple[str, int, SandboxSpec]:
 
 
 def check_limits(settings: Mapping[str, Any], field: str) -> None:
-    """Fields of `Limits` as a run file gives them. Raises ConfigError for what is none, or no number above 0."""
+    """Fields of `Limits` as a run file gives them. Raises ConfigError for an unknown field, or a value that is
+    not a number above 0."""
     known = inspect.signature(Limits).parameters
     for name, value in settings.items():
         if name not in known:

@@ -41,7 +41,7 @@ class _Game:
 class RolesEnv(Env):
     """An environment whose roles take turns. Write `start`, `see`, `play` and `outcomes`; each may be async.
 
-    A step's reward is the acting role's process reward; what others get for it is in `info["rewards"]` by role. At
+    A step's reward is the acting role's process reward; the others' rewards are in `info["rewards"]` by role. At
     the end `info["outcomes"]` holds every role's outcome (and `outcome` that of the first role). A role whose text
     breaks the rules (`play` raises a `PolicyFault`) reads why and tries again, `retries` times in a row; then it
     forfeits."""
@@ -61,11 +61,11 @@ class RolesEnv(Env):
 
     @abstractmethod
     def see(self, role: str) -> str | Sequence[Message] | Awaitable[str | Sequence[Message]]:
-        """What is new to `role` now that it acts; with its rules, the first time."""
+        """The news for `role` now that it acts; the first time, its rules too."""
 
     @abstractmethod
     def play(self, role: str, text: str) -> str | Awaitable[str | None] | None:
-        """Apply what `role` wrote; who acts next, None if the game is over. Raise ToolError or ParseError for what is
+        """Apply what `role` wrote; who acts next, None if the game is over. Raise ToolError or ParseError for a move
         against the rules."""
 
     @abstractmethod

@@ -1,7 +1,7 @@
-"""Where tasks come from: streams of seeds, rows of data sets, mixtures of them, a curriculum over them.
+"""The sources of tasks: streams of seeds, rows of data sets, mixtures of them, a curriculum over them.
 
 A source maps a running index to a task, the same in every process and after every restart; only a curriculum also
-depends on what was measured, and it is rebuilt by observing the same results in the same order. Sources never know
+depends on measured results, and it is rebuilt by observing the same results in the same order. Sources never know
 who plays the tasks.
 """
 
@@ -174,11 +174,11 @@ class _Record:
 
 
 class Curriculum(TaskSource):
-    """A pool of tasks, of which the solved and the hopeless ones are left out and tested again from time to time.
+    """A pool of tasks that leaves out the solved and the hopeless ones, and tests them again from time to time.
 
     A task whose smoothed success rate is at least `solved` or at most `hopeless` after `min_plays` episodes pauses
     while `pause` others are played, then is due again, and stays if the result has changed. Groups in which all
-    episodes end alike carry no gradient: that is what this avoids.
+    episodes end alike carry no gradient; the pauses avoid them.
 
     `task` gives the next one by what was observed so far; feed `observe` with every finished task, in the order of
     the journal, and a restarted curriculum makes the same choices. Endless pools are cut to their first `pool`."""
@@ -233,7 +233,7 @@ class Curriculum(TaskSource):
 
 
 def task_key(task: Task) -> str:
-    """What makes two tasks the same, wherever they stand in a source."""
+    """A key that is equal for equal tasks, wherever they stand in a source."""
     text = json.dumps([task.env, task.seed, dict(task.kwargs), dict(task.options)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

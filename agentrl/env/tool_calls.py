@@ -1,7 +1,7 @@
 """Tool calls in a model's text: what a call is, and the reading of its JSON. The dialects are in `env.dialects`.
 
-Whatever the text, reading it gives a `ToolCall` or a `Malformed` that says why; nothing is repaired by guessing and
-nothing is dropped. It knows which calls are well-formed, never which tools exist.
+Any text that begins a call becomes a `ToolCall`, or a `Malformed` that says why it is none; nothing is repaired by
+guessing and nothing is dropped. It knows which calls are well-formed, never which tools exist.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A call that was begun and is broken. `raw` is its text; `error` is what the model should read."""
+    """A call that was begun and is broken. `raw` is its text; `error` is a message for the model."""
 
     error: ParseError
     raw: str
@@ -48,7 +48,7 @@ class Parsed:
 def decode_json(text: str, at: int) -> tuple[Any, int]:
     """The JSON value that starts at `at`, and where it ends. Raw line ends within strings are accepted.
 
-    Raises StructuralParseError for what is no JSON, or JSON that no record can carry: NaN, infinities, lone
+    Raises StructuralParseError for text that is not JSON, or JSON that no record can carry: NaN, infinities, lone
     surrogates, nesting deeper than `MAX_DEPTH`."""
     if text[at : at + 1] not in _BEGINS:  # cheaper than the decoder's error, which counts the lines before it
         raise StructuralParseError("the tool call is not valid JSON: Expecting value at character 0")

@@ -167,7 +167,7 @@ class ToolEnv(Env):
         return int(self.np_random.integers(2**31)) if self._seed is None else self._seed
 
     def setup(self, task: Mapping[str, Json]) -> MaybeAwaitable[None]:
-        """Open what the episode needs (a sandbox, a file). `teardown` runs even if this fails half-way."""
+        """Open the resources of the episode (a sandbox, a file). `teardown` runs even if this fails half-way."""
 
     def prompt(self, task: Mapping[str, Json]) -> MaybeAwaitable[str | Sequence[Message]]:
         """The first observation: a text (one user message) or messages."""
@@ -209,7 +209,7 @@ class ToolEnv(Env):
         return self._format.write(ToolCall(name, arguments))
 
     def add_tool(self, tool: Tool) -> None:
-        """Offer one more tool. Raises UsageError for what is none, a second one of a name, or an invalid schema."""
+        """Offer one more tool. Raises UsageError for a value that is no tool, a taken name or an invalid schema."""
         if missing := [part for part in ("name", "parallel", "schema", "call") if not hasattr(tool, part)]:
             raise UsageError(f"{tool!r} is no tool: it has no {' and no '.join(missing)}")
         if (told := function_schema(tool.schema).get("name")) != tool.name:
@@ -227,8 +227,8 @@ class ToolEnv(Env):
         return [function_schema(tool.schema) for tool in self._tools.values()]
 
     def fresh_box(self, carry: Sequence[str] = ()) -> AbstractAsyncContextManager[Sandbox]:
-        """`async with`: another box like `self.box`, for grading what the policy made where it has not been. Only the
-        files named in `carry` come along, as far as they are there; what they are is the policy's doing."""
+        """`async with`: another box like `self.box`, for grading the policy's work in a place where it has not been.
+        Only the files named in `carry` come along, if they exist; the policy answers for their content."""
         return self._plugged.fresh(carry)
 
     def tool_schemas(self) -> list[Mapping[str, Json]]:

@@ -29,7 +29,7 @@ _MARK: Final = "__agentrl_tool__"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOptions:
-    """What `@tool` was told. `timeout_s` None is the environment's default."""
+    """The arguments of `@tool`. `timeout_s` None is the environment's default."""
 
     name: str
     parallel: bool = False
@@ -59,9 +59,9 @@ def tool(
     """Offer a method (or function) to the model. Its type hints and docstring become the JSON schema.
 
     `parallel`: calls of one turn may run at the same time as their parallel neighbours. `timeout_s`: seconds until
-    the call is ended and the model reads so. `errors`: exceptions that the model's arguments can cause; their text is
+    the call is ended and the model is told. `errors`: exceptions that the model's arguments can cause; their text is
     shown to it. Any other exception is a failure of the environment and takes the episode out of the loss; raise
-    `ToolError` for what the model should read.
+    `ToolError` with a message for the model.
 
     Example::
 
@@ -102,7 +102,7 @@ class FunctionTool:
         return json.loads(self._signature.schema_json)
 
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
-        """Validate, convert to the hinted types, call. Raises ToolArgumentError, ToolError, or what the body raises."""
+        """Validate, convert to the hinted types, call. Raises ToolArgumentError, ToolError, or the body's exception."""
         values = self._signature.convert(arguments)
         try:
             result = await call(self._function, blocking=self._blocking, **values)
@@ -138,7 +138,7 @@ class SchemaTool:
         return json.loads(self._schema)
 
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
-        """Raises ToolArgumentError, ToolError for what `errors` names, or what the function raises."""
+        """Raises ToolArgumentError, ToolError for exceptions that `errors` names, or the function's own exception."""
         arguments = self._check(arguments)
         try:
             return as_result(await call(self._function, arguments, blocking=self._blocking))
@@ -166,7 +166,7 @@ def tools_of(owner: object, *, blocking: bool = True) -> list[FunctionTool]:
 
 
 def as_result(value: Any) -> ToolResult:
-    """What a tool returned, as the model reads it: text as it is, bytes decoded, None as "ok", the rest as JSON."""
+    """A tool's return value as a text for the model: text as it is, bytes decoded, None as "ok", the rest as JSON."""
     if isinstance(value, ToolResult):
         return value
     if value is None:
@@ -181,7 +181,7 @@ def as_result(value: Any) -> ToolResult:
 
 
 def readable(data: bytes) -> str:
-    """Bytes as text; what is not UTF-8 shows as `\\xff` and the like, so that nothing is lost to the reader."""
+    """Bytes as text; bytes that are not UTF-8 show as `\\xff` and the like, so that nothing is lost to the reader."""
     return data.decode("utf-8", errors="backslashreplace")
 
 

@@ -1,9 +1,9 @@
 """Rewards that other models give: `Judge` asks a chat model to score by a rubric, `RewardModel` a classification head.
 `Rubric` makes one reward of several.
 
-Both are called from an environment's `grade`, or are the run's rewarder as they stand (`env.reward`). What they score
-was written by the policy and is hostile: see `transcripts`. A score that could not be had is an `EngineError`, which
-takes the episode out of loss and baseline (law 3). No torch, no environment, no run.
+An environment's `grade` calls them, or they are the run's rewarder (`env.reward`). The policy wrote the text that they
+score, so it is hostile: see `transcripts`. If there is no score, they raise `EngineError`, which takes the episode out
+of loss and baseline (law 3). No torch, no environment, no run.
 """
 
 from agentrl.engine.scoring import ScoringClient

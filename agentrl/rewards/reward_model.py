@@ -27,8 +27,8 @@ class RewardModel:
         return self._read(await self._client.classify_chat(defused_messages(messages), activation=self._activation))
 
     async def score_raw(self, given: str | Sequence[int]) -> float:
-        """The reward of a text or of token ids as they are: who rendered them decided what is a control token. Raises
-        as `score` does."""
+        """The reward of a text or of token ids, unchanged: any control token in them counts as one. Raises as `score`
+        does."""
         return self._read(await self._client.classify(given, activation=self._activation))
 
     async def __call__(self, trajectory: Trajectory) -> float:

@@ -23,7 +23,7 @@ Score = float | Judgement
 
 @dataclass(frozen=True, slots=True)
 class Part(Generic[T]):
-    """One reward of a rubric: a function of what is scored, plain or async; a judge and a reward model are ones.
+    """One reward of a rubric: a plain or async function, such as a judge or a reward model.
 
     `weight` is its factor in a sum. With a `gate` it decides whether the others count: below it the total is 0, and
     the parts that are no gates are not asked."""
@@ -81,7 +81,7 @@ class Rubric(Generic[T]):
         self._combine = combine
 
     async def score(self, given: T) -> Scores:
-        """Ask the parts. Raises what a part raises, and ScoreError naming the part that gave no finite number."""
+        """Ask the parts. Raises a part's own error, and ScoreError naming the part that gave no finite number."""
         found: dict[str, float] = {}
         for name, part in self._parts.items():
             if part.gate is not None:

@@ -20,7 +20,7 @@ _CONTROL = re.compile(r"<(?=[^\s<>]+>)|\[(?=/?[A-Z_]+\])")
 
 
 def messages_of(trajectory: Trajectory) -> Messages:
-    """All that was said, in its order; where several roles took turns, each action has its role as `name`."""
+    """The whole conversation in its order; if several roles took turns, each action has its role as `name`."""
     messages = list(trajectory.start)
     for turn in trajectory.turns:
         action: Message = {"role": "assistant", "content": turn.text}

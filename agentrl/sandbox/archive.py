@@ -1,4 +1,4 @@
-"""Trees as tar archives, for boxes whose files this host cannot reach. What a box packed is read as hostile."""
+"""Trees as tar archives, for boxes whose files this host cannot reach. An archive that a box packed is hostile."""
 
 from __future__ import annotations
 

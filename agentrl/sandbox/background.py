@@ -15,7 +15,7 @@ from agentrl.sandbox.process import Output
 
 
 class Piped(Protocol):
-    """What runs: a child process, or a command in a container."""
+    """A running child process, or a running command in a container."""
 
     stdout: Output
     changed: trio.Event  # replaced whenever stdout grew or ended

@@ -9,7 +9,7 @@ What bounds what (closed by default; only `SandboxSpec.network` opens):
     cpu, files     rlimits of each process (cpu, nofile, fsize, core, nproc)
     box as a whole control groups where this process may make them: memory, pids, cpu share; otherwise only the
                    address space of each process is bounded (rlimit)
-    disk           a tmpfs of bounded size: mounted as root, else in a user namespace; where neither is allowed the
+    disk           a tmpfs of bounded size: mounted as root, else in a user namespace; if neither is allowed, the
                    folder is measured while a command runs, which a fast writer outruns
 
 The box dies with its owner: `--die-with-parent` for processes, a janitor for the rest (`agentrl.owner`).
@@ -112,7 +112,7 @@ class BubblewrapBox(WorkBox):
 
     @classmethod
     async def open(cls, host: Host, spec: SandboxSpec, siblings: set[BubblewrapBox]) -> BubblewrapBox:
-        """Make the work folder and, where possible, the control group. Raises SandboxError."""
+        """Make the work folder and, if possible, the control group. Raises SandboxError."""
         place = await trio.to_thread.run_sync(host.place, spec.limits)
         try:
             return cls(host, spec, siblings, place)

@@ -1,4 +1,4 @@
-"""Control groups of boxes, version 1 or 2, where this process may make them. Knows nothing of what runs inside.
+"""Control groups of boxes, version 1 or 2, if this process may make them. Knows no command that runs inside.
 
 They bound a box as a whole (all its processes together), which rlimits cannot: memory, processes, CPU share.
 """
@@ -18,7 +18,7 @@ _V1 = ("memory", "pids", "cpu")
 
 
 class ControlGroups:
-    """Makes one group a box below groups of this owner, whose janitor removes them."""
+    """Makes one group for each box, below groups of this owner. The owner's janitor removes them."""
 
     def __init__(self, name: str) -> None:
         """Raises OSError where groups cannot be made."""
@@ -40,7 +40,7 @@ class ControlGroups:
             raise
 
     def group(self, name: str, limits: Limits, *, extra_memory: int = 0) -> ControlGroup:
-        """A group bounded by `limits`; `extra_memory` (bytes) is what the box's memory-backed files may take."""
+        """A group bounded by `limits`; `extra_memory` (bytes) is for the box's memory-backed files."""
         folders = [root / name for root in self._roots]
         for folder in folders:
             folder.mkdir()
@@ -76,7 +76,7 @@ class ControlGroup:
         self._events = memory / ("memory.events" if (memory / "memory.events").exists() else "memory.oom_control")
 
     def enter(self, pid: int) -> None:
-        """Move a process into the group; what it starts later is inside too. Raises OSError."""
+        """Move a process into the group; processes that it starts later are inside too. Raises OSError."""
         for folder in self._folders:
             fd = os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
             try:

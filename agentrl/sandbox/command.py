@@ -1,4 +1,4 @@
-"""What a command of a box may say before any process exists: arguments, environment, folder. Shared by the backends.
+"""Checks a command of a box before any process exists: arguments, environment, folder. Shared by the backends.
 
 A command that no host could run (NUL bytes, no program, too long) is the policy's own doing: a result, not an error."""
 

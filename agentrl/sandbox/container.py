@@ -1,8 +1,8 @@
 """A box whose processes and files only an engine can reach: everything goes through commands run in a container.
 
-Needs of the image: `sh`, coreutils, `grep`, `tar`, `find`. Knows nothing of the docker SDK: an `Engine` calls.
-A command that ended may leave processes. `kill -1` by the box's user ends them at once, whatever they forked; where
-other commands of the box go on, those that carry their mark in the environment are spared.
+The image needs `sh`, coreutils, `grep`, `tar`, `find`. Knows nothing of the docker SDK: an `Engine` calls.
+A command that ended may leave processes. `kill -1` by the box's user ends them at once, whatever they forked; if
+other commands of the box go on, processes that carry their mark in the environment are spared.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _OWN_PROCESSES = 2  # the engine's process 1 and what it waits for
 
 
 class Engine(Protocol):
-    """What a box asks of its host. Every method raises SandboxError."""
+    """The calls that a box makes to its host. Every method raises SandboxError."""
 
     folder: OwnedFolder
 

@@ -92,7 +92,7 @@ class Docker:
         return await Container.open(self._engine, dataclasses.replace(spec, image=image), self._boxes)
 
     def engine_labels(self) -> dict[str, str]:
-        """What marks this process's containers on the engine; empty before the first one."""
+        """The labels of this process's containers on the engine; empty before the first one."""
         return {} if self._engine is None else {_LABEL: self._engine.owner, _HOST_LABEL: self._engine.host}
 
     async def aclose(self) -> None:

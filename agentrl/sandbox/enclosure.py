@@ -57,7 +57,7 @@ class Enclosure:
 
     @property
     def entrance(self) -> list[str]:
-        """What stands before a command to run it inside. It names our descriptors by our process id: were they
+        """The words before a command that run it inside. They name our descriptors by our process id: were they
         inherited, the command inside would hold them too."""
         user, mount, _ = (f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds)
         return [self._nsenter, f"--user={user}", f"--mount={mount}", "--preserve-credentials", "--"]

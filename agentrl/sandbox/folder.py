@@ -2,7 +2,7 @@
 
 Every path is walked one component at a time with `O_NOFOLLOW`; symbolic links are read and resolved here, the way the
 box would see them, so a link can point anywhere *inside* the folder and nowhere else, also while the box swaps it.
-What the box could have caused raises `SandboxPathError`; what it could not (an I/O error, no descriptors) raises
+A failure that the box could have caused raises `SandboxPathError`; any other (an I/O error, no descriptors) raises
 `SandboxError`.
 """
 
@@ -36,7 +36,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(slots=True)
 class Budget:
-    """What a copy of a hostile tree may still cost; sparse files count in full."""
+    """Bounds a copy of a hostile tree: counts its bytes and entries; sparse files count in full."""
 
     limit: int
     bytes: int = 0

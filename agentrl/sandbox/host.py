@@ -1,4 +1,4 @@
-"""What the boxes of one bubblewrap backend share on this host: folder, user ids, /etc, filter, control groups, view."""
+"""The boxes of one bubblewrap backend share this on the host: folder, user ids, /etc, filter, control groups, view."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _GROUPS = "root:x:0:\nagent:x:1000:\nnogroup:x:65534:\n"
 
 @dataclass(slots=True, kw_only=True)
 class Place:
-    """Where one box lives on the host."""
+    """The place of one box on the host."""
 
     root: Path  # as this process sees it
     mountpoint: Path  # as bwrap sees it
@@ -62,7 +62,7 @@ class Place:
 
     @property
     def usr(self) -> Path:
-        """/usr as the box sees it, where it has an overlay of its own."""
+        """/usr as the box sees it, if it has an overlay of its own."""
         return self.root / "usr"
 
     def oom_kills(self) -> int:
@@ -197,7 +197,7 @@ class Host:
         return [os.fsencode(argument) for argument in argv]
 
     def limited(self, limits: Limits, *, as_group: bool) -> list[bytes]:
-        """What stands before the command: `prlimit` with the bounds of each process."""
+        """The words before the command: `prlimit` with the bounds of each process."""
         bounds = {
             "cpu": math.ceil(limits.cpu_s),
             "nproc": limits.pids,

@@ -1,8 +1,8 @@
 """Commands run on this machine with no wall around them: for machines without a sandbox, and for trusted policies.
 
-Same protocol as the real backends. What is bounded: wall time (SIGKILL to the process group; a process that makes a
-session of its own escapes), output, and by rlimits cpu time, address space, open files, file size and core dumps. What
-is not: the file system, the network, the number of processes, memory and disk of the whole.
+Same protocol as the real backends. Bounded are wall time (SIGKILL to the process group; a process that makes a
+session of its own escapes), output, and by rlimits cpu time, address space, open files, file size and core dumps. Not
+bounded are the file system, the network, the number of processes, memory and disk of the whole.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Boxes made ahead of the schedule. Owns boxes until they are handed out, never after; knows nothing of episodes.
+"""Boxes made ahead of need. Owns boxes until they are handed out, never after; knows nothing of episodes.
 
     async with Pool(backend, ready=8) as pool:
         box = await pool.take(spec, setup)      # a warm one if there is one, else a new one
         ...
         await box.close()                       # the taker's; a used box never comes back
 
-The pool learns what is needed from what is taken: after the first `take` of a kind it keeps `ready` boxes of it, and
+The pool learns from its takers: after the first `take` of a kind it keeps `ready` boxes of it, and
 the kinds taken longest ago give way when all together would exceed `most`.
 """
 
@@ -37,7 +37,7 @@ class Checkable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is done in a box before it is handed out: files laid, then commands run; each must succeed."""
+    """Work in a box before it is handed out: files are laid, then commands run; each must succeed."""
 
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     commands: Sequence[Sequence[str]] = ()
@@ -45,7 +45,7 @@ class Setup:
 
 
 def kind_of(spec: SandboxSpec, setup: Setup) -> str:
-    """Hash of all that makes a box what it is; boxes of one kind are interchangeable."""
+    """A hash of spec and setup; boxes of one kind are interchangeable."""
     digest = hashlib.sha256()
     words: list[object] = [spec.image, spec.limits, spec.network, sorted(spec.env.items())]
     words += [sorted(spec.files.items()), sorted(setup.files.items()), [list(each) for each in setup.commands]]

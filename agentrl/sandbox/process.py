@@ -25,7 +25,7 @@ _REAP_S = 10.0  # a killed tree that is not gone by then is a failure of the hos
 
 
 class Output:
-    """A bounded store of bytes: what comes after `limit` unread bytes is dropped and `truncated` is set."""
+    """A bounded store of bytes: after `limit` unread bytes, further ones are dropped and `truncated` is set."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -120,7 +120,7 @@ class Child:
         self.changed = trio.Event()
 
     async def ended(self) -> None:
-        """Wait for the process itself, end what it left in its group, and reap it."""
+        """Wait for the process itself, end the processes that it left in its group, and reap it."""
         if self._pidfd is not None:
             await trio.lowlevel.wait_readable(self._pidfd)
             self.kill_group()  # before the reaping: afterwards its id may be another's

@@ -1,8 +1,8 @@
 """Boxes whose commands are processes of this host behind a wrapper of yours (`firejail`, `unshare`, a remote shell).
 
 A backend derives from `ProcessBackend`, says in `wrap` how a command is started, and gets the rest: work folders,
-files, snapshots, forks, deadlines, bounded output, background processes, the end. How much of a wall there is, is the
-wrapper's affair; what ends with its deadline is the wrapper's process group.
+files, snapshots, forks, deadlines, bounded output, background processes, the end. The wrapper makes
+the walls. At a deadline its process group is ended.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ProcessBackend:
         self._boxes: set[ProcessBox] = set()
 
     def wrap(self, command: list[bytes], spec: SandboxSpec, folder: Path) -> list[bytes]:
-        """What is started for `command` in a box whose work folder is `folder`. Exit codes of a shell are expected:
+        """The words that run `command` in a box whose work folder is `folder`. Exit codes of a shell are expected:
         127 for a missing program, 126 for one that cannot be run."""
         raise NotImplementedError
 

@@ -1,8 +1,8 @@
-"""Which system calls a command of a bubblewrap box may make: a list of what is allowed, compiled by libseccomp.
+"""The system calls that a command of a bubblewrap box may make: a list of allowed ones, compiled by libseccomp.
 
 The compiled programs lie beside this file (`seccomp-<machine>.bpf`), so that nothing but the kernel is needed to use
-them; `python -m agentrl.sandbox.seccomp` compiles them again (extra `seccomp`), and a test compares. What is not on
-the list answers ENOSYS, as on a kernel that lacks it, or EPERM where programs expect a refusal. Like docker's default
+them; `python -m agentrl.sandbox.seccomp` compiles them again (extra `seccomp`), and a test compares. Other calls
+answer ENOSYS, as on a kernel that lacks it, or EPERM where programs expect a refusal. Like docker's default
 profile, but stricter: neither `ptrace` nor `process_vm_*`, no name spaces, no keyrings, no io_uring, and sockets of
 four families only. Other instruction sets (32-bit, x32) are killed.
 
@@ -145,7 +145,7 @@ def _filter(machine: str, otherwise: int) -> tuple[Any, int]:
 def docker_profile() -> str:
     """The same list as a profile for a Docker engine (JSON, format of moby's `profiles/seccomp/default.json`).
 
-    Engines older than the field `defaultErrnoRet` answer EPERM to what is not on the list."""
+    Engines older than the field `defaultErrnoRet` answer EPERM to calls that are not on the list."""
 
     def rule(names: str, action: str, *conditions: tuple[int, str, int, int], error: int | None = None) -> object:
         arguments = [{"index": i, "op": op, "value": a, "valueTwo": b} for i, op, a, b in conditions]

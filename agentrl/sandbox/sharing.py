@@ -65,7 +65,7 @@ class SharedBackend:
             return await opened.create(spec)
 
     async def aclose(self) -> None:
-        """Close the backend, whoever still uses it. Idempotent."""
+        """Close the backend, even if somebody still uses it. Idempotent."""
         opened, self._backend = self._backend, None
         if isinstance(opened, Pool):
             self._done.set()
@@ -95,7 +95,7 @@ class SharedBackend:
 
 
 def once_a_loop(function: Callable[P, T]) -> Callable[P, T]:
-    """`functools.cache`, anew in every trio loop: what is made belongs to the loop that asked for it."""
+    """`functools.cache`, anew in every trio loop: a result belongs to the loop that asked for it."""
     caches: RunVar[Callable[P, T]] = RunVar(f"{function.__module__}.{function.__qualname__}")
 
     @functools.wraps(function)

@@ -1,7 +1,7 @@
-"""What of this machine's programs a box without an image sees: /usr without what was put there for its users.
+"""The programs of this machine that a box without an image sees: /usr without the things put there for its users.
 
 Hidden are /usr/src, /usr/local (but for the interpreter, if that is where the first `python3` is) and the packages of
-environments and tools, in which solutions can be read. Where the kernel allows it, a box sees /usr through an
+environments and tools, in which solutions can be read. If the kernel allows it, a box sees /usr through an
 overlay of its own: the files are the same, but locks and watches on them meet nobody else. Knows nothing of boxes.
 """
 

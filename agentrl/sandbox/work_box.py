@@ -1,6 +1,6 @@
-"""What boxes over a work folder of the host have in common: its files, its copies, and that a closed box is closed.
+"""The common part of boxes over a work folder of the host: files, copies, and that a closed box is closed.
 
-Owns no process: how commands run, and what walls they run behind, is the affair of the class that derives from it.
+Owns no process: a class that derives from it runs the commands and makes the walls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from agentrl.sandbox.snapshots import Snapshots
 
 
 class WorkBox:
-    """A box whose files lie in `_work`. Who closes it sets `_closed` and drops the snapshots in `_taken`."""
+    """A box whose files lie in `_work`. The `close` of a subclass sets `_closed` and drops the
+    snapshots in `_taken`."""
 
     def __init__(self, work: Folder, snapshots: Snapshots) -> None:
         self._work, self._snapshots = work, snapshots

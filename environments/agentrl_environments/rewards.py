@@ -46,7 +46,7 @@ class PotentialDelta:
 
     @property
     def unsettled(self) -> float:
-        """What the last step's reward changes by if the episode ends there from outside."""
+        """The number to add to the last step's reward if the episode ends there from outside."""
         return -self._weight * self._gamma * self._phi
 
     async def begin(self, box: Sandbox) -> None:

@@ -1,4 +1,4 @@
-"""What the tools share: schemas, and how a command's result becomes text that a model reads."""
+"""The tools share this: schemas, and how a command's result becomes text that a model reads."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Document:
         return "\n".join(self._lines)
 
     def replace(self, line: int, text: str) -> None:
-        """Put `text` (one line, or several) where line `line` stands. Raises ToolError with what the model may do."""
+        """Put `text` (one line, or several) where line `line` stands. Raises ToolError that says what to do."""
         if not 1 <= line <= len(self._lines):
             raise ToolError(f"there is no line {line}: give one from 1 to {len(self._lines)}")
         new = text.split("\n")
@@ -64,7 +64,7 @@ class ReplaceLine:
 
 
 class RunTests:
-    """`run_tests()`: what `run` reports of the text as it stands."""
+    """`run_tests()`: the report of `run` on the text as it stands."""
 
     name = "run_tests"
     parallel = False

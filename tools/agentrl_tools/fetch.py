@@ -27,7 +27,7 @@ class HttpFetch(SchemaChecked):
     """`fetch(url)`: GET, no cookies, no credentials.
 
     `allow` names hosts (`docs.python.org`, `*.example.org`, `localhost:8080`); without a port only the scheme's own is
-    allowed. Whoever puts a host on the list trusts its name service too."""
+    allowed. A host on the list is trusted with its name service too."""
 
     parallel = True
 

@@ -98,8 +98,8 @@ class McpServer:
                 await self._gone.wait()
 
     async def ask(self, name: str, arguments: dict[str, Json]) -> Any:
-        """Call a tool: the package's `CallToolResult`. Raises ToolError for what the server refuses, and where a server
-        in a box is gone; InfrastructureError where another is."""
+        """Call a tool: the package's `CallToolResult`. Raises ToolError for a call that the server refuses, and if a
+        server in a box is gone; InfrastructureError if a server elsewhere is gone."""
         from mcp.shared.exceptions import MCPError
         from mcp_types import CONNECTION_CLOSED
 

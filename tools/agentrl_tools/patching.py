@@ -1,7 +1,7 @@
 """Unified diffs: parsed as models write them, applied exactly. Knows nothing of files.
 
-Line numbers are only a hint (models miscount): a hunk goes where its old lines stand, nearest to the number given. What
-that may cost is bounded, as a policy chooses both the patch and the files."""
+Line numbers are only a hint (models miscount): a hunk goes where its old lines stand, nearest to the number given. Its
+cost is bounded, as a policy chooses both the patch and the files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Effort:
 
 
 def parse_patch(text: str) -> list[FilePatch]:
-    """Raises ToolError with what is wrong and where."""
+    """Raises ToolError that names the fault and its place."""
     patches: list[FilePatch] = []
     lines = text.splitlines()
     at = 0

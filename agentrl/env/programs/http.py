@@ -1,7 +1,7 @@
 """A small HTTP server on the loopback address, for agent programs that know only a model's HTTP API.
 
-One per trio loop, shared by its episodes and closed with the last of them. It parses requests and writes answers;
-what they mean is the business of who registered the path's first part.
+One per trio loop, shared by its episodes and closed with the last of them. It parses requests and writes answers.
+It does not know their meaning: whoever registered the first part of a path handles its requests.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class ProgramEnv(Env):
         return dict(options)
 
     def grade(self, task: Mapping[str, Json], result: Any) -> MaybeAwaitable[Grade | float | bool | None]:
-        """The outcome, from what the program returned (an `Exited` for a command)."""
+        """The outcome, from the program's return value (an `Exited` for a command)."""
         if isinstance(result, int | float):
             return result if abs(result) <= sys.float_info.max else 0.0
         return result if isinstance(result, Grade) else None
@@ -155,7 +155,7 @@ class ProgramEnv(Env):
 
 
 def news_of(before: Conversation, reply: Reply, now: Conversation) -> Messages | None:
-    """What a request adds to the conversation that ended with `reply`; None if it does not extend it."""
+    """The messages that a request adds to the conversation that ended with `reply`; None if it does not extend it."""
     count = len(before.messages)
     if now.tools != before.tools or now.messages[:count] != before.messages or len(now.messages) <= count:
         return None

@@ -41,7 +41,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a program is told: `base_url` without `/v1`, a key, the model's name, the task."""
+    """All that a program gets to know: `base_url` without `/v1`, a key, the model's name, the task."""
 
     base_url: str
     api_key: str
@@ -77,7 +77,7 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The program is over: with a result, or with what it raised."""
+    """The program is over: with a result, or with its exception."""
 
     result: Any = None
     error: Exception | None = None

@@ -26,7 +26,7 @@ _SHORT = 300
 
 
 class Remote:
-    """An object in the suspect's box. What is asked of it happens there."""
+    """An object in the suspect's box. Its attributes and calls are evaluated there."""
 
     __slots__ = ("_court", "_handle")
 
@@ -115,7 +115,7 @@ class Court:
         self._channel = Channel(incoming, self._outgoing, self._call_back, prefix=">")
 
     def ask(self, verb: str, *arguments: Any) -> Any:
-        """Raises what the suspect raised, Gone, ProtocolError."""
+        """Raises the suspect's exception, Gone, ProtocolError."""
         return self._asked([verb, *(encode(argument, self._export) for argument in arguments)])
 
     def _asked(self, request: list[Any]) -> Any:

@@ -1,7 +1,7 @@
 """Runs in a box with the policy's sources: imports them and does what the judge asks, one call at a time.
 
 Everything in this process may be in the policy's hands, this file too. That is why it knows neither tests nor expected
-values: the most it can do is answer, and an answer helps only where it is the right one.
+values: the most it can do is answer, and an answer helps only if it is the right one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the judge and the suspect say to each other: one JSON value a line, plain data by value, all else by handle.
+"""The messages between judge and suspect: one JSON value a line, plain data by value, all else by handle.
 
 Runs in boxes, so it is standard library only. A value is plain by its exact type: an `int` that arrives is an `int`,
 never a subclass with methods of its own.
@@ -33,7 +33,7 @@ class Gone(BaseException):
 
 
 def encode(value: Any, export: Callable[[Any], Any]) -> Any:
-    """`value` as JSON; `export` writes what is not plain."""
+    """`value` as JSON; `export` writes values that are not plain."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -50,7 +50,7 @@ def encode(value: Any, export: Callable[[Any], Any]) -> Any:
 
 
 def decode(data: Any, resolve: Callable[[str, Any], Any]) -> Any:
-    """What `encode` wrote. Raises ProtocolError for anything else."""
+    """The value that `encode` wrote. Raises ProtocolError for any other text."""
     if data is None or type(data) in (bool, int, float, str):
         return data
     if type(data) is list:

@@ -114,7 +114,7 @@ class Runner:
 
 
 def parse(output: str, nonce: str, n: int) -> Values:
-    """Read what the runner wrote: `n` values or a reason; anything else means that the module ended the run."""
+    """Read the runner's output: `n` values or a reason; any other output means that the module ended the run."""
     lines = [line.removeprefix(f"{nonce} ") for line in output.split("\n") if line.startswith(f"{nonce} ")]
     if len(lines) == 2 and lines[0].startswith("! ") and lines[1] == ".":
         return lines[0].removeprefix("! ")

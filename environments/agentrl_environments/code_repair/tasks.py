@@ -39,7 +39,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class RepairTask:
-    """`source` is what the policy gets, `repaired` what it was made from by one mutation: line `fix_line` (from 1)
+    """The policy gets `source`, which one mutation made from `repaired`: line `fix_line` (from 1)
     should read `fix_text`. `shuffled` tasks show the visible tests of another task of the same templates."""
 
     seed: int
@@ -193,7 +193,7 @@ def _load(source: str) -> dict[str, object]:
 
 
 def evaluate(source: str, calls: Sequence[str]) -> tuple[str, ...]:
-    """What each call returns, as `repr`; the name of the exception where it raises. Not for code of a model."""
+    """Each call's value as `repr`, or the name of its exception. Not for code of a model."""
     namespace = _load(source)
     values: list[str] = []
     for call in calls:

@@ -1,4 +1,4 @@
-"""The functions that tasks are made of: what they look like, where their bugs may sit, what they are called with.
+"""The functions that tasks are made of: their code, the places of their bugs, their arguments.
 
 Owns: the templates and their names. Knows nothing of modules, splits or prompts. A name says nothing about what a
 function does, so that only the tests do.

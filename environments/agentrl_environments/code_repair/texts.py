@@ -1,4 +1,4 @@
-"""What the policy reads: the prompt of a task and the reports of its tools. Pure functions, so that demonstrations and
+"""Texts for the policy: the prompt of a task and the reports of its tools. Pure functions, so that demonstrations and
 the environment cannot differ. Knows nothing of sandboxes, rewards or tokenizers."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LONGEST_VALUE = 40
 def opening(source: str, checks: Sequence[Check], values: Sequence[str] | str) -> tuple[Message, ...]:
     """The messages an episode starts with: the module with line numbers, and how each of its visible tests stands.
 
-    `values` are the `repr`s of what the calls returned, or one text that says why the module did not run."""
+    `values` are the `repr`s of the calls' values, or one text that says why the module did not run."""
     lines = [f"{at} {line}" for at, line in enumerate(source.split("\n"), start=1)]
     if isinstance(values, str):
         lines.append(_short(values))
@@ -26,7 +26,7 @@ def opening(source: str, checks: Sequence[Check], values: Sequence[str] | str) -
 
 
 def report(checks: Sequence[Check], values: Sequence[str] | str) -> str:
-    """What `run_tests` says: how many pass, and the first that fails (or why the module did not run)."""
+    """The report of `run_tests`: how many pass, and the first that fails (or why the module did not run)."""
     summary = f"{passed(checks, values)}/{len(checks)} pass"
     if isinstance(values, str):
         return f"{summary}\n{_short(values)}"

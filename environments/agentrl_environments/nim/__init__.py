@@ -118,7 +118,7 @@ PLAYERS: Final[Mapping[str, Policy]] = {"random": random_player, "perfect": perf
 
 
 def nim_sum(heaps: Sequence[int]) -> int:
-    """Whoever leaves a nim-sum of 0 can win."""
+    """The nim-sum; a player who leaves 0 can win."""
     return functools.reduce(operator.xor, heaps, 0)
 
 

@@ -37,7 +37,7 @@ _OUTPUT_BYTES: Final = 8_192
 
 
 class RepoRepair(ToolEnv):
-    """One episode mends one repository; its seed, `split` and `level` decide which and what is wrong.
+    """One episode repairs one repository; its seed, `split` and `level` decide which and what is wrong.
 
     `split`: `train` or `held_out` (other repositories). `level`: `easy`, `medium`, `hard` or `all`. `process`: which
     potentials give process rewards. `sandbox`: id of a sandbox backend; `image`: what its boxes are made of, with a

@@ -24,8 +24,8 @@ _HIDDEN_SHARE: Final = 0.3
 
 @dataclass(frozen=True, slots=True)
 class RepoTask:
-    """`broken` is what the policy gets beside `visible` tests, `gold` what it was before. Judged is by `tests`, all of
-    them: those in `fails` fail on `broken`, those in `passes` pass before and after. `hidden` ones are not `visible`.
+    """The policy gets `broken` and the `visible` tests; `gold` are the sources before they were broken. All of `tests`
+    judge: those in `fails` fail on `broken`, those in `passes` pass before and after. `hidden` ones are not `visible`.
     """
 
     seed: int

@@ -1,4 +1,4 @@
-"""What the policy reads: the prompt of a task and the report of a test run. Knows nothing of boxes or rewards."""
+"""Texts for the policy: the prompt of a task and the report of a test run. Knows nothing of boxes or rewards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prompt(task: RepoTask) -> str:
 
 
 def report(output: str) -> str:
-    """A test run's output with its verdict on top, where a long output is not cut."""
+    """A test run's output with its verdict on top, so that cutting a long output keeps it."""
     output = steady(output)
     verdicts = [line for line in output.splitlines() if line.startswith(_VERDICTS)]
     return f"{verdicts[-1]}\n\n{output}" if verdicts else output

@@ -20,7 +20,7 @@ _TESTS: Final = "tests/"
 
 @dataclass(frozen=True, slots=True)
 class ApartTests:
-    """Success: all listed tests pass. What of the box is no Python is not there for them."""
+    """Success: all listed tests pass. They see only the box's Python files."""
 
     fails: tuple[str, ...]
     passes: tuple[str, ...]

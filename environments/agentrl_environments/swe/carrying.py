@@ -1,7 +1,7 @@
-"""What of the agent's work goes to grading: the declared files that differ from the start, by their bytes alone.
+"""Selects the agent's work that goes to grading: the declared files that differ from the start, by their bytes alone.
 
 Owns: comparing a work folder with itself at an earlier time, and which paths are sources. Links, pipes, modes and files
-that are too large stay behind, as do whatever decides how tests are found and run.
+that are too large stay behind, as do files that decide how tests are found and run.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Listing = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What an agent changed: new contents by path, and the paths that it removed."""
+    """An agent's changes: new contents by path, and the paths that it removed."""
 
     written: Mapping[str, bytes]
     removed: Sequence[str]
 
     async def lay(self, box: Sandbox) -> None:
-        """Do the same to another box. What does not fit there (a file where a folder is) is left out."""
+        """Do the same to another box. A change that does not fit there (a file where a folder is) is left out."""
         for at in range(0, len(self.removed), _AT_ONCE):
             await box.exec(["rm", "-f", "--", *(f"./{path}" for path in self.removed[at : at + _AT_ONCE])])
         for path, data in self.written.items():
@@ -57,7 +57,7 @@ async def listing(box: Sandbox) -> Listing | None:
 
 
 async def work(box: Sandbox, start: Listing, declared: Callable[[str, Set[str]], bool]) -> Work | None:
-    """What was done since `start`, as far as it is declared; None if it is too much. Raises SandboxError."""
+    """The declared changes since `start`; None if they are too many. Raises SandboxError."""
     now = await listing(box)
     if now is None:
         return None

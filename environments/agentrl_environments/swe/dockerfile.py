@@ -30,13 +30,13 @@ class Recipe:
 
 
 def workdir_of(file: Path) -> str:
-    """The last WORKDIR, `/app` where there is none, as Harbor has it."""
+    """The last WORKDIR, `/app` if there is none, as Harbor has it."""
     found = [rest for word, rest in _instructions(file) if word == "WORKDIR"]
     return found[-1] if found else "/app"
 
 
 def recipe(file: Path) -> Recipe:
-    """What a Dockerfile lays where. Raises ConfigError with the first line that needs a builder."""
+    """A Dockerfile that only copies, as data. Raises ConfigError with the first line that needs a builder."""
     base, files, workdir = "", dict[str, Path](), workdir_of(file)
     for word, rest in _instructions(file):
         if word == "FROM" and not base:

@@ -123,7 +123,7 @@ class CodingTasks(ToolEnv):
         return self._playing.instruction
 
     async def grade(self) -> Grade:
-        """What the task's own grading says of the declared files, in a box that the agent has not seen."""
+        """Grade the declared files as the task says, in a box that the agent has not seen."""
         work = await carrying.work(self._box, self._start, self._playing.declared)
         if work is None:
             return Grade(outcome=0.0, success=False)

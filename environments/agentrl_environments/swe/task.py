@@ -1,4 +1,4 @@
-"""What a coding task is, whichever format it came in. Knows nothing of formats, prompts, tools or backends."""
+"""A coding task, independent of its format. Knows nothing of formats, prompts, tools or backends."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Act:
 
 
 def text_of(file: Path) -> str:
-    """A file of a task. Raises ConfigError for what is no text."""
+    """A file of a task. Raises ConfigError for a file that is not text."""
     try:
         return file.read_text("utf-8")
     except UnicodeDecodeError as error:

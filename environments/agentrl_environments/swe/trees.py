@@ -1,7 +1,7 @@
 """The work folder of a task at its start: from this machine or from the image, and never with a history.
 
 Two dangers live in an image's own copy of a repository, which every box of the image can read: a `.git` with the
-commit that mended it, and sources that are whole where the work folder's are broken on purpose. Both are refused.
+commit that fixed it, and intact sources while the work folder's are broken on purpose. Both are refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Verdicts of single tests, read from what a test run printed: `pytest -rA`, `pytest -v` and `unittest -v`.
+"""Verdicts of single tests, read from the output of a test run: `pytest -rA`, `pytest -v` and `unittest -v`.
 
 A test that the log calls both passed and failed has failed, and one that it does not name has not passed. Reading costs
 time and memory linear in the log, whatever it holds. Knows nothing of boxes. A log is no proof: the sources under test

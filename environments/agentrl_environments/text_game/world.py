@@ -31,7 +31,7 @@ HELP: Final = (
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What never changes. `exits` are the neighbours of a room by direction, `locks` the colours of locked doors, both
+    """It never changes. `exits` are the neighbours of a room by direction, `locks` the colours of locked doors, both
     sides named; the treasure lies in a closed chest in the room `chest`."""
 
     exits: Mapping[str, Mapping[str, str]]
@@ -44,7 +44,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where the player and all things are. `unlocked` are colours; a thing in nobody's room is held."""
+    """Places of the player and all things. `unlocked` are colours; a thing in nobody's room is held."""
 
     room: str
     held: frozenset[str] = frozenset()
@@ -78,7 +78,7 @@ def won(world: World, state: State) -> bool:
 
 
 def act(world: World, state: State, command: str) -> tuple[State, str]:
-    """Apply one command; what makes no sense changes nothing and says why."""
+    """Apply one command; one that makes no sense changes nothing and says why."""
     verb, _, rest = " ".join(command.lower().split()).partition(" ")
     rest = rest.removeprefix("the ")
     match verb:
@@ -106,7 +106,7 @@ def act(world: World, state: State, command: str) -> tuple[State, str]:
 
 
 def describe(world: World, state: State) -> str:
-    """What the player sees: room, doors, things."""
+    """The player's view: room, doors, things."""
     doors = [
         direction + (f" ({colour} door, locked)" if (colour := _lock(world, state, direction)) else "")
         for direction in world.exits[state.room]

@@ -1,8 +1,8 @@
-"""What agentrl adds inside vLLM's processes: `register` is the entry point of the group `vllm.general_plugins`.
+"""The part of agentrl inside vLLM's processes: `register` is the entry point of the group `vllm.general_plugins`.
 
 vLLM calls it in each of its processes (HTTP front end, engine core, workers), possibly more than once. It adds
 
-- `shm`, a weight-transfer backend that loads safetensors files (`transfer`), with the CPU build's silent bugs mended;
+- `shm`, a weight-transfer backend that loads safetensors files (`transfer`), with the CPU build's silent bugs fixed;
 - weight versions in every chunk of a stream, and prefix caches salted by version (`versions`);
 - the experts chosen per token on CPU, where vLLM itself has no such thing (`routing`).
 

@@ -1,11 +1,11 @@
-"""What vLLM's CPU build gets wrong. In silence, every call answers 200 and the log-probs are those of other weights:
+"""Fixes for bugs of vLLM's CPU build. Silent ones: every call answers 200 and log-probs are of other weights.
 
 - A tied output layer keeps its packed copy of the old weights over an update (`after_update`).
 - The experts of a mixture are not packed again by an update (`ready_for_update`).
 - A request without an adapter is computed with the adapter in the last slot: its index -1 counts from the end
   (`install`).
 
-And loudly, with LoRA (`install`):
+Loud ones, with LoRA (`install`):
 
 - A request for prompt log-probs beside another request kills the engine.
 - A mixture does not start: vLLM takes the kernel for adapted experts, which needs Triton, also where no adapter adapts

@@ -43,7 +43,7 @@ def register() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What a trainer sends: which file, and what it must hold."""
+    """A trainer's message: which file to load, and what it must hold."""
 
     path: str
     sha256: str

@@ -1,4 +1,4 @@
-"""The class that vLLM's weight-transfer factory makes for the backend `shm`; see `transfer` for what it does."""
+"""The class that vLLM's weight-transfer factory makes for the backend `shm`; `transfer` does the work."""
 
 # pyright: basic, reportMissingImports=false
 
@@ -37,7 +37,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
 
 class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     """Loads weight files. A file that is not what it should be is refused before any weight is touched, and the engine
-    goes on with the old ones; one that fails in the midst of loading leaves a mixture that only another push mends."""
+    goes on with the old ones; one that fails in the midst of loading leaves a mixture that only another push fixes."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo

@@ -1,8 +1,8 @@
-"""Weight versions where vLLM leaves them out: in each chunk of a stream, and in the keys of the prefix cache.
+"""Adds weight versions where vLLM leaves them out: in each chunk of a stream, and in the keys of the prefix cache.
 
 vLLM 0.32 stamps tokens in its engine core but reports the spans with the last chunk only: tokens of a stream that
 broke would come without a version. And with KV kept over an update (`clear_cache=false`) its prefix cache would serve
-keys and values of the old weights to new requests. Both are mended by small wrappers; what cannot be wrapped is listed
+keys and values of the old weights to new requests. Small wrappers fix both; what cannot be wrapped is listed
 in `missing` and logged, and the probe sees it.
 """
 

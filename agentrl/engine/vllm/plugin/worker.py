@@ -1,4 +1,4 @@
-"""Methods of ours on vLLM's worker, called over `POST /collective_rpc`: staging, facts, and the switch of the mending.
+"""Methods of ours on vLLM's worker, called over `POST /collective_rpc`: staging, facts, and a switch for our fixes.
 
 vLLM mixes this class into its worker (`--worker-extension-cls`) and passes strings only; every answer is JSON-safe.
 Importing it registers the plugin, for a vLLM that did not find our entry point.
@@ -44,7 +44,7 @@ class WorkerExtension:
         }
 
     def agentrl_mend(self, on: str) -> dict[str, Any]:
-        """Switch the mending of the CPU build's silent bugs (`"1"` or `"0"`)."""
+        """Switch the fixes of the CPU build's silent bugs on or off (`"1"` or `"0"`)."""
         mending.enabled = on != "0"
         return {"mending": mending.enabled}
 
@@ -58,7 +58,7 @@ class WorkerExtension:
         return self.weight_transfer_engine.stage.state()
 
     def agentrl_fingerprints(self) -> dict[str, Any]:
-        """Fingerprints of what the layers compute with, by the names of the checkpoint format, and their dtype."""
+        """Fingerprints of the weights that layers compute with, by names of the checkpoint format; and their dtype."""
         from agentrl.engine.vllm.plugin.diagnosis import fingerprints
 
         dtype = self.model_runner.model_config.dtype
