@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -49,6 +50,7 @@ class OpenEnv(ToolEnv):
         self._url, self._timeout_s, self.replayable = base_url, message_timeout_s, replayable
         self._instructions = instructions
         self._client: Any = None
+        self._waiting = False
         schema = _action_schema(base_url)
         fields = {name: value for name, value in schema.get("properties", {}).items() if name != "metadata"}
         self._text_field = next(iter(fields)) if len(fields) == 1 and _is_text(fields) else ""
@@ -66,6 +68,7 @@ class OpenEnv(ToolEnv):
             self._url, connect_timeout_s=CONNECT_S, message_timeout_s=self._timeout_s
         )
         self._asked("connect", self._client.connect)
+        self._waiting = False
 
     def prompt(self, task: Mapping[str, Json]) -> Messages:
         seed = int(self.np_random.integers(2**31))
@@ -89,8 +92,18 @@ class OpenEnv(ToolEnv):
         return as_result(shown if isinstance(shown, str) else "\n".join(message["content"] for message in shown))
 
     def _answer(self, action: Mapping[str, Json]) -> str | Messages:
-        result = self._asked("step", functools.partial(self._client.step, dict(action)))
-        self.reward(float(result.reward or 0.0))
+        if self._waiting:  # a call that was ended leaves its answer to the next one
+            self.finish()
+            raise ToolError("an earlier action is not done: the episode is over")
+        self._waiting = True
+        try:
+            result = self._stepped(action)
+        finally:
+            self._waiting = False
+        reward = float(result.reward or 0.0)
+        if not math.isfinite(reward):
+            raise ToolError(f"the environment gives {reward} for this action")
+        self.reward(reward)
         if result.done:
             self.finish()
         return _shown(result.observation)
@@ -104,15 +117,26 @@ class OpenEnv(ToolEnv):
 
         return SchemaTool(name, str(described.get("description") or name), parameters, run)
 
+    def _stepped(self, action: Mapping[str, Json]) -> Any:
+        """What the server answers to an action. If it refuses the action, fails at it or ends the session, the policy
+        could have caused that: ToolError. Raises EnvError if no server is there any more."""
+        client = self._client
+        try:
+            return client.step(dict(action))
+        except RuntimeError as error:
+            if "VALIDATION_ERROR" in str(error):
+                raise ToolError("the environment does not understand this action") from error
+            raise ToolError(f"the environment failed at this action: {error}") from error
+        except Exception as error:
+            _fetched_schema(self._url)
+            if client is self._client:  # else this call was left behind, and another episode runs
+                self.finish()
+            raise ToolError(f"the environment ended the session at this action: {error}") from error
+
     def _asked(self, what: str, body: Callable[[], Any]) -> Any:
-        """Ask the server. Raises ToolError for an action that it finds invalid, EnvError for all other trouble."""
-        with boundary(EnvError, f"OpenEnv server {self._url}: {what}:", passes=(ToolError,)):
-            try:
-                return body()
-            except RuntimeError as error:
-                if "VALIDATION_ERROR" in str(error):
-                    raise ToolError("the environment does not understand this action") from error
-                raise
+        """Ask the server for what no action is part of. Raises EnvError."""
+        with boundary(EnvError, f"OpenEnv server {self._url}: {what}:"):
+            return body()
 
 
 def serve(make: Callable[[], Any], *, max_sessions: int = 64) -> Any:
@@ -162,6 +186,11 @@ def serve(make: Callable[[], Any], *, max_sessions: int = 64) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _action_schema(base_url: str) -> Mapping[str, Any]:
+    return _fetched_schema(base_url)
+
+
+def _fetched_schema(base_url: str) -> Mapping[str, Any]:
+    """The schema of a server's actions. Raises EnvError if no server answers."""
     try:
         answer = httpx.get(f"{base_url.rstrip('/')}/schema", timeout=CONNECT_S)
         answer.raise_for_status()

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from agentrl import registry
-from agentrl.env.tool_env import ToolEnv
+from agentrl.env.tool_env import Grade, ToolEnv
 from agentrl.env.tools import FunctionTool, ToolOptions
-from agentrl.errors import UsageError
+from agentrl.errors import InfrastructureError, UsageError
 from agentrl.records import Json, Message
 
 
@@ -50,9 +51,20 @@ class TrlEnv(ToolEnv):
         """A message without a call is the model's last word."""
         self.finish()
 
-    async def grade(self) -> float | None:
+    async def grade(self) -> Grade | None:
+        """What `get_reward` gives. If it raises, or gives no finite number, the outcome is 0: it judges what the policy
+        did, so the policy could have caused it."""
         get_reward = getattr(self._env, "get_reward", None)
-        return float(await self._hook(get_reward)) if get_reward is not None else None
+        if get_reward is None:
+            return None
+        try:
+            outcome = float(await self._hook(get_reward))
+        except InfrastructureError:
+            raise
+        except Exception as error:
+            return Grade(outcome=0.0, success=False, info={"reward_error": f"{type(error).__name__}: {error}"[:500]})
+        outcome = outcome if math.isfinite(outcome) else 0.0
+        return Grade(outcome=outcome, success=outcome >= 1.0)
 
 
 def _methods_of(env: Any) -> list[FunctionTool]:

@@ -11,7 +11,7 @@ import importlib
 import itertools
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from agentrl.env.core import as_messages
 from agentrl.env.optional import require
@@ -20,6 +20,7 @@ from agentrl.env.tool_env import Grade
 from agentrl.errors import EnvError, UsageError
 from agentrl.records import Json
 
+_OF_THE_HOST: Final = ("SandboxError", "ToolsetError", "InterceptionError", "TunnelError")
 _COUNTED: dict[tuple[str, str, str, int], int] = {}  # tasks that a set was found to have, up to those asked for
 
 
@@ -94,8 +95,13 @@ class Verifiers(ProgramEnv):
             context = vf.ModelContext(model=session.model, client=client, sampling=vf.SamplingConfig())
             episode = await env.run_episode(task, context)
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        if errors or not episode.traces:
-            raise EnvError(f"verifiers: {errors[0].type}: {errors[0].message}" if errors else "verifiers: no trace")
+        for error in errors:
+            if error.type in _OF_THE_HOST:
+                raise EnvError(f"verifiers: {error.type}: {error.message}")
+        if errors:  # of a reward, a hook or a harness that read what the policy wrote
+            raise RuntimeError(f"verifiers: {errors[0].type}: {errors[0].message}")
+        if not episode.traces:
+            raise EnvError("verifiers: no trace")
         return episode.traces[0]
 
 
