@@ -93,7 +93,7 @@ class Rollout(_Section):
     turn_deadline_s: Positive = 60.0  # of sampling one turn: a longer one is cut as well
     step_deadline_s: Positive = 60.0  # of what the policy asks for in one step, and of the environment's own code
     episode_deadline_s: Positive = 300.0  # of all steps together; what engine and host take is not in it
-    group_deadline_s: Positive = 600.0
+    group_deadline_s: Positive = 600.0  # a group closes with what has ended, its late members end after as long again
     checkpoint_tokens: Annotated[int, Field(ge=0)] = 64  # of a running turn, the most that a death can cost; 0: any
     lease_s: Positive = 120.0  # a worker silent for so long loses its episodes to others, should nobody have ended it
     liveness_deadline_s: Positive = 60.0  # a worker whose loop stands still so long (or lease_s / 2) is started again
@@ -201,6 +201,9 @@ class Buffer(_Section):
 
     groups_per_step: Count = 16  # groups that one optimizer step learns from
     max_lag: Annotated[int, Field(ge=0)] = 4  # optimizer steps; 0 is synchronous training
+    close: Literal["full", "quorum"] = "full"  # when a group closes: with its last member, or with a quorum
+    quorum: Annotated[int, Field(ge=2)] = 7  # scored members that close a group; the others are trained when they end
+    quorum_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0  # that it then waits for the others
     keep_steps: Annotated[int, Field(ge=0)] = 50  # trained groups of so many last steps keep their token arrays
     keep_sample: Annotated[float, Field(ge=0, le=1)] = 0.02  # and this share of the older ones
 
@@ -346,6 +349,12 @@ class RunConfig(_Section):
                 "rollout.max_running",
                 rollout.max_running,
                 f"must be at least rollout.group_size = {rollout.group_size}, or no group can finish",
+            )
+        if buffer.close == "quorum" and buffer.quorum > rollout.group_size:
+            raise ConfigError(
+                "buffer.quorum",
+                buffer.quorum,
+                f"must be at most rollout.group_size = {rollout.group_size}, or no quorum is ever reached",
             )
         if self.train.tokens_per_batch < rollout.max_context:
             raise ConfigError(

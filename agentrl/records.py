@@ -17,7 +17,7 @@ own: a turn extends the last one of its role.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -55,7 +55,7 @@ class StopReason(StrEnum):
     ENGINE_FAILED = "engine_failed"
     SANDBOX_FAILED = "sandbox_failed"
     ENV_FAILED = "env_failed"
-    EXPIRED = "expired"  # its group's deadline or the lag bound passed
+    EXPIRED = "expired"  # its group's deadline passed
 
     @property
     def by_policy(self) -> bool:
@@ -226,6 +226,36 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemberRecord:
+    """What siblings are judged against: a scored member's rewards, exact, so that any estimator can be computed.
+
+    `rewards` has one process reward for each turn of a role, in order; `outcomes` those of the roles that have one of
+    their own. Tokens are not in it."""
+
+    outcome: float
+    outcomes: Mapping[str, float]
+    rewards: Mapping[str, tuple[float, ...]]
+
+    def outcome_of(self, role: str) -> float:
+        """The outcome reward of a role: its own, else the episode's."""
+        return self.outcomes.get(role, self.outcome)
+
+
+def member_record(
+    outcome: float, outcomes: Mapping[str, float], turns: Iterable[tuple[str, float, Mapping[str, float]]]
+) -> MemberRecord:
+    """The record of a member whose turns are, in order: the role that acted, its reward, and what the environment gave
+    other roles for it, which belongs to the last turn of each before (a role that has not acted yet gets nothing)."""
+    rewards: dict[str, list[float]] = {}
+    for actor, reward, others in turns:
+        for role, own in rewards.items():
+            if role != actor:
+                own[-1] += float(others.get(role, 0.0))
+        rewards.setdefault(actor, []).append(reward)
+    return MemberRecord(outcome=outcome, outcomes=outcomes, rewards={role: tuple(own) for role, own in rewards.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """An episode as far as it went. `outcome` is its outcome reward, None until scored; `outcomes` those of its roles,
     where the environment tells them apart."""
@@ -245,6 +275,16 @@ class Trajectory:
     def scored(self) -> bool:
         """Whether it may enter loss and baseline: it ended by the policy's own doing and has an outcome."""
         return self.stop_reason is not None and self.stop_reason.by_policy and self.outcome is not None
+
+    @property
+    def record(self) -> MemberRecord:
+        """What its siblings are judged against, were it recorded."""
+        turns = ((turn.role, turn.step) for turn in self.turns)
+        return member_record(
+            self.outcome or 0.0,
+            self.outcomes,
+            ((role, step.reward, step.rewards) if step else (role, 0.0, {}) for role, step in turns),
+        )
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -279,8 +319,9 @@ def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
 
 
 class GroupState(StrEnum):
-    """Where a group stands. `TAKEN` carries the learner step; a checkpoint at step k turns taken ≤ k into trained,
-    a restart from k puts taken > k back to scored."""
+    """Where a group stands. `SCORED` is closed: its record is written, and members that still run are late ones.
+    `TAKEN` carries the learner step; a checkpoint at step k turns taken ≤ k into trained, a restart from k puts
+    taken > k back to scored."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -294,7 +335,12 @@ class GroupState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Sibling episodes of one task. `started_step` is the learner step at its admission."""
+    """Sibling episodes of one task. `started_step` is the learner step at its admission, `taken_step` the one that took
+    it (late members may be taken later).
+
+    Read whole, `trajectories` are all its members. Taken for a step they are those that the step trains, and `left_out`
+    those that leave untrained with it: infrastructure failed them, or all their tokens are too old. `record` is what
+    members are judged against, by member; None: against each other, as they are in `trajectories`."""
 
     id: int
     task: Task
@@ -303,3 +349,5 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     started_step: int = 0
     taken_step: int | None = None
+    left_out: tuple[Trajectory, ...] = ()
+    record: Mapping[int, MemberRecord] | None = None

@@ -1,7 +1,8 @@
 """Group-relative advantages: what a member's return is worth beside its siblings'.
 
 Owns the baseline and the scale of a group. Never knows what the returns are made of, nor which tokens earned them.
-Members that are not scored (law 3: infrastructure failed them) are neither judged nor used to judge.
+Members that are not scored (law 3: infrastructure failed them) are neither judged nor used to judge; members that
+ended after their group had closed are judged only.
 """
 
 from __future__ import annotations
@@ -18,24 +19,29 @@ STD_FLOOR = 1e-4
 """Added to the standard deviation of a group, so that nearly equal returns are not blown up."""
 
 
-def centred(returns_G: Tensor, scored_G: Tensor, kind: Baseline) -> Tensor:
+def centred(returns_G: Tensor, scored_G: Tensor, kind: Baseline, judges_G: Tensor | None = None) -> Tensor:
     """Returns minus the group's baseline; 0 for members that are not scored. `returns_G` is [G] or [G, ...].
+
+    `judges_G` says which scored members the baseline is made of (default: all). One that does not judge, as it ended
+    after its group had closed, is compared with all that do, and changes nothing for them.
 
     `leave_one_out`: r_i - mean of the scored siblings j != i (RLOO, Ahmadian et al. 2024); unbiased, as the
     baseline never sees the judged episode. `group_mean`: r_i - mean of all (GRPO, Shao et al. 2024), which is
-    leave-one-out times (n - 1) / n. `none`: r_i. A baseline needs two scored members; a lone one gets 0.
+    leave-one-out times (n - 1) / n. `none`: r_i. Without a sibling that judges a member gets 0.
     Equal returns give exactly 0: the group is shifted by one of its own returns first, which changes no difference."""
-    mask_G = scored_G.reshape(-1, *([1] * (returns_G.dim() - 1)))
+    judges_G = scored_G if judges_G is None else judges_G
+    per_member = (-1, *([1] * (returns_G.dim() - 1)))
+    mask_G, judging_G = scored_G.reshape(per_member), judges_G.reshape(per_member)
     if kind == "none":
         return torch.where(mask_G, returns_G, 0.0)
-    n = int(scored_G.sum())
-    if n < 2:
+    n = int(judges_G.sum())
+    if n == 0:
         return torch.zeros_like(returns_G)
-    pivot = returns_G[scored_G][0]
-    shifted_G = torch.where(mask_G, returns_G - pivot, 0.0)
-    centred_G = shifted_G - shifted_G.sum(0) / n
-    if kind == "leave_one_out":
-        centred_G = centred_G * (n / (n - 1))
+    pivot = returns_G[judges_G][0]
+    total = torch.where(judging_G, returns_G - pivot, 0.0).sum(0)
+    centred_G = torch.where(mask_G, returns_G - pivot, 0.0) - total / n
+    if kind == "leave_one_out" and n > 1:
+        centred_G = torch.where(judging_G, centred_G * (n / (n - 1)), centred_G)
     return torch.where(mask_G, centred_G, 0.0)
 
 

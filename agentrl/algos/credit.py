@@ -25,11 +25,12 @@ def turn_advantages(
     baseline: Baseline,
     scale: Scale,
     process_weight: float,
+    judges_G: Tensor | None = None,
 ) -> Tensor:
     """One advantage per turn, [G, T]; 0 past an episode's end and for members that are not scored.
 
     `outcomes_G` outcome rewards, `rewards_GT` process rewards (anything past `turns_G` is ignored), `turns_G` how many
-    turns each member took, `scored_G` who takes part.
+    turns each member took, `scored_G` who takes part, `judges_G` against whom (default: all of them; see `centred`).
 
         A[i, t] = (R_i - b_i) + w (C[i, t] - c[i, t]),   C[i, t] = sum of r[i, u] for u >= t
 
@@ -43,7 +44,7 @@ def turn_advantages(
     alive_GT = (index_T < turns_G[:, None]) & scored_G[:, None]
     to_go_GT = reward_to_go(torch.where(alive_GT, rewards_GT, 0.0)) * process_weight
     returns_G = outcomes_G + (to_go_GT[:, 0] if rewards_GT.shape[1] else 0.0)
-    outcome_G1 = centred(outcomes_G, scored_G, baseline)[:, None]
-    process_GT = centred(to_go_GT, scored_G, baseline)
-    advantages_GT = (outcome_G1 + process_GT) / spread(returns_G, scored_G, scale)
+    outcome_G1 = centred(outcomes_G, scored_G, baseline, judges_G)[:, None]
+    process_GT = centred(to_go_GT, scored_G, baseline, judges_G)
+    advantages_GT = (outcome_G1 + process_GT) / spread(returns_G, scored_G if judges_G is None else judges_G, scale)
     return torch.where(alive_GT, advantages_GT, 0.0)

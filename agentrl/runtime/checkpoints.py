@@ -2,7 +2,7 @@
 
 A checkpoint becomes real by its folder's rename; the store learns of it afterwards. A kill in between leaves a folder
 that the store does not know: it is recorded first, then everything after its step is undone. A loss of power, or a copy
-of the store put back, may also take rows that say which groups it trained: its own list is believed.
+of the store put back, may also take rows that say which episodes it trained: its own list is believed.
 """
 
 from __future__ import annotations
@@ -60,16 +60,21 @@ def where_it_stands(start: StartPoint, run: RunDir, store: RunStore) -> StartPoi
 
 
 def _saved(checkpoint: Path) -> Saved | None:
-    """What a checkpoint says it trained, None if it names no groups. Raises RunFailed if it cannot be read."""
+    """What a checkpoint says it trained, None if it names nothing. Raises RunFailed if it cannot be read."""
     file = checkpoint / STATE
     try:
         state = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         go_back = f"move {checkpoint} away to go on from the checkpoint before it"
         raise RunFailed(f"{file} cannot be read: {go_back} ({type(error).__name__}: {error})") from error
-    if "groups" not in state:
+    if "episodes" not in state and "groups" not in state:
         return None
-    return Saved(step=state["step"], previous_step=state["previous_step"], groups=tuple(state["groups"]))
+    return Saved(
+        step=state["step"],
+        previous_step=state["previous_step"],
+        episodes=tuple(map(tuple, state.get("episodes", ()))),
+        groups=tuple(state.get("groups", ())),
+    )
 
 
 def _version(store: RunStore, step: int) -> WeightVersion:

@@ -114,11 +114,13 @@ class _Learning:
         """The next batch, and how long the learner had to wait for it; None if no task is left."""
         started, size = time.perf_counter(), self._config.buffer.groups_per_step
         while (phase := self._store.meta("phase")) != "stop":
-            if phase == "drain" and (size := min(size, self._store.ready_count())) == 0:
-                return None
+            if phase == "drain":
+                size = min(size, self._store.ready_count())  # 0: late members alone
             groups = self._store.take(self._learner.step_index + 1, size, max_lag=self._config.buffer.max_lag)
             if groups is not None:
                 return groups, time.perf_counter() - started
+            if size == 0:
+                return None
             if self._push is not None and self._push.done():
                 self._settle()  # without its version no group may ever come
             elif self._push is None and time.monotonic() >= self._watch_at:

@@ -34,7 +34,7 @@ from agentrl.runtime.processes import RunProcesses
 from agentrl.runtime.room import check_room
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.sources import task_source
-from agentrl.store import RunStore
+from agentrl.store import RunStore, close_policy
 from agentrl.telemetry import Telemetry
 
 _TICK_S = 0.25
@@ -116,7 +116,9 @@ class Supervisor:
         evaluation.schedule(self.store, self.config, sets[0], when, min(self.config.eval.n_during, sets[0].n))
 
     async def _tick(self) -> None:
-        self.store.expire(time.time(), self.config.rollout.group_deadline_s, max_lag=self.config.buffer.max_lag)
+        buffer, deadline_s = self.config.buffer, self.config.rollout.group_deadline_s
+        policy = close_policy(buffer.close, quorum=buffer.quorum, after_s=buffer.quorum_after_s)
+        self.store.expire(time.time(), deadline_s, close_policy=policy)
         self._check_failures()
         self.on_tick(self)
         await trio.sleep(_TICK_S)
@@ -137,10 +139,10 @@ class Supervisor:
             )
 
     def _played(self, tasks: int) -> bool:
-        """Whether all of so many training tasks were played."""
+        """Whether all of so many training tasks were played, late members too."""
         counts = self.store.counts()
         unfinished = counts.get(GroupState.WAITING, 0) + counts.get(GroupState.RUNNING, 0)
-        return not unfinished and self.store.tasks_started() >= tasks
+        return not unfinished and self.store.tasks_started() >= tasks and not self.store.late_open()
 
     def _enter(self, phase: str) -> None:
         self.store.set_meta("phase", phase)

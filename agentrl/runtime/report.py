@@ -60,6 +60,7 @@ def summarise(run: RunDir, config: RunConfig, store: RunStore, *, restarts: dict
         "max_lag_seen": max((row["lag_max"] for row in steps), default=0),
         "weight_pause_ms": 1e3 * fmean(row["pause_s"] for row in steps) if steps else 0.0,
         "drops": store.drops(),
+        "members_dropped": store.members_dropped(),
         "quarantined": [
             {"env": one.task.env, "seed": one.task.seed, "episode": one.episode_id, "reason": one.reason}
             for one in store.quarantined()

@@ -4,14 +4,15 @@ Every process of a run opens it; calls are synchronous and short (well under a m
 async code calls them directly. Standard library and zstandard only.
 
     versions    weight versions, minted once          admission   how many groups may start (pure)
-    groups      birth and end of groups               leases      who plays which episode
-    deaths      which episode killed its worker       outages     failures that are one
+    groups      birth and end of groups               closing     when a group closes (pure)
+    leases      who plays which episode               deaths      which episode killed its worker
     journal     a running episode, turn by turn       partials    the turn that is sampled now
-    snapshots   states to bring environments back to  buffer      what the learner takes, what expires
-    lineage     checkpoint, rollback, retention       recovery    what a loss of power took
-    metrics     values, drops, the bias of dropping   readers     rows back into records
-    audit       the laws, checked from the raw rows   schema      tables and migrations
-    database    transactions and errors               codec       packing
+    snapshots   states to bring environments back to  outages     failures that are one
+    buffer      what the learner takes and when       lineage     checkpoint, rollback, retention
+    recovery    what a loss of power took             metrics     values, drops, the bias of dropping
+    readers     rows back into records                audit       the laws, checked from the raw rows
+    schema      tables and migrations                 database    transactions and errors
+    codec       packing
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from typing import Self
 
 from agentrl.errors import DiskFull, LeaseLost, StoreError, StoreVersionError
 from agentrl.store.admission import Load, admissible_groups
-from agentrl.store.buffer import Buffer
+from agentrl.store.buffer import Buffer, Expired
+from agentrl.store.closing import FULL, ClosePolicy, Full, Quorum, close_policy
 from agentrl.store.database import Database
 from agentrl.store.deaths import Deaths, Quarantined, Released
 from agentrl.store.groups import TRAIN, Groups
@@ -38,12 +40,16 @@ from agentrl.store.recovery import Recovery, Saved
 from agentrl.store.snapshots import Snapshot, Snapshots
 
 __all__ = [
+    "FULL",
     "TRAIN",
     "Checkpoint",
     "Claim",
+    "ClosePolicy",
     "DiskFull",
     "EpisodeRow",
+    "Expired",
     "Failures",
+    "Full",
     "GroupResult",
     "LeaseLost",
     "LengthBias",
@@ -52,6 +58,7 @@ __all__ = [
     "Metric",
     "Partial",
     "Quarantined",
+    "Quorum",
     "Released",
     "Restart",
     "RunStore",
@@ -60,6 +67,7 @@ __all__ = [
     "StoreError",
     "StoreVersionError",
     "admissible_groups",
+    "close_policy",
 ]
 
 

@@ -13,7 +13,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import zstandard
 
@@ -43,8 +42,9 @@ class AuditReport:
     turns: int = 0
     tokens: int = 0  # sampled, all trials and purposes
     turns_set_aside: int = 0  # of trials that an episode's restart left behind
-    tokens_trained: int = 0  # sampled tokens of scored members of groups in the lineage
-    max_lag_seen: int = 0
+    tokens_trained: int = 0  # sampled tokens of members in the lineage, within the lag bound of their take
+    tokens_stale: int = 0  # of the same members, beyond it: left out of the loss
+    max_lag_seen: int = 0  # of what was trained
     attempt: int = 1
     drops: dict[str, int] = field(default_factory=dict[str, int])  # reason -> training groups
     breaches: Counter[str] = field(default_factory=Counter[str])
@@ -71,13 +71,14 @@ class AuditReport:
 KINDS = {
     "tokens_incomplete": 1,  # a sampled token without its id, version or log-prob
     "turns_lost": 2,  # a journaled turn, or the environment's answer to it, is missing
-    "trained_twice": 2,  # more than one live lineage row for a group
+    "trained_twice": 2,  # more than one live lineage row for an episode
     "lineage_broken": 2,  # taken or trained without a lineage row, or the reverse; trained without a checkpoint
-    "checkpoint_disagrees": 2,  # a checkpoint's folder lists other groups than the lineage of its steps
-    "trained_unfinished": 2,  # a group in the lineage whose members had not all ended
-    "trained_unscored": 3,  # a group in the lineage with too few members that the policy itself ended
-    "group_stuck": 4,  # all members ended and the group did not, or the reverse
-    "trained_stale": 5,  # a token in the loss beyond the lag bound of its take
+    "checkpoint_disagrees": 2,  # a checkpoint's folder lists other episodes than the lineage of its steps
+    "trained_unfinished": 2,  # an episode in the lineage that had not ended
+    "trained_unscored": 3,  # an episode in the lineage that the policy did not end, or has too few siblings to compare
+    "record_disagrees": 3,  # a group's record is not what its scored members, late ones apart, did
+    "group_stuck": 4,  # all members ended and the group is open, or one is open that is not late and the group closed
+    "trained_stale": 5,  # an episode in the lineage with no token within the lag bound of its take
     "drop_without_reason": 5,  # an expired or failed group that does not say why
     "orphan_row": 0,  # a row whose owner does not exist
     "bookkeeping": 0,  # counters or summaries that disagree with the rows
@@ -97,6 +98,7 @@ def audit(store: RunStore, checkpoints: Path | None = None) -> AuditReport:
         _check_turns,
         _check_ends,
         _check_lineage,
+        _check_records,
         _check_lag,
         _check_file,
     )
@@ -141,7 +143,7 @@ _OWNERS = (
     ("restarts", "episode_id", "episodes"),
     ("partials", "episode_id", "episodes"),
     ("snapshots", "episode_id", "episodes"),
-    ("lineage", "group_id", "groups"),
+    ("lineage", "episode_id", "episodes"),
 )
 
 
@@ -253,89 +255,142 @@ def _check_ends(db: Database, report: AuditReport) -> None:
         for (episode,) in db.rows(f"SELECT id FROM episodes WHERE ended_s NOT NULL AND id IN ({ids})"):
             report.breach("bookkeeping", f"episode {episode} ended with {what}")
     stuck = db.rows(
-        "SELECT g.id, g.state, SUM(e.state IN ('waiting', 'running')), SUM(e.state = 'running') FROM groups g"
-        " JOIN episodes e ON e.group_id = g.id GROUP BY g.id"
+        "SELECT g.id, g.state, SUM(NOT e.late AND e.state IN ('waiting', 'running')), SUM(e.state = 'running'),"
+        " SUM(e.late) FROM groups g JOIN episodes e ON e.group_id = g.id GROUP BY g.id"
     )
-    for group, state, unfinished, running in stuck:
+    for group, state, unfinished, running, late in stuck:
         group_open = state in ("waiting", "running")
         if group_open != bool(unfinished) or (state == "waiting" and running):
             report.breach("group_stuck", f"group {group} is {state} with {unfinished} members not ended")
+        if group_open and late:
+            report.breach("group_stuck", f"group {group} is {state}, and {late} of its members are late")
 
 
 def _check_lineage(db: Database, report: AuditReport) -> None:
     live: defaultdict[int, list[int]] = defaultdict(list)
-    for group, step in db.rows("SELECT group_id, step FROM lineage WHERE undone_attempt IS NULL"):
-        live[group].append(step)
-    for group, steps in live.items():
+    for episode, step in db.rows("SELECT episode_id, step FROM lineage WHERE undone_attempt IS NULL"):
+        live[episode].append(step)
+    for episode, steps in live.items():
         if len(steps) > 1:
-            report.breach("trained_twice", f"group {group}: in the loss of steps {sorted(steps)}")
+            report.breach("trained_twice", f"episode {episode}: in the loss of steps {sorted(steps)}")
     safe = db.rows("SELECT COALESCE(MAX(step), 0) FROM checkpoints WHERE undone_attempt IS NULL")[0][0]
-    taken: set[int] = set()
+    trained_of: defaultdict[int, set[int]] = defaultdict(set)  # group -> steps that trained a member of it
+    for episode, group, state, stop_reason, outcome, late, taken_step, dropped, group_state, group_step in db.rows(
+        "SELECT e.id, e.group_id, e.state, e.stop_reason, e.outcome, e.late, e.taken_step, e.dropped, g.state,"
+        " g.taken_step FROM episodes e JOIN groups g ON g.id = e.group_id ORDER BY e.id"
+    ):
+        where = f"episode {episode} of group {group}"
+        if (taken_step is not None and dropped is None) != (episode in live):
+            report.breach("lineage_broken", f"{where} left in step {taken_step} ({dropped}), lineage: {live[episode]}")
+        if episode not in live:
+            continue
+        trained_of[group] |= set(live[episode])
+        if taken_step not in live[episode]:
+            report.breach("lineage_broken", f"{where} was taken in step {taken_step}, its lineage says {live[episode]}")
+        if not late and taken_step != group_step:
+            report.breach("lineage_broken", f"{where} was taken in step {taken_step}, its group in step {group_step}")
+        if group_state not in ("taken", "trained") and not (late and group_state == "expired"):
+            report.breach("lineage_broken", f"{where} is in the lineage, and its group is {group_state}")
+        if state != "finished":
+            report.breach("trained_unfinished", f"{where} is in the lineage and {state}")
+        if not _in_loss(stop_reason, outcome):
+            report.breach("trained_unscored", f"{where} ended as {stop_reason} with outcome {outcome}")
     for group, purpose, state, step in db.rows("SELECT id, purpose, state, taken_step FROM groups"):
         is_taken = state in ("taken", "trained")
-        taken |= {group} if is_taken else set()
-        if is_taken != (step is not None) or (is_taken and step not in live.get(group, [])):
-            report.breach("lineage_broken", f"group {group} is {state} at step {step}, its lineage says {live[group]}")
-        if is_taken and purpose != "train":
+        if is_taken != (step is not None) or (is_taken and step not in trained_of[group]):
+            report.breach("lineage_broken", f"group {group} is {state} at step {step}, trained in {trained_of[group]}")
+        if (is_taken or trained_of[group]) and purpose != "train":
             report.breach("lineage_broken", f"group {group} of {purpose} is {state}")
         if is_taken and (state == "trained") != (step <= safe):
             report.breach("lineage_broken", f"group {group}, step {step}, is {state}; last checkpoint is step {safe}")
-    for group in live.keys() - taken:
-        report.breach("lineage_broken", f"group {group} is in the lineage, but neither taken nor trained")
-    for group in sorted(taken):
-        members = db.rows("SELECT state, stop_reason, outcome FROM episodes WHERE group_id = ?", (group,))
-        if not members or any(state != "finished" for state, *_ in members):
-            report.breach("trained_unfinished", f"group {group} has members that never finished")
-        if sum(map(_in_loss, members)) < min(2, len(members)):
+
+
+def _check_records(db: Database, report: AuditReport) -> None:
+    """A closed group's record is that of its scored members that were not late; nothing is judged by fewer than two."""
+    members: defaultdict[int, dict[str, tuple[float, int]]] = defaultdict(dict)
+    for group, member, stop_reason, outcome, turns in db.rows(
+        "SELECT group_id, member, stop_reason, outcome, n_turns FROM episodes WHERE NOT late AND stop_reason NOT NULL"
+    ):
+        if _in_loss(stop_reason, outcome):
+            members[group][str(member)] = (outcome, turns)
+    for group, state, size, packed in db.rows("SELECT id, state, size, record FROM groups WHERE purpose = 'train'"):
+        if state in ("taken", "trained") and len(members[group]) < min(2, size):
             report.breach("trained_unscored", f"group {group} has fewer than two members to compare")
+        if packed is None or state in ("waiting", "running"):
+            continue
+        recorded = {
+            member: (one["outcome"], sum(map(len, one["rewards"].values())))
+            for member, one in json.loads(packed).items()
+        }
+        if recorded != members[group]:
+            report.breach("record_disagrees", f"group {group} recorded {recorded}, its members are {members[group]}")
 
 
 def _check_checkpoints(db: Database, report: AuditReport, folder: Path | None) -> None:
     """What each folder says it trained is what the lineage says of its steps."""
     paths = {Path(path) for (path,) in db.rows("SELECT path FROM checkpoints WHERE undone_attempt IS NULL")}
     paths |= set() if folder is None else set(folder.glob(f"step-{'[0-9]' * 8}"))
-    lost = {group for (group,) in db.rows("SELECT group_id FROM lost")}
-    live: dict[int, int] = dict(db.rows("SELECT group_id, step FROM lineage WHERE undone_attempt IS NULL"))
-    for group in sorted(lost & live.keys()):
-        report.breach("trained_twice", f"group {group}: trained by a checkpoint that the store had lost, and again")
+    lost = {episode for (episode,) in db.rows("SELECT episode_id FROM lost_members")}
+    live: dict[int, int] = dict(db.rows("SELECT episode_id, step FROM lineage WHERE undone_attempt IS NULL"))
+    for episode in sorted(lost & live.keys()):
+        report.breach("trained_twice", f"episode {episode}: trained by a checkpoint that the store had lost, and again")
     for path in sorted(paths):
         try:
             state = json.loads((path / "state.json").read_text())
         except OSError:
             continue  # it is no longer kept
-        if "groups" not in state:
+        if "episodes" in state:
+            listed = {episode for step in state["episodes"] for episode in step}
+        elif "groups" in state:  # an agentrl that trained whole groups wrote it
+            listed = _members_of(db, state["groups"])
+        else:
             continue
-        first, last, listed = state["previous_step"] + 1, state["step"], set(state["groups"])
-        recorded = {group for group, step in live.items() if first <= step <= last}
-        for group in sorted(listed - recorded - lost):
-            report.breach("checkpoint_disagrees", f"{path} trained group {group}: not in steps {first} to {last}")
-        for group in sorted(recorded - listed):
-            report.breach("checkpoint_disagrees", f"{path}: group {group} of step {live[group]} is not in it")
+        first, last = state["previous_step"] + 1, state["step"]
+        recorded = {episode for episode, step in live.items() if first <= step <= last}
+        for episode in sorted(listed - recorded - lost):
+            report.breach("checkpoint_disagrees", f"{path} trained episode {episode}: not in steps {first} to {last}")
+        for episode in sorted(recorded - listed):
+            report.breach("checkpoint_disagrees", f"{path}: episode {episode} of step {live[episode]} is not in it")
 
 
-def _in_loss(member: tuple[Any, ...]) -> bool:
-    _, stop_reason, outcome = member
-    return stop_reason not in _NOT_BY_POLICY and outcome is not None
+def _members_of(db: Database, groups: list[int]) -> set[int]:
+    """The scored members of groups, as far as the store has them."""
+    return {
+        episode
+        for group in groups
+        for episode, stop_reason, outcome in db.rows(
+            "SELECT id, stop_reason, outcome FROM episodes WHERE group_id = ?", (group,)
+        )
+        if _in_loss(stop_reason, outcome)
+    }
+
+
+def _in_loss(stop_reason: str | None, outcome: float | None) -> bool:
+    return stop_reason is not None and stop_reason not in _NOT_BY_POLICY and outcome is not None
 
 
 def _check_lag(db: Database, report: AuditReport) -> None:
-    """Each sampled token of a scored member, against the bound that its take was given."""
+    """Of each episode in the lineage some sampled token, if it has any, is within the bound that its take was given."""
     steps_of: dict[int, int] = dict(db.rows("SELECT version, step FROM versions"))
     rows = db.execute(
-        "SELECT l.group_id, l.step, l.max_lag, e.stop_reason, e.outcome, t.spans, t.idx, e.id FROM lineage l"
-        " JOIN episodes e ON e.group_id = l.group_id JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial"
-        " WHERE l.undone_attempt IS NULL AND t.learns"
+        "SELECT l.episode_id, l.step, l.max_lag, t.spans FROM lineage l JOIN episodes e ON e.id = l.episode_id"
+        " JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial WHERE l.undone_attempt IS NULL AND t.learns"
+        " ORDER BY l.id"
     )
-    for group, step, bound, stop_reason, outcome, spans, index, episode in rows:
-        if not _in_loss((None, stop_reason, outcome)):
-            continue
+    lags: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for episode, step, bound, spans in rows:
         for version, start, end in json.loads(spans):
-            report.tokens_trained += end - start
-            behind = step - 1 - steps_of.get(version, step - 1)
-            report.max_lag_seen = max(report.max_lag_seen, behind)
+            behind = max(0, step - 1 - steps_of.get(version, step - 1))
+            lags[episode, step, bound].append(behind)
             if behind > bound:
-                where = f"group {group}, episode {episode}, turn {index}"
-                report.breach("trained_stale", f"{where}: a token of lag {behind} in step {step}, bound {bound}")
+                report.tokens_stale += end - start
+            else:
+                report.tokens_trained += end - start
+                report.max_lag_seen = max(report.max_lag_seen, behind)
+    for (episode, step, bound), behind in lags.items():
+        if min(behind) > bound:
+            where = f"episode {episode} in step {step}"
+            report.breach("trained_stale", f"{where}: its youngest token is of lag {min(behind)}, bound {bound}")
 
 
 def _check_file(db: Database, report: AuditReport) -> None:

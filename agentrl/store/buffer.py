@@ -1,109 +1,208 @@
-"""The buffer between rollout and learner: what the learner takes, and what is too old to be taken.
+"""The buffer between rollout and learner: which members the learner takes, which groups close, what leaves untrained.
 
-Taking and writing it into the lineage is one transaction, and the schema allows one live lineage row a group: that is
-how a group is trained exactly once (law 2). What is too old leaves as expired with a reason, and is counted (law 5).
+A member is trained once (law 2): taking it and writing it into the lineage is one transaction, and the schema allows
+one live lineage row an episode. A group is taken once it is closed, and only says what its members are judged against;
+a member that ends later is taken with a later step. Tokens too old for a step are left out by the learner (law 5); a
+member of which no token is young enough leaves here as stale, and its outcome stays in its group's record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from agentrl.errors import StoreError
 from agentrl.records import Group, GroupState, StopReason
+from agentrl.store.closing import FULL, ClosePolicy
 from agentrl.store.database import Part
-from agentrl.store.groups import TRAIN, close_if_ended, scored
+from agentrl.store.groups import LATE, TRAIN, close, close_if_ended, enough, scored
 from agentrl.store.journal import end_episode
 from agentrl.store.readers import load_group
-from agentrl.store.versions import lag, latest_confirmed
+from agentrl.store.versions import lag
 
 STALE = "stale"
 DEADLINE = "deadline"
 
 
+class Expired(NamedTuple):
+    """What `Buffer.expire` did. Ids of groups that closed before all members had ended, of groups past their deadline,
+    of episodes past it as late members."""
+
+    closed: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """An ended member of a closed group; `fresh` says whether the step that is asked for may train any token of it."""
+
+    id: int
+    group_id: int
+    scored: bool
+    fresh: bool
+
+    @property
+    def trains(self) -> bool:
+        return self.scored and self.fresh
+
+
+class _Offer(NamedTuple):
+    """What a step may take: groups oldest admitted first, groups of which nothing can train, late members."""
+
+    groups: list[list[_Ended]]
+    stale: list[int]
+    late: list[_Ended]
+
+
 class Buffer(Part):
-    """Take groups for a learner step; expire those that the learner may no longer have."""
+    """Take members for a learner step; close groups, and expire what waits too long."""
 
     def take(self, step: int, n: int, *, max_lag: int) -> list[Group] | None:
-        """`n` scored groups for optimizer step `step`, oldest admitted first; None, and nothing taken, if fewer remain.
+        """What optimizer step `step` trains: `n` closed groups, oldest admitted first, and with them all late members
+        of earlier groups that have been scored since, which count for nothing. None, and nothing taken, if fewer groups
+        remain; with `n` = 0 late members alone are taken, None if there are none.
 
-        Groups with a scored member's token of a lag above `max_lag` expire first, whether or not enough remain (see
-        `versions` for how lag counts). Raises StoreError if groups were taken for this step or a later one already:
-        after a crash, `rollback` puts them back."""
+        Each `Group` holds only the members of this step, and the record that they are judged against. A group of which
+        every member is too old for `max_lag` expires first, whether or not enough remain (see `versions` for how lag
+        counts). Raises StoreError if members were taken for this step or a later one already: after a crash,
+        `rollback` puts them back."""
         with self._db.read():  # a waiting learner asks often, and must not take the write lock to hear no
-            fresh, stale = self._takable(step, max_lag)
-        if len(fresh) < n and not stale:
+            offer = self._offer(step, max_lag)
+        if not _enough(offer, n) and not offer.stale:
             return None
         now = self._db.clock()
         with self._db.write(durable=True):  # before it is trained: a checkpoint may outlive a loss of power
-            fresh, stale = self._takable(step, max_lag)
-            self._expire(stale, STALE, now)
-            if len(fresh) >= n:
-                del fresh[n:]
-                self._db.execute_many(
-                    "INSERT INTO lineage (group_id, step, attempt, max_lag, taken_s)"
-                    " VALUES (?, ?, (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'attempt'), ?, ?)",
-                    [(id, step, max_lag, now) for id in fresh],
-                )
-                self._db.execute_many(
-                    "UPDATE groups SET state = 'taken', taken_step = ? WHERE id = ?", [(step, id) for id in fresh]
-                )
-        if len(fresh) < n:
-            return None
+            offer = self._offer(step, max_lag)
+            self._expire(offer.stale, STALE, now)
+            if not _enough(offer, n):
+                return None
+            taken = offer.groups[:n]
+            members = [member for group in taken for member in group] + offer.late
+            self._leave(members, step, max_lag, now)
+            self._db.execute_many(
+                "UPDATE groups SET state = 'taken', taken_step = ? WHERE id = ?",
+                [(step, group[0].group_id) for group in taken],
+            )
+        late: defaultdict[int, list[_Ended]] = defaultdict(list)
+        for member in offer.late:
+            late[member.group_id].append(member)
         with self._db.read():
-            return [load_group(self._db, id) for id in fresh]
+            groups = [self._taken(members) for members in (*taken, *late.values())]
+        return [group for group in groups if group.trajectories or group.left_out]
 
-    def expire(self, now: float, group_deadline_s: float, *, max_lag: int | None = None) -> dict[str, list[int]]:
-        """Close running groups whose first episode was claimed more than `group_deadline_s` before `now`, and, given
-        `max_lag`, running training groups with a token already too old for any step to come. Group ids by reason.
+    def expire(self, now: float, group_deadline_s: float, *, close_policy: ClosePolicy = FULL) -> Expired:
+        """Close the running training groups that `close_policy` or their deadline closes; expire what is past it.
 
-        A training group expires; an evaluation group keeps what ended and is scored. Running members end with
-        `StopReason.EXPIRED`: their workers hear LeaseLost at their next journal call."""
+        A group's deadline is `group_deadline_s` after its first episode was claimed. A training group of which enough
+        members are scored closes then, and the others go on as late members for the same time again; one of which too
+        few are waits for them as long, and expires. An evaluation group keeps what ended. A member that expires ends
+        with `StopReason.EXPIRED`: its worker hears LeaseLost at its next journal call."""
         with self._db.read():
-            if not self._overdue(now - group_deadline_s) and not self._doomed(max_lag):
-                return {}
+            if not any(self._due(now, group_deadline_s, close_policy)):
+                return Expired()
         with self._db.write():
-            late = self._overdue(now - group_deadline_s)
-            self._expire(late, DEADLINE, now)
-            doomed = self._doomed(max_lag)  # after it: a group counts once
-            self._expire(doomed, STALE, now)
-        return {reason: ids for reason, ids in ((DEADLINE, late), (STALE, doomed)) if ids}
+            due = self._due(now, group_deadline_s, close_policy)
+            for group_id in due.closed:
+                close(self._db, group_id, now)
+            self._expire(due.groups, DEADLINE, now)
+            for episode_id in due.members:
+                end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, now)
+                self._db.execute("UPDATE episodes SET dropped = ? WHERE id = ?", (DEADLINE, episode_id))
+        return due
 
-    def _takable(self, step: int, max_lag: int) -> tuple[list[int], list[int]]:
-        """Scored training groups, oldest admitted first: those that step `step` may train, and the stale ones."""
+    def _offer(self, step: int, max_lag: int) -> _Offer:
         later = self._db.row("SELECT MAX(step) FROM lineage WHERE undone_attempt IS NULL AND step >= ?", (step,))
         if later is not None and later[0] is not None:
-            raise StoreError(f"step {step}: groups were taken for step {later[0]} already: roll back first")
-        rows = self._db.rows(
-            "SELECT id, oldest_step FROM groups WHERE purpose = ? AND state = 'scored' ORDER BY id", (TRAIN,)
+            raise StoreError(f"step {step}: members were taken for step {later[0]} already: roll back first")
+        columns = "e.id, e.group_id, e.stop_reason, e.outcome, e.newest_step"
+        buffered = self._db.rows(
+            f"SELECT {columns} FROM groups g JOIN episodes e ON e.group_id = g.id"
+            " WHERE g.purpose = ? AND g.state = 'scored' AND e.stop_reason IS NOT NULL ORDER BY g.id, e.id",
+            (TRAIN,),
         )
-        fresh = [id for id, oldest in rows if lag(step, oldest) <= max_lag]
-        stale = [id for id, oldest in rows if lag(step, oldest) > max_lag]
-        return fresh, stale
+        late = self._db.rows(
+            f"SELECT {columns} FROM (SELECT * FROM episodes WHERE {LATE}) e JOIN groups g ON g.id = e.group_id"
+            " WHERE g.state <> 'scored' AND e.stop_reason IS NOT NULL ORDER BY e.id"
+        )
 
-    def _overdue(self, started_before: float) -> list[int]:
-        rows = self._db.rows(
-            "SELECT g.id FROM group_counts c CROSS JOIN groups g ON g.purpose = c.purpose AND g.state = c.state"
+        def ended(id: int, group_id: int, stop_reason: str, outcome: float | None, newest: int | None) -> _Ended:
+            return _Ended(id, group_id, scored(stop_reason, outcome), lag(step, newest) <= max_lag)
+
+        groups: defaultdict[int, list[_Ended]] = defaultdict(list)
+        for row in buffered:
+            groups[row[1]].append(ended(*row))
+        return _Offer(
+            groups=[members for members in groups.values() if any(one.trains for one in members)],
+            stale=[id for id, members in groups.items() if not any(one.trains for one in members)],
+            late=[ended(*row) for row in late],
+        )
+
+    def _leave(self, members: Iterable[_Ended], step: int, max_lag: int, now: float) -> None:
+        """Members leave the buffer with `step`: into its lineage, or as stale. What is not scored left by its end."""
+        for one in members:
+            if one.trains:
+                self._db.execute(
+                    "INSERT INTO lineage (episode_id, step, attempt, max_lag, taken_s)"
+                    " VALUES (?, ?, (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'attempt'), ?, ?)",
+                    (one.id, step, max_lag, now),
+                )
+            if one.scored:
+                dropped = None if one.fresh else STALE
+                self._db.execute(
+                    "UPDATE episodes SET taken_step = ?, dropped = ? WHERE id = ?", (step, dropped, one.id)
+                )
+            else:
+                self._db.execute("UPDATE episodes SET dropped = stop_reason WHERE id = ? AND late = 1", (one.id,))
+
+    def _taken(self, members: Sequence[_Ended]) -> Group:
+        trains = {one.id for one in members if one.trains}
+        group = load_group(self._db, members[0].group_id, [one.id for one in members])
+        record = group.record
+        if record is None:  # an agentrl that kept no records closed it, and no member of it is late
+            record = {one.member: one.record for one in group.trajectories if one.scored}
+        return replace(
+            group,
+            trajectories=tuple(one for one in group.trajectories if one.episode_id in trains),
+            left_out=tuple(one for one in group.trajectories if one.episode_id not in trains),
+            record=record,
+        )
+
+    def _due(self, now: float, deadline_s: float, policy: ClosePolicy) -> Expired:
+        running = self._db.rows(
+            "SELECT g.id, g.purpose, g.size, g.n_scored, g.started_s FROM group_counts c"
+            " CROSS JOIN groups g ON g.purpose = c.purpose AND g.state = c.state"
             " WHERE c.state = 'running' AND c.n > 0 AND g.started_s < ? ORDER BY g.id",
-            (started_before,),
+            (now - deadline_s,),
         )
-        return [id for (id,) in rows]
-
-    def _doomed(self, max_lag: int | None) -> list[int]:
-        version = None if max_lag is None else latest_confirmed(self._db)
-        if version is None or max_lag is None:
-            return []
-        rows = self._db.rows(
-            "SELECT DISTINCT g.id, e.stop_reason, e.outcome FROM groups g JOIN episodes e ON e.group_id = g.id"
-            " JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial"
-            " WHERE g.purpose = ? AND g.state = 'running' AND t.oldest_step < ? ORDER BY g.id",
-            (TRAIN, version.step - max_lag),
+        closed = {id for id, purpose, size, n, _ in running if purpose == TRAIN and n >= enough(size)}
+        over = [
+            id
+            for id, purpose, _, _, started_s in running
+            if id not in closed and (purpose != TRAIN or started_s < now - 2 * deadline_s)
+        ]
+        for (id,) in self._db.rows(
+            "SELECT id FROM groups WHERE state = 'running' AND purpose = 'train' AND n_scored >= ?",
+            (policy.at_least,),
+        ):
+            ends = self._db.rows("SELECT ended_s, stop_reason, outcome FROM episodes WHERE group_id = ?", (id,))
+            ended = sorted(at for at, stop, outcome in ends if at is not None and scored(stop, outcome))
+            if policy.closes(ended, now):
+                closed.add(id)
+        late = self._db.rows(
+            f"SELECT e.id FROM (SELECT * FROM episodes WHERE {LATE}) e JOIN groups g ON g.id = e.group_id"
+            " WHERE e.state IN ('waiting', 'running') AND g.started_s < ?",
+            (now - 2 * deadline_s,),
         )
-        return sorted({id for id, stop_reason, outcome in rows if stop_reason is None or scored(stop_reason, outcome)})
+        return Expired(tuple(sorted(closed)), tuple(over), tuple(id for (id,) in late))
 
     def _expire(self, group_ids: Sequence[int], reason: str, now: float) -> None:
         for group_id in group_ids:
             open_members = self._db.rows(
-                "SELECT id FROM episodes WHERE group_id = ? AND state IN ('waiting', 'running')", (group_id,)
+                "SELECT id FROM episodes WHERE group_id = ? AND late = 0 AND state IN ('waiting', 'running')",
+                (group_id,),
             )
             for (episode_id,) in open_members:
                 end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, now)
@@ -113,3 +212,7 @@ class Buffer(Part):
             )
             if expired.rowcount == 0:
                 close_if_ended(self._db, group_id, now)
+
+
+def _enough(offer: _Offer, n: int) -> bool:
+    return len(offer.groups) >= n if n else any(one.trains for one in offer.late)

@@ -18,12 +18,24 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
 import zstandard
 
 from agentrl.errors import StoreError
-from agentrl.records import Json, Message, Messages, RoutedExperts, Step, StopReason, Task, Turn, VersionSpan
+from agentrl.records import (
+    Json,
+    MemberRecord,
+    Message,
+    Messages,
+    RoutedExperts,
+    Step,
+    StopReason,
+    Task,
+    Turn,
+    VersionSpan,
+)
 
 _HEADER = struct.Struct("<BII")
 _EXPERTS = struct.Struct("<BIHH")
@@ -195,3 +207,20 @@ _READ: Final[Mapping[str, Callable[[Any], Any]]] = {
 }
 _EMPTY: Final = Step(observation=())
 _ANSWER: Final = {name: getattr(_EMPTY, name) for name in _READ}  # what stands for nothing said
+
+
+def pack_record(record: Mapping[int, MemberRecord]) -> str:
+    """What a group's members are judged against, by member."""
+    return json.dumps({str(member): asdict(one) for member, one in record.items()})
+
+
+def unpack_record(text: str) -> dict[int, MemberRecord]:
+    """What `pack_record` packed: every number is the same."""
+    return {
+        int(member): MemberRecord(
+            outcome=one["outcome"],
+            outcomes=one["outcomes"],
+            rewards={role: tuple(rewards) for role, rewards in one["rewards"].items()},
+        )
+        for member, one in json.loads(text).items()
+    }

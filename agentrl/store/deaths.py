@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from agentrl.records import StopReason, Task
 from agentrl.store.codec import pack_identity, unpack_task
 from agentrl.store.database import Part
-from agentrl.store.groups import close_if_ended
+from agentrl.store.groups import close_if_ended, forget_starts
 from agentrl.store.journal import end_episode
 
 
@@ -89,7 +89,7 @@ class Deaths(Part):
                 " AND EXISTS (SELECT 1 FROM ending_counts WHERE attempt = CAST(value AS INTEGER))"
             )
             self._db.execute("DELETE FROM leases")
-            self._db.execute("UPDATE groups SET started_s = NULL WHERE state = 'running'")
+            forget_starts(self._db)
             cursor = self._db.execute("UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running'")
         return cursor.rowcount
 

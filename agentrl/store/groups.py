@@ -1,22 +1,28 @@
-"""A group's birth and end: admission of new groups, and what a group becomes once all its members have ended.
+"""A group's birth and end: admission of new groups, and what a group becomes when it closes.
 
-Owns the task counter, so that a restart goes on with the next task; never knows a turn, a worker or the learner.
+Owns the task counter, so that a restart goes on with the next task, and the record that a closed group leaves; never
+knows a token, a worker or the learner, nor when a group closes (see `closing`).
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from agentrl.records import GroupState, StopReason, Task
+from agentrl.records import GroupState, MemberRecord, StopReason, Task, member_record
 from agentrl.store.admission import Load, admissible_groups
-from agentrl.store.codec import pack_identity, pack_task
+from agentrl.store.codec import pack_identity, pack_record, pack_task
 from agentrl.store.database import Database, Part
 from agentrl.store.versions import latest_confirmed
 
 TRAIN = "train"
 """The purpose of training groups; any other names an evaluation, which is claimed first and never trained."""
+
+LATE = "late = 1 AND taken_step IS NULL AND dropped IS NULL"
+"""In SQL, of an episode: its group closed before it ended, and it has not left the buffer. Word for word the condition
+of the index `episodes_late`."""
 
 _ACCEPTED = (GroupState.FINISHED, GroupState.SCORED, GroupState.TAKEN, GroupState.TRAINED)
 _RUNNING = (GroupState.WAITING, GroupState.RUNNING)
@@ -109,6 +115,12 @@ class Groups(Part):
         """Training groups that the learner could take now, stale ones among them."""
         return self.counts().get(GroupState.SCORED, 0)
 
+    def late_open(self) -> int:
+        """Late members that have not ended: their groups closed without them."""
+        with self._db.read():
+            row = self._db.row(f"SELECT COUNT(*) FROM episodes WHERE {LATE} AND state IN ('waiting', 'running')")
+        return 0 if row is None else row[0]
+
 
 def next_task(db: Database) -> int:
     """The index of the next training task. Inside a transaction."""
@@ -147,23 +159,69 @@ def _create(db: Database, task: Task, size: int, purpose: str, step: int) -> int
 
 
 def close_if_ended(db: Database, group_id: int, now: float) -> None:
-    """Once no member is open: a training group with at least two scored members (all, if it has fewer) becomes scored,
-    another one failed, with the commonest failure as its reason; an evaluation group becomes scored.
+    """Close an open group of which no member is open any more."""
+    row = db.row(
+        "SELECT state IN ('waiting', 'running') AND NOT EXISTS"
+        " (SELECT 1 FROM episodes WHERE group_id = ?1 AND state IN ('waiting', 'running')) FROM groups WHERE id = ?1",
+        (group_id,),
+    )
+    if row is not None and row[0]:
+        close(db, group_id, now)
 
-    A group's oldest token counts over the scored members: the others never enter the loss (law 3)."""
+
+def close(db: Database, group_id: int, now: float) -> None:
+    """Close a group with the members that have ended: a training group with at least two scored ones (all, if it has
+    fewer) becomes scored, another one failed, with the commonest failure as its reason; an evaluation group becomes
+    scored. A scored training group is given its record, once and for all; open members are late from now on."""
     group = db.row("SELECT purpose, size FROM groups WHERE id = ?", (group_id,))
-    members = db.rows("SELECT state, stop_reason, outcome, oldest_step FROM episodes WHERE group_id = ?", (group_id,))
-    if group is None or any(state in ("waiting", "running") for state, *_ in members):
-        return
+    assert group is not None
     purpose, size = group
-    oldest = [oldest for _, stop_reason, outcome, oldest in members if scored(stop_reason, outcome)]
-    oldest_step = min((step for step in oldest if step is not None), default=None)
-    state, reason = GroupState.SCORED, None
-    if purpose == TRAIN and len(oldest) < min(2, size):
-        state, reason = GroupState.FAILED, _failure([stop_reason for _, stop_reason, *_ in members])
+    state, reason, packed = GroupState.SCORED, None, None
+    if purpose == TRAIN:
+        ended = db.rows(
+            "SELECT id, member, stop_reason, outcome, outcomes FROM episodes WHERE group_id = ?"
+            " AND stop_reason IS NOT NULL ORDER BY member",
+            (group_id,),
+        )
+        record = {
+            member: _record(db, id, outcome, outcomes)
+            for id, member, stop_reason, outcome, outcomes in ended
+            if scored(stop_reason, outcome)
+        }
+        packed = pack_record(record)
+        if len(record) < enough(size):
+            state, reason, packed = GroupState.FAILED, _failure([stop_reason for _, _, stop_reason, *_ in ended]), None
     db.execute(
-        "UPDATE groups SET state = ?, reason = ?, oldest_step = ?, closed_s = ? WHERE id = ?",
-        (state, reason, oldest_step, now, group_id),
+        "UPDATE groups SET state = ?, reason = ?, record = ?, closed_s = ? WHERE id = ?",
+        (state, reason, packed, now, group_id),
+    )
+    db.execute("UPDATE episodes SET late = 1 WHERE group_id = ? AND state IN ('waiting', 'running')", (group_id,))
+
+
+def forget_starts(db: Database, first: float = 0, purpose: str | None = None) -> None:
+    """From group `first` on, groups (of one purpose) with open members are timed anew from when they go on."""
+    db.execute(
+        "UPDATE groups SET started_s = NULL WHERE id >= ?1 AND purpose = COALESCE(?2, purpose) AND (state = 'running'"
+        f" OR id IN (SELECT group_id FROM episodes WHERE {LATE} AND state IN ('waiting', 'running')))",
+        (first, purpose),
+    )
+
+
+def enough(size: int) -> int:
+    """Scored members without which a group of so many cannot be judged."""
+    return min(2, size)
+
+
+def _record(db: Database, episode_id: int, outcome: float, outcomes: str) -> MemberRecord:
+    """The record of a scored member, from its last trial."""
+    turns = db.rows(
+        "SELECT t.role, COALESCE(s.reward, 0.0), COALESCE(json_extract(s.info, '$.rewards'), '{}') FROM turns t"
+        " LEFT JOIN steps s ON s.turn_id = t.id WHERE t.episode_id = ?1"
+        " AND t.trial = (SELECT trial FROM episodes WHERE id = ?1) ORDER BY t.idx",
+        (episode_id,),
+    )
+    return member_record(
+        outcome, json.loads(outcomes), [(role, reward, json.loads(others)) for role, reward, others in turns]
     )
 
 

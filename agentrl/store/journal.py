@@ -22,7 +22,7 @@ from agentrl.store.codec import (
     printable,
 )
 from agentrl.store.database import Database
-from agentrl.store.groups import close_if_ended
+from agentrl.store.groups import close_if_ended, scored
 from agentrl.store.leases import check_fence
 from agentrl.store.outages import FAILURES, note_failure
 from agentrl.store.partials import Partial, drop_partial, pack_part, write_part
@@ -137,7 +137,7 @@ class Journal(Versions):
         outcomes: Mapping[str, float] | None = None,
         detail: str = "",
     ) -> None:
-        """The episode ended; with its last member the group is scored or failed, in the same transaction.
+        """The episode ended; with its last member an open group closes, scored or failed, in the same transaction.
 
         `outcomes` are those of its roles; `detail` is the one-line cause where it failed. Raises StoreError for an
         outcome that is not finite."""
@@ -155,6 +155,8 @@ class Journal(Versions):
             )
             group = self._db.row("SELECT group_id FROM episodes WHERE id = ?", (episode_id,))
             assert group is not None
+            if scored(stop_reason, outcome):
+                self._db.execute("UPDATE groups SET n_scored = n_scored + 1 WHERE id = ?", group)
             close_if_ended(self._db, group[0], now)
 
     def _last_index(self, episode_id: int, trial: int) -> int:
@@ -176,11 +178,14 @@ class Journal(Versions):
 
 
 def end_episode(db: Database, episode_id: int, state: str, stop_reason: StopReason, now: float) -> None:
-    """Close an episode and write down its length and the step of its oldest token, inside a transaction."""
+    """Close an episode and write down its length and the step of its newest token, inside a transaction."""
     db.execute(
-        "UPDATE episodes SET state = ?, stop_reason = ?, ended_s = ?, holder = NULL, (n_turns, n_tokens, oldest_step) ="
-        " (SELECT COUNT(*), COALESCE(SUM(t.n_tokens), 0), MIN(t.oldest_step) FROM turns t"
-        "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial) WHERE id = ?",
+        "UPDATE episodes SET state = ?, stop_reason = ?, ended_s = ?, holder = NULL, (n_turns, n_tokens) ="
+        " (SELECT COUNT(*), COALESCE(SUM(t.n_tokens), 0) FROM turns t"
+        "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial), newest_step ="
+        " (SELECT MAX(v.step) FROM turns t JOIN json_each(t.spans) s"
+        "  JOIN versions v ON v.version = json_extract(s.value, '$[0]')"
+        "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial AND t.learns) WHERE id = ?",
         (state, stop_reason, now, episode_id),
     )
     drop_partial(db, episode_id)

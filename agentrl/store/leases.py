@@ -93,7 +93,7 @@ class Leases(Part):
                 [(holder, now, id) for id in ids],
             )
             self._db.execute_many(
-                "UPDATE groups SET state = 'running', started_s = COALESCE(started_s, ?)"
+                "UPDATE groups SET state = iif(state = 'waiting', 'running', state), started_s = COALESCE(started_s, ?)"
                 " WHERE id = (SELECT group_id FROM episodes WHERE id = ?)",
                 [(now, id) for id in ids],
             )

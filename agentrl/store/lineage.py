@@ -14,6 +14,7 @@ from pathlib import Path
 from agentrl.errors import StoreError
 from agentrl.records import StopReason, WeightVersion
 from agentrl.store.database import Database, Part
+from agentrl.store.groups import TRAIN, forget_starts
 from agentrl.store.journal import end_episode
 from agentrl.store.leases import too_early
 
@@ -66,12 +67,13 @@ class Lineage(Part):
     def rollback(self, step: int, *, ahead: int | None = None) -> int:
         """The learner goes on from checkpoint `step` (0: from the weights the run started with); the new attempt.
 
-        What came after it is undone: its groups are scored again, its lineage, checkpoints, versions and metrics are
-        flagged with the new attempt, and its evaluations renamed ("undone-2:eval:…"), so that they are made anew.
+        What came after it is undone: its groups are scored again, late members wait again, its lineage, checkpoints,
+        versions and metrics are flagged with the new attempt, and its evaluations renamed ("undone-2:eval:…"), so that
+        they are made anew.
         Groups that were admitted for steps that are now further off than `ahead` groups (see `claim`) are taken from
         whoever plays them, and go on when their turn comes: played at once they would be stale before it.
-        Call it at every resume, also when there is nothing to undo. A group whose tokens retention has dropped cannot
-        be trained again and expires. Raises StoreError if `step` is no checkpoint that stands."""
+        Call it at every resume, also when there is nothing to undo. What has lost its tokens to retention cannot be
+        trained again and leaves as "tokens_dropped". Raises StoreError if `step` is no checkpoint that stands."""
         with self._db.write(durable=True):
             known = self._db.row("SELECT 1 FROM checkpoints WHERE step = ? AND undone_attempt IS NULL", (step,))
             if step != 0 and known is None:
@@ -83,6 +85,11 @@ class Lineage(Part):
                     f"UPDATE {table} SET undone_attempt = ? WHERE undone_attempt IS NULL AND step > ?", (attempt, step)
                 )
             self._db.execute(
+                "UPDATE episodes SET taken_step = NULL, dropped ="
+                " (SELECT iif(g.tokens_dropped, ?, NULL) FROM groups g WHERE g.id = group_id) WHERE taken_step > ?",
+                (TOKENS_DROPPED, step),
+            )
+            self._db.execute(
                 "UPDATE groups SET taken_step = NULL, state = iif(tokens_dropped, 'expired', 'scored'),"
                 " reason = iif(tokens_dropped, ?, NULL) WHERE taken_step > ? AND state IN ('taken', 'trained')",
                 (TOKENS_DROPPED, step),
@@ -93,12 +100,12 @@ class Lineage(Part):
         return attempt
 
     def _hold_back(self, first: float) -> None:
-        for sql in (
+        self._db.execute(
             "UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running' AND evaluation = 0"
             " AND group_id >= ?",
-            "UPDATE groups SET started_s = NULL WHERE purpose = 'train' AND state = 'running' AND id >= ?",
-        ):
-            self._db.execute(sql, (first,))
+            (first,),
+        )
+        forget_starts(self._db, first, purpose=TRAIN)
 
     def stands_beyond(self, step: int) -> bool:
         """Whether anything of a later step stands, so that going on from `step` needs a rollback first."""
@@ -127,26 +134,28 @@ class Lineage(Part):
         )
 
     def lineage(self, step: int) -> list[int]:
-        """Ids of the groups that optimizer step `step` trained, in the order they were taken."""
+        """Ids of the episodes that optimizer step `step` trained, in the order they were taken."""
         with self._db.read():
             rows = self._db.rows(
-                "SELECT group_id FROM lineage WHERE step = ? AND undone_attempt IS NULL ORDER BY id", (step,)
+                "SELECT episode_id FROM lineage WHERE step = ? AND undone_attempt IS NULL ORDER BY id", (step,)
             )
         return [id for (id,) in rows]
 
     def retain(self, step: int, *, keep_steps: int, keep_sample: float) -> int:
         """Drop the token arrays, and experts, of groups that no later step can train; how many groups lost theirs.
 
-        Kept are those of the last `keep_steps` steps up to `step`, and of the share `keep_sample` of the older groups,
-        always the same ones. Of a trained group its step counts; of an expired, failed or evaluation group the step
+        A group with a late member that may still be trained keeps them all. Kept are also those of the last
+        `keep_steps` steps up to `step`, and of the share `keep_sample` of the older groups, always the same ones. Of a trained group its step counts; of an expired, failed or evaluation group the step
         it was admitted at. Transcripts, rewards, lineage and token counts stay. The space is used again, not given
         back. Never call it with a step beyond the oldest checkpoint that might still be gone back to."""
         oldest = step - keep_steps
         with self._db.read():
             rows = self._db.rows(
-                "SELECT id FROM groups WHERE tokens_dropped = 0 AND state = 'trained' AND taken_step <= ?1"
-                " UNION ALL SELECT id FROM groups WHERE tokens_dropped = 0 AND started_step <= ?1"
-                " AND (state IN ('expired', 'failed') OR (state = 'scored' AND purpose <> 'train'))",
+                "SELECT id FROM (SELECT id FROM groups WHERE tokens_dropped = 0 AND state = 'trained'"
+                " AND taken_step <= ?1 UNION ALL SELECT id FROM groups WHERE tokens_dropped = 0 AND started_step <= ?1"
+                " AND (state IN ('expired', 'failed') OR (state = 'scored' AND purpose <> 'train'))) g"
+                " WHERE NOT EXISTS (SELECT 1 FROM episodes e WHERE e.group_id = g.id AND e.late = 1"
+                "  AND COALESCE(e.taken_step, iif(e.dropped IS NULL, 9e18, 0)) > ?1)",
                 (oldest,),
             )
         dropped = [id for (id,) in rows if _share(id) >= keep_sample]

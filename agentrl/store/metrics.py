@@ -33,16 +33,20 @@ class Metric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Mean length of `episodes` episodes, in turns and in sampled tokens (nan if there are none)."""
+    """Mean length of `episodes` episodes, in turns, in sampled tokens and in seconds from first claim to end (nan if
+    there are none)."""
 
     episodes: int
     turns: float
     tokens: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthBias:
-    """Whether dropping favours short episodes (law 5): lengths of the trained and of the dropped, the latter by reason.
+    """Whether dropping favours short episodes (law 5): lengths of the trained and of the dropped members, the latter by
+    reason: why their group left, or, where only they did, "stale" (no token young enough), "deadline" (late, and too
+    long) or the failure that ended them.
 
     A member cut off while it ran counts with the length it had, so a dropped mean is a lower bound."""
 
@@ -157,8 +161,10 @@ class Metrics(Part):
         return Waits(engine_s=row[1], env_s=max(0.0, row[0] - row[1]))
 
     def episodes_trained(self) -> int:
-        """Episodes that entered the loss in the lineage that counts: the scored members of its groups. Reads all."""
-        return self.length_bias().trained.episodes
+        """Episodes that entered the loss in the lineage that counts."""
+        with self._db.read():
+            row = self._db.row("SELECT COUNT(*) FROM lineage WHERE undone_attempt IS NULL")
+        return 0 if row is None else row[0]
 
     def progress(self) -> tuple[int, ...]:
         """Numbers of which one grows with every turn, answer, episode that ends, and step of the learner; nothing else
@@ -172,25 +178,33 @@ class Metrics(Part):
         assert row is not None
         return tuple(number or 0 for number in row)
 
+    def members_dropped(self) -> dict[str, int]:
+        """Training episodes that never enter the loss, by reason, see `LengthBias`. Reads every ended episode."""
+        return {reason: lengths.episodes for reason, lengths in self.length_bias().by_reason.items()}
+
     def length_bias(self) -> LengthBias:
-        """Lengths of trained and dropped training episodes. A trained group's unscored members count as dropped, under
-        their stop reason. Reads every ended episode: for now and then, not for every turn."""
+        """Lengths of trained and dropped training episodes; those that may still be trained are neither. Reads every
+        ended episode: for now and then, not for every turn."""
         with self._db.read():
             rows = self._db.rows(
-                "SELECT g.state IN ('taken', 'trained'), g.reason, e.stop_reason, e.outcome IS NULL,"
-                " COUNT(*), SUM(e.n_turns), SUM(e.n_tokens) FROM episodes e JOIN groups g ON g.id = e.group_id"
-                " WHERE g.purpose = ? AND g.state IN ('taken', 'trained', 'expired', 'failed') GROUP BY 1, 2, 3, 4",
+                "SELECT e.taken_step NOT NULL AND e.dropped IS NULL,"
+                " COALESCE(e.dropped, iif(g.state IN ('expired', 'failed') AND NOT e.late, g.reason, NULL)),"
+                " e.stop_reason, e.outcome IS NULL, COUNT(*), SUM(e.n_turns), SUM(e.n_tokens),"
+                " TOTAL(e.ended_s - e.started_s) FROM episodes e JOIN groups g ON g.id = e.group_id"
+                " WHERE g.purpose = ? AND g.state IN ('taken', 'trained', 'expired', 'failed')"
+                " AND e.stop_reason NOT NULL GROUP BY 1, 2, 3, 4",
                 (TRAIN,),
             )
         trained = _Sum()
         dropped = _Sum()
         by_reason: dict[str, _Sum] = {}
-        for kept, reason, stop_reason, without_outcome, *sums in rows:
-            if kept and StopReason(stop_reason).by_policy and not without_outcome:
+        for in_lineage, reason, stop_reason, without_outcome, *sums in rows:
+            in_loss = StopReason(stop_reason).by_policy and not without_outcome
+            if in_lineage:
                 trained.add(*sums)
-                continue
-            dropped.add(*sums)
-            by_reason.setdefault(stop_reason if kept else reason, _Sum()).add(*sums)
+            elif reason is not None or not in_loss:  # else it waits to be taken
+                dropped.add(*sums)
+                by_reason.setdefault(reason or stop_reason, _Sum()).add(*sums)
         return LengthBias(
             trained=trained.mean(),
             dropped=dropped.mean(),
@@ -203,15 +217,17 @@ class _Sum:
     episodes: int = 0
     turns: int = 0
     tokens: int = 0
+    seconds: float = 0.0
 
-    def add(self, episodes: int, turns: int, tokens: int) -> None:
+    def add(self, episodes: int, turns: int, tokens: int, seconds: float) -> None:
         self.episodes += episodes
         self.turns += turns
         self.tokens += tokens
+        self.seconds += seconds
 
     def mean(self) -> Lengths:
-        n = self.episodes
-        return Lengths(episodes=n, turns=self.turns / n if n else math.nan, tokens=self.tokens / n if n else math.nan)
+        n = self.episodes or math.nan
+        return Lengths(episodes=self.episodes, turns=self.turns / n, tokens=self.tokens / n, seconds=self.seconds / n)
 
 
 def finite(value: Json) -> Json:

@@ -7,7 +7,7 @@ log-probs and spans.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,7 @@ from agentrl.store.codec import (
     unpack_answer,
     unpack_experts,
     unpack_messages,
+    unpack_record,
     unpack_spans,
     unpack_task,
     unpack_text,
@@ -63,7 +64,8 @@ class Restart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
-    """What came of a training group: the success rate of the `plays` members that say whether they succeeded."""
+    """What came of a training group: the success rate of the `plays` members that say whether they succeeded. Late
+    members do not count: what is said of a group never changes."""
 
     id: int
     task: Task
@@ -102,7 +104,8 @@ class Readers(Part):
         with self._db.read():
             rows = self._db.rows(
                 "SELECT g.id, g.task, COUNT(e.success), COALESCE(AVG(e.success), 0.0) FROM groups g"
-                " JOIN episodes e ON e.group_id = g.id WHERE g.purpose = ?1 AND g.id > ?2 AND g.id < COALESCE("
+                " JOIN episodes e ON e.group_id = g.id AND e.late = 0"
+                " WHERE g.purpose = ?1 AND g.id > ?2 AND g.id < COALESCE("
                 "(SELECT MIN(id) FROM groups WHERE purpose = ?1 AND state IN ('waiting', 'running')), 9e18)"
                 " GROUP BY g.id ORDER BY g.id",
                 ("train", after),
@@ -169,20 +172,23 @@ def _episode_row(row: Row) -> EpisodeRow:
     )
 
 
-def load_group(db: Database, group_id: int) -> Group:
-    """A group with its members, inside a transaction. Raises StoreError for an unknown id."""
-    row = db.row("SELECT task, state, size, started_step, taken_step FROM groups WHERE id = ?", (group_id,))
+def load_group(db: Database, group_id: int, only: Collection[int] | None = None) -> Group:
+    """A group with its members, or `only` the episodes with these ids, inside a transaction. Raises StoreError for an
+    unknown id."""
+    row = db.row("SELECT task, state, size, started_step, taken_step, record FROM groups WHERE id = ?", (group_id,))
     if row is None:
         raise StoreError(f"no group {group_id} in {db.path}")
-    task, state, size, started_step, taken_step = row
+    task, state, size, started_step, taken_step, record = row
+    chosen = "1" if only is None else f"e.id IN ({', '.join('?' * len(only))})"
     return Group(
         id=group_id,
         task=unpack_task(task),
         state=GroupState(state),
         size=size,
-        trajectories=tuple(load_trajectories(db, "e.group_id = ?", (group_id,))),
+        trajectories=tuple(load_trajectories(db, f"e.group_id = ? AND {chosen}", (group_id, *(only or ())))),
         started_step=started_step,
         taken_step=taken_step,
+        record=None if record is None else unpack_record(record),
     )
 
 

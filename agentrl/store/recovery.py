@@ -1,6 +1,6 @@
 """A store that knows less than the newest checkpoint has trained: after a loss of power, or where a copy was put back.
 
-A checkpoint's folder lists the groups that it trained, and is believed: what it lists is never trained again (law 2).
+A checkpoint's folder lists the episodes that it trained, and is believed: what it lists is never trained again (law 2).
 Owns that comparison and nothing else; where the folders lie, and who reads them, it never knows.
 """
 
@@ -11,28 +11,30 @@ from dataclasses import dataclass
 
 from agentrl.records import GroupState, StopReason
 from agentrl.store.database import Part
-from agentrl.store.groups import TRAIN
+from agentrl.store.groups import LATE, TRAIN, scored
 from agentrl.store.journal import end_episode
 
 JOURNAL_LOST = "journal_lost"
-"""Why a group left that a checkpoint trained, and whose end the store has lost."""
+"""Why a group, or a late member, left that a checkpoint trained, and whose end the store has lost."""
 
 LINEAGE_LOST = "lineage_lost"
-"""Why a group left that may have been trained in steps of which neither the store nor a checkpoint tells."""
+"""Why a group, or a late member, left that may have been trained in steps of which neither the store nor a checkpoint
+tells."""
 
 _SPARE = 1000  # numbers left out, as lost rows may have used them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What a checkpoint's folder says: `groups`, in order, were trained in the steps after `previous_step` up to
-    `step`."""
+    """What a checkpoint's folder says: `episodes[i]` were trained in step `previous_step` + 1 + i, the last of them in
+    `step`. `groups` is what an agentrl that trained whole groups said instead, in order."""
 
     step: int
     previous_step: int
-    groups: tuple[int, ...]
+    episodes: tuple[tuple[int, ...], ...] = ()
+    groups: tuple[int, ...] = ()
 
-    def step_of(self, place: int) -> int:
+    def step_of_group(self, place: int) -> int:
         """The step of the group at `place`: exact where all batches were of one size."""
         return self.previous_step + 1 + place * (self.step - self.previous_step) // len(self.groups)
 
@@ -42,39 +44,67 @@ class Recovery(Part):
 
     def reconcile(self, saved: Sequence[Saved], *, max_lag: int) -> int:
         """Write into the lineage what `saved`, the checkpoints that are kept, oldest first, trained and the store does
-        not know; how many groups that were. `max_lag` was the bound of their takes. Call it before `checkpoint`.
+        not know; how many episodes, and groups of which no row is left, that were. `max_lag` was the bound of their
+        takes. Call it before `checkpoint`.
 
-        A listed group that is scored was taken; one that is not, or is not there at all, is noted as lost, and its
-        number is not given again. Where no checkpoint is left of steps that the store has not seen, every group that
-        is not in the lineage may have been trained in them: it expires."""
+        A listed episode that is scored, and whose group is closed, was taken; one that is not, or is not there at all,
+        is noted as lost, and its number is not given again. Where no checkpoint is left of steps that the store has not
+        seen, whatever is not in the lineage may have been trained in them: it leaves."""
         with self._db.read():
-            if not self._unknown(saved) and not self._gap(saved):
+            if not any(self._unknown(saved)) and not self._gap(saved):
                 return 0
         with self._db.write(durable=True):
-            unknown = self._unknown(saved)
-            for group_id, step in unknown:
-                self._believe(group_id, step, max_lag)
+            unknown, groups = self._unknown(saved)
+            for episode_id, step in unknown:
+                self._believe(episode_id, step, max_lag)
+            now = self._db.clock()
+            self._db.execute_many(
+                "INSERT INTO lost VALUES (?, ?, ?)", [(group_id, step, now) for group_id, step in groups]
+            )
             if self._gap(saved):
-                for (group_id,) in self._db.rows(
-                    "SELECT id FROM groups WHERE purpose = ? AND state IN ('waiting', 'running', 'finished', 'scored')",
-                    (TRAIN,),
-                ):
-                    self._drop(group_id, LINEAGE_LOST)
-            highest = max((group_id for group_id, _ in unknown), default=0)
-            self._leave_out("groups", highest)
+                self._give_up()
+            self._leave_out("episodes", max((id for id, _ in unknown), default=0))
+            self._leave_out("groups", max((id for id, _ in groups), default=0))
             self._leave_out("versions", 0)
-        return len(unknown)
+        return len(unknown) + len(groups)
 
-    def _unknown(self, saved: Sequence[Saved]) -> list[tuple[int, int]]:
-        """Groups, and the steps that trained them, of which the store knows neither a take nor a loss."""
-        known = {id for (id,) in self._db.rows("SELECT group_id FROM lineage WHERE undone_attempt IS NULL")}
-        known |= {id for (id,) in self._db.rows("SELECT group_id FROM lost")}
-        return [(id, one.step_of(place)) for one in saved for place, id in enumerate(one.groups) if id not in known]
+    def _unknown(self, saved: Sequence[Saved]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Episodes, and the steps that trained them, of which the store knows neither a take nor a loss; and the same
+        of groups that it does not have."""
+        known = {id for (id,) in self._db.rows("SELECT episode_id FROM lineage WHERE undone_attempt IS NULL")}
+        known |= {id for (id,) in self._db.rows("SELECT episode_id FROM lost_members")}
+        lost = {id for (id,) in self._db.rows("SELECT group_id FROM lost")}
+        episodes: list[tuple[int, int]] = []
+        groups: list[tuple[int, int]] = []
+        for one in saved:
+            for step, ids in enumerate(one.episodes, one.previous_step + 1):
+                episodes += [(id, step) for id in ids]
+            for place, group_id in enumerate(one.groups):
+                if group_id in lost:
+                    continue
+                members = self._db.rows("SELECT id, stop_reason, outcome FROM episodes WHERE group_id = ?", (group_id,))
+                if not members:
+                    groups.append((group_id, one.step_of_group(place)))
+                episodes += [
+                    (id, one.step_of_group(place))
+                    for id, stop_reason, outcome in members
+                    if stop_reason is None or scored(stop_reason, outcome)
+                ]
+        return [(id, step) for id, step in episodes if id not in known], groups
 
     def _gap(self, saved: Sequence[Saved]) -> bool:
         """Whether the checkpoints begin after the last one that the store knows."""
         row = self._db.row("SELECT COALESCE(MAX(step), 0) FROM checkpoints WHERE undone_attempt IS NULL")
         return bool(saved) and row is not None and row[0] < saved[0].previous_step
+
+    def _give_up(self) -> None:
+        for (group_id,) in self._db.rows(
+            "SELECT id FROM groups WHERE purpose = ? AND state IN ('waiting', 'running', 'finished', 'scored')",
+            (TRAIN,),
+        ):
+            self._drop_group(group_id, LINEAGE_LOST)
+        for (episode_id,) in self._db.rows(f"SELECT id FROM episodes WHERE {LATE}"):
+            self._drop_member(episode_id, LINEAGE_LOST)
 
     def _leave_out(self, table: str, highest: int) -> None:
         """Give no number of `table` again that a lost row may have had."""
@@ -83,26 +113,45 @@ class Recovery(Part):
         given = 0 if row is None else row[0]
         self._db.execute("INSERT INTO sqlite_sequence VALUES (?, ?)", (table, max(given, highest) + _SPARE))
 
-    def _believe(self, group_id: int, step: int, max_lag: int) -> None:
-        row = self._db.row("SELECT state FROM groups WHERE id = ?", (group_id,))
-        if row is not None and row[0] == GroupState.SCORED:
+    def _believe(self, episode_id: int, step: int, max_lag: int) -> None:
+        row = self._db.row(
+            "SELECT g.id, g.state, e.stop_reason, e.outcome, e.late, e.dropped FROM episodes e"
+            " JOIN groups g ON g.id = e.group_id WHERE e.id = ?",
+            (episode_id,),
+        )
+        group_id, state, stop_reason, outcome, late, dropped = row or (0, None, None, None, 0, None)
+        taken = (GroupState.SCORED, GroupState.TAKEN, GroupState.TRAINED)
+        closed = state in taken or (state == GroupState.EXPIRED and late)
+        if closed and dropped is None and stop_reason is not None and scored(stop_reason, outcome):
             self._db.execute(
-                "INSERT INTO lineage (group_id, step, attempt, max_lag, taken_s)"
+                "INSERT INTO lineage (episode_id, step, attempt, max_lag, taken_s)"
                 " VALUES (?, ?, (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'attempt'), ?, ?)",
-                (group_id, step, max_lag, self._db.clock()),
+                (episode_id, step, max_lag, self._db.clock()),
             )
-            self._db.execute("UPDATE groups SET state = 'taken', taken_step = ? WHERE id = ?", (step, group_id))
+            self._db.execute("UPDATE episodes SET taken_step = ? WHERE id = ?", (step, episode_id))
+            self._db.execute(
+                "UPDATE groups SET state = 'taken', taken_step = ? WHERE id = ? AND state = 'scored'", (step, group_id)
+            )
             return
-        self._db.execute("INSERT INTO lost VALUES (?, ?, ?)", (group_id, step, self._db.clock()))
-        if row is not None and row[0] in (GroupState.WAITING, GroupState.RUNNING, GroupState.FINISHED):
-            self._drop(group_id, JOURNAL_LOST)
+        self._db.execute("INSERT INTO lost_members VALUES (?, ?, ?)", (episode_id, step, self._db.clock()))
+        if state in (GroupState.WAITING, GroupState.RUNNING, GroupState.FINISHED):
+            self._drop_group(group_id, JOURNAL_LOST)
+        elif late and dropped is None:
+            self._drop_member(episode_id, JOURNAL_LOST)
 
-    def _drop(self, group_id: int, reason: str) -> None:
+    def _drop_group(self, group_id: int, reason: str) -> None:
         now = self._db.clock()
         for (episode_id,) in self._db.rows(
-            "SELECT id FROM episodes WHERE group_id = ? AND state IN ('waiting', 'running')", (group_id,)
+            "SELECT id FROM episodes WHERE group_id = ? AND late = 0 AND state IN ('waiting', 'running')", (group_id,)
         ):
             end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, now)
         self._db.execute(
             "UPDATE groups SET state = 'expired', reason = ?, closed_s = ? WHERE id = ?", (reason, now, group_id)
         )
+
+    def _drop_member(self, episode_id: int, reason: str) -> None:
+        """A late member leaves alone."""
+        row = self._db.row("SELECT stop_reason FROM episodes WHERE id = ?", (episode_id,))
+        if row is not None and row[0] is None:
+            end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, self._db.clock())
+        self._db.execute("UPDATE episodes SET dropped = ? WHERE id = ?", (reason, episode_id))

@@ -5,9 +5,11 @@ k + 1, so a new store runs all of them. A store is made in one transaction: eith
 
     meta         keys and values: configuration, attempt, next task, whatever the run's processes agree on
     versions     every weight version ever minted, and the optimizer step that made it
-    groups       one row a group of sibling episodes: task, purpose, state, reason; counted by triggers
+    groups       one row a group of sibling episodes: task, purpose, state, reason; counted by triggers; `record` is
+                 what its members are judged against, written once when it closes
     leases       which process lives until when
-    episodes     one row a member: who plays it (holder, fence), how it ended
+    episodes     one row a member: who plays it (holder, fence), how it ended, whether its group closed before it did
+                 (late), the step in which it left the buffer, and why it left untrained (dropped)
     turns        one row an action of the policy, written before the environment sees it
     tokens       that turn's token ids and log-probs, packed; apart, so that retention frees whole pages
     experts      the experts that a mixture computed that turn's tokens with, packed, where the run keeps them
@@ -17,9 +19,10 @@ k + 1, so a new store runs all of them. A store is made in one transaction: eith
     restarts     why and when an episode started anew; its earlier trial's turns stay, never trained
     outages      failures of one cause at one time, and how many episodes had ended well before
     quarantine   tasks that killed their workers, and are not admitted again
-    lineage      which optimizer step took which group; at most one row a group that is not undone
+    lineage      which optimizer step trained which episode; at most one row an episode that is not undone
     checkpoints  which steps can be gone back to
-    lost         groups that a checkpoint trained, and whose rows a loss of power or an older copy took
+    lost_members episodes that a checkpoint trained, and whose rows a loss of power or an older copy took
+    lost         the same of whole groups, from checkpoints of an agentrl that trained groups
     metrics      measured values by kind and step; those of an abandoned future are flagged
 """
 
@@ -243,7 +246,49 @@ CREATE TABLE snapshots (
 ) STRICT;
 """
 
-MIGRATIONS: tuple[str, ...] = (_FIRST, _ROLES, _EXPERTS, _LOST, _DEATHS, _OUTAGES, _PARTIALS, _SNAPSHOTS)
+_SCORED = "outcome IS NOT NULL AND stop_reason NOT IN ('engine_failed', 'sandbox_failed', 'env_failed', 'expired')"
+
+_MEMBERS = f"""
+ALTER TABLE lineage RENAME TO lineage_of_groups;
+DROP INDEX trained_exactly_once;
+DROP INDEX lineage_by_step;
+CREATE TABLE lineage (
+    id INTEGER PRIMARY KEY,
+    episode_id INTEGER NOT NULL REFERENCES episodes,
+    step INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    max_lag INTEGER NOT NULL,
+    taken_s REAL NOT NULL,
+    undone_attempt INTEGER
+) STRICT;
+INSERT INTO lineage (episode_id, step, attempt, max_lag, taken_s, undone_attempt)
+    SELECT e.id, l.step, l.attempt, l.max_lag, l.taken_s, l.undone_attempt
+    FROM lineage_of_groups l JOIN episodes e ON e.group_id = l.group_id WHERE {_SCORED} ORDER BY l.id, e.id;
+DROP TABLE lineage_of_groups;
+CREATE UNIQUE INDEX trained_exactly_once ON lineage (episode_id) WHERE undone_attempt IS NULL;
+CREATE INDEX lineage_by_step ON lineage (step);
+
+ALTER TABLE episodes DROP COLUMN oldest_step;
+ALTER TABLE episodes ADD COLUMN newest_step INTEGER;
+ALTER TABLE episodes ADD COLUMN late INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE episodes ADD COLUMN taken_step INTEGER;
+ALTER TABLE episodes ADD COLUMN dropped TEXT;
+UPDATE episodes SET taken_step = (SELECT step FROM lineage WHERE episode_id = episodes.id AND undone_attempt IS NULL);
+UPDATE episodes SET newest_step = (SELECT MAX(v.step) FROM turns t JOIN json_each(t.spans) s
+    JOIN versions v ON v.version = json_extract(s.value, '$[0]')
+    WHERE t.episode_id = episodes.id AND t.trial = episodes.trial AND t.learns) WHERE stop_reason IS NOT NULL;
+CREATE INDEX episodes_late ON episodes (group_id) WHERE late = 1 AND taken_step IS NULL AND dropped IS NULL;
+
+ALTER TABLE groups DROP COLUMN oldest_step;
+ALTER TABLE groups ADD COLUMN record TEXT;
+ALTER TABLE groups ADD COLUMN n_scored INTEGER NOT NULL DEFAULT 0;
+UPDATE groups SET n_scored = (SELECT COUNT(*) FROM episodes WHERE group_id = groups.id AND {_SCORED});
+CREATE INDEX groups_closable ON groups (n_scored) WHERE state = 'running' AND purpose = 'train';
+
+CREATE TABLE lost_members (episode_id INTEGER PRIMARY KEY, step INTEGER NOT NULL, found_s REAL NOT NULL) STRICT;
+"""
+
+MIGRATIONS: tuple[str, ...] = (_FIRST, _ROLES, _EXPERTS, _LOST, _DEATHS, _OUTAGES, _PARTIALS, _SNAPSHOTS, _MEMBERS)
 SCHEMA_VERSION = len(MIGRATIONS)
 
 

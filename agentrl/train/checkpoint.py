@@ -1,14 +1,14 @@
 """Checkpoints: one folder a step, written whole or not at all.
 
-Owns the folder's layout and its atomicity. Never knows the store: which groups a checkpoint trained is what it records,
-what that means for them is the reader's to do.
+Owns the folder's layout and its atomicity. Never knows the store: which episodes a checkpoint trained is what it
+records, what that means for them is the reader's to do.
 
     checkpoints/step-00000020/
         config.json, tokenizer*, …   copied from the model's folder, so that an engine can serve this one
         model.safetensors            weights, an adapter merged into them
         adapter/                     where one is trained: it alone, in PEFT's format
         optimizer.pt                 optimizer and random state
-        state.json                   step, groups trained since the previous checkpoint
+        state.json                   step, episodes trained since the previous checkpoint, step by step
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -41,12 +41,13 @@ _OWN = frozenset({STATE, "model.safetensors.index.json"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointState:
-    """`step` optimizer steps are in the weights; `groups` were trained since the previous checkpoint of the lineage,
-    `previous_step` (0: the initial weights)."""
+    """`step` optimizer steps are in the weights; `episodes` lists those trained by each step since the previous
+    checkpoint of the lineage, `previous_step` (0: the initial weights). None: an agentrl that trained whole groups made
+    it."""
 
     step: int
     previous_step: int
-    groups: tuple[int, ...]
+    episodes: tuple[tuple[int, ...], ...] | None
 
 
 def save(
@@ -98,7 +99,12 @@ def save(
 def read_state(folder: Path) -> CheckpointState:
     """What a checkpoint records about itself."""
     state = json.loads((folder / STATE).read_text())
-    return CheckpointState(step=state["step"], previous_step=state["previous_step"], groups=tuple(state["groups"]))
+    episodes = state.get("episodes")
+    return CheckpointState(
+        step=state["step"],
+        previous_step=state["previous_step"],
+        episodes=None if episodes is None else tuple(map(tuple, episodes)),
+    )
 
 
 def load(folder: Path, optimizer: torch.optim.Optimizer) -> CheckpointState:

@@ -44,8 +44,8 @@ from agentrl.train.samples import GroupRows, StepOf, Undone, group_rows, weigh
 
 
 class Learner:
-    """Trains one policy. Invariants: `step_index` steps are in the weights; `trained` holds the ids of the groups
-    taken since the last checkpoint, in order; between calls the model's gradients are empty."""
+    """Trains one policy. Invariants: `step_index` steps are in the weights; `trained` holds the ids of the episodes
+    trained since the last checkpoint, step by step; between calls the model's gradients are empty."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Learner:
         )
         self.step_index = 0
         self.checkpoint_step = 0
-        self.trained: list[int] = []
+        self.trained: list[tuple[int, ...]] = []
 
     def _load(self, model_dir: Path, device: torch.device | str, adapter: Train | None = None) -> PolicyModel:
         train = self.config.train
@@ -121,7 +121,7 @@ class Learner:
                     self._update(part, proximal_of, tally, watch)
         lr = self.optimizer.param_groups[0]["lr"]
         self.step_index += 1
-        self.trained += [group.id for group in groups]
+        self.trained.append(tuple(one.episode_id for group in groups for one in group.trajectories if one.scored))
         return summarise(self.step_index, ready, tally, lr=lr, cap=algo.importance_cap, seconds=watch.seconds)
 
     def _minibatches(self, ready: Sequence[GroupRows]) -> list[list[GroupRows]]:
@@ -222,12 +222,12 @@ class Learner:
         return self.model.score(token_ids, dtype)
 
     def save(self, root: Path) -> Path:
-        """Write a checkpoint of this step under `root`; the groups in `trained` are recorded in it, then forgotten.
+        """Write a checkpoint of this step under `root`; the episodes in `trained` are recorded in it, then forgotten.
         Where nothing was trained since the last one, that one is returned."""
         last = newest(root)
         if last is not None and self.checkpoint_step == self.step_index and not self.trained:
             return last
-        state = CheckpointState(step=self.step_index, previous_step=self.checkpoint_step, groups=tuple(self.trained))
+        state = CheckpointState(step=self.step_index, previous_step=self.checkpoint_step, episodes=tuple(self.trained))
         folder = checkpoint.save(
             root,
             state,

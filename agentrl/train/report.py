@@ -9,6 +9,7 @@ Owns the numbers and their names, which are those of the metrics file. Never com
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -33,10 +34,12 @@ class StepReport:
     grad_norm: float | None
     lr: float
     # the data
-    group_count: int
+    group_count: int  # taken in this step; late members of groups taken before are in no count of groups
     groups_without_signal: int
     episodes: int
+    episodes_late: int  # of these, such that ended after their group had closed
     episodes_left_out: int  # infrastructure failed them (law 3)
+    episodes_stale: int  # beyond the lag bound with every token, not trained; they count in the means below (law 5)
     outcome_mean: float | None
     process_mean: float | None  # sum of an episode's process rewards
     reward_mean: float | None  # outcome plus process
@@ -52,6 +55,7 @@ class StepReport:
     tokens_distinct: int  # of these, nodes of the trees: what the passes computed
     turns_cut: float | None  # share of the policy's turns that ended by their length
     tokens_stale: int  # beyond the lag bound, not scored (law 5)
+    tokens_stale_by_lag: Mapping[str, int]  # the same by their lag
     # off-policy
     lag_mean: float | None
     lag_max: int
@@ -108,6 +112,8 @@ def summarise(
     step: int, ready: Sequence[GroupRows], tally: Tally, *, lr: float, cap: float, seconds: Mapping[str, float]
 ) -> StepReport:
     """The report of step number `step`. `cap` is the bound of the importance weights."""
+    groups = [group for group in ready if not group.only_late]
+    stale = sum((group.stale for group in ready), Counter[int]())
     rows = [row for group in ready for row in group.rows]
     lag_S = torch.cat([row.lag_S for row in rows]) if rows else torch.zeros(0, dtype=torch.long)
     advantage_S = torch.cat([row.advantage_S for row in rows]) if rows else torch.zeros(0)
@@ -128,10 +134,12 @@ def summarise(
         loss=_mean(tally.losses),
         grad_norm=_mean(tally.grad_norms),
         lr=lr,
-        group_count=len(ready),
-        groups_without_signal=sum(not any(row.has_signal for row in group.rows) for group in ready),
-        episodes=len(outcomes),
+        group_count=len(groups),
+        groups_without_signal=sum(not any(row.has_signal for row in group.rows) for group in groups),
+        episodes=len(outcomes) - sum(group.members_stale for group in ready),
+        episodes_late=sum(group.late for group in ready),
         episodes_left_out=sum(group.left_out for group in ready),
+        episodes_stale=sum(group.members_stale for group in ready),
         outcome_mean=_mean(outcomes),
         process_mean=_mean(process),
         reward_mean=_mean(rewards),
@@ -145,7 +153,8 @@ def summarise(
         tokens_row=sum(pack.row_tokens for pack in tally.packs),
         tokens_distinct=sum(len(pack.token_ids_N) for pack in tally.packs),
         turns_cut=_mean([float(cut) for group in ready for cut in group.cut]),
-        tokens_stale=sum(group.stale for group in ready),
+        tokens_stale=stale.total(),
+        tokens_stale_by_lag={str(lag): n for lag, n in sorted(stale.items())},
         lag_mean=_mean(lag_S.tolist()),
         lag_max=int(lag_S.max()) if len(lag_S) else 0,
         ess=drift.ess if drift else None,

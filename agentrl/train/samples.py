@@ -8,7 +8,8 @@ that holds it and is context in any other, so that it enters the loss once. Turn
 are context only.
 
 Roles that take turns in one episode are judged apart, each against the same role of the siblings, by its own outcome
-and its own process rewards; what a role is given for another's turn belongs to its own turn before.
+and its own process rewards; what a role is given for another's turn belongs to its own turn before. Siblings are those
+of the group's record: they judge whether or not any token of theirs is trained in this step, or at all.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -16,6 +17,7 @@ and its own process rewards; what a role is given for another's turn belongs to 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -61,9 +63,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRows:
-    """A group ready to train. `rows` are those of its scored members; members that infrastructure failed are only
-    counted in `left_out`. `stale` counts sampled tokens beyond the lag bound, which no row scores; `cut` says of each
-    turn whether it ended by its length and not by the policy."""
+    """Members of a group, ready to train. `rows` are those of its scored members; members that infrastructure failed
+    are only counted in `left_out`. `stale` counts sampled tokens beyond the lag bound, which no row scores, by lag;
+    members that have no others, `members_stale` of them, still tell their outcome. `late` members ended after their
+    group had closed. `cut` says of each turn whether it ended by its length and not by the policy."""
 
     group_id: int
     rows: tuple[Row, ...]
@@ -71,8 +74,15 @@ class GroupRows:
     process: tuple[float, ...]
     successes: tuple[bool, ...]
     left_out: int
-    stale: int
+    stale: Counter[int]
+    members_stale: int = 0
+    late: int = 0
     cut: tuple[bool, ...] = ()
+
+    @property
+    def only_late(self) -> bool:
+        """Whether the group itself was taken in an earlier step."""
+        return 0 < self.late == len(self.outcomes) - self.members_stale
 
 
 def group_rows(
@@ -98,26 +108,32 @@ def group_rows(
             return Origin.UNDONE
         return Origin.MIXED_KV if keeps_kv and span.version != turn.spans[0].version else Origin.PLAIN
 
-    members = group.trajectories
-    scored = [member for member in members if member.scored]
+    record = group.record
+    trained = [member for member in group.trajectories if member.scored]
+    told = trained + [member for member in group.left_out if member.scored]
     rows: list[Row] = []
-    stale = 0
-    for trajectory, advantage_T in zip(members, _advantages(members, algo), strict=True):
+    stale: Counter[int] = Counter()
+    for trajectory, advantage_T in zip(group.trajectories, _advantages(group, algo), strict=True):
         if trajectory.scored:
             for row in _rows(trajectory, advantage_T, lag_of, origin_of):
-                fresh, dropped = _within(row, max_lag)
-                stale += dropped
+                fresh = _within(row, max_lag, stale)
                 if fresh is not None:
                     rows.append(fresh)
+    for member in group.left_out:
+        if member.scored:
+            for span in (span for turn in member.turns if turn.learns for span in turn.spans):
+                stale[lag_of(span.version)] += span.end - span.start
     return GroupRows(
         group_id=group.id,
         rows=tuple(rows),
-        outcomes=tuple(member.outcome or 0.0 for member in scored),
-        process=tuple(sum(turn.step.reward for turn in member.turns if turn.learns and turn.step) for member in scored),
-        successes=tuple(member.success for member in scored if member.success is not None),
-        left_out=len(members) - len(scored),
+        outcomes=tuple(member.outcome or 0.0 for member in told),
+        process=tuple(sum(turn.step.reward for turn in member.turns if turn.learns and turn.step) for member in told),
+        successes=tuple(member.success for member in told if member.success is not None),
+        left_out=len(group.trajectories) + len(group.left_out) - len(told),
         stale=stale,
-        cut=tuple(turn.finish == "length" for member in scored for turn in member.turns if turn.learns),
+        members_stale=len(told) - len(trained),
+        late=0 if record is None else sum(member.member not in record for member in trained),
+        cut=tuple(turn.finish == "length" for member in told for turn in member.turns if turn.learns),
     )
 
 
@@ -131,49 +147,42 @@ def weigh(groups: Sequence[GroupRows], kind: Normalise) -> list[list[Row]]:
     return [[replace(row, weight_S=next(weights)) for row in group.rows] for group in groups]
 
 
-def _advantages(members: Sequence[Trajectory], algo: Algo) -> Tensor:
-    """Advantage of each member's turns, [G, T]; 0 for turns of given policies."""
-    advantages_GT = torch.zeros(len(members), max((len(m.turns) for m in members), default=0), dtype=torch.float64)
-    roles = dict.fromkeys(turn.role for member in members for turn in member.turns if turn.learns)
-    for role in roles:
-        parts = [_part(member, role) for member in members]
-        turns = [len(part.turns) for part in parts]
-        rewards_GT = torch.zeros(len(members), max(turns), dtype=torch.float64)
-        for index, part in enumerate(parts):
-            rewards_GT[index, : turns[index]] = torch.tensor(part.rewards, dtype=torch.float64)
+def _advantages(group: Group, algo: Algo) -> list[Tensor]:
+    """Advantage of each trajectory's turns, [T] each; 0 for turns of given policies.
+
+    Those in the record are judged against each other; one that is not in it, a late one, against all that are."""
+    members = group.trajectories
+    if group.record is None:
+        size, places = len(members), range(len(members))
+        judges = {place: member.record for place, member in enumerate(members) if member.scored}
+    else:
+        size, places, judges = group.size, [member.member for member in members], dict(group.record)
+    judged = {place: member.record for place, member in zip(places, members, strict=True) if member.scored}
+    records = judged | judges
+    scored_G, judges_G = (torch.tensor([place in those for place in range(size)]) for those in (records, judges))
+    advantages = [torch.zeros(len(member.turns), dtype=torch.float64) for member in members]
+    for role in dict.fromkeys(turn.role for member in members for turn in member.turns if turn.learns):
+        rewards = [records[place].rewards.get(role, ()) if place in records else () for place in range(size)]
+        turns_G = torch.tensor([len(own) for own in rewards])
+        rewards_GT = torch.zeros(size, int(turns_G.max()), dtype=torch.float64)
+        for place, own in enumerate(rewards):
+            rewards_GT[place, : len(own)] = torch.tensor(own, dtype=torch.float64)
+        outcomes = [records[place].outcome_of(role) if place in records else 0.0 for place in range(size)]
         of_role_GT = turn_advantages(
-            torch.tensor([part.outcome for part in parts], dtype=torch.float64),
+            torch.tensor(outcomes, dtype=torch.float64),
             rewards_GT,
-            torch.tensor(turns),
-            torch.tensor([member.scored for member in members], dtype=torch.bool),
+            turns_G,
+            scored_G,
             baseline=algo.baseline,
             scale=algo.scale,
             process_weight=algo.process_weight,
+            judges_G=judges_G,
         )
-        for index, part in enumerate(parts):
-            advantages_GT[index, list(part.turns)] = of_role_GT[index, : turns[index]]
-    return advantages_GT
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One role's share of an episode: the indices of its turns, their process rewards, its outcome."""
-
-    turns: tuple[int, ...]
-    rewards: tuple[float, ...]
-    outcome: float
-
-
-def _part(trajectory: Trajectory, role: str) -> _Part:
-    turns: list[int] = []
-    rewards: list[float] = []
-    for turn in trajectory.turns:
-        if turn.role == role:
-            turns.append(turn.index)
-            rewards.append(turn.step.reward if turn.step else 0.0)
-        elif rewards and turn.step:  # before its first turn nothing is its doing
-            rewards[-1] += turn.step.rewards.get(role, 0.0)
-    return _Part(tuple(turns), tuple(rewards), trajectory.outcomes.get(role, trajectory.outcome or 0.0))
+        for place, member, advantage_T in zip(places, members, advantages, strict=True):
+            own = [turn.index for turn in member.turns if turn.role == role]
+            if place in records:
+                advantage_T[own] = of_role_GT[place, : len(own)]
+    return advantages
 
 
 def _rows(
@@ -239,18 +248,17 @@ def _path(turns: Sequence[Turn], leaf: Turn) -> list[Turn]:
     return path[::-1]
 
 
-def _within(row: Row, max_lag: int) -> tuple[Row | None, int]:
-    """The row with only tokens of lag <= max_lag scored (None if none is left), and how many were not."""
+def _within(row: Row, max_lag: int, stale: Counter[int]) -> Row | None:
+    """The row with only tokens of lag <= max_lag scored (None if none is left); the others are counted in `stale`."""
     keep_S = row.lag_S <= max_lag
-    dropped = int((~keep_S).sum())
-    if not dropped:
-        return row, 0
-    if dropped == len(keep_S):
-        return None, dropped
+    if bool(keep_S.all()):
+        return row
+    stale.update(row.lag_S[~keep_S].tolist())
+    if not bool(keep_S.any()):
+        return None
     place_S = row.place_S[keep_S]
-    fresh = Row(
-        group_id=row.group_id,
-        episode_id=row.episode_id,
+    return replace(
+        row,
         token_ids=row.token_ids[: int(place_S[-1]) + 1],
         place_S=place_S,
         behaviour_S=row.behaviour_S[keep_S],
@@ -259,4 +267,3 @@ def _within(row: Row, max_lag: int) -> tuple[Row | None, int]:
         advantage_S=row.advantage_S[keep_S],
         weight_S=row.weight_S[keep_S],
     )
-    return fresh, dropped

@@ -7,8 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-SIZE, BATCH, MAX_LAG, MAX_RUNNING, STEPS = 2, 2, 1, 7, 8
+SIZE, BATCH, MAX_LAG, MAX_RUNNING, STEPS = 3, 2, 1, 11, 8
 LEASE_S, DEADLINE_S = 10.0, 100.0
+QUORUM, QUORUM_AFTER_S = 2, 5.0
 
 
 @dataclass
@@ -27,6 +28,10 @@ class Episode:
     outcome: float | None = None
     deaths: int = 0  # of workers in a row while it stood at turn `died_at` or before it
     died_at: int = 0
+    ended: float = 0.0
+    late: bool = False
+    taken: int | None = None
+    dropped: str | None = None
 
     @property
     def stuck(self) -> bool:
@@ -41,6 +46,10 @@ class Episode:
         return self.state in ("waiting", "running")
 
     @property
+    def newest(self) -> int | None:
+        return max((made for made, _ in self.turns), default=None)
+
+    @property
     def in_loss(self) -> bool:
         return self.stop not in (None, "engine_failed", "env_failed", "expired") and self.outcome is not None
 
@@ -53,6 +62,11 @@ class Group:
     reason: str | None = None
     started: float | None = None
     taken: int | None = None
+    record: dict[int, float | None] | None = None  # member -> outcome
+
+    @property
+    def open(self) -> bool:
+        return self.state in ("waiting", "running")
 
 
 @dataclass
@@ -75,21 +89,18 @@ class Model:
     def members(self, group: int) -> list[Episode]:
         return [episode for episode in self.episodes.values() if episode.group == group]
 
-    def oldest(self, group: int) -> int | None:
-        made = [made for episode in self.members(group) if episode.in_loss for made, _ in episode.turns]
-        return min(made, default=None)
-
     def held(self, id: int, fence: int) -> bool:
         return self.episodes[id].state == "running" and self.episodes[id].fence == fence
 
     def snapshot(self) -> dict[str, Any]:
         return {
-            "groups": {id: (g.purpose, g.state, g.reason, g.taken) for id, g in self.groups.items()},
+            "groups": {id: (g.purpose, g.state, g.reason, g.taken, g.record) for id, g in self.groups.items()},
             "episodes": {
                 id: (e.state, e.fence, e.trial, e.begun, e.stop, e.outcome, tuple(e.turns), e.aside, e.partial * e.open)
                 for id, e in self.episodes.items()
             },
-            "lineage": {id: g.taken for id, g in self.groups.items() if g.taken is not None},
+            "members": {id: (e.late, e.taken, e.dropped) for id, e in self.episodes.items()},
+            "lineage": {id: e.taken for id, e in self.episodes.items() if e.taken is not None and e.dropped is None},
             "versions": self.versions,
             "checkpoints": self.checkpoints,
             "next_task": self.next_task,
@@ -139,7 +150,7 @@ class Model:
             episode = self.episodes[id]
             episode.state, episode.holder, episode.fence = "running", worker, episode.fence + 1
             group = self.groups[episode.group]
-            group.state = "running"
+            group.state = "running" if group.state == "waiting" else group.state
             group.started = self.now if group.started is None else group.started
         return [(id, self.episodes[id].fence, len(self.episodes[id].turns)) for id in ids]
 
@@ -181,53 +192,91 @@ class Model:
         if not self.held(id, fence):
             return "lost"
         episode = self.episodes[id]
-        episode.state, episode.stop, episode.outcome = "finished", stop, outcome
-        self.close(episode.group)
+        episode.state, episode.stop, episode.outcome, episode.ended = "finished", stop, outcome, self.now
+        self.close_if_ended(episode.group)
         return "done"
 
-    def close(self, group: int) -> None:
-        members = self.members(group)
-        if any(member.open for member in members):
-            return
-        scored = sum(member.in_loss for member in members)
-        if self.groups[group].purpose == "train" and scored < 2:
-            self.groups[group].state = "failed"
+    def close_if_ended(self, group: int) -> None:
+        if self.groups[group].open and not any(member.open for member in self.members(group)):
+            self.close(group)
+
+    def close(self, id: int) -> None:
+        group, members = self.groups[id], self.members(id)
+        record = {place: member.outcome for place, member in enumerate(members) if member.in_loss}
+        if group.purpose == "train" and len(record) < 2:
+            group.state = "failed"
             failed = [member.stop for member in members if member.stop in ("engine_failed", "env_failed")]
-            self.groups[group].reason = failed[0] if failed else "no_outcome"
+            group.reason = max(sorted(set(failed), key=failed.index), key=failed.count) if failed else "no_outcome"
         else:
-            self.groups[group].state = "scored"
+            group.state, group.record = "scored", record if group.purpose == "train" else None
+        for member in members:
+            member.late = member.open
 
     def expire(self) -> None:
+        def age(group: Group) -> float:
+            return 0.0 if group.started is None else self.now - group.started
+
+        closing: list[int] = []
+        over: list[int] = []
         for id, group in self.groups.items():
-            late = group.started is not None and group.started < self.now - DEADLINE_S
-            if group.state == "running" and late:
-                for member in self.members(id):
-                    if member.open:
-                        member.state, member.stop = "expired", "expired"
-                if group.purpose == "train":
-                    group.state, group.reason = "expired", "deadline"
-                else:
-                    self.close(id)
+            ends = sorted(member.ended for member in self.members(id) if member.in_loss)
+            train, due = group.purpose == "train", age(group) > DEADLINE_S
+            quorum = len(ends) >= QUORUM and self.now - ends[QUORUM - 1] >= QUORUM_AFTER_S
+            if group.state != "running":
+                continue
+            if train and ((due and len(ends) >= 2) or quorum):
+                closing.append(id)
+            elif due and (not train or age(group) > 2 * DEADLINE_S):
+                over.append(id)
+        late = [e for e in self.episodes.values() if e.late and e.open and age(self.groups[e.group]) > 2 * DEADLINE_S]
+        for id in closing:
+            self.close(id)
+        for id in over:
+            for member in self.members(id):
+                if member.open:
+                    member.state, member.stop = "expired", "expired"
+            if self.groups[id].purpose == "train":
+                self.groups[id].state, self.groups[id].reason = "expired", "deadline"
+            else:
+                self.close_if_ended(id)
+        for member in late:
+            member.state, member.stop, member.dropped = "expired", "expired", "deadline"
 
     def publish(self) -> int:
         self.versions.append((self.learner, False))
         return len(self.versions)
 
     def take(self) -> list[int] | None:
-        fresh: list[int] = []
+        weights = self.learner
+
+        def trains(episode: Episode) -> bool:
+            return episode.in_loss and (episode.newest is None or weights - episode.newest <= MAX_LAG)
+
+        ready: list[int] = []
+        late = [
+            e
+            for e in self.episodes.values()
+            if e.late and e.stop and e.taken is None and not e.dropped and self.groups[e.group].state != "scored"
+        ]
         for id, group in self.groups.items():
             if group.purpose == "train" and group.state == "scored":
-                oldest = self.oldest(id)
-                if oldest is not None and self.learner - oldest > MAX_LAG:
-                    group.state, group.reason = "expired", "stale"
+                if any(trains(member) for member in self.members(id)):
+                    ready.append(id)
                 else:
-                    fresh.append(id)
-        if len(fresh) < BATCH:
+                    group.state, group.reason = "expired", "stale"
+        if len(ready) < BATCH:
             return None
         self.learner += 1
-        for id in fresh[:BATCH]:
+        leaving = [member for id in ready[:BATCH] for member in self.members(id) if not member.open] + late
+        for id in ready[:BATCH]:
             self.groups[id].state, self.groups[id].taken = "taken", self.learner
-        return fresh[:BATCH]
+        trained = [episode for episode in leaving if trains(episode)]
+        for episode in leaving:
+            if episode.in_loss:
+                episode.taken, episode.dropped = self.learner, None if trains(episode) else "stale"
+            elif episode.late:
+                episode.dropped = episode.stop
+        return sorted(id for id, episode in self.episodes.items() if any(episode is one for one in trained))
 
     def checkpoint(self) -> None:
         self.checkpoints.append(self.learner)
@@ -248,7 +297,7 @@ class Model:
         self.release(worker)
         for guilty in [e for e in stuck if e.deaths >= 3]:
             guilty.state, guilty.stop, guilty.holder = "finished", "env_failed", None
-            self.close(guilty.group)
+            self.close_if_ended(guilty.group)
             for other in self.episodes.values():
                 if other.group != guilty.group:
                     other.deaths = 0
@@ -263,13 +312,16 @@ class Model:
         for worker in ("a", "b"):
             self.release(worker)
         self.roll_back(attempt)
-        for group in self.groups.values():
-            if group.state == "running":
+        for id, group in self.groups.items():
+            if group.state == "running" or any(member.late and member.open for member in self.members(id)):
                 group.started = None
 
     def roll_back(self, attempt: int) -> None:
         self.learner = max(self.checkpoints, default=0)
         self.versions = [(step, undone or step > self.learner) for step, undone in self.versions]
+        for episode in self.episodes.values():
+            if episode.taken is not None and episode.taken > self.learner:
+                episode.taken = episode.dropped = None
         for id, group in self.groups.items():
             if group.taken is not None and group.taken > self.learner:
                 group.state, group.taken = "scored", None

@@ -109,17 +109,19 @@ BREACHES = {
     "a parent that is no earlier turn": ("turns_lost", "UPDATE turns SET parent = 1 WHERE id = 2", ()),
     "taken twice": (
         "trained_twice",
-        "INSERT INTO lineage (group_id, step, attempt, max_lag, taken_s) VALUES (1, 2, 1, 1, 0.0)",
+        "INSERT INTO lineage (episode_id, step, attempt, max_lag, taken_s) VALUES (1, 2, 1, 1, 0.0)",
         (),
     ),
-    "trained without lineage": ("lineage_broken", "DELETE FROM lineage WHERE group_id = 1", ()),
+    "trained without lineage": ("lineage_broken", "DELETE FROM lineage WHERE episode_id = 1", ()),
     "lineage of a scored group": (
         "lineage_broken",
-        "INSERT INTO lineage (group_id, step, attempt, max_lag, taken_s) VALUES (5, 2, 1, 1, 0.0)",
+        "INSERT INTO lineage (episode_id, step, attempt, max_lag, taken_s) VALUES (9, 2, 1, 1, 0.0)",
         (),
     ),
-    "another step in the lineage": ("lineage_broken", "UPDATE lineage SET step = 2 WHERE group_id = 1", ()),
+    "another step in the lineage": ("lineage_broken", "UPDATE lineage SET step = 2 WHERE episode_id = 1", ()),
     "trained without checkpoint": ("lineage_broken", "DELETE FROM checkpoints", ()),
+    "the group taken in another step": ("lineage_broken", "UPDATE groups SET taken_step = 2 WHERE id = 1", ()),
+    "in the lineage and dropped": ("lineage_broken", "UPDATE episodes SET dropped = 'stale' WHERE id = 1", ()),
     "taken before the checkpoint": ("lineage_broken", "UPDATE groups SET state = 'taken' WHERE id = 1", ()),
     "evaluation trained": ("lineage_broken", "UPDATE groups SET state = 'taken', taken_step = 2 WHERE id = 9", ()),
     "trained unfinished": ("trained_unfinished", "UPDATE episodes SET state = 'running' WHERE id = 1", ()),
@@ -130,20 +132,28 @@ BREACHES = {
         (),
     ),
     "trained without outcome": ("trained_unscored", "UPDATE episodes SET outcome = NULL WHERE id = 1", ()),
+    "judged by another outcome": ("record_disagrees", "UPDATE episodes SET outcome = 7.0 WHERE id = 1", ()),
+    "judged by one that was late": ("record_disagrees", "UPDATE episodes SET late = 1 WHERE id = 9", ()),
+    "a reward too few in the record": (
+        "record_disagrees",
+        "UPDATE groups SET record = replace(record, '[0.0, 0.25]', '[0.25]') WHERE id = 1",
+        (),
+    ),
     # law 4
     "all ended, group open": ("group_stuck", "UPDATE groups SET state = 'running' WHERE id = 5", ()),
     "group ended, member open": ("group_stuck", "UPDATE episodes SET state = 'waiting' WHERE id = 9", ()),
+    "a late member of an open group": ("group_stuck", "UPDATE episodes SET late = 1 WHERE id = 16", ()),
     "member runs, group waits": ("group_stuck", "UPDATE groups SET state = 'waiting' WHERE id = 8", ()),
     # law 5
-    "too old": ("trained_stale", "UPDATE lineage SET max_lag = 0 WHERE group_id = 3", ()),
+    "too old": ("trained_stale", "UPDATE lineage SET max_lag = 0 WHERE episode_id = 5", ()),
     "older than was thought": ("trained_stale", "UPDATE versions SET step = -5 WHERE version = 1", ()),
     "a drop without reason": ("drop_without_reason", "UPDATE groups SET reason = NULL WHERE id = 6", ()),
     # bookkeeping
     "episode without group": ("orphan_row", "DELETE FROM groups WHERE id = 5", ()),
     "turn without episode": ("orphan_row", "DELETE FROM episodes WHERE id = 9", ()),
-    "lineage without group": (
+    "lineage without episode": (
         "orphan_row",
-        "INSERT INTO lineage (group_id, step, attempt, max_lag, taken_s) VALUES (99, 2, 1, 1, 0.0)",
+        "INSERT INTO lineage (episode_id, step, attempt, max_lag, taken_s) VALUES (99, 2, 1, 1, 0.0)",
         (),
     ),
     "member twice": ("orphan_row", "UPDATE episodes SET member = 5 WHERE id = 2", ()),
@@ -199,5 +209,5 @@ def test_the_schema_itself_refuses_a_second_lineage_row(whole: Path, tmp_path: P
     path = tmp_path / "store.sqlite"
     shutil.copy(whole, path)
     connection = sqlite3.connect(path)
-    with pytest.raises(sqlite3.IntegrityError, match=r"UNIQUE constraint failed: lineage\.group_id"):
+    with pytest.raises(sqlite3.IntegrityError, match=r"UNIQUE constraint failed: lineage\.episode_id"):
         connection.execute(BREACHES["taken twice"][1])

@@ -6,6 +6,7 @@ import pytest
 
 from agentrl.records import Group, GroupState, StopReason
 from agentrl.store import LeaseLost, Lengths, RunStore, StoreError
+from agentrl.store.audit import audit
 from agentrl.store.versions import lag
 
 from .play import START, Clock, admit, answer, play, play_all, serve, task, turn
@@ -51,10 +52,10 @@ def test_law_2_no_group_is_taken_twice(store: RunStore, clock: Clock) -> None:
     play_all(store)
     with RunStore.open(store.path, clock=clock) as second_learner:
         assert ids(store.take(1, 2, max_lag=1)) == [1, 2]
-        with pytest.raises(StoreError, match="step 1: groups were taken for step 1 already: roll back first"):
+        with pytest.raises(StoreError, match="step 1: members were taken for step 1 already: roll back first"):
             second_learner.take(1, 2, max_lag=1)
         assert ids(second_learner.take(2, 2, max_lag=1)) == [3, 4]
-        with pytest.raises(StoreError, match="step 1: groups were taken for step 2 already"):
+        with pytest.raises(StoreError, match="step 1: members were taken for step 2 already"):
             store.take(1, 2, max_lag=1)
 
 
@@ -64,7 +65,7 @@ def test_lag_counts_from_the_weights_before_the_update(step: int, made_at: int |
 
 
 def test_law_5_no_token_beyond_the_bound_is_taken_and_the_drop_is_counted(store: RunStore) -> None:
-    """Groups 1 and 2 hold tokens of step 0, group 3 of step 1, group 4 of both in one turn's spans."""
+    """Groups 1 and 2 hold tokens of step 0, group 3 of step 1, a member of group 4 of both."""
     admit(store, limit=4)
     one = serve(store, 1)
     claims = store.claim("a", 8, lease_s=30.0)
@@ -76,10 +77,11 @@ def test_law_5_no_token_beyond_the_bound_is_taken_and_the_drop_is_counted(store:
     store.journal_turn(claims[7].episode_id, claims[7].fence, turn(0, one, step=answer(0)))
     store.journal_turn(claims[7].episode_id, claims[7].fence, turn(1, 1, step=answer(1, last=True)))
     store.finish(claims[7].episode_id, claims[7].fence, stop_reason=StopReason.DONE, outcome=0.0, success=False)
-    assert ids(store.take(2, 2, max_lag=0)) is None  # only group 3 is fresh; the stale ones leave all the same
-    assert store.drops() == {"stale": 3}
-    assert store.counts() == {GroupState.SCORED: 1, GroupState.EXPIRED: 3}
-    assert ids(store.take(2, 1, max_lag=0)) == [3]
+    assert ids(store.take(2, 3, max_lag=0)) is None  # groups 3 and 4 are fresh; the stale ones leave all the same
+    assert store.drops() == {"stale": 2}
+    assert store.counts() == {GroupState.SCORED: 2, GroupState.EXPIRED: 2}
+    assert ids(store.take(2, 2, max_lag=0)) == [3, 4]
+    assert store.lineage(2) == [5, 6, 7, 8], "of an episode only its old tokens are left out, and by the learner"
 
 
 def test_law_5_the_bound_itself_is_allowed(store: RunStore) -> None:
@@ -117,8 +119,8 @@ def test_law_4_a_group_past_its_deadline_expires_and_its_worker_hears_of_it(stor
     store.journal_turn(claims[1].episode_id, claims[1].fence, turn(0, 1))
     clock.now += 5.0
     store.claim("a", 1, lease_s=1e6)
-    assert store.expire(clock() + 595.0, 600.0) == {}
-    assert store.expire(clock() + 595.1, 600.0) == {"deadline": [1, 2]}
+    assert not any(store.expire(clock() + 1195.0, 600.0)), "one member tells nothing: it waits as long again"
+    assert store.expire(clock() + 1195.1, 600.0).groups == (1, 2)
     assert store.drops() == {"deadline": 2}
     assert store.endings() == {StopReason.DONE: 1, StopReason.EXPIRED: 3}
     assert store.renew("a", lease_s=1e6) == frozenset()
@@ -131,7 +133,7 @@ def test_law_4_an_evaluation_past_its_deadline_keeps_what_ended(store: RunStore,
     store.add_groups([task(0)], size=2, purpose="eval")
     done, hung = store.claim("a", 2, lease_s=1e6)
     play(store, done)
-    assert store.expire(clock() + 601.0, 600.0) == {"deadline": [1]}
+    assert store.expire(clock() + 601.0, 600.0).groups == (1,)
     assert store.counts("eval") == {GroupState.SCORED: 1}
     assert [one.scored for one in store.trajectories("eval")] == [True, False]
     assert store.trajectory(hung.episode_id).stop_reason is StopReason.EXPIRED
@@ -144,19 +146,25 @@ def test_an_evaluation_of_which_nothing_ended_ends(store: RunStore, clock: Clock
     assert store.counts("eval") == {GroupState.SCORED: 1}
 
 
-def test_law_5_a_running_group_that_can_only_be_stale_gives_its_places_back(store: RunStore, clock: Clock) -> None:
-    admit(store, limit=3)
-    claims = store.claim("a", 6, lease_s=1e6)
-    play(store, claims[0], version=1)  # group 1: an ended member of step 0
-    store.begin(claims[2].episode_id, claims[2].fence, START)
-    store.journal_turn(claims[2].episode_id, claims[2].fence, turn(0, 1))  # group 2: a running one
-    play(store, claims[4], version=1, stop=StopReason.ENGINE_FAILED, outcome=None)  # group 3: outside the loss
-    serve(store, 1)
-    assert store.expire(clock(), 600.0, max_lag=1) == {}
-    serve(store, 2)
-    assert store.expire(clock(), 600.0) == {}
-    assert store.expire(clock(), 600.0, max_lag=1) == {"stale": [1, 2]}
-    assert store.counts() == {GroupState.EXPIRED: 2, GroupState.RUNNING: 1}
+def test_law_5_a_running_member_is_not_expired_for_its_first_tokens(store: RunStore, clock: Clock) -> None:
+    """Its younger ones may still train; a sibling that ended with old ones alone leaves by itself, and still judges."""
+    admit(store, limit=1)
+    early, slow = store.claim("a", 2, lease_s=1e6)
+    play(store, early, version=1, outcome=0.0)
+    store.begin(slow.episode_id, slow.fence, START)
+    store.journal_turn(slow.episode_id, slow.fence, turn(0, 1, step=answer(0)))
+    four = serve(store, 4)
+    assert not any(store.expire(clock() + 1.0, 600.0))
+    store.journal_turn(slow.episode_id, slow.fence, turn(1, four, step=answer(1)))
+    store.finish(slow.episode_id, slow.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+    (group,) = store.take(5, 1, max_lag=1) or []
+    assert [one.episode_id for one in group.trajectories] == [slow.episode_id]
+    assert [one.episode_id for one in group.left_out] == [early.episode_id]
+    assert group.record is not None
+    assert {member: one.outcome for member, one in group.record.items()} == {0: 0.0, 1: 1.0}
+    assert store.members_dropped() == {"stale": 1}
+    assert store.drops() == {}
+    assert audit(store).violations == []
 
 
 # --- what dropping does to lengths --------------------------------------------------------------------------------
@@ -164,27 +172,28 @@ def test_law_5_a_running_group_that_can_only_be_stale_gives_its_places_back(stor
 
 def test_law_5_the_bias_of_dropping_is_measured(store: RunStore, clock: Clock) -> None:
     """Trained: two episodes of 1 turn, two of 2 turns, 3 tokens each. Dropped: two members of 5 turns in a stale group;
-    members of 4 turns and of none in a group past its deadline."""
+    members of 4 turns and of none in a group past its deadline. A turn takes a second here."""
     admit(store, limit=4)
     claims = store.claim("a", 8, lease_s=1e6)
-    play(store, claims[0], turns=1)
-    play(store, claims[1], turns=1)
-    for claim in claims[2:4]:
-        play(store, claim, turns=5)
+    began = clock.now
+    for claim, turns in zip(claims[:4], (1, 1, 5, 5), strict=True):
+        clock.now = began + turns
+        play(store, claim, turns=turns)
     store.begin(claims[4].episode_id, claims[4].fence, START)
     for index in range(4):
         store.journal_turn(claims[4].episode_id, claims[4].fence, turn(index, 1, step=answer(index)))
     assert ids(store.take(1, 1, max_lag=0)) == [1]
     for claim in claims[6:]:
+        clock.now = began + 2
         play(store, claim, turns=2, version=serve(store, 1))
     assert ids(store.take(2, 1, max_lag=0)) == [4]
-    store.expire(clock() + 1e4, 600.0)
+    store.expire(began + 2000.0, 600.0)
     bias = store.length_bias()
-    assert bias.trained == Lengths(episodes=4, turns=1.5, tokens=4.5)
-    assert bias.dropped == Lengths(episodes=4, turns=3.5, tokens=10.5)
+    assert bias.trained == Lengths(episodes=4, turns=1.5, tokens=4.5, seconds=1.5)
+    assert bias.dropped == Lengths(episodes=4, turns=3.5, tokens=10.5, seconds=1002.5)
     assert bias.by_reason == {
-        "deadline": Lengths(episodes=2, turns=2.0, tokens=6.0),
-        "stale": Lengths(episodes=2, turns=5.0, tokens=15.0),
+        "deadline": Lengths(episodes=2, turns=2.0, tokens=6.0, seconds=2000.0),
+        "stale": Lengths(episodes=2, turns=5.0, tokens=15.0, seconds=5.0),
     }
     assert store.episodes_trained() == 4
 
@@ -196,5 +205,6 @@ def test_an_unscored_member_of_a_trained_group_counts_as_dropped(store: RunStore
     for claim in others:
         play(store, claim, turns=1)
     store.take(1, 1, max_lag=0)
-    assert store.length_bias().by_reason == {"engine_failed": Lengths(episodes=1, turns=7.0, tokens=21.0)}
+    expected = {"engine_failed": Lengths(episodes=1, turns=7.0, tokens=21.0, seconds=0.0)}
+    assert store.length_bias().by_reason == expected
     assert store.episodes_trained() == 2

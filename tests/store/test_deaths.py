@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from agentrl.records import GroupState, StopReason, Task
 from agentrl.store import Claim, RunStore
 from agentrl.store.audit import audit
 
+from .older import old_group, older_store
 from .play import START, Clock, admit, answer, play, task, turn
 
 MAX_DEATHS = 3
@@ -192,17 +192,7 @@ def test_a_worker_that_dies_with_nothing_to_play_spends_its_budget(store: RunSto
 
 
 def test_an_older_store_holds_nothing_against_anybody(path: Path, clock: Clock) -> None:
-    with RunStore.create(path, "{}", clock=clock) as store:
-        store.confirm_version(store.mint_version(0))
-        admit(store, limit=1)
-    connection = sqlite3.connect(path)
-    connection.executescript(
-        "DROP INDEX episodes_suspected; ALTER TABLE episodes DROP COLUMN deaths;"
-        " ALTER TABLE episodes DROP COLUMN died_at; DROP TABLE quarantine; DROP TABLE outages; DROP TABLE partials;"
-        " DROP TABLE snapshots;"
-        " PRAGMA user_version = 4"
-    )
-    connection.close()
+    older_store(path, 4, old_group(1, "waiting", None, "ww"))
     with RunStore.open(path, clock=clock) as store:
         assert len(store.claim("w", 99, lease_s=1e6)) == 2
         assert store.release_worker("w").episodes == 2

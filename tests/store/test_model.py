@@ -7,6 +7,7 @@ as after it, never between. Then the run resumes as a real one.
 from __future__ import annotations
 
 import copy
+import json
 import random
 import tempfile
 from collections.abc import Callable
@@ -19,11 +20,22 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from agentrl.records import StopReason
-from agentrl.store import LeaseLost, RunStore
+from agentrl.store import LeaseLost, Quorum, RunStore
 from agentrl.store.audit import audit
 
 from .fuse import Fuse, Killed
-from .model import BATCH, DEADLINE_S, LEASE_S, MAX_LAG, MAX_RUNNING, SIZE, STEPS, Model
+from .model import (
+    BATCH,
+    DEADLINE_S,
+    LEASE_S,
+    MAX_LAG,
+    MAX_RUNNING,
+    QUORUM,
+    QUORUM_AFTER_S,
+    SIZE,
+    STEPS,
+    Model,
+)
 from .play import START, Clock, answer, part, task, turn
 
 
@@ -45,7 +57,10 @@ def snapshot(store: RunStore) -> dict[str, Any]:
     versions = rows("SELECT step, undone_attempt, confirmed_s FROM versions ORDER BY version")
     assert all(confirmed is not None for *_, confirmed in versions)
     return {
-        "groups": {id: tuple(rest) for id, *rest in rows("SELECT id, purpose, state, reason, taken_step FROM groups")},
+        "groups": {
+            id: (*rest, None if record is None else {int(m): one["outcome"] for m, one in json.loads(record).items()})
+            for id, *rest, record in rows("SELECT id, purpose, state, reason, taken_step, record FROM groups")
+        },
         "episodes": {
             id: (
                 state,
@@ -60,7 +75,11 @@ def snapshot(store: RunStore) -> dict[str, Any]:
             )
             for id, state, fence, trial, begun, stop, outcome in episodes
         },
-        "lineage": dict(rows("SELECT group_id, step FROM lineage WHERE undone_attempt IS NULL ORDER BY group_id")),
+        "members": {
+            id: (bool(late), taken, dropped)
+            for id, late, taken, dropped in rows("SELECT id, late, taken_step, dropped FROM episodes")
+        },
+        "lineage": dict(rows("SELECT episode_id, step FROM lineage WHERE undone_attempt IS NULL ORDER BY 1")),
         "versions": [(step, undone is not None) for step, undone, _ in versions],
         "checkpoints": [s for (s,) in rows("SELECT step FROM checkpoints WHERE undone_attempt IS NULL ORDER BY id")],
         "next_task": int(store.meta("next_task") or 0),
@@ -71,7 +90,7 @@ def silent(_: object) -> None:
     """For calls whose answer the model does not have."""
 
 
-ENDS = [("turn_limit", 1.0)] * 6 + [("engine_failed", None), ("turn_limit", None)]
+ENDS = [("turn_limit", 1.0)] * 6 + [("engine_failed", None), ("turn_limit", None), ("runs on", None), ("runs on", None)]
 ENDINGS = ["no", "no", "no", "sample", "sample", "done", "done", "engine_failed", "unscored", "restart"]
 picks = st.integers(0, 10**6)
 ages = st.sampled_from([0, 0, 0, 1, 2, 3])
@@ -215,13 +234,15 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from("ab"), stops=st.lists(st.sampled_from(ENDS), min_size=12, max_size=12), age=ages)
     def a_good_hour(self, worker: str, stops: list[tuple[str, float | None]], age: int) -> None:
-        """Admit, claim what there is and play it to its end: single calls alone seldom come to a whole group."""
+        """Admit, claim what there is, play it to its end and close groups: single calls alone seldom come to one."""
         self.admit(3, None)
         self.claim(worker, 12, None)
         version = max(1, len(self.model.versions) - age)
         made_at = self.model.versions[version - 1][0]
         held = [(id, fence) for id, fence in self.claims if self.model.held(id, fence)]
         for (id, fence), (stop, outcome) in zip(held, stops, strict=False):
+            if stop == "runs on":
+                continue
             if not self.model.episodes[id].begun:
                 self.store.begin(id, fence, START)
                 self.model.begin(id, fence)
@@ -230,6 +251,8 @@ class StoreMachine(RuleBasedStateMachine):
                 self.model.turn(id, fence, made_at)
             self.store.finish(id, fence, stop_reason=StopReason(stop), outcome=outcome, success=None)
             self.model.finish(id, fence, stop, outcome)
+        self.time_passes(QUORUM_AFTER_S)
+        self.expire(None)
 
     @rule(seconds=st.sampled_from([1.0, 11.0, 101.0]))
     def time_passes(self, seconds: float) -> None:
@@ -239,7 +262,9 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(crash=crashes)
     def expire(self, crash: Crash) -> None:
         now = self.clock.now
-        self.both(lambda: silent(self.store.expire(now, DEADLINE_S)), lambda model: model.expire(), crash)
+        policy = Quorum(QUORUM, QUORUM_AFTER_S)
+        real = lambda: silent(self.store.expire(now, DEADLINE_S, close_policy=policy))  # noqa: E731
+        self.both(real, lambda model: model.expire(), crash)
 
     @rule(worker=st.sampled_from("ab"), crash=crashes)
     def worker_dies(self, worker: str, crash: Crash) -> None:
@@ -261,7 +286,7 @@ class StoreMachine(RuleBasedStateMachine):
     def take(self, crash: Crash) -> None:
         def real() -> list[int] | None:
             groups = self.store.take(self.model.learner + 1, BATCH, max_lag=MAX_LAG)
-            return None if groups is None else [group.id for group in groups]
+            return None if groups is None else sorted(one.episode_id for g in groups for one in g.trajectories)
 
         self.both(real, lambda model: model.take(), crash)
 
@@ -327,7 +352,7 @@ WEIGHTS = {
     "play_on": 40,
     "a_good_hour": 4,
     "time_passes": 2,
-    "expire": 2,
+    "expire": 4,
     "worker_dies": 1,
     "learn": 8,
     "take": 2,
@@ -378,9 +403,10 @@ class Walk:
 def test_law_2_the_store_is_its_model_through_a_long_life(seed: int) -> None:
     walk = Walk(seed)
     try:
-        for _ in range(250):
+        for _ in range(350):
             walk.step()
         assert walk.machine.store.drops()  # it came far enough to drop something
         assert walk.machine.store.latest_checkpoint()
+        assert any(e.late and e.taken and not e.dropped for e in walk.machine.model.episodes.values())
     finally:
         walk.machine.teardown()

@@ -16,6 +16,7 @@ from agentrl.records import Step
 from agentrl.store import RunStore, schema
 from agentrl.store.audit import audit
 
+from .older import old_group, older_store
 from .play import START, admit, answer, play_all, serve, turn
 
 
@@ -108,25 +109,40 @@ def test_an_older_store_is_brought_up_to_date_with_its_rows(path: Path, monkeypa
         assert columns(path.with_name("new.sqlite")) == columns(path)  # a new store is a migrated one
 
 
-def test_a_store_of_the_first_schema_has_one_learning_role_in_every_turn(path: Path) -> None:
-    with RunStore.create(path, "{}") as store:
-        serve(store, 0)
-        admit(store)
-        (claim, *_) = play_all(store)
-    connection = sqlite3.connect(path)
-    connection.executescript(
-        "ALTER TABLE turns DROP COLUMN learns; ALTER TABLE episodes DROP COLUMN outcomes;"
-        " DROP TABLE experts; DROP TABLE lost; DROP TABLE quarantine; DROP TABLE outages; DROP TABLE partials;"
-        " DROP TABLE snapshots;"
-        " DROP INDEX episodes_suspected;"
-        " ALTER TABLE episodes DROP COLUMN deaths; ALTER TABLE episodes DROP COLUMN died_at; PRAGMA user_version = 1"
+def test_an_older_stores_groups_become_the_lineage_of_their_members(path: Path) -> None:
+    """Group 1 was trained, 2 taken once in vain and once again, 3 is scored, 4 runs."""
+    older_store(
+        path,
+        6,
+        old_group(1, "trained", 1, "dfd")
+        + old_group(2, "taken", 2, "dd")
+        + old_group(3, "scored", None, "fdd")
+        + old_group(4, "running", None, "dr")
+        + "INSERT INTO checkpoints (step, version, path, attempt, saved_s) VALUES (1, 2, '/checkpoint', 1, 0);"
+        "INSERT INTO lineage (group_id, step, attempt, max_lag, taken_s, undone_attempt) VALUES"
+        " (1, 1, 1, 4, 0, NULL), (2, 2, 1, 4, 0, 1), (2, 2, 1, 4, 0, NULL);",
     )
-    connection.close()
     with RunStore.open(path) as store:
-        trajectory = store.trajectory(claim.episode_id)
-        assert trajectory.outcomes == {}
-        assert [(turn.learns, turn.experts) for turn in trajectory.turns] == [(True, None), (True, None)]
+        assert (store.lineage(1), store.lineage(2)) == ([10, 12], [20, 21])
         assert audit(store).violations == []
+        assert store.episodes_trained() == 4
+        (group,) = store.take(3, 1, max_lag=1) or []
+        assert [one.episode_id for one in group.trajectories] == [31, 32], "a member that failed stays out"
+        assert group.record is not None
+        assert list(group.record) == [1, 2]
+        assert store.lineage(3) == [31, 32]
+        store.rollback(1)
+        assert store.lineage(2) == []
+        assert store.ready_count() == 2
+        assert audit(store).violations == []
+
+
+def test_a_store_of_the_first_schema_has_one_learning_role_in_every_turn(path: Path) -> None:
+    older_store(path, 1, old_group(1, "failed", None, "d"))
+    with RunStore.open(path) as store:
+        trajectory = store.trajectory(10)
+        assert trajectory.outcomes == {}
+        assert [(turn.learns, turn.experts) for turn in trajectory.turns] == [(True, None)]
 
 
 def test_answers_that_an_older_agentrl_journaled_have_their_fields(path: Path) -> None:

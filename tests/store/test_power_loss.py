@@ -18,7 +18,7 @@ from agentrl.errors import RunFailed
 from agentrl.records import GroupState
 from agentrl.runtime.checkpoints import start_point
 from agentrl.runtime.rundir import RunDir
-from agentrl.store import RunStore
+from agentrl.store import Quorum, RunStore
 from agentrl.store.audit import audit
 
 from .play import admit, play, play_all, serve
@@ -41,11 +41,10 @@ def opened(run: RunDir) -> Iterator[RunStore]:
 
 
 def train(store: RunStore, step: int) -> list[int]:
-    """A step on a whole batch; its groups."""
-    groups = store.take(step, BATCH, max_lag=9)
-    assert groups is not None
+    """A step on a whole batch; its episodes. Those of group g are 2 g - 1 and 2 g."""
+    assert store.take(step, BATCH, max_lag=9) is not None
     serve(store, step)
-    return [group.id for group in groups]
+    return store.lineage(step)
 
 
 def played(store: RunStore, n: int) -> None:
@@ -53,11 +52,11 @@ def played(store: RunStore, n: int) -> None:
     play_all(store)
 
 
-def folder(run: RunDir, step: int, previous: int, groups: list[int]) -> Path:
+def folder(run: RunDir, step: int, previous: int, *episodes: list[int]) -> Path:
     """What the learner leaves of a checkpoint, as far as the store's side is concerned."""
     path = run.checkpoints / f"step-{step:08d}"
     path.mkdir()
-    (path / "state.json").write_text(json.dumps({"step": step, "previous_step": previous, "groups": groups}))
+    (path / "state.json").write_text(json.dumps({"step": step, "previous_step": previous, "episodes": episodes}))
     return path
 
 
@@ -83,7 +82,7 @@ def test_law_2_groups_whose_lineage_a_loss_of_power_took_are_not_trained_again(r
     before = copy(run)
     with opened(run) as store:
         second = train(store, 2)
-    folder(run, 2, 0, [*first, *second])
+    folder(run, 2, 0, first, second)
     put_back(run, before)
     with opened(run) as store:
         assert "checkpoint_disagrees" in audit(store, run.checkpoints).breaches
@@ -105,9 +104,9 @@ def test_law_2_groups_of_which_not_even_the_end_was_kept_are_not_trained_again(r
     with opened(run) as store:
         store.release_all()
         played(store, 1)
-        groups = train(store, 1) + train(store, 2)
-    assert groups == [1, 2, 3, 4]
-    folder(run, 2, 0, groups)
+        first, second = train(store, 1), train(store, 2)
+    assert [*first, *second] == [1, 2, 3, 4, 5, 6, 7, 8]
+    folder(run, 2, 0, first, second)
     put_back(run, before)
     with opened(run) as store:
         start_point(run, store)
@@ -116,7 +115,7 @@ def test_law_2_groups_of_which_not_even_the_end_was_kept_are_not_trained_again(r
         assert audit(store, run.checkpoints).violations == []
         played(store, 4)
         trained = train(store, 3) + train(store, 4)
-        assert not set(trained) & set(groups), "a new group has no number that was ever used"
+        assert not set(trained) & {*first, *second}, "a new episode has no number that was ever used"
         assert audit(store, run.checkpoints).violations == []
 
 
@@ -138,7 +137,65 @@ def test_law_2_a_store_put_back_from_before_the_checkpoints_that_are_kept_trains
         assert store.drops() == {"lineage_lost": 6}
         assert audit(store, run.checkpoints).violations == []
         played(store, 2)
-        assert not set(train(store, 5)) & {group for step in trained for group in step}
+        assert not set(train(store, 5)) & {episode for step in trained for episode in step}
+        assert audit(store, run.checkpoints).violations == []
+
+
+def test_law_2_the_groups_that_a_checkpoint_of_an_older_agentrl_lists_are_not_trained_again(run: RunDir) -> None:
+    """Group 1 was finished when the copy was made, 2 was running; 3 and 4 were not there. It trained whole groups."""
+    with opened(run) as store:
+        admit(store, limit=2, max_lag=99)
+        claims = store.claim("a", 3, lease_s=1e6)
+        for claim in claims[:2]:
+            play(store, claim)
+    before = copy(run)
+    with opened(run) as store:
+        store.release_all()
+        played(store, 2)
+        trained = train(store, 1) + train(store, 2)
+    path = folder(run, 2, 0)
+    (path / "state.json").write_text(json.dumps({"step": 2, "previous_step": 0, "groups": [1, 2, 3, 4]}))
+    with opened(run) as store:
+        assert audit(store, run.checkpoints).violations == [], "the members of those groups are in the lineage"
+    put_back(run, before)
+    for _ in range(2):  # the second time there is nothing left to do
+        with opened(run) as store:
+            start_point(run, store)
+            assert store.counts() == {GroupState.TRAINED: 1, GroupState.EXPIRED: 1}
+            assert store.lineage(1) == [1, 2]
+            assert audit(store, run.checkpoints).violations == []
+    with opened(run) as store:
+        played(store, 2)
+        assert not set(train(store, 3)) & set(trained)
+        assert audit(store, run.checkpoints).violations == []
+
+
+def test_law_2_a_late_member_that_a_checkpoint_lists_is_not_trained_again(run: RunDir) -> None:
+    """It ran on when the copy was made, its group was closed; another late member was trained by nobody."""
+    with opened(run) as store:
+        admit(store, limit=2, group_size=4, max_lag=99)
+        claims = store.claim("a", 8, lease_s=1e6)
+        for claim in claims[:2] + claims[4:]:
+            play(store, claim)
+        store.expire(1e12, 1.0, close_policy=Quorum(2, 0.0))
+        assert store.late_open() == 2
+    before = copy(run)
+    with opened(run) as store:
+        first = train(store, 1)
+        play(store, claims[2])
+        played(store, 2)
+        second = train(store, 2)
+        assert claims[2].episode_id in second
+    folder(run, 2, 0, first, second)
+    put_back(run, before)
+    with opened(run) as store:
+        start_point(run, store)
+        assert store.lineage(1) == first
+        assert store.members_dropped()["journal_lost"] == 1
+        assert store.late_open() == 1
+        play(store, claims[3])
+        played(store, 2)
+        assert claims[3].episode_id in train(store, 3)
         assert audit(store, run.checkpoints).violations == []
 
 
@@ -147,7 +204,7 @@ def test_a_version_that_a_lost_row_had_minted_is_not_minted_again(run: RunDir) -
         played(store, 4)
     before = copy(run)
     with opened(run) as store:
-        folder(run, 2, 0, train(store, 1) + train(store, 2))
+        folder(run, 2, 0, train(store, 1), train(store, 2))
         lost = store.current_version().version
     put_back(run, before)
     with opened(run) as store:
@@ -185,11 +242,11 @@ def test_the_rows_that_say_who_trained_what_wait_for_the_disk(run: RunDir) -> No
         assert "PRAGMA synchronous = FULL" not in said
 
 
-def test_the_audit_sees_a_group_that_the_checkpoint_does_not_have(run: RunDir) -> None:
+def test_the_audit_sees_an_episode_that_the_checkpoint_does_not_have(run: RunDir) -> None:
     with opened(run) as store:
         played(store, 2)
-        one, _ = train(store, 1)
-        store.checkpoint(1, 2, folder(run, 1, 0, [one]))
+        *some, _ = train(store, 1)
+        store.checkpoint(1, 2, folder(run, 1, 0, some))
         assert audit(store).breaches == {"checkpoint_disagrees": 1}, "the store knows where its checkpoint lies"
 
 

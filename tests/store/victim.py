@@ -10,7 +10,7 @@ import sys
 import time
 
 from agentrl.records import StopReason
-from agentrl.store import LeaseLost, RunStore
+from agentrl.store import LeaseLost, Quorum, RunStore
 from store.play import START, admit, answer, part, turn
 
 STEPS, GROUPS_PER_STEP, GROUP_SIZE, MAX_LAG = 12, 2, 3, 2
@@ -69,12 +69,13 @@ def learn(store: RunStore) -> None:
     ack("rollback", attempt, step)
     store.confirm_version(store.mint_version(step))
     while step < STEPS:
+        store.expire(time.time(), 3600.0, close_policy=Quorum(2, 0.0))
         groups = store.take(step + 1, GROUPS_PER_STEP, max_lag=MAX_LAG)
         if groups is None:
             time.sleep(0.002)
             continue
         step += 1
-        ack("take", attempt, step, *(group.id for group in groups))
+        ack("take", attempt, step, *(one.episode_id for group in groups for one in group.trajectories))
         version = store.mint_version(step)
         store.confirm_version(version)
         if step % 3 == 0 or step == STEPS:

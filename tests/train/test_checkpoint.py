@@ -25,6 +25,11 @@ def train(learner: Learner, step: int) -> None:
     learner.step([random_group(10 * step + id, seed=10 * step + id) for id in range(3)], step_of=STEP_OF)
 
 
+def episodes(step: int) -> tuple[int, ...]:
+    """The four members of each of the groups that `train` trains."""
+    return tuple(100 * (10 * step + id) + member for id in range(3) for member in range(4))
+
+
 def test_going_on_from_a_checkpoint_is_going_on(qwen3_dir: Path, tmp_path: Path) -> None:
     straight = Learner(CONFIG, qwen3_dir)
     train(straight, 1)
@@ -34,12 +39,12 @@ def test_going_on_from_a_checkpoint_is_going_on(qwen3_dir: Path, tmp_path: Path)
 
     again = Learner(CONFIG, qwen3_dir)
     state = again.load(folder)
-    assert (state.step, state.previous_step, state.groups) == (2, 0, (10, 11, 12, 20, 21, 22))
+    assert (state.step, state.previous_step, state.episodes) == (2, 0, (episodes(1), episodes(2)))
     assert again.step_index == 2
     train(again, 3)
     assert same(state_of(straight), state_of(again))
     next_state = checkpoint.read_state(again.save(tmp_path))
-    assert (next_state.step, next_state.previous_step, next_state.groups) == (3, 2, (30, 31, 32))
+    assert (next_state.step, next_state.previous_step, next_state.episodes) == (3, 2, (episodes(3),))
 
 
 def test_a_checkpoint_is_a_model_folder(qwen3_dir: Path, tmp_path: Path) -> None:
@@ -92,7 +97,7 @@ def test_another_lineages_checkpoint_is_not_overwritten(qwen3_dir: Path, tmp_pat
         else:
             with pytest.raises(RunFailed, match="exists already"):
                 learner.save(tmp_path)
-            assert learner.trained == [10, 11, 12]
+            assert learner.trained == [episodes(1)]
 
 
 class Killed(BaseException):
@@ -127,9 +132,9 @@ def test_a_torn_checkpoint_is_never_read(
         with pytest.raises(Killed):
             learner.save(tmp_path)
     assert newest(tmp_path) == good
-    assert learner.trained == [20, 21, 22]  # still to be recorded
+    assert learner.trained == [episodes(2)]  # still to be recorded
     folder = learner.save(tmp_path)
-    assert checkpoint.read_state(folder).groups == (20, 21, 22)
+    assert checkpoint.read_state(folder).episodes == (episodes(2),)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 

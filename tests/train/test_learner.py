@@ -172,7 +172,7 @@ def test_the_rewarded_sequence_becomes_likely(qwen3_dir: Path) -> None:
 def test_the_report_of_an_on_policy_step(qwen3_dir: Path) -> None:
     learner = Learner(run_config(train=Train(lr=1e-3, warmup_steps=3)), qwen3_dir)
     report = learner.step([bandit(learner, rewards=(2.0, 1.0))], step_of=STEP_OF)
-    assert (report.step, learner.step_index, learner.trained) == (1, 1, [1])
+    assert (report.step, learner.step_index, learner.trained) == (1, 1, [(100, 101)])
     assert report.lr == pytest.approx(1e-3 / 4)
     assert report.ess == pytest.approx(1, abs=1e-5)
     assert report.mismatch_max == pytest.approx(0, abs=1e-5)

@@ -182,7 +182,7 @@ def test_law_5_no_token_beyond_the_lag_bound_enters_the_loss() -> None:
     )
     group = group_of([episode(0, [mixed], 1.0), episode(1, [turn(0, [1], [2], version=1)], 0.0)])
     got = rows_of(group, step_now=8, max_lag=3)
-    assert got.stale == 2  # version 3 is 5 steps old, the sibling's version 1 is 7
+    assert got.stale == {5: 1, 7: 1}  # version 3 is 5 steps old, the sibling's version 1 is 7
     (row,) = got.rows
     assert row.lag_S.tolist() == [3, 3, 0]  # a version newer than the learner's step has lag 0
     assert row.place_S.tolist() == [2, 3, 4]
