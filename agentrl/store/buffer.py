@@ -155,7 +155,9 @@ class Buffer(Part):
                     "UPDATE episodes SET taken_step = ?, dropped = ? WHERE id = ?", (step, dropped, one.id)
                 )
             else:
-                self._db.execute("UPDATE episodes SET dropped = stop_reason WHERE id = ? AND late = 1", (one.id,))
+                self._db.execute(
+                    "UPDATE episodes SET dropped = COALESCE(dropped, stop_reason) WHERE id = ? AND late = 1", (one.id,)
+                )
 
     def _taken(self, members: Sequence[_Ended]) -> Group:
         trains = {one.id for one in members if one.trains}

@@ -145,9 +145,10 @@ class Lineage(Part):
         """Drop the token arrays, and experts, of groups that no later step can train; how many groups lost theirs.
 
         A group with a late member that may still be trained keeps them all. Kept are also those of the last
-        `keep_steps` steps up to `step`, and of the share `keep_sample` of the older groups, always the same ones. Of a trained group its step counts; of an expired, failed or evaluation group the step
-        it was admitted at. Transcripts, rewards, lineage and token counts stay. The space is used again, not given
-        back. Never call it with a step beyond the oldest checkpoint that might still be gone back to."""
+        `keep_steps` steps up to `step`, and of the share `keep_sample` of the older groups, always the same ones. Of a
+        trained group its step counts; of an expired, failed or evaluation group the step it was admitted at.
+        Transcripts, rewards, lineage and token counts stay. The space is used again, not given back. Never call it with
+        a step beyond the oldest checkpoint that might still be gone back to."""
         oldest = step - keep_steps
         with self._db.read():
             rows = self._db.rows(

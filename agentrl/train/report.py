@@ -112,7 +112,7 @@ def summarise(
     step: int, ready: Sequence[GroupRows], tally: Tally, *, lr: float, cap: float, seconds: Mapping[str, float]
 ) -> StepReport:
     """The report of step number `step`. `cap` is the bound of the importance weights."""
-    groups = [group for group in ready if not group.only_late]
+    groups = [group for group in ready if not group.taken_before]
     stale = sum((group.stale for group in ready), Counter[int]())
     rows = [row for group in ready for row in group.rows]
     lag_S = torch.cat([row.lag_S for row in rows]) if rows else torch.zeros(0, dtype=torch.long)

@@ -17,6 +17,7 @@ of the group's record: they judge whether or not any token of theirs is trained 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from agentrl.algos.corrections import Origin
 from agentrl.algos.credit import turn_advantages
 from agentrl.algos.losses import Normalise, token_weights
 from agentrl.config import Algo
-from agentrl.records import Group, Trajectory, Turn, VersionSpan
+from agentrl.records import Group, GroupState, Trajectory, Turn, VersionSpan
 
 StepOf = Callable[[int], int]
 """The optimizer step that made a weight version."""
@@ -66,7 +67,8 @@ class GroupRows:
     """Members of a group, ready to train. `rows` are those of its scored members; members that infrastructure failed
     are only counted in `left_out`. `stale` counts sampled tokens beyond the lag bound, which no row scores, by lag;
     members that have no others, `members_stale` of them, still tell their outcome. `late` members ended after their
-    group had closed. `cut` says of each turn whether it ended by its length and not by the policy."""
+    group had closed; where it was `taken_before`, in an earlier step, all are such. `cut` says of each turn whether it
+    ended by its length and not by the policy."""
 
     group_id: int
     rows: tuple[Row, ...]
@@ -77,12 +79,8 @@ class GroupRows:
     stale: Counter[int]
     members_stale: int = 0
     late: int = 0
+    taken_before: bool = False
     cut: tuple[bool, ...] = ()
-
-    @property
-    def only_late(self) -> bool:
-        """Whether the group itself was taken in an earlier step."""
-        return 0 < self.late == len(self.outcomes) - self.members_stale
 
 
 def group_rows(
@@ -133,6 +131,7 @@ def group_rows(
         stale=stale,
         members_stale=len(told) - len(trained),
         late=0 if record is None else sum(member.member not in record for member in trained),
+        taken_before=group.state is GroupState.EXPIRED or (group.taken_step or math.inf) <= step_now,
         cut=tuple(turn.finish == "length" for member in told for turn in member.turns if turn.learns),
     )
 

@@ -60,3 +60,21 @@ def test_spread_is_the_sample_standard_deviation_of_the_scored() -> None:
     assert spread(RETURNS, scored, "std").item() == pytest.approx((42 / 9 / 2) ** 0.5 + STD_FLOOR)
     assert spread(RETURNS, scored, "none").item() == 1
     assert spread(RETURNS, torch.tensor([True, False, False, False]), "std").item() == 1
+
+
+def test_a_late_member_is_compared_with_all_that_judge_and_changes_nothing_for_them() -> None:
+    """Judges 1, 0, 3; late 10 and 4."""
+    returns = torch.tensor([1.0, 10.0, 0.0, 3.0, 4.0], dtype=torch.float64)
+    judges = torch.tensor([True, False, True, True, False])
+    everyone = torch.ones(5, dtype=torch.bool)
+    got = centred(returns, everyone, "leave_one_out", judges)
+    alone = centred(returns[judges], everyone[:3], "leave_one_out")
+    assert got[judges].tolist() == alone.tolist() == [1 - 3 / 2, 0 - 4 / 2, 3 - 1 / 2]
+    torch.testing.assert_close(got[~judges], torch.tensor([10 - 4 / 3, 4 - 4 / 3], dtype=torch.float64))
+    mean = centred(returns, everyone, "group_mean", judges)
+    torch.testing.assert_close(mean, returns - 4 / 3)
+
+
+def test_late_members_of_nobody_that_judges_get_nothing() -> None:
+    nobody = torch.zeros(4, dtype=torch.bool)
+    assert centred(RETURNS, ALL, "leave_one_out", nobody).tolist() == [0.0] * 4

@@ -35,7 +35,8 @@ def old_group(id: int, state: str, taken_step: int | None, members: str) -> str:
     task = json.dumps({"index": 0, "env": "e", "seed": 0})
     sql = (
         "INSERT INTO groups (id, purpose, task, size, state, started_step, admitted_s, started_s, closed_s,"
-        f" oldest_step, taken_step) VALUES ({id}, 'train', '{task}', {len(members)}, '{state}', 0, 0, 0, 0, 0, {taken});"
+        " oldest_step, taken_step)"
+        f" VALUES ({id}, 'train', '{task}', {len(members)}, '{state}', 0, 0, 0, 0, 0, {taken});"
     )
     for member, how in enumerate(members):
         episode = 10 * id + member

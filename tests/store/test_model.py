@@ -407,6 +407,6 @@ def test_law_2_the_store_is_its_model_through_a_long_life(seed: int) -> None:
             walk.step()
         assert walk.machine.store.drops()  # it came far enough to drop something
         assert walk.machine.store.latest_checkpoint()
-        assert any(e.late and e.taken and not e.dropped for e in walk.machine.model.episodes.values())
+        assert any(episode.late for episode in walk.machine.model.episodes.values())
     finally:
         walk.machine.teardown()

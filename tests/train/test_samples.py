@@ -12,7 +12,7 @@ from agentrl.config import Algo
 from agentrl.records import Group, Step, StopReason, Trajectory, Turn, VersionSpan
 from agentrl.train.samples import GroupRows, group_rows, weigh
 
-from .making import episode, group_of, turn
+from .making import episode, group_of, random_group, turn
 
 
 def rows_of(group: Group, *, max_lag: int = 100, step_now: int = 0, **algo: object) -> GroupRows:
@@ -211,3 +211,69 @@ def test_what_ended_by_its_length_is_told_of_the_turns_that_learn() -> None:
     given = replace(turn(2, [6], [7], parent=1, learns=False), finish="length")
     failed = episode(1, [replace(turn(0, [1], [2]), finish="length")], None, stop=StopReason.ENV_FAILED)
     assert rows_of(group_of([episode(0, [turn(0, [1], [2]), cut, given], 0.5), failed])).cut == (False, True)
+
+
+def late_group(*, size: int, record: list[Trajectory], taken: list[Trajectory], **changes: object) -> Group:
+    """`taken` members of a group that recorded `record`."""
+    kept = {one.member: one.record for one in record}
+    return replace(group_of(taken), size=size, record=kept, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_late_member_is_judged_turn_by_turn_against_what_was_recorded() -> None:
+    """Recorded: outcomes 1 and 0, rewards 0.5, 0.25 and 0.1 (it stopped). Late: outcome 2, rewards 0, 1, 3."""
+    first = episode(0, [turn(0, [1], [2], reward=0.5), turn(1, [3], [4], parent=0, reward=0.25)], 1.0)
+    second = episode(1, [turn(0, [1], [2], reward=0.1)], 0.0)
+    turns = [
+        turn(index, [1], [5 + index], parent=index - 1 if index else None, reward=float(r))
+        for index, r in enumerate([0, 1, 3])
+    ]
+    late = episode(2, turns, 2.0)
+    (row,) = rows_of(late_group(size=3, record=[first, second], taken=[late])).rows
+    outcome = 2 - (1 + 0) / 2
+    to_go = [4 - (0.75 + 0.1) / 2, 4 - (0.25 + 0) / 2, 3 - 0]  # who stopped has nothing to go
+    assert row.advantage_S.tolist() == pytest.approx([outcome + each for each in to_go])
+
+
+def test_recorded_members_are_judged_alike_with_and_without_a_late_one() -> None:
+    members = random_group(7, seed=7, members=5).trajectories
+    closed = late_group(size=5, record=list(members[:4]), taken=list(members[:4]))
+    with_late = late_group(size=5, record=list(members[:4]), taken=list(members))
+    alone = rows_of(closed, max_lag=100).rows
+    beside = rows_of(with_late, max_lag=100).rows[: len(alone)]
+    assert [row.advantage_S.tolist() for row in alone] == [row.advantage_S.tolist() for row in beside]
+    assert rows_of(with_late).late == 1
+
+
+@pytest.mark.parametrize("algo", [{}, {"scale": "std"}, {"baseline": "group_mean"}, {"baseline": "none"}])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_full_group_gives_the_same_rows_bit_for_bit_with_its_record(seed: int, algo: dict[str, str]) -> None:
+    members = [*random_group(7, seed=seed, members=4).trajectories]
+    members[2] = replace(members[2], stop_reason=StopReason.ENGINE_FAILED)
+    scored = [one for one in members if one.scored]
+    without = rows_of(group_of(members), **algo)
+    recorded = rows_of(late_group(size=4, record=scored, taken=scored, left_out=(members[2],)), **algo)
+    assert len(without.rows) == len(recorded.rows)
+    for one, other in zip(without.rows, recorded.rows, strict=True):
+        for name in ("place_S", "behaviour_S", "lag_S", "origin_S", "advantage_S", "weight_S"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+    assert replace(without, rows=()) == replace(recorded, rows=())
+
+
+def test_law_5_what_leaves_stale_is_counted_by_its_lag_and_still_tells_its_outcome() -> None:
+    young, old = episode(0, [turn(0, [1], [2], version=8)], 1.0), episode(1, [turn(0, [1], [3, 4], version=2)], 0.0)
+    group = late_group(size=2, record=[young, old], taken=[young], left_out=(old,))
+    got = rows_of(group, step_now=8, max_lag=3)
+    assert (got.stale, got.members_stale, got.outcomes) == ({6: 2}, 1, (1.0, 0.0))
+    assert got.rows[0].advantage_S.tolist() == [1.0], "it judges, though nothing of it is trained"
+    assert got.left_out == 0
+
+
+def test_what_is_left_out_has_no_share_of_the_updates_loss() -> None:
+    """Two tokens of a member are too old; the weights of the one left, and of its sibling's three, sum to 1."""
+    mixed = replace(turn(0, [1], [2, 3, 4]), spans=(VersionSpan(1, 0, 2), VersionSpan(8, 2, 3)))
+    sibling_of = episode(1, [turn(0, [1], [5, 6, 7], version=8)], 0.0)
+    rows = rows_of(group_of([episode(0, [mixed], 1.0), sibling_of]), step_now=8, max_lag=1)
+    (weighed,) = weigh([rows], "token")
+    assert torch.cat([row.weight_S for row in weighed]).tolist() == [0.25] * 4
+    (weighed,) = weigh([rows], "sequence")
+    assert torch.cat([row.weight_S for row in weighed]).tolist() == pytest.approx([0.5, 1 / 6, 1 / 6, 1 / 6])

@@ -1,0 +1,238 @@
+"""The member is trained, not the group: late members, records, early closing, and what leaves alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentrl.records import Group, GroupState, MemberRecord, Step, StopReason
+from agentrl.store import Claim, LeaseLost, Quorum, RunStore
+from agentrl.store.audit import audit
+
+from .play import START, Clock, admit, answer, play, serve, task, turn
+
+DEADLINE_S = 600.0
+
+
+def begun(store: RunStore, *, size: int = 3, groups: int = 1) -> list[Claim]:
+    admit(store, limit=groups, group_size=size)
+    return store.claim("a", size * groups, lease_s=1e6)
+
+
+def trained(groups: list[Group] | None) -> dict[int, list[int]]:
+    """Group -> members that a take trains."""
+    return {group.id: [one.member for one in group.trajectories] for group in groups or []}
+
+
+def test_a_quorum_closes_a_group_and_the_rest_is_late_but_trained(store: RunStore, clock: Clock) -> None:
+    first, second, slow = begun(store)
+    policy = Quorum(2, 5.0)
+    play(store, first, outcome=0.0)
+    clock.now += 100.0
+    play(store, second, outcome=1.0)
+    assert not any(store.expire(clock() + 4.9, DEADLINE_S, close_policy=policy))
+    assert store.expire(clock() + 5.0, DEADLINE_S, close_policy=policy).closed == (1,)
+    assert store.counts() == {GroupState.SCORED: 1}
+    assert trained(store.take(1, 1, max_lag=1)) == {1: [0, 1]}
+    assert store.late_open() == 1
+    play(store, slow, outcome=7.0)  # its lease holds, its journal takes what it writes
+    (late,) = store.take(2, 0, max_lag=1) or []
+    assert trained([late]) == {1: [2]}
+    assert late.record is not None
+    assert {member: one.outcome for member, one in late.record.items()} == {0: 0.0, 1: 1.0}
+    assert (store.lineage(1), store.lineage(2)) == ([1, 2], [3])
+    assert store.take(3, 0, max_lag=1) is None
+    assert store.members_dropped() == {}
+    assert audit(store).violations == []
+
+
+def test_late_members_ride_with_a_step_and_count_for_no_group(store: RunStore, clock: Clock) -> None:
+    claims = begun(store, groups=3)
+    for claim in (*claims[:2], *claims[3:]):
+        play(store, claim)
+    store.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
+    assert trained(store.take(1, 1, max_lag=1)) == {1: [0, 1]}
+    play(store, claims[2])
+    assert trained(store.take(2, 1, max_lag=1)) == {2: [0, 1, 2], 1: [2]}
+    assert trained(store.take(3, 1, max_lag=2)) == {3: [0, 1, 2]}
+
+
+def test_a_late_member_that_ends_before_its_group_is_taken_goes_with_it(store: RunStore, clock: Clock) -> None:
+    first, second, slow = begun(store)
+    for claim in (first, second):
+        play(store, claim, outcome=0.0)
+    store.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
+    play(store, slow, outcome=9.0)
+    (group,) = store.take(1, 1, max_lag=1) or []
+    assert trained([group]) == {1: [0, 1, 2]}
+    assert group.record is not None
+    assert list(group.record) == [0, 1], "it is judged, and does not judge"
+
+
+def test_what_a_member_is_judged_against_is_kept_exactly(store: RunStore) -> None:
+    """ann and bob by turns: bob's move costs ann, which is a consequence of her turn before."""
+    (one, two) = begun(store, size=2)
+    store.begin(one.episode_id, one.fence, START)
+    for index, (role, step) in enumerate(
+        [
+            ("ann", Step(observation=(), reward=0.1)),
+            ("bob", Step(observation=(), reward=0.7, rewards={"ann": -0.3})),
+            ("ann", Step(observation=(), reward=1 / 3)),
+        ]
+    ):
+        played = turn(index, 1, step=step)
+        object.__setattr__(played, "role", role)
+        store.journal_turn(one.episode_id, one.fence, played)
+    store.finish(
+        one.episode_id, one.fence, stop_reason=StopReason.DONE, outcome=0.5, success=True, outcomes={"bob": -2.0}
+    )
+    play(store, two, turns=2)
+    (group,) = store.take(1, 1, max_lag=0) or []
+    assert group.record == {
+        0: MemberRecord(outcome=0.5, outcomes={"bob": -2.0}, rewards={"ann": (0.1 - 0.3, 1 / 3), "bob": (0.7,)}),
+        1: MemberRecord(outcome=1.0, outcomes={}, rewards={"policy": (0.0, 0.25)}),
+    }
+    assert {one.member: one.record for one in group.trajectories} == group.record
+
+
+def test_law_4_a_stalling_member_does_not_take_its_siblings_with_it_and_is_itself_scored(
+    store: RunStore, clock: Clock
+) -> None:
+    first, second, stalls = begun(store)
+    for claim in (first, second):
+        play(store, claim)
+    assert store.expire(clock() + DEADLINE_S + 1.0, DEADLINE_S).closed == (1,)
+    assert trained(store.take(1, 1, max_lag=1)) == {1: [0, 1]}
+    play(store, stalls, stop=StopReason.TIME_LIMIT, outcome=0.0)  # its own time was up
+    assert trained(store.take(2, 0, max_lag=1)) == {1: [2]}
+    assert store.drops() == store.members_dropped() == {}
+
+
+def test_law_4_a_late_member_expires_after_as_long_again(store: RunStore, clock: Clock) -> None:
+    first, second, hangs = begun(store)
+    for claim in (first, second):
+        play(store, claim)
+    store.begin(hangs.episode_id, hangs.fence, START)
+    store.expire(clock() + DEADLINE_S + 1.0, DEADLINE_S)
+    assert not any(store.expire(clock() + 2 * DEADLINE_S, DEADLINE_S))
+    assert store.expire(clock() + 2 * DEADLINE_S + 0.1, DEADLINE_S).members == (hangs.episode_id,)
+    with pytest.raises(LeaseLost, match="episode 3 is expired"):
+        store.journal_turn(hangs.episode_id, hangs.fence, turn(0, 1))
+    assert trained(store.take(1, 1, max_lag=1)) == {1: [0, 1]}
+    assert store.members_dropped() == {"deadline": 1}
+    assert audit(store).violations == []
+
+
+def test_a_restarted_run_gives_late_members_their_whole_time_again(store: RunStore, clock: Clock) -> None:
+    first, second, slow = begun(store)
+    for claim in (first, second):
+        play(store, claim)
+    store.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
+    clock.now += 1e6  # the machine was off
+    assert store.release_all() == 1
+    assert not any(store.expire(clock(), DEADLINE_S))
+    (again,) = store.claim("b", 9, lease_s=1e6)
+    assert (again.episode_id, store.counts()) == (slow.episode_id, {GroupState.SCORED: 1}), "its group stays closed"
+    assert not any(store.expire(clock() + 2 * DEADLINE_S, DEADLINE_S))
+    assert store.expire(clock() + 2 * DEADLINE_S + 1.0, DEADLINE_S).members == (slow.episode_id,)
+
+
+def test_a_late_member_that_infrastructure_failed_leaves_and_is_counted(store: RunStore, clock: Clock) -> None:
+    claims = begun(store, groups=2)
+    for claim in (*claims[:2], *claims[3:]):
+        play(store, claim)
+    store.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
+    store.take(1, 1, max_lag=1)
+    play(store, claims[2], stop=StopReason.ENGINE_FAILED, outcome=None)
+    assert store.take(2, 0, max_lag=1) is None
+    assert trained(store.take(2, 1, max_lag=1)) == {2: [0, 1, 2], 1: []}
+    assert store.members_dropped() == {"engine_failed": 1}
+    assert store.take(3, 1, max_lag=1) is None
+    assert audit(store).violations == []
+
+
+def test_law_2_a_late_member_is_trained_again_only_where_its_step_was_undone(store: RunStore, clock: Clock) -> None:
+    first, second, slow = begun(store)
+    for claim in (first, second):
+        play(store, claim)
+    store.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
+    store.take(1, 1, max_lag=9)
+    store.checkpoint(1, serve(store, 1), "/checkpoints/1")
+    play(store, slow, version=1)
+    assert trained(store.take(2, 0, max_lag=9)) == {1: [2]}
+    store.rollback(1)
+    assert store.lineage(2) == []
+    assert trained(store.take(2, 0, max_lag=9)) == {1: [2]}
+    assert audit(store).violations == []
+
+
+def test_law_5_a_member_with_old_tokens_alone_leaves_with_its_step_and_an_undone_step_gives_it_back(
+    store: RunStore,
+) -> None:
+    old, young = begun(store, size=2)
+    play(store, old, version=1)
+    play(store, young, version=serve(store, 3))
+    (group,) = store.take(4, 1, max_lag=1) or []
+    assert (trained([group]), [one.member for one in group.left_out]) == ({1: [1]}, [0])
+    assert store.members_dropped() == {"stale": 1}
+    store.rollback(0)
+    assert trained(store.take(1, 1, max_lag=1)) == {1: [0, 1]}
+
+
+def test_retention_keeps_the_tokens_of_a_group_with_a_late_member_to_train(store: RunStore, clock: Clock) -> None:
+    first, second, slow = begun(store)
+    for claim in (first, second):
+        play(store, claim)
+    store.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
+    store.take(1, 1, max_lag=9)
+    store.checkpoint(1, serve(store, 1), "/checkpoints/1")
+    assert store.retain(9, keep_steps=0, keep_sample=0.0) == 0
+    play(store, slow)
+    assert store.retain(9, keep_steps=0, keep_sample=0.0) == 0
+    (late,) = store.take(10, 0, max_lag=99) or []
+    assert all(one.token_ids for one in late.trajectories[0].turns)
+    store.checkpoint(10, serve(store, 10), "/checkpoints/10")
+    assert store.retain(9, keep_steps=0, keep_sample=0.0) == 0
+    assert store.retain(10, keep_steps=0, keep_sample=0.0) == 1
+    assert audit(store).violations == []
+
+
+def test_what_is_said_of_a_groups_success_never_changes(store: RunStore, clock: Clock) -> None:
+    first, second, slow = begun(store)
+    play(store, first, outcome=1.0)
+    play(store, second, outcome=0.0)
+    store.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
+    before = store.results()
+    play(store, slow, outcome=1.0)
+    assert store.results() == before
+    assert (before[0].plays, before[0].success) == (2, 0.5)
+
+
+def test_a_quorum_never_closes_an_evaluation(store: RunStore, clock: Clock) -> None:
+    store.add_groups([task(0)], size=3, purpose="eval")
+    for claim in store.claim("a", 2, lease_s=1e6):
+        play(store, claim)
+    assert not any(store.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0)))
+
+
+def test_a_member_outside_the_loss_makes_no_quorum(store: RunStore, clock: Clock) -> None:
+    first, second, _ = begun(store)
+    play(store, first)
+    play(store, second, stop=StopReason.SANDBOX_FAILED, outcome=None)
+    assert not any(store.expire(clock() + 1.0, DEADLINE_S, close_policy=Quorum(2, 0.0)))
+
+
+def test_a_late_member_holds_its_place_and_no_groups(store: RunStore, clock: Clock) -> None:
+    """Admission counts it as an episode that runs; its group makes room as any that is taken."""
+    settings = {"group_size": 3, "groups_per_step": 1, "max_lag": 0, "max_running": 3}
+    assert admit(store, **settings) == 1
+    first, second, slow = store.claim("a", 3, lease_s=1e6)
+    for claim in (first, second):
+        play(store, claim)
+    store.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
+    store.take(1, 1, max_lag=0)
+    serve(store, 1)
+    assert admit(store, **settings) == 0, "two places are too few for a group of three"
+    store.begin(slow.episode_id, slow.fence, START)
+    store.journal_turn(slow.episode_id, slow.fence, turn(0, 1, step=answer(0)))
+    store.finish(slow.episode_id, slow.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+    assert admit(store, **settings) == 1
