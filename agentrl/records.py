@@ -189,7 +189,8 @@ class Turn:
     it starts anew; `prompt_ids` are the tokens between that end and the first sampled token. `step` is None from
     the moment the action is journaled until the environment has answered. `role` is who acted; `learns` is False if a
     given policy did (a frozen opponent): its versions are not the run's, and it is context only. `experts` begin at the
-    last token of `parent`, so that those of a chain join without a gap."""
+    last token of `parent`, so that those of a chain join without a gap. `scores` are what reward sources beside the
+    environment said of it, and `score` is their sum by the weights that the run gives them."""
 
     index: int
     parent: int | None
@@ -203,6 +204,8 @@ class Turn:
     role: str = POLICY
     learns: bool = True
     experts: RoutedExperts | None = None
+    scores: Mapping[str, float] = field(default_factory=dict[str, float])
+    score: float = 0.0
     started_s: float = 0.0
     ended_s: float = 0.0
     id: str = field(default="", compare=False)
@@ -218,6 +221,16 @@ class Turn:
             at = span.end
         if at != n:
             raise ValueError(f"turn {self.index}: version spans cover {at} of {n} tokens")
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """What each source said of the turn; `env` is the environment, once it has answered."""
+        return {**({} if self.step is None else {"env": self.step.reward}), **self.scores}
+
+    @property
+    def reward(self) -> float:
+        """Its process reward: the environment's and the weighted sum of the other sources' scores."""
+        return (self.step.reward if self.step else 0.0) + self.score
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -279,17 +292,13 @@ class Trajectory:
     @property
     def record(self) -> MemberRecord:
         """What its siblings are judged against, were it recorded."""
-        turns = ((turn.role, turn.step) for turn in self.turns)
-        return member_record(
-            self.outcome or 0.0,
-            self.outcomes,
-            ((role, step.reward, step.rewards) if step else (role, 0.0, {}) for role, step in turns),
-        )
+        turns = ((turn.role, turn.reward, turn.step.rewards if turn.step else {}) for turn in self.turns)
+        return member_record(self.outcome or 0.0, self.outcomes, turns)
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """The process reward of each turn (0.0 where the environment has not answered)."""
-        return tuple(turn.step.reward if turn.step else 0.0 for turn in self.turns)
+        """The process reward of each turn."""
+        return tuple(turn.reward for turn in self.turns)
 
 
 def turn_id(episode_id: int, trial: int, index: int) -> str:

@@ -174,8 +174,8 @@ def transcript(trajectory: Trajectory) -> str:
         lines += _quoted(({"role": role, "content": turn.text},))
         if turn.step is not None:
             lines += _quoted(turn.step.observation)
-            reward = f", reward {turn.step.reward:+.2f}" if turn.step.reward else ""
-            lines.append(f"    (turn {turn.id}{reward})")
+            said = [f", {source} {value:+.2f}" for source, value in turn.rewards.items() if value or source != "env"]
+            lines.append(f"    (turn {turn.id}{''.join(said)})")
     return "\n".join(lines) + "\n"
 
 

@@ -12,7 +12,7 @@ async code calls them directly. Standard library and zstandard only.
     recovery    what a loss of power took             metrics     values, drops, the bias of dropping
     readers     rows back into records                audit       the laws, checked from the raw rows
     schema      tables and migrations                 database    transactions and errors
-    codec       packing
+    codec       packing                               rewards     what sources say of turns, and who waits for it
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from agentrl.store.metrics import Failures, LengthBias, Lengths, Metric, Metrics
 from agentrl.store.partials import Partial
 from agentrl.store.readers import EpisodeRow, GroupResult, Readers, Restart
 from agentrl.store.recovery import Recovery, Saved
+from agentrl.store.rewards import Rewards, Scored, Source
 from agentrl.store.snapshots import Snapshot, Snapshots
 
 __all__ = [
@@ -63,7 +64,9 @@ __all__ = [
     "Restart",
     "RunStore",
     "Saved",
+    "Scored",
     "Snapshot",
+    "Source",
     "StoreError",
     "StoreVersionError",
     "admissible_groups",
@@ -71,7 +74,7 @@ __all__ = [
 ]
 
 
-class RunStore(Groups, Leases, Deaths, Journal, Snapshots, Buffer, Lineage, Recovery, Metrics, Readers):
+class RunStore(Groups, Leases, Deaths, Journal, Snapshots, Buffer, Lineage, Recovery, Rewards, Metrics, Readers):
     """A run's store, opened by this process. Threads may share it; forked children may not: they open their own.
 
     `clock` gives seconds since the epoch, the same for every process of the run; a simulation passes its own."""

@@ -77,6 +77,7 @@ KINDS = {
     "trained_unfinished": 2,  # an episode in the lineage that had not ended
     "trained_unscored": 3,  # an episode in the lineage that the policy did not end, or has too few siblings to compare
     "record_disagrees": 3,  # a group's record is not what its scored members, late ones apart, did
+    "episode_held": 4,  # an episode that waits for no reward source and is not ended
     "group_stuck": 4,  # all members ended and the group is open, or one is open that is not late and the group closed
     "trained_stale": 5,  # an episode in the lineage with no token within the lag bound of its take
     "drop_without_reason": 5,  # an expired or failed group that does not say why
@@ -140,6 +141,9 @@ _OWNERS = (
     ("turns", "episode_id", "episodes"),
     ("tokens", "turn_id", "turns"),
     ("steps", "turn_id", "turns"),
+    ("rewards", "turn_id", "turns"),
+    ("unscored", "turn_id", "turns"),
+    ("endings", "episode_id", "episodes"),
     ("restarts", "episode_id", "episodes"),
     ("partials", "episode_id", "episodes"),
     ("snapshots", "episode_id", "episodes"),
@@ -254,6 +258,17 @@ def _check_ends(db: Database, report: AuditReport) -> None:
         ids = f"SELECT DISTINCT episode_id FROM {table}"
         for (episode,) in db.rows(f"SELECT id FROM episodes WHERE ended_s NOT NULL AND id IN ({ids})"):
             report.breach("bookkeeping", f"episode {episode} ended with {what}")
+    for (episode,) in db.rows(
+        "SELECT h.episode_id FROM endings h JOIN episodes e ON e.id = h.episode_id"
+        " WHERE e.state IN ('finished', 'expired')"
+        " OR NOT EXISTS (SELECT 1 FROM unscored u WHERE u.episode_id = h.episode_id)"
+    ):
+        report.breach("episode_held", f"episode {episode} has ended or waits for no source, and is held")
+    for episode, source in db.rows(
+        "SELECT DISTINCT t.episode_id, r.source FROM rewards r JOIN turns t ON t.id = r.turn_id"
+        " JOIN unscored u ON u.turn_id = r.turn_id AND u.source = r.source WHERE r.counts"
+    ):
+        report.breach("bookkeeping", f"episode {episode}: {source} has scored a turn that still waits for it")
     stuck = db.rows(
         "SELECT g.id, g.state, SUM(NOT e.late AND e.state IN ('waiting', 'running')), SUM(e.state = 'running'),"
         " SUM(e.late) FROM groups g JOIN episodes e ON e.group_id = g.id GROUP BY g.id"

@@ -15,6 +15,7 @@ from agentrl.records import GroupState, MemberRecord, StopReason, Task, member_r
 from agentrl.store.admission import Load, admissible_groups
 from agentrl.store.codec import pack_identity, pack_record, pack_task
 from agentrl.store.database import Database, Part
+from agentrl.store.readers import load_scores
 from agentrl.store.versions import latest_confirmed
 
 TRAIN = "train"
@@ -136,7 +137,9 @@ def _counts(db: Database, purpose: str) -> dict[GroupState, int]:
 def _load(db: Database) -> Load:
     counts = _counts(db, TRAIN)
     waiting = db.row("SELECT COUNT(*) FROM episodes WHERE state = 'waiting' AND evaluation = 0")
-    running = db.row("SELECT COUNT(*) FROM episodes WHERE state = 'running' AND evaluation = 0")
+    running = db.row(  # one that waits for reward sources has no holder, and takes nobody's place
+        "SELECT COUNT(*) FROM episodes WHERE state = 'running' AND evaluation = 0 AND holder IS NOT NULL"
+    )
     assert waiting is not None and running is not None
     return Load(
         running_episodes=waiting[0] + running[0],
@@ -214,14 +217,17 @@ def enough(size: int) -> int:
 
 def _record(db: Database, episode_id: int, outcome: float, outcomes: str) -> MemberRecord:
     """The record of a scored member, from its last trial."""
+    last_trial = "t.episode_id = ?1 AND t.trial = (SELECT trial FROM episodes WHERE id = ?1)"
     turns = db.rows(
-        "SELECT t.role, COALESCE(s.reward, 0.0), COALESCE(json_extract(s.info, '$.rewards'), '{}') FROM turns t"
-        " LEFT JOIN steps s ON s.turn_id = t.id WHERE t.episode_id = ?1"
-        " AND t.trial = (SELECT trial FROM episodes WHERE id = ?1) ORDER BY t.idx",
+        "SELECT t.idx, t.role, COALESCE(s.reward, 0.0), COALESCE(json_extract(s.info, '$.rewards'), '{}') FROM turns t"
+        f" LEFT JOIN steps s ON s.turn_id = t.id WHERE {last_trial} ORDER BY t.idx",
         (episode_id,),
     )
+    _, scores = load_scores(db, last_trial, (episode_id,))
     return member_record(
-        outcome, json.loads(outcomes), [(role, reward, json.loads(others)) for role, reward, others in turns]
+        outcome,
+        json.loads(outcomes),
+        [(role, reward + scores.get(index, 0.0), json.loads(others)) for index, role, reward, others in turns],
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from agentrl.errors import StoreError
 from agentrl.records import Messages, Step, StopReason, Turn, turn_id
@@ -28,6 +29,17 @@ from agentrl.store.outages import FAILURES, note_failure
 from agentrl.store.partials import Partial, drop_partial, pack_part, write_part
 from agentrl.store.snapshots import drop_snapshot
 from agentrl.store.versions import Versions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How an episode ended, as `Journal.finish` was told."""
+
+    stop_reason: StopReason
+    outcome: float | None = None
+    success: bool | None = None
+    outcomes: Mapping[str, float] = field(default_factory=dict[str, float])
+    detail: str = ""
 
 
 class Journal(Versions):
@@ -82,6 +94,12 @@ class Journal(Versions):
             if turn.experts is not None:
                 self._db.execute("INSERT INTO experts VALUES (?, ?)", (cursor.lastrowid, pack_experts(turn.experts)))
             drop_partial(self._db, episode_id)
+            if turn.learns:
+                self._db.execute(
+                    "INSERT INTO unscored SELECT c.source, ?, e.id FROM sources c JOIN episodes e"
+                    " WHERE e.id = ? AND e.evaluation = 0",
+                    (cursor.lastrowid, episode_id),
+                )
             if answer is not None:
                 self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", (cursor.lastrowid, *answer))
 
@@ -123,6 +141,7 @@ class Journal(Versions):
                 (printable(reason), self._db.clock(), episode_id),
             )
             self._db.execute("UPDATE episodes SET trial = ?, start = NULL WHERE id = ?", (trial + 1, episode_id))
+            self._db.execute("DELETE FROM unscored WHERE episode_id = ?", (episode_id,))
             drop_partial(self._db, episode_id)
             drop_snapshot(self._db, episode_id)
 
@@ -137,27 +156,25 @@ class Journal(Versions):
         outcomes: Mapping[str, float] | None = None,
         detail: str = "",
     ) -> None:
-        """The episode ended; with its last member an open group closes, scored or failed, in the same transaction.
+        """The episode ended; with its last member an open group closes, scored or failed, in the same transaction. While
+        reward sources are yet to score its turns it is held instead (see `rewards`), and nobody plays it any more.
 
         `outcomes` are those of its roles; `detail` is the one-line cause where it failed. Raises StoreError for an
         outcome that is not finite."""
-        outcomes = outcomes or {}
-        for value in (outcome, *outcomes.values()):
+        ending = Ending(
+            stop_reason=stop_reason, outcome=outcome, success=success, outcomes=outcomes or {}, detail=printable(detail)
+        )
+        for value in (outcome, *ending.outcomes.values()):
             if value is not None and not math.isfinite(value):
                 raise StoreError(f"episode {episode_id}: outcome {value} is not finite")
         now = self._db.clock()
         with self._db.write():
             check_fence(self._db, episode_id, fence)
-            end_episode(self._db, episode_id, "finished", stop_reason, now)
-            self._db.execute(
-                "UPDATE episodes SET outcome = ?, success = ?, outcomes = ?, detail = ? WHERE id = ?",
-                (outcome, success, json.dumps(outcomes), printable(detail), episode_id),
-            )
-            group = self._db.row("SELECT group_id FROM episodes WHERE id = ?", (episode_id,))
-            assert group is not None
-            if scored(stop_reason, outcome):
-                self._db.execute("UPDATE groups SET n_scored = n_scored + 1 WHERE id = ?", group)
-            close_if_ended(self._db, group[0], now)
+            waits = self._db.row("SELECT 1 FROM unscored WHERE episode_id = ? LIMIT 1", (episode_id,))
+            if waits is not None and scored(stop_reason, outcome):
+                _hold(self._db, episode_id, ending, now)
+            else:
+                end_as(self._db, episode_id, ending, now)
 
     def _last_index(self, episode_id: int, trial: int) -> int:
         row = self._db.row("SELECT MAX(idx) FROM turns WHERE episode_id = ? AND trial = ?", (episode_id, trial))
@@ -177,6 +194,54 @@ class Journal(Versions):
         )
 
 
+def _hold(db: Database, episode_id: int, ending: Ending, now: float) -> None:
+    """Keep how an episode was played to its end until its sources have spoken. The fence rises: nobody holds it."""
+    db.execute(
+        "INSERT OR IGNORE INTO endings VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (
+            episode_id,
+            now,
+            ending.stop_reason,
+            ending.outcome,
+            ending.success,
+            json.dumps(dict(ending.outcomes)),
+            ending.detail,
+        ),
+    )
+    db.execute("UPDATE episodes SET holder = NULL, fence = fence + 1 WHERE id = ?", (episode_id,))
+
+
+def held_ending(db: Database, episode_id: int) -> Ending | None:
+    """How an episode was played to its end that waits for its sources; None if it does not wait."""
+    row = db.row(
+        "SELECT stop_reason, outcome, success, outcomes, detail FROM endings WHERE episode_id = ?", (episode_id,)
+    )
+    if row is None:
+        return None
+    stop_reason, outcome, success, outcomes, detail = row
+    return Ending(
+        stop_reason=StopReason(stop_reason),
+        outcome=outcome,
+        success=None if success is None else bool(success),
+        outcomes=json.loads(outcomes),
+        detail=detail,
+    )
+
+
+def end_as(db: Database, episode_id: int, ending: Ending, now: float) -> None:
+    """End an episode; with its last member an open group closes. Inside a transaction."""
+    end_episode(db, episode_id, "finished", ending.stop_reason, now)
+    db.execute(
+        "UPDATE episodes SET outcome = ?, success = ?, outcomes = ?, detail = ? WHERE id = ?",
+        (ending.outcome, ending.success, json.dumps(dict(ending.outcomes)), ending.detail, episode_id),
+    )
+    group = db.row("SELECT group_id FROM episodes WHERE id = ?", (episode_id,))
+    assert group is not None
+    if scored(ending.stop_reason, ending.outcome):
+        db.execute("UPDATE groups SET n_scored = n_scored + 1 WHERE id = ?", group)
+    close_if_ended(db, group[0], now)
+
+
 def end_episode(db: Database, episode_id: int, state: str, stop_reason: StopReason, now: float) -> None:
     """Close an episode and write down its length and the step of its newest token, inside a transaction."""
     db.execute(
@@ -188,6 +253,8 @@ def end_episode(db: Database, episode_id: int, state: str, stop_reason: StopReas
         "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial AND t.learns) WHERE id = ?",
         (state, stop_reason, now, episode_id),
     )
+    for table in ("unscored", "endings"):
+        db.execute(f"DELETE FROM {table} WHERE episode_id = ?", (episode_id,))
     drop_partial(db, episode_id)
     drop_snapshot(db, episode_id)
     if stop_reason in FAILURES:

@@ -7,6 +7,7 @@ log-probs and spans.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -222,7 +223,24 @@ def load_turns(db: Database, episode_id: int) -> tuple[Turn, ...]:
     return tuple(_turns(db, last_trial, (episode_id,)))
 
 
+def load_scores(
+    db: Database, where: str, parameters: Sequence[int]
+) -> tuple[dict[int, dict[str, float]], dict[int, float]]:
+    """Of the turns (`t`) that `where` selects, by index: the values of sources that count, and their weighted sum."""
+    scores: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    sums: defaultdict[int, float] = defaultdict(float)
+    for index, source, value, weight in db.rows(
+        "SELECT t.idx, r.source, r.value, c.weight FROM turns t JOIN rewards r ON r.turn_id = t.id AND r.counts"
+        f" JOIN sources c ON c.source = r.source WHERE {where} ORDER BY t.idx, r.source",
+        parameters,
+    ):
+        scores[index][source] = value
+        sums[index] += weight * value
+    return scores, sums
+
+
 def _turns(db: Database, where: str, parameters: Sequence[int]) -> Iterator[Turn]:
+    scores, sums = load_scores(db, where, parameters)
     rows = db.rows(
         "SELECT t.idx, t.parent, t.role, t.learns, t.finish, t.text, t.spans, t.started_s, t.ended_s, k.data, x.data,"
         " s.observation, s.reward, s.terminated, s.truncated, s.info, t.episode_id, t.trial"
@@ -247,6 +265,8 @@ def _turns(db: Database, where: str, parameters: Sequence[int]) -> Iterator[Turn
             role=role,
             learns=bool(learns),
             experts=None if experts is None else unpack_experts(experts),
+            scores=scores.get(index, {}),
+            score=sums.get(index, 0.0),
             started_s=began,
             ended_s=ended,
         )

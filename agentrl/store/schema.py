@@ -14,6 +14,10 @@ k + 1, so a new store runs all of them. A store is made in one transaction: eith
     tokens       that turn's token ids and log-probs, packed; apart, so that retention frees whole pages
     experts      the experts that a mixture computed that turn's tokens with, packed, where the run keeps them
     steps        the environment's answer to a turn
+    sources      the reward sources that a run declares: weight, deadline, what holds when they are late
+    rewards      what sources said of a turn, first word of each version; the environment's own word is in steps
+    unscored     which turns a source is yet to score
+    endings      how an episode ended that waits for sources: it counts as running until they have spoken
     partials     the turn under way of a running episode, a row for each time its new tokens were written
     snapshots    the newest state of a running episode's environment, where it gives one
     restarts     why and when an episode started anew; its earlier trial's turns stay, never trained
@@ -288,7 +292,55 @@ CREATE INDEX groups_closable ON groups (n_scored) WHERE state = 'running' AND pu
 CREATE TABLE lost_members (episode_id INTEGER PRIMARY KEY, step INTEGER NOT NULL, found_s REAL NOT NULL) STRICT;
 """
 
-MIGRATIONS: tuple[str, ...] = (_FIRST, _ROLES, _EXPERTS, _LOST, _DEATHS, _OUTAGES, _PARTIALS, _SNAPSHOTS, _MEMBERS)
+_REWARDS = """
+CREATE TABLE sources (
+    source TEXT PRIMARY KEY,
+    version INTEGER NOT NULL,
+    weight REAL NOT NULL,
+    deadline_s REAL NOT NULL,
+    late TEXT NOT NULL CHECK (late IN ('drop', 'neutral', 'partial'))
+) STRICT, WITHOUT ROWID;
+CREATE TABLE rewards (
+    turn_id INTEGER NOT NULL REFERENCES turns,
+    source TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    value REAL NOT NULL,
+    counts INTEGER NOT NULL,
+    time_s REAL NOT NULL,
+    took_s REAL NOT NULL,
+    cost REAL NOT NULL,
+    PRIMARY KEY (turn_id, source, version)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE unscored (
+    source TEXT NOT NULL,
+    turn_id INTEGER NOT NULL REFERENCES turns,
+    episode_id INTEGER NOT NULL REFERENCES episodes,
+    PRIMARY KEY (source, turn_id)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX unscored_of_episode ON unscored (episode_id);
+CREATE TABLE endings (
+    episode_id INTEGER PRIMARY KEY REFERENCES episodes,
+    time_s REAL NOT NULL,
+    stop_reason TEXT NOT NULL,
+    outcome REAL,
+    success INTEGER,
+    outcomes TEXT NOT NULL,
+    detail TEXT NOT NULL
+) STRICT;
+"""
+
+MIGRATIONS: tuple[str, ...] = (
+    _FIRST,
+    _ROLES,
+    _EXPERTS,
+    _LOST,
+    _DEATHS,
+    _OUTAGES,
+    _PARTIALS,
+    _SNAPSHOTS,
+    _MEMBERS,
+    _REWARDS,
+)
 SCHEMA_VERSION = len(MIGRATIONS)
 
 

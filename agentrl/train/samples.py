@@ -125,7 +125,7 @@ def group_rows(
         group_id=group.id,
         rows=tuple(rows),
         outcomes=tuple(member.outcome or 0.0 for member in told),
-        process=tuple(sum(turn.step.reward for turn in member.turns if turn.learns and turn.step) for member in told),
+        process=tuple(sum(turn.reward for turn in member.turns if turn.learns) for member in told),
         successes=tuple(member.success for member in told if member.success is not None),
         left_out=len(group.trajectories) + len(group.left_out) - len(told),
         stale=stale,

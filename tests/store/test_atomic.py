@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from agentrl.records import StopReason
-from agentrl.store import RunStore
+from agentrl.store import RunStore, Source
 from agentrl.store.audit import audit
 
 from .fuse import Fuse, Killed
-from .play import START, Clock, admit, answer, play, serve, task, turn
+from .play import START, Clock, admit, answer, play, play_all, serve, task, turn
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,26 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         store.mint_version(4)
     return path
 
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two episodes of a group that were played and wait for a source: turn 1 of the first is yet to be scored."""
+    path = tmp_path_factory.mktemp("held") / "store.sqlite"
+    with RunStore.create(path, "{}", clock=Clock()) as store:
+        serve(store, 0)
+        admit(store, limit=1)
+        store.declare_sources([Source(name="prm", late="neutral")])
+        play_all(store)
+        for turn_id in ("1.0.0", "2.0.0", "2.0.1"):
+            store.score(turn_id, "prm", 2.0)
+    return path
+
+
+HELD_WRITES: dict[str, Callable[[RunStore], Any]] = {
+    "score": lambda store: store.score("1.0.1", "prm", 1.0),
+    "expire_sources": lambda store: store.expire_sources(1e6),
+    "declare_sources": lambda store: store.declare_sources([]),
+}
 
 WRITES: dict[str, Callable[[RunStore], Any]] = {
     "admit": lambda store: admit(store, limit=3, max_lag=9),
@@ -86,20 +106,30 @@ def opened(source: Path, folder: Path) -> RunStore:
 
 @pytest.mark.parametrize("name", WRITES)
 def test_law_2_a_write_is_all_or_nothing_wherever_it_is_killed(busy: Path, tmp_path: Path, name: str) -> None:
-    before = rows(busy)
-    with opened(busy, tmp_path / "whole") as store:
-        WRITES[name](store)
+    check(busy, tmp_path, WRITES[name])
+
+
+@pytest.mark.parametrize("name", HELD_WRITES)
+def test_law_2_what_a_source_says_joins_wholly_or_not_at_all(held: Path, tmp_path: Path, name: str) -> None:
+    check(held, tmp_path, HELD_WRITES[name])
+
+
+def check(source: Path, tmp_path: Path, write: Callable[[RunStore], Any]) -> None:
+    """Kill `write` before and after each of its statements, on copies of the store at `source`."""
+    before = rows(source)
+    with opened(source, tmp_path / "whole") as store:
+        write(store)
     after = rows(tmp_path / "whole" / "store.sqlite")
     assert after != before
     done: list[bool] = []
     killed = True
     while killed:
-        store = opened(busy, tmp_path / str(len(done)))
+        store = opened(source, tmp_path / str(len(done)))
         database: Any = store._db  # pyright: ignore[reportPrivateUsage]
         connection = database._connection
         database._connection = Fuse(connection, len(done) // 2, after=bool(len(done) % 2))
         try:
-            WRITES[name](store)
+            write(store)
             killed = False
         except Killed:
             pass

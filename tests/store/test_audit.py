@@ -144,6 +144,11 @@ BREACHES = {
     "group ended, member open": ("group_stuck", "UPDATE episodes SET state = 'waiting' WHERE id = 9", ()),
     "a late member of an open group": ("group_stuck", "UPDATE episodes SET late = 1 WHERE id = 16", ()),
     "member runs, group waits": ("group_stuck", "UPDATE groups SET state = 'waiting' WHERE id = 8", ()),
+    "held although it has ended": (
+        "episode_held",
+        "INSERT INTO endings VALUES (1, 0.0, 'done', 1.0, 1, '{}', '')",
+        (),
+    ),
     # law 5
     "too old": ("trained_stale", "UPDATE lineage SET max_lag = 0 WHERE episode_id = 5", ()),
     "older than was thought": ("trained_stale", "UPDATE versions SET step = -5 WHERE version = 1", ()),

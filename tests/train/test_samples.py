@@ -66,6 +66,15 @@ def test_a_masked_turn_stays_in_context_and_out_of_the_loss() -> None:
     assert row.advantage_S.tolist() == [0.0, 1.0]  # the masked turn's penalty is still a consequence of the first
 
 
+def test_a_turns_reward_is_the_environments_and_the_weighted_sum_of_what_sources_said() -> None:
+    scored = replace(turn(0, [1], [2], reward=0.25), scores={"prm": 3.0}, score=1.5)
+    group = group_of([episode(0, [scored], 1.0), episode(1, [turn(0, [1], [3], reward=0.5)], 1.0)])
+    rows = rows_of(group)
+    assert [row.advantage_S.tolist() for row in rows.rows] == [[1.25], [-1.25]]
+    assert rows.process == (1.75, 0.5)
+    assert scored.rewards == {"env": 0.25, "prm": 3.0}
+
+
 def test_roles_are_judged_apart_by_their_own_outcomes_and_rewards() -> None:
     """ann and bob by turns. Outcomes ann 1 and 0, bob -1 and 3; bob's move costs ann 2, which is her turn's before."""
 

@@ -1,0 +1,204 @@
+"""What reward sources say of turns: values by turn and source, and the episodes that wait for them.
+
+The environment's step reward stands with its answer. Any other source writes `score` rows by turn id, while the episode
+goes on or after it. The sources that a run declares are waited for: an episode of theirs that was played to its end is
+held until each of them has scored each turn of the policy that learns, or until its deadline, when its `late` policy
+holds. Then it ends as it was played. Owns that join and never knows what a source is, nor how it is asked.
+
+A value counts if it was waited for when it came: one of a declared source, in its declared version, for a turn of an
+episode that had not ended. Any other value is kept, shown, and changes nothing that was trained or may be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from agentrl.errors import StoreError
+from agentrl.records import StopReason, turn_id
+from agentrl.store.database import Part
+from agentrl.store.journal import Ending, end_as, held_ending
+
+Late = Literal["drop", "neutral", "partial"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A reward source that episodes wait for. `weight` is its share in a turn's process reward. `deadline_s` after the
+    end of an episode it is waited for no longer; then `late` holds: `drop` takes the episode out of loss and baseline
+    (law 3), `neutral` counts none of its values for that episode, `partial` those that there are."""
+
+    name: str
+    version: int = 1
+    weight: float = 1.0
+    deadline_s: float = 60.0
+    late: Late = "drop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """One value of a source. `counts` says whether it is part of the turn's reward; `took_s` how long the source took
+    for it, `cost` what it says that it cost, in units of its own."""
+
+    turn_id: str
+    source: str
+    version: int
+    value: float
+    counts: bool
+    time_s: float
+    took_s: float
+    cost: float
+
+
+class Rewards(Part):
+    """Declare sources, write what they say, and end the episodes that waited."""
+
+    def declare_sources(self, sources: Sequence[Source]) -> None:
+        """The sources that the turns of training episodes are queued for from now on. An episode that is waiting for
+        one that is declared no longer goes on without it."""
+        with self._db.write():
+            self._db.execute("DELETE FROM sources")
+            self._db.execute_many(
+                "INSERT INTO sources VALUES (?, ?, ?, ?, ?)",
+                [(one.name, one.version, one.weight, one.deadline_s, one.late) for one in sources],
+            )
+            gone = self._db.rows(
+                "SELECT DISTINCT episode_id FROM unscored WHERE source NOT IN (SELECT source FROM sources)"
+            )
+            self._db.execute("DELETE FROM unscored WHERE source NOT IN (SELECT source FROM sources)")
+            for (episode_id,) in gone:
+                self._end_if_scored(episode_id)
+
+    def sources(self) -> list[Source]:
+        """The declared sources, by name."""
+        with self._db.read():
+            rows = self._db.rows("SELECT source, version, weight, deadline_s, late FROM sources ORDER BY source")
+        return [Source(name=name, version=n, weight=w, deadline_s=s, late=late) for name, n, w, s, late in rows]
+
+    def awaiting(self, source: str, limit: int, *, skip: Iterable[str] = ()) -> list[str]:
+        """At most `limit` ids of turns that `source` is yet to score, oldest first, without those in `skip`. A turn is
+        among them as soon as its environment has answered."""
+        left_out = frozenset(skip)
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT t.episode_id, t.trial, t.idx FROM unscored u JOIN turns t ON t.id = u.turn_id"
+                " JOIN steps s ON s.turn_id = t.id WHERE u.source = ? ORDER BY u.turn_id LIMIT ?",
+                (source, limit + len(left_out)),
+            )
+        ids = (turn_id(*row) for row in rows)
+        return [id for id in ids if id not in left_out][:limit]
+
+    def score(
+        self,
+        turn: str,
+        source: str,
+        value: float,
+        *,
+        version: int | None = None,
+        took_s: float = 0.0,
+        cost: float = 0.0,
+    ) -> bool:
+        """What `source` says of the turn with this id, in `version` of it (default: the declared one, else 1). False,
+        and nothing changed, if it has said so already: the first word of a version holds.
+
+        With the last value that an episode waited for the episode ends, in the same transaction. Raises StoreError for
+        a turn that is not there and for a value that is not finite."""
+        if not math.isfinite(value):
+            raise StoreError(f"turn {turn}: {source!r} gave {value}: give a finite number")
+        with self._db.write():
+            row_id, episode_id = self._turn(turn)
+            declared = self._db.row("SELECT version FROM sources WHERE source = ?", (source,))
+            known = 1 if declared is None else declared[0]
+            version = known if version is None else version
+            waited = self._db.row("SELECT 1 FROM unscored WHERE source = ? AND turn_id = ?", (source, row_id))
+            counts = waited is not None and version == known
+            written = self._db.execute(
+                "INSERT OR IGNORE INTO rewards VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (row_id, source, version, float(value), counts, self._db.clock(), took_s, cost),
+            )
+            if written.rowcount == 0:
+                return False
+            if counts:
+                self._db.execute("DELETE FROM unscored WHERE source = ? AND turn_id = ?", (source, row_id))
+                self._end_if_scored(episode_id)
+        return True
+
+    def expire_sources(self, now: float) -> dict[str, list[int]]:
+        """Wait no longer for sources whose deadline is past at `now`: the episodes that ended then or are waited for by
+        others still, by source."""
+        with self._db.read():
+            if not self._late(now):
+                return {}
+        found: dict[str, list[int]] = {}
+        with self._db.write():
+            for episode_id, source, late, deadline_s in self._late(now):
+                if held_ending(self._db, episode_id) is None:
+                    continue  # another source of it has dropped it
+                found.setdefault(source, []).append(episode_id)
+                if late == "drop":
+                    detail = f"reward source {source!r} did not score all turns within {deadline_s:g} s of the end"
+                    failed = Ending(stop_reason=StopReason.ENV_FAILED, detail=detail)
+                    end_as(self._db, episode_id, failed, self._db.clock())
+                    continue
+                if late == "neutral":
+                    self._db.execute(
+                        "UPDATE rewards SET counts = 0 WHERE source = ?1 AND turn_id IN (SELECT t.id FROM turns t"
+                        " JOIN episodes e ON e.id = t.episode_id AND e.trial = t.trial WHERE e.id = ?2)",
+                        (source, episode_id),
+                    )
+                self._db.execute("DELETE FROM unscored WHERE source = ? AND episode_id = ?", (source, episode_id))
+                self._end_if_scored(episode_id)
+        return found
+
+    def scores(self, source: str | None = None) -> list[Scored]:
+        """What sources said, in the order of turns; of one source, or of all."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT t.episode_id, t.trial, t.idx, r.source, r.version, r.value, r.counts, r.time_s, r.took_s,"
+                " r.cost FROM rewards r JOIN turns t ON t.id = r.turn_id WHERE r.source = COALESCE(?, r.source)"
+                " ORDER BY t.episode_id, t.trial, t.idx, r.source, r.version",
+                (source,),
+            )
+        return [
+            Scored(
+                turn_id=turn_id(episode_id, trial, index),
+                source=name,
+                version=version,
+                value=value,
+                counts=bool(counts),
+                time_s=time_s,
+                took_s=took_s,
+                cost=cost,
+            )
+            for episode_id, trial, index, name, version, value, counts, time_s, took_s, cost in rows
+        ]
+
+    def _turn(self, id: str) -> tuple[int, int]:
+        """The row of a turn and its episode. Raises StoreError."""
+        try:
+            episode_id, trial, index = map(int, id.split("."))
+        except ValueError:
+            raise StoreError(f"{id!r} is no turn's id: give one such as '12.0.3'") from None
+        row = self._db.row(
+            "SELECT id FROM turns WHERE episode_id = ? AND trial = ? AND idx = ?", (episode_id, trial, index)
+        )
+        if row is None:
+            raise StoreError(f"{self._db.path} has no turn {id}")
+        return row[0], episode_id
+
+    def _late(self, now: float) -> list[tuple[int, str, Late, float]]:
+        return self._db.rows(  # pyright: ignore[reportReturnType]
+            "SELECT DISTINCT h.episode_id, c.source, c.late, c.deadline_s FROM endings h"
+            " JOIN unscored u ON u.episode_id = h.episode_id JOIN sources c ON c.source = u.source"
+            " WHERE h.time_s + c.deadline_s < ? ORDER BY h.episode_id, c.late <> 'drop', c.source",
+            (now,),
+        )
+
+    def _end_if_scored(self, episode_id: int) -> None:
+        """End a held episode as it was played, once nothing of it is waited for."""
+        ending = held_ending(self._db, episode_id)
+        waits = self._db.row("SELECT 1 FROM unscored WHERE episode_id = ? LIMIT 1", (episode_id,))
+        if ending is not None and waits is None:
+            end_as(self._db, episode_id, ending, self._db.clock())
