@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from agentrl.errors import AgentRLError, UsageError
+from agentrl.rewards_cli import rescore, rewards
 
 if TYPE_CHECKING:
     from agentrl.config import RunConfig
@@ -33,6 +34,8 @@ app = typer.Typer(
 )
 _new = typer.Typer(no_args_is_help=True, help="Start a package of your own.")
 app.add_typer(_new, name="new")
+app.command()(rewards)
+app.command()(rescore)
 _UNWRAPPED = 10_000  # columns
 _SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")]
 

@@ -14,19 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from agentrl.errors import ConfigError, UsageError
+from agentrl.settings import Count, Positive, RewardSource
+from agentrl.settings import Section as _Section
 
 MAX_LORA_RANK = 512  # that vLLM takes
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
 Gpus = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class EnvSource(_Section):
@@ -297,6 +293,7 @@ class RunConfig(_Section):
     tasks: list[TaskTable] = Field(default_factory=list[TaskTable])
     curriculum: CurriculumSettings | None = None
     rollout: Rollout = Rollout()
+    rewards: list[RewardSource] = Field(default_factory=list[RewardSource])
     engine: EngineSettings = EngineSettings()
     buffer: Buffer = Buffer()
     algo: Algo = Algo()
@@ -338,6 +335,9 @@ class RunConfig(_Section):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         rollout, buffer = self.rollout, self.buffer
+        names = [one.source for one in self.rewards]
+        if len(set(names)) != len(names):
+            raise ConfigError("rewards.source", names, "each source has a name of its own")
         if rollout.max_tokens_per_turn >= rollout.max_context:
             raise ConfigError(
                 "rollout.max_tokens_per_turn",

@@ -26,6 +26,7 @@ _NUMBERS = (
     (r"Count", "integer from 1"),
     (r"Annotated\[int, Field\(ge=(\d+)\)\]", r"integer from \1"),
     (r"Annotated\[float, Field\(ge=0, allow_inf_nan=False\)\]", "number from 0"),
+    (r"Annotated\[float, Field\(allow_inf_nan=False\)\]", "number"),
     (r"Annotated\[float, Field\(ge=0, le=1\)\]", "number from 0 to 1"),
     (r"Annotated\[float, Field\(ge=0, lt=1\)\]", "number from 0, below 1"),
     (r"Annotated\[str, .*\]", "text"),

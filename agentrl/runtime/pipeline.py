@@ -33,6 +33,7 @@ from agentrl.runtime.keep_alive import live_with_parent
 from agentrl.runtime.processes import RunProcesses
 from agentrl.runtime.room import check_room
 from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.scoring import declare
 from agentrl.runtime.sources import task_source
 from agentrl.store import RunStore, close_policy
 from agentrl.telemetry import Telemetry
@@ -65,6 +66,7 @@ class Supervisor:
         """Evaluate, train, evaluate again. Returns when all of it is in the store. Raises ConfigError where weights
         have no room to travel."""
         check_room(self.config, self.start.model, self.run.scratch)
+        declare(self.config, self.store)
         await self.processes.start_engines(self.start)
         self._enter("eval")
         self.processes.start_workers()
@@ -119,6 +121,8 @@ class Supervisor:
         buffer, deadline_s = self.config.buffer, self.config.rollout.group_deadline_s
         policy = close_policy(buffer.close, quorum=buffer.quorum, after_s=buffer.quorum_after_s)
         self.store.expire(time.time(), deadline_s, close_policy=policy)
+        if self.config.rewards:
+            self.store.expire_sources(time.time())
         self._check_failures()
         self.on_tick(self)
         await trio.sleep(_TICK_S)

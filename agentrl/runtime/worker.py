@@ -27,6 +27,7 @@ from agentrl.protocols import AsyncEnv, Engine, Rewarder
 from agentrl.records import Task
 from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.worker import Worker
+from agentrl.runtime import scoring
 from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import model_dir
@@ -51,10 +52,10 @@ def serve(path: Path, index: int) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir
     config = run.config()
     name = f"worker-{index}.{os.getpid()}"  # a lease belongs to one life of a worker
-    trio.run(_serve, run, config, name, clock=HostClock())
+    trio.run(_serve, run, config, name, index == 0, clock=HostClock())
 
 
-async def _serve(run: RunDir, config: RunConfig, name: str) -> None:
+async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> None:
     store = RunStore.open(run.store_path)
     renderer = Renderer(model_dir(config.model))
     fleet = _fleet(config, store, renderer)
@@ -79,6 +80,8 @@ async def _serve(run: RunDir, config: RunConfig, name: str) -> None:
             nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
             nursery.start_soon(lambda: fleet.control(start=_concurrency(config)))
             nursery.start_soon(report, fleet, telemetry, store)
+            if scores:  # one worker does it for all: a source bounds how many calls run at once
+                nursery.start_soon(scoring.serve, config, store)
             await worker.run()
             nursery.cancel_scope.cancel()
     finally:

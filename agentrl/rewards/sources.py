@@ -1,0 +1,172 @@
+"""Reward sources at work: turns that wait for a score are asked for, scored and written down, while episodes go on.
+
+A source is anything that says what a turn is worth, given the episode up to that turn. Owns what asking may cost (calls
+at once, a deadline and retries for each, a cache by content) and decides nothing about episodes: the store knows which
+turns wait, and what holds when a source is late. Knows no environment and no run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
+
+import trio
+
+from agentrl.engine.scoring import ScoringClient
+from agentrl.errors import DiskFull, ScoreError
+from agentrl.records import Trajectory
+from agentrl.registry import load_reference
+from agentrl.rewards.judge import Judge
+from agentrl.rewards.reward_model import RewardModel
+from agentrl.rewards.transcripts import messages_of
+from agentrl.settings import RewardSource
+
+TurnRewarder = Callable[[Trajectory], "float | Awaitable[float]"]
+"""Scores the last turn of an episode as far as it went. May be async; a blocking one runs in a thread."""
+
+_IDLE_S: Final = 0.05  # between looks for turns that wait
+_PAUSE_S: Final = 0.5  # before a second attempt; twice as long before each further one
+_CACHED: Final = 4096  # contents that are remembered
+
+log = logging.getLogger(__name__)
+
+
+class Desk(Protocol):
+    """What a scorer needs of the run store."""
+
+    def awaiting(self, source: str, limit: int, *, skip: Iterable[str] = ()) -> list[str]: ...
+    def trajectory(self, episode_id: int) -> Trajectory: ...
+    def score(
+        self,
+        turn: str,
+        source: str,
+        value: float,
+        *,
+        version: int | None = None,
+        took_s: float = 0.0,
+        cost: float = 0.0,
+    ) -> bool: ...
+
+
+def rewarder_of(settings: RewardSource) -> TurnRewarder:
+    """What a source asks. A model reads up to the turn's action; a callable is also given the environment's answer.
+
+    Raises UsageError for a reference that cannot be imported."""
+    if settings.kind == "callable":
+        return load_reference(settings.call or "")
+    client = ScoringClient(
+        settings.url or "",
+        model=settings.model,
+        api_key=settings.api_key(),
+        concurrency=settings.concurrency,
+        deadline_s=settings.call_deadline_s,
+    )
+    model: RewardModel | Judge = Judge(client, rubric=settings.rubric or "")
+    if settings.kind == "prm":
+        model = RewardModel(client, label=settings.label, activation=settings.activation)
+
+    async def of_action(seen: Trajectory) -> float:
+        return await model(replace(seen, turns=(*seen.turns[:-1], replace(seen.turns[-1], step=None))))
+
+    return of_action
+
+
+def until(trajectory: Trajectory, turn: str) -> Trajectory:
+    """The episode as it was after a turn. Raises LookupError for a turn that is not in it."""
+    for at, one in enumerate(trajectory.turns):
+        if one.id == turn:
+            return replace(trajectory, turns=trajectory.turns[: at + 1], stop_reason=None, outcome=None, success=None)
+    raise LookupError(f"episode {trajectory.episode_id} has no turn {turn} any more")
+
+
+@dataclass(slots=True)
+class Scorer:
+    """One source of a run. `serve` scores what waits, for ever; `score` one turn.
+
+    A turn whose attempts have all failed is left to the source's deadline, and named once in the log."""
+
+    settings: RewardSource
+    store: Desk
+    ask: TurnRewarder
+    _under_way: set[str] = field(default_factory=set[str])
+    _failed: dict[str, float] = field(default_factory=dict[str, float])  # and until when it is left alone
+    _known: OrderedDict[bytes, float] = field(default_factory=OrderedDict[bytes, float])
+
+    async def serve(self) -> None:
+        """Score turns until cancelled. A turn is asked for once, however long the answer takes."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                free = self.settings.concurrency - len(self._under_way)
+                now = trio.current_time()
+                self._failed = {turn: until_s for turn, until_s in self._failed.items() if until_s > now}
+                skip = self._under_way | self._failed.keys()
+                for turn in self.store.awaiting(self.settings.source, free, skip=skip) if free else []:
+                    self._under_way.add(turn)
+                    nursery.start_soon(self._serve_one, turn)
+                await trio.sleep(_IDLE_S)
+
+    async def _serve_one(self, turn: str) -> None:
+        try:
+            await self.score(turn)
+        except (ScoreError, LookupError, DiskFull) as error:
+            self._failed[turn] = trio.current_time() + self.settings.deadline_s
+            log.warning("reward source %r: turn %s: %s", self.settings.source, turn, error)
+        finally:
+            self._under_way.discard(turn)
+
+    async def score(self, turn: str, *, version: int | None = None) -> float:
+        """Ask what a turn is worth, and write it down. Raises ScoreError where every attempt failed, LookupError if the
+        turn's episode began anew meanwhile."""
+        seen = until(self.store.trajectory(int(turn.split(".")[0])), turn)
+        content, started = _content(seen), time.monotonic()
+        value, cost = self._known.get(content), 0.0
+        if value is None:
+            value, cost = await self._asked(seen)
+            self._known[content] = value
+            if len(self._known) > _CACHED:
+                self._known.popitem(last=False)
+        took_s = time.monotonic() - started
+        self.store.score(turn, self.settings.source, value, version=version, took_s=took_s, cost=cost)
+        return value
+
+    async def _asked(self, seen: Trajectory) -> tuple[float, float]:
+        """The value, and how many calls it took."""
+        failure = ""
+        for attempt in range(self.settings.retries + 1):
+            if attempt:
+                await trio.sleep(_PAUSE_S * 2 ** (attempt - 1))
+            with trio.move_on_after(self.settings.call_deadline_s) as scope:
+                try:
+                    value = await _called(self.ask, seen)
+                    if math.isfinite(value):
+                        return value, attempt + 1.0
+                    failure = f"{value} is no reward"
+                except Exception as error:  # whatever a source's own code raises is its failure, and is named here
+                    failure = " ".join(f"{type(error).__name__}: {error}".split())
+            if scope.cancelled_caught:
+                failure = f"no answer within {self.settings.call_deadline_s:g} s"
+        raise ScoreError(f"{self.settings.retries + 1} attempts failed, the last one: {failure}")
+
+
+async def _called(ask: TurnRewarder, seen: Trajectory) -> float:
+    """A source's answer. A blocking one is left behind at the deadline, in its thread."""
+    if inspect.iscoroutinefunction(ask) or inspect.iscoroutinefunction(type(ask).__call__):
+        answer = ask(seen)
+    else:
+        answer = await trio.to_thread.run_sync(ask, seen, abandon_on_cancel=True)
+    return float(await answer if inspect.isawaitable(answer) else answer)
+
+
+def _content(seen: Trajectory) -> bytes:
+    """What a source sees, as a key: the task and all that was said."""
+    task = seen.task
+    said = [task.env, task.seed, dict(task.kwargs), dict(task.options), messages_of(seen)]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()

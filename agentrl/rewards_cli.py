@@ -1,0 +1,41 @@
+"""The commands on reward sources, as `agentrl.cli` offers them. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+_RUN = Annotated[Path, typer.Argument(help="A run directory")]
+
+
+def rewards(path: _RUN) -> None:
+    """Show what each reward source of a run said, took and cost."""
+    from agentrl.runtime.rundir import RunDir
+    from agentrl.runtime.scoring import reports
+    from agentrl.store import RunStore
+
+    with RunStore.open(RunDir.open(path).store_path) as store:
+        found = list(reports(store))
+    table = Table("source", "version", "turns", "counted", "mean", "least", "most", "s a turn", "calls")
+    for one in found:
+        numbers = [f"{value:.3f}" for value in (one.mean, one.least, one.most, one.took_s)]
+        table.add_row(one.source, str(one.version), str(one.turns), str(one.counted), *numbers, f"{one.cost:g}")
+    Console().print(table if found else "no reward source scored a turn of this run")
+
+
+def rescore(path: _RUN, source: Annotated[str, typer.Option(help="Its name in the run file")]) -> None:
+    """Have a source score a stored run again, as a version of its own; what was trained stays as it was."""
+    import trio
+
+    from agentrl.runtime.rundir import RunDir
+    from agentrl.runtime.scoring import rescore as score_again
+    from agentrl.store import RunStore
+
+    run = RunDir.open(path)
+    with RunStore.open(run.store_path) as store:
+        version, failed = trio.run(score_again, run.config(), store, source)
+    Console().print(f"scored as version {version} of {source}, {failed} turns failed; see: agentrl rewards {path}")

@@ -1,0 +1,102 @@
+"""The reward sources of a run: declared in its store, served by its first worker, asked again afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import fmean
+
+import trio
+
+from agentrl.config import RunConfig
+from agentrl.errors import ScoreError, UsageError
+from agentrl.rewards.sources import Scorer, rewarder_of
+from agentrl.settings import RewardSource
+from agentrl.store import RunStore, Source
+
+
+def declare(config: RunConfig, store: RunStore) -> None:
+    """Have training episodes wait for the sources of the run file."""
+    store.declare_sources(
+        [
+            Source(name=one.source, version=one.version, weight=one.weight, deadline_s=one.deadline_s, late=one.late)
+            for one in config.rewards
+        ]
+    )
+
+
+async def serve(config: RunConfig, store: RunStore) -> None:
+    """Score turns by every source of the run until cancelled. Raises UsageError for one that cannot be imported."""
+    async with trio.open_nursery() as nursery:
+        for settings in config.rewards:
+            nursery.start_soon(Scorer(settings, store, rewarder_of(settings)).serve)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceReport:
+    """What a version of a source said: `turns` scored, of which `counted` are part of a reward; values, seconds and
+    cost (calls) of one turn in the mean, and the cost of all."""
+
+    source: str
+    version: int
+    turns: int
+    counted: int
+    mean: float
+    least: float
+    most: float
+    took_s: float
+    cost: float
+
+
+def reports(store: RunStore) -> Iterator[SourceReport]:
+    """One line for each version of each source."""
+    scores = store.scores()
+    for source, version in sorted({(one.source, one.version) for one in scores}):
+        own = [one for one in scores if (one.source, one.version) == (source, version)]
+        values = [one.value for one in own]
+        yield SourceReport(
+            source=source,
+            version=version,
+            turns=len(own),
+            counted=sum(one.counts for one in own),
+            mean=fmean(values),
+            least=min(values),
+            most=max(values),
+            took_s=fmean(one.took_s for one in own),
+            cost=sum(one.cost for one in own),
+        )
+
+
+async def rescore(config: RunConfig, store: RunStore, source: str) -> tuple[int, int]:
+    """Ask a source of the run file again about every turn that was trained on or left out, under a version of its own:
+    what was trained stays as it was. Returns that version, and how many turns the source could not score.
+
+    Raises UsageError for a source that the run file does not name."""
+    settings = _named(config, source)
+    said = [one.version for one in store.scores(source)]
+    version = max([settings.version, *said]) + 1
+    scorer = Scorer(settings, store, rewarder_of(settings))
+    limiter, failed = trio.CapacityLimiter(settings.concurrency), 0
+
+    async def score(turn: str) -> None:
+        nonlocal failed
+        async with limiter:
+            try:
+                await scorer.score(turn, version=version)
+            except ScoreError:
+                failed += 1
+
+    for trajectory in store.trajectories("train"):
+        async with trio.open_nursery() as nursery:
+            for turn in trajectory.turns:
+                if turn.learns and turn.step is not None:
+                    nursery.start_soon(score, turn.id)
+    return version, failed
+
+
+def _named(config: RunConfig, source: str) -> RewardSource:
+    found = [one for one in config.rewards if one.source == source]
+    if not found:
+        known = ", ".join(one.source for one in config.rewards) or "none"
+        raise UsageError(f"this run has no reward source {source!r}; it has: {known}")
+    return found[0]

@@ -1,0 +1,208 @@
+"""Reward sources at work: turns are scored as the episode goes on, each call under its deadline and limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError, ScoreError, UsageError
+from agentrl.records import Trajectory
+from agentrl.rewards.sources import Scorer, rewarder_of, until
+from agentrl.runtime import scoring
+from agentrl.settings import RewardSource
+from agentrl.store import RunStore
+from tests.store.play import START, admit, answer, play_all, serve, turn
+
+
+def settings(**changes: Any) -> RewardSource:
+    return RewardSource(**{"source": "prm", "kind": "callable", "call": "tests.rewards.test_sources:length", **changes})
+
+
+def length(seen: Trajectory) -> float:
+    """How many turns there are so far, which a source of one's own may well say."""
+    return float(len(seen.turns))
+
+
+def run_config(*sources: RewardSource) -> RunConfig:
+    document = {"model": "agentrl/tiny-coder", "env": {"id": "agentrl/TextGame-v0"}}
+    return RunConfig(**document, rewards=list(sources))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RunStore]:
+    with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
+        serve(store, 0)
+        admit(store, limit=1)
+        scoring.declare(run_config(settings()), store)
+        yield store
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    with trio.fail_after(60):
+        while True:
+            if holds():
+                return
+            await trio.sleep(0.01)
+
+
+async def until_scored(store: RunStore) -> None:
+    await eventually(lambda: store.ready_count() == 1)
+
+
+async def test_turns_are_scored_while_the_episode_goes_on(store: RunStore, autojump_clock: MockClock) -> None:
+    seen: list[tuple[int, bool]] = []
+
+    async def ask(trajectory: Trajectory) -> float:
+        seen.append((len(trajectory.turns), trajectory.turns[-1].step is not None))
+        return 0.5
+
+    claim, other = store.claim("worker", 2, lease_s=30.0)
+    store.begin(claim.episode_id, claim.fence, START)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(Scorer(settings(), store, ask).serve)
+        for index in range(2):
+            store.journal_turn(claim.episode_id, claim.fence, turn(index, 1, step=answer(index)))
+            await eventually(lambda scored=index + 1: len(store.scores()) == scored)
+        nursery.cancel_scope.cancel()
+    assert seen == [(1, True), (2, True)]
+    assert store.trajectory(claim.episode_id).stop_reason is None
+    assert store.trajectory(other.episode_id).turns == ()
+
+
+async def test_no_more_calls_run_at_once_than_the_source_takes(store: RunStore, autojump_clock: MockClock) -> None:
+    running, most = 0, 0
+
+    async def ask(trajectory: Trajectory) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await trio.sleep(5)
+        running -= 1
+        return trajectory.turns[-1].index + trajectory.member
+
+    play_all(store, turns=4)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(Scorer(settings(concurrency=3), store, ask).serve)
+        await until_scored(store)
+        nursery.cancel_scope.cancel()
+    assert most == 3
+
+
+async def test_a_call_that_hangs_or_fails_is_made_again_and_counted(store: RunStore, autojump_clock: MockClock) -> None:
+    calls = 0
+
+    async def ask(_: Trajectory) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            await trio.sleep_forever()
+        if calls == 2:
+            raise ZeroDivisionError("oh")
+        return 0.75
+
+    play_all(store)
+    scorer = Scorer(settings(call_deadline_s=2.0, retries=2), store, ask)
+    id = store.awaiting("prm", 1)[0]
+    started = trio.current_time()
+    assert await scorer.score(id) == 0.75
+    assert trio.current_time() - started == pytest.approx(2.0 + 0.5 + 1.0)
+    (one,) = store.scores()
+    assert (one.turn_id, one.value, one.cost, one.counts) == (id, 0.75, 3.0, True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [(float("nan"), "nan is no reward"), (ValueError("what\nnow"), "ValueError: what now"), (None, "within 2 s")],
+)
+async def test_a_turn_whose_attempts_all_fail_is_left_to_the_deadline_of_its_source(
+    store: RunStore, autojump_clock: MockClock, answer: Any, said: str
+) -> None:
+    asked: list[int] = []
+
+    async def ask(seen: Trajectory) -> float:
+        asked.append(seen.episode_id)
+        if answer is None:
+            await trio.sleep_forever()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    play_all(store)
+    scorer = Scorer(settings(call_deadline_s=2.0, retries=1, deadline_s=1000.0), store, ask)
+    with pytest.raises(ScoreError, match=said):
+        await scorer.score("1.0.0")
+    with trio.move_on_after(60):
+        await scorer.serve()
+    assert store.scores() == []
+    assert len(asked) == 2 + 4 * 2, "each turn once, with its retry, and not again for ever"
+
+
+async def test_the_same_content_is_asked_for_once(store: RunStore, autojump_clock: MockClock) -> None:
+    """Both members of the group say the same, turn by turn."""
+    calls: list[int] = []
+
+    async def ask(seen: Trajectory) -> float:
+        calls.append(len(seen.turns))
+        return 1.0
+
+    play_all(store)
+    scorer = Scorer(settings(concurrency=1), store, ask)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(scorer.serve)
+        await until_scored(store)
+        nursery.cancel_scope.cancel()
+    assert calls == [1, 2]
+    assert [one.cost for one in store.scores()] == [1.0, 1.0, 0.0, 0.0]
+
+
+async def test_a_blocking_source_runs_in_a_thread_and_a_judge_reads_up_to_the_action(store: RunStore) -> None:
+    claim, _ = play_all(store)
+    scorer = Scorer(settings(), store, rewarder_of(settings()))
+    assert await scorer.score("1.0.1") == 2.0
+    seen = until(store.trajectory(claim.episode_id), "1.0.0")
+    assert [one.id for one in seen.turns] == ["1.0.0"]
+    assert seen.outcome is None, "a source does not know how the episode will end"
+    with pytest.raises(LookupError, match=r"has no turn 1\.1\.0 any more"):
+        until(seen, "1.1.0")
+
+
+async def test_a_stored_run_is_scored_again_under_a_version_of_its_own(store: RunStore) -> None:
+    config = run_config(settings())
+    play_all(store)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(scoring.serve, config, store)
+        await until_scored(store)
+        nursery.cancel_scope.cancel()
+    before = store.trajectory(1).rewards
+    assert await scoring.rescore(config, store, "prm") == (2, 0)
+    first, second = scoring.reports(store)
+    assert (first.version, first.turns, first.counted, first.mean, first.most) == (1, 4, 4, 1.5, 2.0)
+    assert (second.version, second.turns, second.counted, second.mean) == (2, 4, 0, 1.5)
+    assert store.trajectory(1).rewards == before == (1.0, 2.25)
+    with pytest.raises(UsageError, match=r"no reward source 'style'; it has: prm"):
+        await scoring.rescore(config, store, "style")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"call": None}, r"rewards\.call"),
+        ({"kind": "prm"}, r"rewards\.url"),
+        ({"kind": "judge", "url": "http://localhost:1"}, r"rewards\.rubric"),
+        ({"source": "env"}, "this is the environment itself"),
+    ],
+)
+def test_a_source_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        settings(**changes)
+
+
+def test_two_sources_have_two_names() -> None:
+    with pytest.raises(ConfigError, match="each source has a name of its own"):
+        run_config(settings(), settings(weight=2.0))
