@@ -292,7 +292,9 @@ class Trajectory:
     @property
     def record(self) -> MemberRecord:
         """What its siblings are judged against, were it recorded."""
-        turns = ((turn.role, turn.reward, turn.step.rewards if turn.step else {}) for turn in self.turns)
+        turns = (
+            (turn.role, turn.reward, turn.step.rewards if turn.step else dict[str, float]()) for turn in self.turns
+        )
         return member_record(self.outcome or 0.0, self.outcomes, turns)
 
     @property

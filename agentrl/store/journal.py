@@ -157,7 +157,7 @@ class Journal(Versions):
         detail: str = "",
     ) -> None:
         """The episode ended; with its last member an open group closes, scored or failed, in the same transaction.
-        While reward sources are yet to score its turns it is held instead (see `rewards`), and nobody plays it any more.
+        While reward sources are yet to score its turns it is held instead (see `rewards`): nobody plays it any more.
 
         `outcomes` are those of its roles; `detail` is the one-line cause where it failed. Raises StoreError for an
         outcome that is not finite."""

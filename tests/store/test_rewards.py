@@ -65,6 +65,9 @@ def test_a_group_is_scored_once_its_sources_have_said_of_every_turn(store: RunSt
     (group,) = store.take(1, 1, max_lag=1) or []
     assert [one.rewards for one in group.trajectories] == [(0.0, 0.25 + 0.5 - 0.5), (0.0, 0.25 + 0.5 + 6.0)]
     assert [(one.outcome, one.success) for one in group.trajectories] == [(1.0, True)] * 2
+    assert group.record is not None
+    assert [group.record[one.member] for one in group.trajectories] == [one.record for one in group.trajectories]
+    assert group.record[1].rewards == {"policy": (0.0, 0.25 + 0.5 + 6.0)}, "siblings are judged against the same sum"
 
 
 def test_turns_are_scored_while_their_episode_goes_on_and_wait_for_the_answer(store: RunStore) -> None:
