@@ -167,8 +167,8 @@ def test_audit_exits_1_where_a_law_is_broken(tmp_path: Path) -> None:
     with sqlite3.connect(run.store_path) as connection:
         connection.execute("DROP INDEX trained_exactly_once")
         connection.execute(
-            "INSERT INTO lineage (group_id, step, attempt, max_lag, taken_s)"
-            " SELECT group_id, step + 1, attempt, max_lag, taken_s FROM lineage"
+            "INSERT INTO lineage (episode_id, step, attempt, max_lag, taken_s)"
+            " SELECT episode_id, step + 1, attempt, max_lag, taken_s FROM lineage"
         )
     code, out, _ = agentrl("audit", run.path, "--json")
     assert code == 1
