@@ -102,7 +102,10 @@ def train(
     if resume is not None and (out or overwrite):
         raise UsageError("--resume continues the run in its own folder: leave out --out and --overwrite")
     if alive:
-        _keep_alive(file, settings, out, resume)
+        from agentrl.runtime.keep_alive import keep_training
+
+        words = [word for word in sys.argv[1:] if word != "--keep-alive"]
+        raise SystemExit(keep_training(words, file, settings, out, resume))
     if resume is not None:
         path, summary = resume, Trainer.resume(resume, LiveView(), settings=settings or [])
     else:
@@ -113,24 +116,21 @@ def train(
     report.show(_console(), path, summary)
 
 
-def _keep_alive(file: Path | None, settings: list[str] | None, out: Path | None, resume: Path | None) -> NoReturn:
-    """Run this very command without --keep-alive, and after a crash what goes on with its run."""
-    from agentrl import config as configuration
-    from agentrl.runtime.keep_alive import keep_alive
-    from agentrl.runtime.rundir import RunDir
+@app.command()
+def chaos(
+    file: Annotated[Path, typer.Argument(help="The run file (TOML)")],
+    faults: Annotated[int, typer.Option(min=1, help="How often the run is hurt")] = 10,
+    seed: Annotated[int, typer.Option(help="Decides the faults and their times")] = 0,
+    out: Annotated[Path, typer.Option(help="Run directory")] = Path("runs/chaos"),
+    every_s: Annotated[float, typer.Option(help="Mean seconds between two faults")] = 60.0,
+    compare: Annotated[bool, typer.Option(help="Run it undisturbed as well, and show both")] = False,
+    settings: _SETTINGS = None,
+) -> None:
+    """Hurt a run on purpose (kill, stop, slow down, lock its store) and audit it; exit code 1 if it does not hold."""
+    from agentrl.runtime.chaos import hurt
 
-    config = RunDir.open(resume).config() if file is None and resume else configuration.load(file or Path(), settings)
-    path = resume or out or Path("runs") / config.name
-    first = [word for word in sys.argv[1:] if word != "--keep-alive"]
-    began = False
-
-    def command() -> list[str]:
-        nonlocal began
-        began, again = True, began and (path / "store.sqlite").exists()
-        words = ["train", "--resume", str(path)] if again else first
-        return [sys.executable, "-c", "from agentrl.cli import main; main()", *words]
-
-    raise SystemExit(keep_alive(command, path=path, settings=config))
+    if not hurt(file, out, faults, seed, every_s, settings or [], compare, _console()):
+        raise SystemExit(1)
 
 
 @app.command("eval")

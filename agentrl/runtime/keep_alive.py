@@ -18,6 +18,7 @@ from pathlib import Path
 
 import trio
 
+from agentrl import config as configuration
 from agentrl.clock import HostClock
 from agentrl.config import RunConfig
 from agentrl.errors import RunFailed, matters
@@ -25,19 +26,43 @@ from agentrl.owner import OwnedFolder
 from agentrl.runtime import heartbeat
 from agentrl.runtime.heartbeat import Pulse
 from agentrl.runtime.lifeline import watch_lifeline
+from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import RestartBudget
 
 ERROR_FILE = "AGENTRL_ERROR_FILE"
 """Names the file in which a process leaves the one line that it failed with on purpose."""
 
-_KEPT = "AGENTRL_KEPT"
+KEPT = "AGENTRL_KEPT"
+"""Says that standard input is a lifeline, in the environment of a process."""
+
 _PATIENCE_S = 20.0  # for a supervisor that ends in order, beyond its parent
 
 
 def live_with_parent() -> None:
-    """In a supervisor: end in order when the parent that keeps it alive is gone. Without one, nothing."""
-    if os.environ.pop(_KEPT, None):
+    """In a supervisor, or its parent: end in order when the process that keeps it alive is gone; without one, never."""
+    if os.environ.pop(KEPT, None):
         watch_lifeline(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def keep_training(
+    words: Sequence[str], file: Path | None, settings: list[str] | None, out: Path | None, resume: Path | None
+) -> int:
+    """Keep `agentrl WORDS` alive, which trains from `file` into `out`, or goes on with `resume`. As `keep_alive`."""
+    if resume is not None:
+        path, config = resume, RunDir.open(resume).config()
+    else:
+        assert file is not None
+        config = configuration.load(file, settings)
+        path = out or Path("runs") / config.name
+    began = False
+
+    def command() -> list[str]:
+        nonlocal began
+        began, again = True, began and (path / "store.sqlite").exists()
+        chosen = ["train", "--resume", str(path)] if again else words
+        return [sys.executable, "-c", "from agentrl.cli import main; main()", *chosen]
+
+    return keep_alive(command, path=path, settings=config)
 
 
 def keep_alive(command: Callable[[], Sequence[str]], *, path: Path, settings: RunConfig) -> int:
@@ -45,6 +70,7 @@ def keep_alive(command: Callable[[], Sequence[str]], *, path: Path, settings: Ru
     run's folder.
 
     Raises RunFailed, which names the last end, when the budget of restarts is spent."""
+    live_with_parent()
     hang_s, start_s = settings.train.liveness_deadline_s, settings.engine.start_deadline_s
     with closing(OwnedFolder(patience_s=_PATIENCE_S)) as owner:
         kept = _Kept(command, owner.path, owner.mark)
@@ -83,7 +109,7 @@ class _Kept:
     def start(self) -> None:
         self.hung = ""
         self.line.unlink(missing_ok=True)
-        ours = {**self.mark, **heartbeat.prepare(self.beat), ERROR_FILE: str(self.line), _KEPT: "1"}
+        ours = {**self.mark, **heartbeat.prepare(self.beat), ERROR_FILE: str(self.line), KEPT: "1"}
         self._process = subprocess.Popen(
             self.command(), stdin=subprocess.PIPE, env={**os.environ, **ours}, process_group=0
         )
