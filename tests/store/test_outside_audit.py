@@ -61,7 +61,7 @@ BREACHES = {
     "leave a gap": "UPDATE turns SET spans = '[[1,1,3]]' WHERE id = 1",
     "version 99 was never minted": "UPDATE turns SET spans = '[[99,0,3]]' WHERE id = 1",
     "turns of an episode's trial are missing": "UPDATE turns SET idx = 7 WHERE id = 1",
-    "in the lineage and not taken": "UPDATE groups SET state = 'scored' WHERE id = 1",
+    "in the lineage and not taken": "UPDATE episodes SET taken_step = NULL WHERE id = 1",
     "had not ended": "UPDATE episodes SET stop_reason = NULL WHERE id = 1",
     "law 3": "UPDATE episodes SET outcome = NULL WHERE id IN (1, 2)",
     "taken beyond its lag": "UPDATE lineage SET step = 9 WHERE id = 1",
