@@ -20,7 +20,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError, EnvError, ModelError, UsageError, boundary
 from agentrl.protocols import Rewarder
 from agentrl.registration import make
-from agentrl.runtime import evaluation, extending, report
+from agentrl.runtime import defaults, evaluation, extending, report
 from agentrl.runtime.models import given_model_dir, model_dir
 from agentrl.runtime.pipeline import Interrupted, Supervisor, run_to_end
 from agentrl.runtime.rundir import RunDir
@@ -66,7 +66,9 @@ class Trainer:
         self.out, self._overwrite = Path(out), overwrite
 
     def train(self, view: View | None = None) -> dict[str, Any]:
-        """Run to the end; the contents of `summary.json`. Raises RunFailed when the run cannot go on."""
+        """Run to the end; the contents of `summary.json`. What `config` leaves out is chosen for this machine first.
+        Raises RunFailed when the run cannot go on."""
+        self.config = _fitted(self.config)
         check_startable(self.config)
         run = RunDir.create(self.out, self.config, overwrite=self._overwrite)
         try:
@@ -91,6 +93,17 @@ def began(run: RunDir) -> bool:
     """Whether the run came so far that episodes were played: its engines were up."""
     with RunStore.open(run.store_path) as store:
         return store.meta("phase") is not None
+
+
+def _fitted(config: RunConfig) -> RunConfig:
+    """The run with defaults for this machine, which are said on stderr."""
+    machine = defaults.Machine.seen()
+    parameters = defaults.parameters_of(model_dir(config.model)) if machine.gpus else 0
+    config, found = defaults.fitted(config, machine, parameters)
+    if found:
+        said = ", ".join(f"{key} = {value!r}" for key, value in found.items())
+        print(f"agentrl: chosen for this machine and model: {said}", file=sys.stderr)
+    return config
 
 
 def check_startable(config: RunConfig) -> None:
@@ -218,8 +231,8 @@ def evaluate(
 def _document(config: RunConfig | Mapping[str, Any] | Path | str | None) -> dict[str, Any]:
     if config is None:
         return {}
-    if isinstance(config, RunConfig):
-        return config.model_dump(mode="json")
     if isinstance(config, str | Path):
-        return configuration.load(Path(config)).model_dump(mode="json")
+        config = configuration.load(Path(config))
+    if isinstance(config, RunConfig):
+        return config.model_dump(mode="json", exclude_unset=True)
     return copy.deepcopy(dict(config))
