@@ -38,4 +38,4 @@ def rescore(path: _RUN, source: Annotated[str, typer.Option(help="Its name in th
     run = RunDir.open(path)
     with RunStore.open(run.store_path) as store:
         version, failed = trio.run(score_again, run.config(), store, source)
-    Console().print(f"scored as version {version} of {source}, {failed} turns failed; see: agentrl rewards {path}")
+    print(f"scored as version {version} of {source}, {failed} turns failed; see: agentrl rewards {path}")

@@ -16,7 +16,11 @@ from agentrl.store import RunStore, Source
 
 
 def declare(config: RunConfig, store: RunStore) -> None:
-    """Have training episodes wait for the sources of the run file."""
+    """Have training episodes wait for the sources of the run file.
+
+    Raises UsageError, before anything is played, for one that cannot be imported, ConfigError for a key not set."""
+    for one in config.rewards:
+        rewarder_of(one)
     store.declare_sources(
         [
             Source(name=one.source, version=one.version, weight=one.weight, deadline_s=one.deadline_s, late=one.late)

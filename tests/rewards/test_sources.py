@@ -203,6 +203,15 @@ def test_a_source_that_cannot_be_is_refused(changes: dict[str, Any], said: str) 
         settings(**changes)
 
 
+def test_a_run_does_not_begin_with_a_source_that_cannot_be_asked(store: RunStore) -> None:
+    with pytest.raises(UsageError, match=r"has no 'nothing'"):
+        scoring.declare(run_config(settings(call="tests.rewards.test_sources:nothing")), store)
+    keyed = settings(kind="prm", url="http://localhost:1", api_key_env="NOT_SET_ANYWHERE")
+    with pytest.raises(ConfigError, match="this environment variable is not set: export it"):
+        scoring.declare(run_config(keyed), store)
+    assert [one.name for one in store.sources()] == ["prm"]
+
+
 def test_two_sources_have_two_names() -> None:
     with pytest.raises(ConfigError, match="each source has a name of its own"):
         run_config(settings(), settings(weight=2.0))
