@@ -51,7 +51,7 @@ def test_law_3_a_broken_host_leaves_loss_and_baseline_a_missing_file_stays(tmp_p
     with RunStore.open(RunDir.open(tmp_path / "run").store_path) as store:
         assert audit(store).violations == []
         lost = kept = 0
-        for group_id in (id for step in (1, 2) for id in store.lineage(step)):
+        for group_id in {store.trajectory(id).group_id for step in (1, 2) for id in store.lineage(step)}:
             group = store.group(group_id)
             for member in group.trajectories:
                 if member.stop_reason is StopReason.SANDBOX_FAILED:
@@ -114,11 +114,7 @@ def test_a_frozen_opponent_plays_and_is_not_trained(tmp_path: Path) -> None:
         assert store.counts()[GroupState.TRAINED] == 4
         scored = sum(row.values["tokens_scored"] for row in store.metrics("step"))
         turns = [
-            turn
-            for step in (1, 2)
-            for group_id in store.lineage(step)
-            for member in store.group(group_id).trajectories
-            for turn in member.turns
+            turn for step in (1, 2) for episode_id in store.lineage(step) for turn in store.trajectory(episode_id).turns
         ]
         assert {(turn.role, turn.learns) for turn in turns} == {("first", True), ("second", False)}
         assert scored == sum(len(turn.token_ids) for turn in turns if turn.role == "first")

@@ -139,8 +139,9 @@ def assert_lawful(run: RunDir, steps: int) -> None:
     with RunStore.open(run.store_path) as store:
         report = audit(store)
         assert not report.violations
-        trained = [group for step in range(1, steps + 1) for group in store.lineage(step)]
-        assert len(trained) == len(set(trained)) == steps * 2
+        trained = [episode for step in range(1, steps + 1) for episode in store.lineage(step)]
+        assert len(trained) == len(set(trained))
+        assert len({store.trajectory(episode).group_id for episode in trained}) == steps * 2
         assert store.counts()[GroupState.TRAINED] == steps * 2
 
 

@@ -176,6 +176,11 @@ def test_environments_say_what_one_of_their_steps_may_take(id: str, kwargs: dict
         assert (env.needs_step_s, env.needs_step_by) == needs
 
 
+def groups_of(store: RunStore, step: int) -> set[int]:
+    """The groups whose members a step trained."""
+    return {store.trajectory(id).group_id for id in store.lineage(step)}
+
+
 def test_a_run_ends_with_its_tasks_and_trains_each_once(tmp_path: Path) -> None:
     """Seven tasks in steps of two groups: three whole steps, and a last one of one group."""
     tasks = [{"id": f"{ENVS}:Vowels", "first_seed": 30, "seeds": 7, "epochs": 1}]
@@ -186,9 +191,9 @@ def test_a_run_ends_with_its_tasks_and_trains_each_once(tmp_path: Path) -> None:
     with RunStore.open(run.store_path) as store:
         assert audit(store).violations == []
         assert store.counts() == {GroupState.TRAINED: 7}
-        assert [len(store.lineage(step)) for step in (1, 2, 3, 4)] == [2, 2, 2, 1]
-        trained = [store.group(id).task.seed for step in (1, 2, 3, 4) for id in store.lineage(step)]
-        assert sorted(trained) == list(range(30, 37))
+        trained = [groups_of(store, step) for step in (1, 2, 3, 4)]
+        assert [len(groups) for groups in trained] == [2, 2, 2, 1]
+        assert sorted(store.group(id).task.seed for groups in trained for id in groups) == list(range(30, 37))
     assert_nothing_remains(run)
     again = Trainer.resume(run.path)
     assert (again["steps"], again["episodes"]) == (4, 28), "nothing is left to do"
@@ -215,6 +220,6 @@ def test_law_2_killed_in_the_middle_of_its_tasks_a_run_plays_each_of_them_once(t
         assert audit(store).violations == []
         assert store.attempt >= 2
         assert store.counts() == {GroupState.TRAINED: 13}
-        trained = [store.group(id).task.seed for step in range(1, 8) for id in store.lineage(step)]
-        assert sorted(trained) == list(range(70, 83))
+        trained = [groups_of(store, step) for step in range(1, 8)]
+        assert sorted(store.group(id).task.seed for groups in trained for id in groups) == list(range(70, 83))
     assert_nothing_remains(run)
