@@ -43,6 +43,8 @@ def test_a_missing_model_is_required() -> None:
     ("sections", "field"),
     [
         ({"rollout": {"max_running": 4, "group_size": 8}}, "rollout.max_running"),
+        ({"rollout": {"group_size": 4}, "buffer": {"close": "quorum", "quorum": 5}}, "buffer.quorum"),
+        ({"buffer": {"quorum": 1}}, "buffer.quorum"),
         ({"rollout": {"max_tokens_per_turn": 1024, "max_context": 1024}}, "rollout.max_tokens_per_turn"),
         ({"rollout": {"max_context": 9000}}, "train.tokens_per_batch"),
         ({"algo": {"importance": "none", "kl_weight": 0.1}}, "algo.importance"),
