@@ -9,6 +9,7 @@ How a block is checked follows from its language:
     toml     validated as a run file (`model` and `env` may be left out); after `<!-- pyproject -->` the entry-point
              groups must be ours
     json     parsed
+    sql      run on a new run store
     text     a picture; after `<!-- tree -->` the first word of each line is a path that must exist
 """
 
@@ -21,8 +22,10 @@ import json
 import os
 import re
 import shlex
+import sqlite3
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +37,7 @@ import pytest
 
 from agentrl import config
 from agentrl.errors import ConfigError
+from agentrl.store import RunStore
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -164,6 +168,18 @@ def check_json(block: Block) -> list[str]:
     return []
 
 
+def check_sql(block: Block) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "store.db")
+        RunStore.create(path, "{}").close()
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            try:
+                connection.execute(block.body)
+            except sqlite3.Error as error:
+                return [f"{block}: {error}"]
+    return []
+
+
 def check_text(block: Block) -> list[str]:
     if block.note != "tree":
         return []
@@ -189,7 +205,14 @@ def check_python(block: Block) -> list[str]:
     return [] if block.body in (ROOT / block.file).read_text() else [f"{block}: {block.file} does not hold this text"]
 
 
-CHECKS = {"sh": check_sh, "toml": check_toml, "json": check_json, "text": check_text, "python": check_python}
+CHECKS = {
+    "sh": check_sh,
+    "toml": check_toml,
+    "json": check_json,
+    "sql": check_sql,
+    "text": check_text,
+    "python": check_python,
+}
 
 
 def check(block: Block) -> list[str]:
@@ -282,6 +305,14 @@ def test_links_and_names(document: Path) -> None:
     assert broken_links(document) + unknown_names(document) == []
 
 
+def test_every_table_of_the_store_is_explained(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "store.md").read_text()
+    RunStore.create(tmp_path / "store.sqlite", "{}").close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "store.sqlite")) as connection:
+        tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
+        assert [name for (name,) in tables if f"\n| `{name}` |" not in text] == []
+
+
 # --- the checks themselves, on documents that are wrong -------------------------------------------------------------
 
 
@@ -302,6 +333,7 @@ def block(language: str, body: str, note: str = "", file: str = "") -> Block:
         (block("toml", "[trian]\nsteps = 10\n"), "did you mean 'train'"),
         (block("toml", '[project.entry-points."agentrl.boxes"]\nmine = "a:B"\n', "pyproject"), "group agentrl.boxes"),
         (block("json", "{'a': 1}\n"), "Expecting property name"),
+        (block("sql", "SELECT tokens FROM groups;\n"), "no such column: tokens"),
         (block("text", "tests/      here\n  no.py     not\n", "tree"), "no tests/no.py"),
         (block("python", "x = 1\n", "file: Makefile", "Makefile"), "Makefile does not hold this text"),
         (block("rust", "fn main() {}\n"), "language 'rust'"),
