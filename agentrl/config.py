@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from agentrl.errors import ConfigError, UsageError
-from agentrl.settings import Count, Positive, RewardSource
+from agentrl.settings import Count, Positive, RewardSource, check_sources
 from agentrl.settings import Section as _Section
 
 MAX_LORA_RANK = 512  # that vLLM takes
@@ -250,7 +250,7 @@ class Train(_Section):
     keep_checkpoints: Count = 2  # the newest ones; older ones are removed
     liveness_deadline_s: Positive = 60.0  # a learner stopped for so long is started again; so is a kept supervisor
     progress_deadline_s: Positive = 300.0  # so is one that ends no pass, and writes no file, for so long
-    stall_deadline_s: Positive = 600.0  # no turn, answer, episode end or step for so long: the run fails
+    stall_deadline_s: Positive = 600.0  # no turn, answer, score, episode end or step for so long: the run fails
 
     @model_validator(mode="after")
     def _of_an_adapter(self) -> Self:
@@ -335,9 +335,7 @@ class RunConfig(_Section):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         rollout, buffer = self.rollout, self.buffer
-        names = [one.source for one in self.rewards]
-        if len(set(names)) != len(names):
-            raise ConfigError("rewards.source", names, "each source has a name of its own")
+        check_sources(self.rewards, stall_deadline_s=self.train.stall_deadline_s)
         if rollout.max_tokens_per_turn >= rollout.max_context:
             raise ConfigError(
                 "rollout.max_tokens_per_turn",

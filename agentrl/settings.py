@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -58,3 +59,14 @@ class RewardSource(Section):
         if self.source == "env":
             raise ConfigError("rewards.source", "env", "this is the environment itself: choose another name")
         return self
+
+
+def check_sources(sources: Sequence[RewardSource], *, stall_deadline_s: float) -> None:
+    """Raises ConfigError for sources of one name, or one for which a run would wait until it ends as standing still."""
+    names = [one.source for one in sources]
+    if len(set(names)) != len(names):
+        raise ConfigError("rewards.source", names, "each source has a name of its own")
+    for one in sources:
+        if one.deadline_s >= stall_deadline_s:
+            hint = f"must be below train.stall_deadline_s = {stall_deadline_s:g}, or a silent source ends the run"
+            raise ConfigError("rewards.deadline_s", one.deadline_s, hint)

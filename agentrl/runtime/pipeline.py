@@ -170,7 +170,7 @@ class _Progress:
         if value != self._last or processes.engines_start:
             self._last, self._since = value, now
         elif now - self._since > self._deadline_s:
-            stood = f"no turn and no step for {self._deadline_s:g} s (train.stall_deadline_s)"
+            stood = f"no turn, score or step for {self._deadline_s:g} s (train.stall_deadline_s)"
             raise RunFailed("; ".join([stood, *processes.troubles, "see the logs folder"]))
 
 

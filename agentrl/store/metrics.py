@@ -167,13 +167,13 @@ class Metrics(Part):
         return 0 if row is None else row[0]
 
     def progress(self) -> tuple[int, ...]:
-        """Numbers of which one grows with every turn, answer, episode that ends, and step of the learner; nothing else
-        moves them: neither metrics, nor groups that only expire. Constant time."""
+        """Numbers of which one grows with every turn, answer, score that counts, episode that ends, and step of the
+        learner; nothing else moves them: neither metrics, nor groups that only expire. Constant time."""
         with self._db.read():
             row = self._db.row(
                 "SELECT (SELECT MAX(id) FROM turns), (SELECT MAX(turn_id) FROM steps),"
                 " (SELECT MAX(version) FROM versions),"
-                " (SELECT SUM(n) FROM ending_counts WHERE stop_reason <> 'expired')"
+                " (SELECT SUM(n) FROM ending_counts WHERE stop_reason <> 'expired'), (SELECT SUM(n) FROM score_counts)"
             )
         assert row is not None
         return tuple(number or 0 for number in row)

@@ -16,6 +16,7 @@ k + 1, so a new store runs all of them. A store is made in one transaction: eith
     steps        the environment's answer to a turn
     sources      the reward sources that a run declares: weight, deadline, what holds when they are late
     rewards      what sources said of a turn, first word of each version; the environment's own word is in steps
+    score_counts how many values of a source count, kept by a trigger
     unscored     which turns a source is yet to score
     endings      how an episode ended that waits for sources: it counts as running until they have spoken
     partials     the turn under way of a running episode, a row for each time its new tokens were written
@@ -329,6 +330,14 @@ CREATE TABLE endings (
 ) STRICT;
 """
 
+_SCORE_COUNTS = """
+CREATE TABLE score_counts (source TEXT PRIMARY KEY, n INTEGER NOT NULL) STRICT, WITHOUT ROWID;
+INSERT INTO score_counts SELECT source, COUNT(*) FROM rewards WHERE counts GROUP BY source;
+CREATE TRIGGER count_score AFTER INSERT ON rewards WHEN new.counts BEGIN
+    INSERT INTO score_counts VALUES (new.source, 1) ON CONFLICT DO UPDATE SET n = n + 1;
+END;
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _ROLES,
@@ -340,6 +349,7 @@ MIGRATIONS: tuple[str, ...] = (
     _SNAPSHOTS,
     _MEMBERS,
     _REWARDS,
+    _SCORE_COUNTS,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

@@ -215,3 +215,9 @@ def test_a_run_does_not_begin_with_a_source_that_cannot_be_asked(store: RunStore
 def test_two_sources_have_two_names() -> None:
     with pytest.raises(ConfigError, match="each source has a name of its own"):
         run_config(settings(), settings(weight=2.0))
+
+
+def test_a_source_is_waited_for_less_long_than_a_run_may_stand_still() -> None:
+    run_config(settings(deadline_s=599.0))
+    with pytest.raises(ConfigError, match=r"rewards\.deadline_s = 600\.0: must be below train\.stall_deadline_s = 600"):
+        run_config(settings(deadline_s=600.0))

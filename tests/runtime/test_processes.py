@@ -151,7 +151,7 @@ async def test_nothing_stands_still_while_every_engine_is_being_started(
         assert not processes.engines_start
         processes._watches["engine-0"].trouble = "http://engine-0 lacks weight transfer"
         with pytest.raises(
-            RunFailed, match=r"^no turn and no step for 100 s .*; http://engine-0 lacks weight transfer; "
+            RunFailed, match=r"^no turn, score or step for 100 s .*; http://engine-0 lacks weight transfer; "
         ):
             progress.saw(1, processes=processes)
         nursery.cancel_scope.cancel()

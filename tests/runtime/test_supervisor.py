@@ -95,7 +95,7 @@ async def test_law_4_a_run_in_which_only_metrics_are_written_fails_by_its_stall_
             await trio.sleep(0.7)
 
     why, when = await until_it_fails(one, lambda: report(fleet, one.telemetry, one.store), any_kind)
-    assert why == "no turn and no step for 30 s (train.stall_deadline_s); see the logs folder"
+    assert why == "no turn, score or step for 30 s (train.stall_deadline_s); see the logs folder"
     assert when == pytest.approx(STALL_S, abs=1.0)
     assert len(one.store.metrics("fleet")) > 3, "the workers' reports did come"
 

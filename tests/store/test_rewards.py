@@ -221,3 +221,15 @@ def test_a_score_that_is_none_is_one_line(store: RunStore, id: str, value: float
     play_all(store)
     with pytest.raises(StoreError, match=message):
         store.score(id, "prm", value)
+
+
+def test_what_a_source_says_is_progress_and_asking_again_afterwards_is_none(store: RunStore) -> None:
+    store.declare_sources([PRM])
+    play_all(store)
+    seen = [store.progress()]
+    for id in store.awaiting("prm", 100):
+        store.score(id, "prm", 1.0)
+        seen.append(store.progress())
+    assert len(set(seen)) == 5, "one for each of four turns"
+    store.score(turn_id(1, 0, 0), "prm", 2.0, version=2)
+    assert store.progress() == seen[-1]
