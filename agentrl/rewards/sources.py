@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
+import httpx
 import trio
 
 from agentrl.engine.scoring import ScoringClient
@@ -34,6 +35,7 @@ TurnRewarder = Callable[[Trajectory], "float | Awaitable[float]"]
 
 _IDLE_S: Final = 0.05  # between looks for turns that wait
 _PAUSE_S: Final = 0.5  # before a second attempt; twice as long before each further one
+_OWN_SHARE: Final = 0.9  # of a call's deadline, after which a client ends it itself: it can say what a server answered
 _CACHED: Final = 4096  # contents that are remembered
 
 log = logging.getLogger(__name__)
@@ -56,8 +58,9 @@ class Desk(Protocol):
     ) -> bool: ...
 
 
-def rewarder_of(settings: RewardSource) -> TurnRewarder:
+def rewarder_of(settings: RewardSource, *, transport: httpx.AsyncBaseTransport | None = None) -> TurnRewarder:
     """What a source asks. A model reads up to the turn's action; a callable is also given the environment's answer.
+    `transport` takes the place of the network.
 
     Raises UsageError for a reference that cannot be imported."""
     if settings.kind == "callable":
@@ -67,9 +70,10 @@ def rewarder_of(settings: RewardSource) -> TurnRewarder:
         model=settings.model,
         api_key=settings.api_key(),
         concurrency=settings.concurrency,
-        deadline_s=settings.call_deadline_s,
+        deadline_s=_OWN_SHARE * settings.call_deadline_s,
+        transport=transport,
     )
-    model: RewardModel | Judge = Judge(client, rubric=settings.rubric or "")
+    model: RewardModel | Judge = Judge(client, rubric=settings.rubric or "", attempts=1)
     if settings.kind == "prm":
         model = RewardModel(client, label=settings.label, activation=settings.activation)
 
@@ -99,6 +103,10 @@ class Scorer:
     _under_way: set[str] = field(default_factory=set[str])
     _failed: dict[str, float] = field(default_factory=dict[str, float])  # and until when it is left alone
     _known: OrderedDict[bytes, float] = field(default_factory=OrderedDict[bytes, float])
+    _threads: trio.CapacityLimiter = field(init=False)  # its own: one that hangs takes none from the environments
+
+    def __post_init__(self) -> None:
+        self._threads = trio.CapacityLimiter(self.settings.concurrency)
 
     async def serve(self) -> None:
         """Score turns until cancelled. A turn is asked for once, however long the answer takes."""
@@ -145,7 +153,7 @@ class Scorer:
                 await trio.sleep(_PAUSE_S * 2 ** (attempt - 1))
             with trio.move_on_after(self.settings.call_deadline_s) as scope:
                 try:
-                    value = await _called(self.ask, seen)
+                    value = await _called(self.ask, seen, self._threads)
                     if math.isfinite(value):
                         return value, attempt + 1.0
                     failure = f"{value} is no reward"
@@ -156,12 +164,12 @@ class Scorer:
         raise ScoreError(f"{self.settings.retries + 1} attempts failed, the last one: {failure}")
 
 
-async def _called(ask: TurnRewarder, seen: Trajectory) -> float:
-    """A source's answer. A blocking one is left behind at the deadline, in its thread."""
+async def _called(ask: TurnRewarder, seen: Trajectory, threads: trio.CapacityLimiter) -> float:
+    """A source's answer. A blocking one is left behind at the deadline, in its thread, and holds its place there."""
     if inspect.iscoroutinefunction(ask) or inspect.iscoroutinefunction(type(ask).__call__):
         answer = ask(seen)
     else:
-        answer = await trio.to_thread.run_sync(ask, seen, abandon_on_cancel=True)
+        answer = await trio.to_thread.run_sync(ask, seen, abandon_on_cancel=True, limiter=threads)
     return float(await answer if inspect.isawaitable(answer) else answer)
 
 

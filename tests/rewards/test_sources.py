@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import trio
 from trio.testing import MockClock
@@ -17,6 +19,7 @@ from agentrl.rewards.sources import Scorer, rewarder_of, until
 from agentrl.runtime import scoring
 from agentrl.settings import RewardSource
 from agentrl.store import RunStore
+from agentrl.testing.scoring import FakeScoring
 from tests.store.play import START, admit, answer, play_all, serve, turn
 
 
@@ -221,3 +224,108 @@ def test_a_source_is_waited_for_less_long_than_a_run_may_stand_still() -> None:
     run_config(settings(deadline_s=599.0))
     with pytest.raises(ConfigError, match=r"rewards\.deadline_s = 600\.0: must be below train\.stall_deadline_s = 600"):
         run_config(settings(deadline_s=600.0))
+
+
+class Server(httpx.AsyncBaseTransport):
+    """A scoring server that is in a bad way until it is told otherwise; well, it gives 0.5, or 5 of 10 points."""
+
+    def __init__(self, way: str) -> None:
+        self.way, self.asked, self.well = way, 0, FakeScoring(5, outputs=(0.5,))
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.asked += 1
+        if self.way == "well":
+            return await self.well.handle_async_request(request)
+        if self.way == "hangs":
+            await trio.sleep_forever()
+        if self.way == "breaks":
+            return httpx.Response(500, content=b'{"error": {"message": "out of memory"}}')
+        return httpx.Response(200, content=self.way.encode())
+
+
+PRM = {"kind": "prm", "url": "http://scorer"}
+JUDGE = {"kind": "judge", "url": "http://scorer", "rubric": "Is it short?"}
+NO_VERDICT = '{"choices": [{"message": {"content": "10 of 10!"}}]}'
+served = pytest.mark.parametrize("kind", [PRM, JUDGE], ids=["prm", "judge"])
+BAD_WAYS = [
+    ("hangs", "did not answer /"),
+    ("breaks", "answered 500: out of memory"),
+    ("<html>", "not JSON"),
+    ('{"data": [{"probs": ["high"]}]}', "gave no c"),
+    ('{"data": [], "choices": []}', "gave no c"),
+]
+
+
+def scorer_of(server: Server, store: RunStore, **changes: Any) -> Scorer:
+    own = settings(**{"call_deadline_s": 2.0, "retries": 1, **changes})
+    return Scorer(own, store, rewarder_of(own, transport=server))
+
+
+@served
+async def test_a_model_that_is_served_scores_each_action_before_its_answer(
+    kind: dict[str, Any], store: RunStore, autojump_clock: MockClock
+) -> None:
+    play_all(store)
+    server = Server("well")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(scorer_of(server, store, concurrency=1, **kind).serve)
+        await until_scored(store)
+        nursery.cancel_scope.cancel()
+    assert [one.value for one in store.scores()] == [0.5] * 4
+    first = str(server.well.requests[0][1])
+    assert "action 0" in first and "seen 0" not in first
+
+
+@served
+@pytest.mark.parametrize(("way", "said"), BAD_WAYS)
+async def test_a_server_in_a_bad_way_is_named_within_the_calls_deadlines_and_asked_again_once_it_is_well(
+    kind: dict[str, Any], way: str, said: str, store: RunStore, autojump_clock: MockClock
+) -> None:
+    play_all(store)
+    server = Server(way)
+    scorer = scorer_of(server, store, **kind)
+    started = trio.current_time()
+    with pytest.raises(ScoreError, match=said):
+        await scorer.score("1.0.0")
+    assert trio.current_time() - started <= 2 * 2.0 + 0.5
+    assert store.scores() == []
+    server.way = "well"
+    assert await scorer.score("1.0.0") == 0.5
+
+
+@served
+async def test_a_server_that_comes_back_in_time_costs_no_episode_anything(
+    kind: dict[str, Any], store: RunStore, autojump_clock: MockClock
+) -> None:
+    play_all(store)
+    server = Server("breaks")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(scorer_of(server, store, call_deadline_s=30.0, **kind).serve)
+        await trio.sleep(20)
+        assert store.scores() == []
+        server.way = "well"
+        await until_scored(store)
+        nursery.cancel_scope.cancel()
+    assert len(store.scores()) == 4
+
+
+async def test_a_judge_without_a_verdict_is_asked_as_often_as_its_source_says(
+    store: RunStore, autojump_clock: MockClock
+) -> None:
+    play_all(store)
+    server = Server(NO_VERDICT)
+    with pytest.raises(ScoreError, match=r"2 attempts failed, the last one: .* gave no verdict"):
+        await scorer_of(server, store, **JUDGE).score("1.0.0")
+    assert server.asked == 2
+
+
+async def test_blocking_sources_that_hang_take_no_thread_from_the_environments(store: RunStore) -> None:
+    play_all(store)
+    release = threading.Event()
+    scorer = Scorer(settings(concurrency=2, call_deadline_s=0.01, retries=2), store, lambda _: release.wait() * 0.0)
+    try:
+        with pytest.raises(ScoreError, match=r"no answer within 0\.01 s"):
+            await scorer.score("1.0.0")
+        assert trio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
+    finally:
+        release.set()
