@@ -32,6 +32,7 @@ from agentrl.owner import OwnedFolder, is_dead
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox import seccomp
 from agentrl.sandbox.container import ENV, Container
+from agentrl.sandbox.engine_address import CA, CERTIFICATE, KEY, EngineAddress
 from agentrl.sandbox.folder import WORKSPACE
 from agentrl.sandbox.streams import AttachedStreams, hijack
 
@@ -46,12 +47,18 @@ _THREADS = 32
 _CGROUPS = Path("/sys/fs/cgroup")
 _IDLE = 4  # connections kept open between calls
 _REMOVER = """
-import http.client, json, socket, sys, urllib.parse
-address, api, owner = sys.argv[1:]
+import http.client, json, socket, ssl, sys, urllib.parse
+address, certificates, api, owner = sys.argv[1:]
 url = urllib.parse.urlsplit(address)
+if certificates:
+    tls = ssl.create_default_context(cafile=certificates + "/ca.pem")
+    tls.load_cert_chain(certificates + "/cert.pem", certificates + "/key.pem", password="")
 
 def ask(method, path):
-    engine = http.client.HTTPConnection(url.hostname or "localhost", url.port or 2375, timeout=10)
+    if certificates:
+        engine = http.client.HTTPSConnection(url.hostname, url.port, timeout=10, context=tls)
+    else:
+        engine = http.client.HTTPConnection(url.hostname or "localhost", url.port, timeout=10)
     if url.scheme == "unix":
         engine.sock = socket.socket(socket.AF_UNIX)
         engine.sock.settimeout(10)
@@ -70,12 +77,15 @@ sys.exit(len(found) > 0)
 class Docker:
     """Boxes of a Docker engine, closed by default. `image` is the default of specs that name none; it must be
     present on the engine and hold `sh` and coreutils. `base_url` is the engine's address (`unix://...`,
-    `tcp://...`), by default the environment's."""
+    `tcp://...`), by default DOCKER_HOST. `cert_path` is a folder with `ca.pem`, `cert.pem` and `key.pem`, for an engine
+    over TLS; by default DOCKER_CERT_PATH, if DOCKER_TLS_VERIFY is set."""
 
     name = "docker"
 
-    def __init__(self, *, image: str | None = None, base_url: str | None = None) -> None:
-        self._image, self._base_url = image, base_url
+    def __init__(
+        self, *, image: str | None = None, base_url: str | None = None, cert_path: str | os.PathLike[str] | None = None
+    ) -> None:
+        self._image, self._base_url, self._cert_path = image, base_url, cert_path
         self._engine: DockerEngine | None = None
         self._boxes: set[Container] = set()
         self._opening = trio.Lock()
@@ -88,7 +98,7 @@ class Docker:
             raise SandboxUnavailable("docker needs an image: Docker(image=...) or SandboxSpec(image=...)")
         async with self._opening:
             if self._engine is None:
-                self._engine = await DockerEngine.open(self._base_url)
+                self._engine = await DockerEngine.open(self._base_url, self._cert_path)
         return await Container.open(self._engine, dataclasses.replace(spec, image=image), self._boxes)
 
     def engine_labels(self) -> dict[str, str]:
@@ -108,33 +118,37 @@ class Docker:
 class DockerEngine:
     """Calls to the engine, in threads; every failure named as the host's. Satisfies `container.Engine`."""
 
-    def __init__(self, client: Any, address: str) -> None:
+    def __init__(self, client: Any, address: EngineAddress) -> None:
         self._client, self._address = client, address
         self._cpus = float(client.info().get("NCPU", 1))
         self._threads = trio.CapacityLimiter(_THREADS)
         self._uids = itertools.count(secrets.randbelow(_UIDS))
-        remover = [sys.executable, "-I", "-c", _REMOVER, address, f"/v{client.api.api_version}"]
+        certificates = str(address.certificates.absolute()) if address.certificates else ""
+        api = f"/v{client.api.api_version}"
+        remover = [sys.executable, "-I", "-c", _REMOVER, address.url, certificates, api]
         self.folder = OwnedFolder(prefer_memory=False, remover=remover)
         self.owner, self.host = self.folder.path.name, _host()
         self._counters: dict[str, Path | None] = {}
 
     @classmethod
-    async def open(cls, base_url: str | None) -> DockerEngine:
+    async def open(cls, base_url: str | None, cert_path: str | os.PathLike[str] | None) -> DockerEngine:
         """Connect, and remove the containers of dead owners on this host."""
         try:
             import docker
         except ImportError:
             raise SandboxUnavailable("the docker SDK is not installed: pip install 'agentrl[docker]'") from None
 
-        address = base_url or os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
-        if address.split(":")[0] not in ("unix", "tcp") or os.environ.get("DOCKER_TLS_VERIFY"):
-            raise SandboxUnavailable(
-                f"docker engine {address!r}: only unix:// and plain tcp:// addresses are supported"
-            )
+        sdk = cast(Any, docker)
 
         def connect() -> DockerEngine:
-            with boundary(SandboxUnavailable, f"no docker engine answers at {address}:"):
-                client = cast(Any, docker).DockerClient(base_url=address, timeout=_CALL_S, max_pool_size=_IDLE)
+            address = EngineAddress.find(base_url, cert_path)
+            options: dict[str, Any] = {"version": address.api_version(), "timeout": _CALL_S, "max_pool_size": _IDLE}
+            if folder := address.certificates:
+                own = (str(folder / CERTIFICATE), str(folder / KEY))
+                options["tls"] = sdk.tls.TLSConfig(client_cert=own, ca_cert=str(folder / CA), verify=True)
+            with boundary(SandboxUnavailable, f"no docker engine answers at {address.url}:"):
+                client = sdk.DockerClient(base_url=address.url, **options)
+                client.api.trust_env = False  # or REQUESTS_CA_BUNDLE would take the place of our CA
                 return cls(client, address)
 
         engine = await trio.to_thread.run_sync(connect)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 import h11
 import trio
 
 from agentrl.errors import SandboxError
+from agentrl.sandbox.engine_address import EngineAddress
 from agentrl.sandbox.process import Output
 
 _CHUNK = 1 << 16
@@ -23,13 +23,15 @@ _PAUSE_S = 0.001  # between chunks that are thrown away
 _ANSWER_S = 60.0
 
 
-async def hijack(address: str, path: str, body: Mapping[str, object], *, output_bytes: int = 0) -> AttachedStreams:
-    """POST `body` to an engine at `address` (`unix:///...`, `tcp://host:port`) and take the connection over.
+async def hijack(
+    address: EngineAddress, path: str, body: Mapping[str, object], *, output_bytes: int = 0
+) -> AttachedStreams:
+    """POST `body` to an engine and take the connection over.
 
     Raises SandboxError if the engine does not answer or refuses."""
     try:
         with trio.fail_after(_ANSWER_S):
-            stream = await _connect(address)
+            stream = await address.connect()
             try:
                 said = await _upgrade(stream, path, json.dumps(body).encode())
             except BaseException:
@@ -37,18 +39,11 @@ async def hijack(address: str, path: str, body: Mapping[str, object], *, output_
                     await stream.aclose()
                 raise
     except (OSError, trio.BrokenResourceError, trio.TooSlowError, h11.ProtocolError) as error:
-        raise SandboxError(f"docker: the engine at {address} does not answer: {error}") from error
+        raise SandboxError(f"docker: the engine at {address.url} does not answer: {error}") from error
     return AttachedStreams(stream, said, output_bytes=output_bytes)
 
 
-async def _connect(address: str) -> trio.SocketStream:
-    url = urlsplit(address)
-    if url.scheme == "unix":
-        return await trio.open_unix_socket(url.path)
-    return await trio.open_tcp_stream(url.hostname or "localhost", url.port or 2375)
-
-
-async def _upgrade(stream: trio.SocketStream, path: str, body: bytes) -> bytes:
+async def _upgrade(stream: trio.abc.HalfCloseableStream, path: str, body: bytes) -> bytes:
     """Ask for the connection; the bytes that came right after the answer."""
     http = h11.Connection(h11.CLIENT)
     headers = {"Host": "docker", "Connection": "Upgrade", "Upgrade": "tcp", "Content-Type": "application/json"}
@@ -59,7 +54,7 @@ async def _upgrade(stream: trio.SocketStream, path: str, body: bytes) -> bytes:
     while True:
         event = http.next_event()
         if event is h11.NEED_DATA:
-            http.receive_data(await stream.receive_some(_CHUNK))
+            http.receive_data(bytes(await stream.receive_some(_CHUNK)))
         elif isinstance(event, h11.InformationalResponse) and event.status_code == 101:
             return http.trailing_data[0]
         elif isinstance(event, h11.Response):
@@ -73,7 +68,7 @@ async def _upgrade(stream: trio.SocketStream, path: str, body: bytes) -> bytes:
 class AttachedStreams:
     """Both directions of one command. Has the parts that `Background` uses of a `Child`."""
 
-    def __init__(self, stream: trio.SocketStream, said: bytes, *, output_bytes: int) -> None:
+    def __init__(self, stream: trio.abc.HalfCloseableStream, said: bytes, *, output_bytes: int) -> None:
         """Takes over a connection; `said` was read from it before."""
         self._stream, self._said = stream, said
         self.stdout, self.stderr = Output(output_bytes), Output(output_bytes)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from agentrl.owner import OwnedFolder
 
-from . import rootfs
+from . import certificates, rootfs
 
 IMAGE = "agentrl-test:1"
 
@@ -28,25 +30,55 @@ def docker_engine() -> Iterator[str]:
         import_image(address)
         yield address
         return
+    with daemon() as address:
+        yield address
+
+
+@dataclass(frozen=True)
+class TlsEngine:
+    """An engine that asks for certificates: `folder` holds the right ones. `local` is its socket, for the tests."""
+
+    url: str
+    folder: Path
+    local: str
+
+
+@pytest.fixture(scope="session")
+def tls_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsEngine]:
+    """A private `dockerd --tlsverify`, whose certificate is for 127.0.0.1, with the image `IMAGE`."""
+    server, client = tmp_path_factory.mktemp("server"), tmp_path_factory.mktemp("client")
+    authority = certificates.Authority("the CA of the tests")
+    authority.issue(server, "127.0.0.1")
+    authority.issue(client)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    keys = [f"--tlscacert={server}/ca.pem", f"--tlscert={server}/cert.pem", f"--tlskey={server}/key.pem"]
+    with daemon(f"--host={url}", "--tlsverify", *keys) as local:
+        yield TlsEngine(url, client, local)
+
+
+@contextlib.contextmanager
+def daemon(*flags: str) -> Iterator[str]:
+    """A private `dockerd` with the image `IMAGE`: the address of its socket."""
     with contextlib.closing(OwnedFolder(prefer_memory=False, patience_s=10.0)) as owned:
         name = str(owned.path)
         address = f"unix://{name}/docker.sock"
         with Path(name, "log").open("wb") as log:
             own = {**env(address), **owned.mark}
-            command, pipe = daemon_command(name), subprocess.PIPE
-            daemon = subprocess.Popen(command, stdin=pipe, stdout=log, stderr=log, start_new_session=True, env=own)
+            command, pipe = daemon_command(name, *flags), subprocess.PIPE
+            engine = subprocess.Popen(command, stdin=pipe, stdout=log, stderr=log, start_new_session=True, env=own)
         try:
-            wait_for(address, daemon, Path(name, "log"))
+            wait_for(address, engine, Path(name, "log"))
             import_image(address)
             yield address
         finally:
-            assert daemon.stdin is not None
-            daemon.stdin.close()
+            assert engine.stdin is not None
+            engine.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                daemon.wait(timeout=20)
+                engine.wait(timeout=20)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(daemon.pid, signal.SIGKILL)
-            daemon.wait()
+                os.killpg(engine.pid, signal.SIGKILL)
+            engine.wait()
             for line in reversed(Path("/proc/mounts").read_text().splitlines()):
                 if line.split()[1].startswith(f"{name}/"):
                     subprocess.run(["umount", "-l", line.split()[1]], check=False)
@@ -64,13 +96,13 @@ wait
 """
 
 
-def daemon_command(folder: str) -> list[str]:
+def daemon_command(folder: str, *flags: str) -> list[str]:
     """A daemon without networks and without configuration of the machine's, that ends when this process has."""
     paths = [f"--host=unix://{folder}/docker.sock", f"--data-root={folder}/data", f"--exec-root={folder}/run"]
     network = ["--bridge=none", "--iptables=false", "--ip-masq=false", f"--config-file={folder}/none.json"]
     rest = ["--storage-driver=overlay2", "--shutdown-timeout=2", "--default-ulimit=nofile=1024:4096"]
     Path(folder, "none.json").write_text("{}")
-    return ["sh", "-c", UNTIL_STDIN_CLOSES, "dockerd-of-tests", f"{folder}/pid", *paths, *network, *rest]
+    return ["sh", "-c", UNTIL_STDIN_CLOSES, "dockerd-of-tests", f"{folder}/pid", *paths, *network, *rest, *flags]
 
 
 def answers(address: str) -> bool:

@@ -126,7 +126,7 @@ async def test_no_engine_says_what_to_do() -> None:
 
 
 async def test_ssh_engines_are_refused_in_plain_words() -> None:
-    with pytest.raises(SandboxUnavailable, match="only unix:// and plain tcp://"):
+    with pytest.raises(SandboxUnavailable, match="only unix:// and tcp://"):
         await Docker(image=IMAGE, base_url="ssh://host").create()
 
 
