@@ -13,7 +13,7 @@ import trio
 import agentrl
 from agentrl.env.roles import RolesEnv
 from agentrl.protocols import SandboxSpec
-from agentrl.records import Message
+from agentrl.records import Message, Trajectory
 from agentrl.rewards import Judge, ScoringClient
 from agentrl.testing.fake_sandbox import FakeBackend
 from agentrl.testing.scoring import FakeScoring
@@ -150,3 +150,8 @@ class OneTurn(Vowels):
 
     def step(self, action: str) -> Any:
         return (), 0.0, True, False, {"outcome": 1.0}
+
+
+def place(seen: Trajectory) -> float:
+    """A reward source: how many turns there were."""
+    return float(len(seen.turns))

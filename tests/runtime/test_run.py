@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -206,6 +207,31 @@ def test_a_run_mends_itself_when_engine_worker_and_learner_die(tmp_path: Path) -
     assert set(summary["restarts"]) == {"engine-0", "worker-0", "learner"}
     assert_lawful(run, steps=16)
     assert_nothing_remains(run)
+
+
+@pytest.mark.slow
+def test_the_learner_uses_what_a_reward_source_says_also_after_the_worker_that_asks_it_has_died(tmp_path: Path) -> None:
+    file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 8, "checkpoint_every": 4}, eval={"sets": []})
+    source = {"source": "place", "kind": "callable", "call": f"{ENVS}:place", "weight": 0.5}
+    with file.open("a") as lines:
+        lines.write("[[rewards]]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in source.items()))
+    run = RunDir(tmp_path / "run")
+    with started("train", file, "--out", run.path) as process:
+        wait_for_step(run.path, 1, process)
+        os.kill(child(run, "worker"), signal.SIGKILL)
+        _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    assert set(json.loads(run.summary.read_text())["restarts"]) == {"worker-0"}
+    assert_lawful(run, steps=8)
+    with RunStore.open(run.store_path) as store:
+        said = {one.turn_id: one.value for one in store.scores("place") if one.counts}
+        for step in store.metrics("step"):
+            trained = [store.trajectory(episode) for episode in store.lineage(step.step)]
+            assert all(said[turn.id] == turn.index + 1 for one in trained for turn in one.turns)
+            process_sums = [0.5 * sum(said[turn.id] for turn in one.turns) for one in trained]
+            assert step.values["process_mean"] == pytest.approx(fmean(process_sums)) and min(process_sums) > 0
+    shown = subprocess.run(command("rewards", run.path), capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert "place" in shown.stdout and "1.000" in shown.stdout and str(len(said)) in shown.stdout
 
 
 @pytest.mark.slow
