@@ -22,6 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -278,11 +279,14 @@ class DockerEngine:
         return bool((await self.call(self._client.api.inspect_container, container))["State"]["Running"])
 
     async def out_of_memory(self, container: str, since: float) -> bool:
-        """Whether the kernel killed something of a container for want of memory, since a time (seconds, Unix)."""
+        """Whether the kernel killed something of a container for want of memory, since a time (seconds, Unix, by this
+        machine's clock; the engine's may be another)."""
 
         def look() -> bool:
             filters = {"container": container, "event": "oom"}
-            events = self._client.events(since=int(since), until=int(time.time()) + 1, filters=filters)
+            now = datetime.fromisoformat(self._client.info()["SystemTime"]).timestamp()
+            began = now - (time.time() - since)
+            events = self._client.events(since=int(began), until=int(now) + 1, filters=filters)
             return any(True for _ in events)
 
         return await self.call(look)

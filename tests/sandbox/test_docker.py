@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from agentrl.errors import SandboxError, SandboxUnavailable
-from agentrl.protocols import SandboxSpec
+from agentrl.protocols import Limits, SandboxSpec
 from agentrl.sandbox.docker import Docker
 from agentrl.sandbox.warm import WarmPython
 from agentrl.testing.sandbox import CASES, Case
@@ -145,6 +145,18 @@ async def test_container_that_vanished_is_the_host_s_failure(docker_engine: str,
     command_line(docker_engine, "rm", "-f", box.name)
     with pytest.raises(SandboxError):
         await box.exec(["true"])
+
+
+async def test_memory_that_ran_out_is_told_where_the_engine_s_clock_is_another(
+    backend: Docker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our clock is an hour ahead of the engine's."""
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600)
+    limits = Limits(memory_bytes=64 << 20, disk_bytes=1 << 20)
+    box = await backend.create(SandboxSpec(limits=limits))
+    result = await box.exec(["python3", "-c", "bytearray(1 << 30)"])
+    assert (result.exit_code, result.oom) == (137, True)
 
 
 async def test_processes_are_counted_without_asking_the_engine_where_its_groups_can_be_read(backend: Docker) -> None:
