@@ -17,7 +17,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -130,6 +130,16 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setenv("PYTHONDONTWRITEBYTECODE", "")  # else every process compiles torch and transformers for itself
     config.add_cleanup(owner.close)
     config.add_cleanup(patch.undo)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None]:
+    """A test that changes what Ctrl-C does changes it for the commands of every test after it: it fails itself."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    if signal.getsignal(signal.SIGINT) is not before:
+        signal.signal(signal.SIGINT, before)
+        pytest.fail("this test changed what SIGINT does, and left it so", pytrace=False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

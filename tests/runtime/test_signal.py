@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agentrl.cli import _show_summary  # pyright: ignore[reportPrivateUsage]
 from agentrl.records import Group, StopReason
 from agentrl.runtime import report
 from agentrl.runtime.live import LiveView
@@ -122,7 +121,7 @@ def test_the_summary_of_a_run_that_learned_nothing_says_so(
         for number in (1, 2):
             store.record("step", number, step(learner, group(0.0, float(learns))))
         summary = report.summarise(run, config, store, restarts={})
-    _show_summary(run.path, summary)
+    report.show(Console(), run.path, summary)
     printed = " ".join(capsys.readouterr().out.split())
     assert summary["steps_updated"] == (2 if learns else 0)
     assert summary["tokens_trained"] == (8 if learns else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -102,6 +103,7 @@ def test_a_damaged_file_ends_in_one_line_that_names_it_and_says_what_to_do(
             again.take(1, 40, max_lag=9)
 
     monkeypatch.setenv("AGENTRL_ERROR_FILE", str(tmp_path / "error"))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # a child ignores Ctrl-C: this process does not
     assert run_role("worker", use) == ENDS_THE_RUN
     (line,) = (tmp_path / "error").read_text().splitlines()
     assert line.startswith(f"{path}: ")
