@@ -96,6 +96,7 @@ class Rollout(_Section):
     snapshot_every_turns: Annotated[int, Field(ge=0)] = 1  # of environments that offer snapshots; 0: none are taken
     max_snapshot_bytes: Count = 4 << 20  # an environment that gives more is not asked again in its episode
     max_deaths: Annotated[int, Field(ge=3)] = 3  # of workers at the same place: the episode fails, its task is left out
+    max_replays: Annotated[int, Field(ge=0)] = 2  # of a task whose group infrastructure ended, or its deadline
     failure_budget: Annotated[float, Field(ge=0, le=1)] = 0.2  # share of episodes that may fail, an outage as one
     roles: dict[str, str] = Field(default_factory=dict)  # who plays a role of the environment, see `frozen_roles`
 

@@ -113,6 +113,7 @@ class Worker:
             limit=buffer.groups_per_step,
             steps_total=self.config.train.steps,
             tasks_total=self.tasks.size,
+            max_replays=rollout.max_replays,
         )
 
     async def _play(self, claim: Claim) -> None:

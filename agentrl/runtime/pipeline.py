@@ -143,10 +143,11 @@ class Supervisor:
             )
 
     def _played(self, tasks: int) -> bool:
-        """Whether all of so many training tasks were played, late members too."""
+        """Whether all of so many training tasks were played, late members and replays too."""
         counts = self.store.counts()
         unfinished = counts.get(GroupState.WAITING, 0) + counts.get(GroupState.RUNNING, 0)
-        return not unfinished and self.store.tasks_started() >= tasks and not self.store.late_open()
+        again = self.store.replays(self.config.rollout.max_replays).waiting
+        return not unfinished and self.store.tasks_started() >= tasks and not self.store.late_open() and not again
 
     def _enter(self, phase: str) -> None:
         self.store.set_meta("phase", phase)

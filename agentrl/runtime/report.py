@@ -7,6 +7,7 @@ import json
 import platform
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -60,6 +61,7 @@ def summarise(run: RunDir, config: RunConfig, store: RunStore, *, restarts: dict
         "max_lag_seen": max((row["lag_max"] for row in steps), default=0),
         "weight_pause_ms": 1e3 * fmean(row["pause_s"] for row in steps) if steps else 0.0,
         "drops": store.drops(),
+        "replays": asdict(store.replays(config.rollout.max_replays)),
         "members_dropped": store.members_dropped(),
         "quarantined": [
             {"env": one.task.env, "seed": one.task.seed, "episode": one.episode_id, "reason": one.reason}
@@ -208,6 +210,9 @@ def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
     ):
         table.add_row(label, "", value)
     console.print(table)
+    if any(summary["replays"].values()):
+        counts = ", ".join(f"{n} {what.replace('_', ' ')}" for what, n in summary["replays"].items())
+        console.print(f"tasks that infrastructure lost: {counts} (rollout.max_replays)", markup=False, highlight=False)
     for task in summary["quarantined"]:
         console.print(f"not played again: {task['reason']} (episode {task['episode']})", markup=False, highlight=False)
     transcripts = path / "transcripts.md"

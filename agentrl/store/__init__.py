@@ -12,6 +12,7 @@ async code calls them directly. Standard library and zstandard only.
     recovery    what a loss of power took             metrics     values, drops, the bias of dropping
     readers     rows back into records                audit       the laws, checked from the raw rows
     schema      tables and migrations                 database    transactions and errors
+    replays     tasks that infrastructure lost, played again
     codec       packing                               rewards     what sources say of turns, and who waits for it
 """
 
@@ -37,6 +38,7 @@ from agentrl.store.metrics import Failures, LengthBias, Lengths, Metric, Metrics
 from agentrl.store.partials import Partial
 from agentrl.store.readers import EpisodeRow, GroupResult, Readers, Restart
 from agentrl.store.recovery import Recovery, Saved
+from agentrl.store.replays import ReplayCounts, Replays
 from agentrl.store.rewards import Rewards, Scored, Source
 from agentrl.store.snapshots import Snapshot, Snapshots
 
@@ -61,6 +63,7 @@ __all__ = [
     "Quarantined",
     "Quorum",
     "Released",
+    "Replays",
     "Restart",
     "RunStore",
     "Saved",
@@ -74,7 +77,9 @@ __all__ = [
 ]
 
 
-class RunStore(Groups, Leases, Deaths, Journal, Snapshots, Buffer, Lineage, Recovery, Rewards, Metrics, Readers):
+class RunStore(
+    Groups, Leases, Deaths, Journal, Snapshots, Buffer, Lineage, Recovery, Rewards, Metrics, Readers, ReplayCounts
+):
     """A run's store, opened by this process. Threads may share it; forked children may not: they open their own.
 
     `clock` gives seconds since the epoch, the same for every process of the run; a simulation passes its own."""

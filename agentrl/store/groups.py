@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable
 
 from agentrl.records import GroupState, MemberRecord, StopReason, Task, member_record
 from agentrl.store.admission import Load, admissible_groups
-from agentrl.store.codec import pack_identity, pack_record, pack_task
+from agentrl.store.codec import pack_identity, pack_record, pack_task, unpack_task
 from agentrl.store.database import Database, Part
 from agentrl.store.readers import load_scores
+from agentrl.store.replays import lost_groups
 from agentrl.store.versions import latest_confirmed
 
 TRAIN = "train"
@@ -44,12 +45,14 @@ class Groups(Part):
         limit: int,
         steps_total: int,
         tasks_total: int | None = None,
+        max_replays: int = 0,
     ) -> int:
         """Start as many training groups as `admissible_groups` allows, at most `limit`; how many it started.
 
         `task_of(index)` gives the task of each, index counting 0, 1, 2, … over the whole run; it is called inside the
         transaction, so it must be quick and must not touch the store. There are `tasks_total` of them (None: no end).
-        Quarantined ones are passed over. 0 while no weight version is confirmed."""
+        Tasks whose group infrastructure ended come before new ones, in the order of those groups and each at most
+        `max_replays` times. Quarantined ones are passed over. 0 while no weight version is confirmed."""
 
         def allowed() -> tuple[int, int]:
             version = latest_confirmed(self._db)
@@ -64,7 +67,9 @@ class Groups(Part):
                 max_running=max_running,
                 steps_total=steps_total,
             )
-            left = limit if tasks_total is None else tasks_total - next_task(self._db)
+            left = limit
+            if tasks_total is not None:
+                left = tasks_total - next_task(self._db) + len(lost_groups(self._db, max_replays))
             return max(0, min(free, limit, left)), version.step
 
         with self._db.read():  # most calls find nothing to do, and must not take the write lock to see it
@@ -72,10 +77,13 @@ class Groups(Part):
                 return 0
         with self._db.write():
             n, step = allowed()
+            again = lost_groups(self._db, max_replays)[:n]
+            for group_id in again:
+                _create_again(self._db, group_id, group_size, step)
             index = next_task(self._db)
             end = min(index + n + _SKIPPED, math.inf if tasks_total is None else tasks_total)
             quarantined = {task for (task,) in self._db.rows("SELECT task FROM quarantine")}
-            started = 0
+            started = len(again)
             while started < n and index < end:
                 task, index = task_of(index), index + 1
                 if not quarantined or pack_identity(task) not in quarantined:
@@ -159,6 +167,14 @@ def _create(db: Database, task: Task, size: int, purpose: str, step: int) -> int
         [(cursor.lastrowid, member, int(purpose != TRAIN)) for member in range(size)],
     )
     return cursor.lastrowid
+
+
+def _create_again(db: Database, lost: int, size: int, step: int) -> None:
+    row = db.row("SELECT task, replays FROM groups WHERE id = ?", (lost,))
+    assert row is not None
+    task, replays = row
+    group_id = _create(db, unpack_task(task), size, TRAIN, step)
+    db.execute("UPDATE groups SET replay_of = ?, replays = ? WHERE id = ?", (lost, replays + 1, group_id))
 
 
 def close_if_ended(db: Database, group_id: int, now: float) -> None:

@@ -6,7 +6,8 @@ k + 1, so a new store runs all of them. A store is made in one transaction: eith
     meta         keys and values: configuration, attempt, next task, whatever the run's processes agree on
     versions     every weight version ever minted, and the optimizer step that made it
     groups       one row a group of sibling episodes: task, purpose, state, reason; counted by triggers; `record` is
-                 what its members are judged against, written once when it closes
+                 what its members are judged against, written once when it closes; `replay_of` names the group that
+                 infrastructure ended and that it plays again, as the `replays`-th replay of its task
     leases       which process lives until when
     episodes     one row a member: who plays it (holder, fence), how it ended, whether its group closed before it did
                  (late), the step in which it left the buffer, and why it left untrained (dropped)
@@ -338,6 +339,14 @@ CREATE TRIGGER count_score AFTER INSERT ON rewards WHEN new.counts BEGIN
 END;
 """
 
+_REPLAYS = """
+ALTER TABLE groups ADD COLUMN replays INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE groups ADD COLUMN replay_of INTEGER REFERENCES groups;
+CREATE UNIQUE INDEX played_again_once ON groups (replay_of) WHERE replay_of IS NOT NULL;
+CREATE INDEX groups_lost ON groups (id) WHERE purpose = 'train' AND state IN ('expired', 'failed')
+    AND reason IN ('engine_failed', 'sandbox_failed', 'env_failed', 'deadline');
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _ROLES,
@@ -350,6 +359,7 @@ MIGRATIONS: tuple[str, ...] = (
     _MEMBERS,
     _REWARDS,
     _SCORE_COUNTS,
+    _REPLAYS,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

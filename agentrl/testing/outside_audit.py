@@ -110,6 +110,14 @@ class OutsideAuditor:
                 "SELECT id FROM groups x WHERE state IN ('taken', 'trained')"
                 " AND NOT EXISTS (SELECT 1 FROM lineage WHERE group_id = x.id AND undone_attempt IS NULL)",
             )
+        if _has(db, "groups", "replay_of"):
+            self._none(
+                db,
+                "law 2: a task is played again that was not lost, or twice for one loss: group",
+                "SELECT r.id FROM groups r JOIN groups g ON g.id = r.replay_of WHERE r.id <= g.id OR r.task <> g.task"
+                " OR g.state NOT IN ('expired', 'failed') OR r.replays <> g.replays + 1"
+                " OR (SELECT COUNT(*) FROM groups s WHERE s.replay_of = g.id) > 1",
+            )
         unended = "e.id = l.episode_id" if member else "e.group_id = l.group_id"
         self._none(
             db,

@@ -261,3 +261,27 @@ async def test_a_worker_whose_threads_hang_hands_its_episodes_back_and_asks_to_b
     await run(worker(lambda task: Stuck()), lambda: store.counts("eval:a:now").get(GroupState.SCORED, 0) == 6)
     assert [store.trajectory(id).outcome for id in (5, 6)] == [1.0, 1.0]
     assert store.restarts(6) == [], "it went on from its journal"
+
+
+async def test_a_task_that_infrastructure_lost_is_played_again_by_the_next_admission(
+    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock
+) -> None:
+    made: list[int] = []
+
+    def env(task: Task) -> ScriptedEnv:
+        made.append(task.index)
+        if len(made) <= 2:
+            raise KeyError("no host")
+        return ScriptedEnv([going(), done()])
+
+    one = worker(
+        env,
+        rollout={"group_size": 2, "max_running": 2},
+        buffer={"groups_per_step": 2, "max_lag": 0},
+        train={"steps": 1},
+    )
+    store.set_meta("phase", "train")
+    await run(one, lambda: store.counts().get(GroupState.SCORED, 0) == 2)
+    assert store.counts() == {GroupState.FAILED: 1, GroupState.SCORED: 2}
+    assert made == [0, 0, 0, 0, 1, 1]
+    assert store.replays(2).played == 1

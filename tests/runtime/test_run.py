@@ -38,7 +38,7 @@ SMALL: dict[str, Any] = {
 }
 SUMMARY_KEYS = {
     *("eval", "steps", "episodes", "tokens_trained", "wall_s", "train_s", "trainer_idle_share", "max_lag_seen"),
-    "episode_engine_share",
+    *("episode_engine_share", "replays"),
     *("seed", "model_params", "versions"),
 }
 ENVS = Path(__file__).parent / "envs.py"

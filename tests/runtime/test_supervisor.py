@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import trio
-from store.play import START, admit, answer, serve, turn
+from rich.console import Console
+from store.play import START, admit, answer, play_all, serve, turn
 from trio.testing import MockClock
 
 from agentrl.config import parse
@@ -20,6 +21,7 @@ from agentrl.records import StopReason, WeightVersion
 from agentrl.runtime.checkpoints import StartPoint
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.pipeline import Supervisor
+from agentrl.runtime.report import show, summarise
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.worker import report
 from agentrl.store import RunStore
@@ -258,3 +260,23 @@ async def test_failures_beyond_the_budget_end_the_run_though_most_episodes_end_w
 
     why, _ = await until_it_fails(one, lambda: play_for_ever(one.store, 1, life), within_s=3000)
     assert "at 9 different times (rollout.failure_budget = 0.3)" in why
+
+
+async def test_a_finite_source_is_not_played_while_a_lost_task_waits_to_be_and_the_summary_counts_it(
+    supervisor: Callable[..., Supervisor], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = supervisor(rollout={"max_replays": 1})
+
+    def lose() -> None:
+        admit(one.store, limit=9, tasks_total=1, max_replays=1)
+        play_all(one.store, stop=StopReason.ENGINE_FAILED, outcome=None)
+
+    lose()
+    assert not one._played(1)  # pyright: ignore[reportPrivateUsage]
+    lose()
+    assert one._played(1)  # pyright: ignore[reportPrivateUsage]
+    summary = summarise(one.run, one.config, one.store, restarts={})
+    assert summary["replays"] == {"played": 1, "waiting": 0, "given_up": 1}
+    show(Console(width=200), one.run.path, summary)
+    said = "tasks that infrastructure lost: 1 played, 0 waiting, 1 given up (rollout.max_replays)"
+    assert said in capsys.readouterr().out

@@ -1,0 +1,58 @@
+"""Tasks whose group infrastructure ended, and that are played again, a bounded number of times.
+
+A replay is a group of its own that names the one it replaces; the schema allows one for each. So nothing is queued:
+which tasks are to be played again is what the rows say, whoever was killed when. Never knows why a group failed beyond
+the reason it was given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agentrl.store.codec import pack_identity, unpack_task
+from agentrl.store.database import Database, Part
+
+# Word for word the condition of the index `groups_lost`: infrastructure ended the group, so its task taught nothing.
+_LOST = (
+    "purpose = 'train' AND state IN ('expired', 'failed')"
+    " AND reason IN ('engine_failed', 'sandbox_failed', 'env_failed', 'deadline')"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replays:
+    """Tasks that infrastructure lost: groups that `played` one again, tasks that `wait` to be, and those `given_up`."""
+
+    played: int
+    waiting: int
+    given_up: int
+
+
+class ReplayCounts(Part):
+    """Count what is played again."""
+
+    def replays(self, max_replays: int) -> Replays:
+        """What was played again, and what will be if each task is at most `max_replays` times. A quarantined task is
+        given up."""
+        with self._db.read():
+            played = self._db.row("SELECT COUNT(*) FROM groups WHERE replay_of IS NOT NULL")
+            lost = self._db.row(
+                f"SELECT COUNT(*) FROM groups g INDEXED BY groups_lost WHERE {_LOST}"
+                " AND NOT EXISTS (SELECT 1 FROM groups r WHERE r.replay_of = g.id)"
+            )
+            waiting = len(lost_groups(self._db, max_replays))
+        assert played is not None and lost is not None
+        return Replays(played=played[0], waiting=waiting, given_up=lost[0] - waiting)
+
+
+def lost_groups(db: Database, max_replays: int) -> list[int]:
+    """Groups whose task is to be played again, oldest first. Inside a transaction."""
+    if not max_replays:
+        return []
+    rows = db.rows(
+        f"SELECT id, task FROM groups g INDEXED BY groups_lost WHERE {_LOST} AND replays < ?"
+        " AND NOT EXISTS (SELECT 1 FROM groups r WHERE r.replay_of = g.id) ORDER BY id",
+        (max_replays,),
+    )
+    quarantined = {task for (task,) in db.rows("SELECT task FROM quarantine")} if rows else set[str]()
+    return [id for id, task in rows if not quarantined or pack_identity(unpack_task(task)) not in quarantined]
