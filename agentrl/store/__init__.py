@@ -1,19 +1,19 @@
 """The run store: one SQLite file that is journal, partial-rollout checkpoint, buffer, lineage and metrics of a run.
 
-Every process of a run opens it; calls are synchronous and short (well under a millisecond for what a turn needs), so
+Every process of a run opens it. Calls are synchronous and short (those of one turn take well under a millisecond), so
 async code calls them directly. Standard library and zstandard only.
 
     versions    weight versions, minted once          admission   how many groups may start (pure)
     groups      birth and end of groups               closing     when a group closes (pure)
-    leases      who plays which episode               deaths      which episode killed its worker
+    leases      which worker plays which episode      deaths      which episode killed its worker
     journal     a running episode, turn by turn       partials    the turn that is sampled now
-    snapshots   states to bring environments back to  outages     failures that are one
+    snapshots   saved states of environments          outages     failures of one cause, counted once
     buffer      what the learner takes and when       lineage     checkpoint, rollback, retention
-    recovery    what a loss of power took             metrics     values, drops, the bias of dropping
+    recovery    repair after a loss of power          metrics     values, drops, length bias of dropping
     readers     rows back into records                audit       the laws, checked from the raw rows
     schema      tables and migrations                 database    transactions and errors
-    replays     tasks that infrastructure lost, played again
-    codec       packing                               rewards     what sources say of turns, and who waits for it
+    codec       packing                               rewards     scores of turns, and episodes that wait for them
+    replays     tasks lost to infrastructure failures, played again
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class RunStore(
 
     @property
     def waits(self) -> bool:
-        """Whether a thread of this process waits for another process's write lock: for two minutes at most."""
+        """Whether a thread of this process waits for another process's write lock now (for two minutes at most)."""
         return self._db.waits
 
     def close(self) -> None:

@@ -1,15 +1,15 @@
 """How many groups may start now: one pure function, no state, no clock.
 
 It bounds two things at once. Concurrency: no more than `max_running` episodes run. Staleness (law 5): a group is
-admitted only if, trained in the order of admission, it will be trained at most `max_lag` optimizer steps after the
-weights of now.
+admitted only if training in the order of admission reaches it at most `max_lag` optimizer steps after the current
+weights.
 
 Source: AReaL (Fu et al. 2025, arXiv:2505.24298), eq. 3, in the form of its staleness manager, counted in groups:
 ``min(K - running, (max_lag + step + 1) * B - (accepted + running))``.
 
-Worked example, B = 2 groups a step, max_lag = 1, nothing trained yet: (1 + 0 + 1) * 2 = 4 groups may start, the first
-two for step 1, made of the weights of step 0 (lag 0), the next two for step 2, then trained from weights one step older
-than the learner's (lag 1). With max_lag = 0 only the groups of the next step may start: synchronous training.
+Worked example, B = 2 groups a step, max_lag = 1, nothing trained yet: (1 + 0 + 1) * 2 = 4 groups may start. The first
+two are for step 1 and sampled by the weights of step 0 (lag 0). The next two are for step 2 and are one step old when
+they are trained (lag 1). With max_lag = 0 only the groups of the next step may start: synchronous training.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is under way. Groups that were dropped (expired, failed) count nowhere, so that others take their place."""
+    """The work under way. Dropped groups (expired, failed) are not counted, so that other groups take their place."""
 
     running_episodes: int  # episodes admitted and not ended
     running_groups: int  # groups admitted and not closed

@@ -1,7 +1,7 @@
-"""The laws, checked from the raw rows of a store: what was lost, trained twice, or trained although it must not be.
+"""Checks the laws on the raw rows of a store: lost data, episodes trained twice, episodes trained against the rules.
 
-Shares no code with what writes the rows: it has its own SQL, its own reading of the token blobs and its own arithmetic
-of lag, so that a fault of the writer is not a fault of the checker. Reads everything once, in one transaction.
+Shares no code with the writers of the rows: it has its own SQL, its own reader of token blobs and its own computation
+of lag, so that the checker does not repeat a bug of a writer. Reads everything once, in one transaction.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from agentrl.store.database import Database
 
 _NOT_BY_POLICY = {"engine_failed", "sandbox_failed", "env_failed", "expired"}
 _ENV_ENDED = {"done", "truncated"}
-_SHOWN = 1000  # violations written out; the counts are always whole
+_SHOWN = 1000  # violations listed at most; the counts are always complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """One breach: the law it breaks (0: the store's own bookkeeping), its kind, and one line saying where."""
+    """One breach: the law it breaks (0: the store's own bookkeeping), its kind, and one line that says where."""
 
     law: int
     kind: str
@@ -35,16 +35,16 @@ class Violation:
 
 @dataclass(slots=True)
 class AuditReport:
-    """What the audit found. `breaches` counts violations by kind, whole; `violations` lists at most the first 1000."""
+    """What the audit found. `breaches` counts all violations by kind; `violations` lists at most the first 1000."""
 
     groups: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])  # purpose -> state -> groups
     episodes: dict[str, int] = field(default_factory=dict[str, int])  # state -> episodes
     turns: int = 0
     tokens: int = 0  # sampled, all trials and purposes
-    turns_set_aside: int = 0  # of trials that an episode's restart left behind
+    turns_set_aside: int = 0  # of trials before a restart of their episode
     tokens_trained: int = 0  # sampled tokens of members in the lineage, within the lag bound of their take
-    tokens_stale: int = 0  # of the same members, beyond it: left out of the loss
-    max_lag_seen: int = 0  # of what was trained
+    tokens_stale: int = 0  # of the same members, beyond the lag bound: left out of the loss
+    max_lag_seen: int = 0  # among trained tokens
     attempt: int = 1
     drops: dict[str, int] = field(default_factory=dict[str, int])  # reason -> training groups
     breaches: Counter[str] = field(default_factory=Counter[str])
@@ -56,7 +56,7 @@ class AuditReport:
         return not self.breaches
 
     def to_json(self) -> str:
-        """The whole report as JSON, every kind of breach named, also those that did not happen."""
+        """The whole report as JSON. It lists every kind of breach, also those with count 0."""
         document = {"ok": self.ok, **asdict(self)}
         document["breaches"] = {kind: self.breaches.get(kind, 0) for kind in KINDS}
         return json.dumps(document, indent=2)
@@ -75,12 +75,12 @@ KINDS = {
     "lineage_broken": 2,  # taken or trained without a lineage row, or the reverse; trained without a checkpoint
     "checkpoint_disagrees": 2,  # a checkpoint's folder lists other episodes than the lineage of its steps
     "trained_unfinished": 2,  # an episode in the lineage that had not ended
-    "trained_unscored": 3,  # an episode in the lineage that the policy did not end, or has too few siblings to compare
-    "record_disagrees": 3,  # a group's record is not what its scored members, late ones apart, did
-    "episode_held": 4,  # an episode that waits for no reward source and is not ended
-    "group_stuck": 4,  # all members ended and the group is open, or one is open that is not late and the group closed
+    "trained_unscored": 3,  # an episode in the lineage that is not scored, or has too few siblings to compare with
+    "record_disagrees": 3,  # a group's record differs from its scored members (late ones left out)
+    "episode_held": 4,  # an episode is held although it has ended or waits for no reward source
+    "group_stuck": 4,  # an open group without open members, or a closed one with an open member that is not late
     "trained_stale": 5,  # an episode in the lineage with no token within the lag bound of its take
-    "drop_without_reason": 5,  # an expired or failed group that does not say why
+    "drop_without_reason": 5,  # an expired or failed group without a reason
     "orphan_row": 0,  # a row whose owner does not exist
     "bookkeeping": 0,  # counters or summaries that disagree with the rows
     "file_damaged": 0,  # SQLite's own check of the file
@@ -89,8 +89,8 @@ KINDS = {
 
 
 def audit(store: RunStore, checkpoints: Path | None = None) -> AuditReport:
-    """Check every law that the store's rows can witness, and the folders of checkpoints that are left: those that the
-    store knows, and those in `checkpoints`. Raises StoreError only if the store cannot be read."""
+    """Check every law that the store's rows can show, and the checkpoint folders that still exist: those that the store
+    knows and those in `checkpoints`. Raises StoreError only if the store cannot be read."""
     report = AuditReport()
     db = store._db  # pyright: ignore[reportPrivateUsage]  # raw rows are the point
     checks: Iterable[Callable[[Database, AuditReport], None]] = (
@@ -166,7 +166,7 @@ def _check_owners(db: Database, report: AuditReport) -> None:
 
 
 def _check_turns(db: Database, report: AuditReport) -> None:
-    """Each trial's turns are gapless, all but a running trial's last are answered, every token is whole."""
+    """Check that a trial's turns have no gaps, that all but its last are answered, and that every token is complete."""
     steps_of: dict[int, int] = dict(db.rows("SELECT version, step FROM versions"))
     rows = db.execute(
         "SELECT t.episode_id, t.trial, t.idx, t.parent, t.n_prompt, t.n_tokens, t.spans, t.oldest_step, t.learns,"
@@ -208,8 +208,8 @@ def _check_turns(db: Database, report: AuditReport) -> None:
 def _check_spans(
     report: AuditReport, where: str, spans: list[list[int]], n_tokens: int, steps_of: dict[int, int] | None
 ) -> int | None:
-    """The step of the oldest token of a turn, after seeing that each of its tokens has one known version. `steps_of` is
-    None for the turn of a given policy, whose versions are not the run's."""
+    """Check that each token of a turn has one known version; return the step of the oldest one. `steps_of` is None for
+    a turn of a frozen policy, whose versions are not the run's."""
     covered = [token for _, start, end in spans for token in range(start, end)]
     if covered != list(range(n_tokens)):
         report.breach("tokens_incomplete", f"{where}: versions {spans} do not cover its {n_tokens} tokens once")
@@ -222,7 +222,7 @@ def _check_spans(
 
 
 def _fault_of(blob: bytes, n_prompt: int, n_tokens: int) -> str | None:
-    """What is wrong with a token blob (its layout is given in `codec`), None if nothing is."""
+    """The fault of a token blob (for its layout see `codec`); None if it has none."""
     try:
         data = zstandard.ZstdDecompressor().decompress(blob)
         width, p, t = struct.unpack_from("<BII", data)
@@ -237,7 +237,7 @@ def _fault_of(blob: bytes, n_prompt: int, n_tokens: int) -> str | None:
 
 
 def _check_ends(db: Database, report: AuditReport) -> None:
-    """What an ended episode says of its length is what is there; groups end with their members."""
+    """Check that an ended episode's recorded length is that of its rows, and that groups end with their members."""
     ended = db.rows(
         "SELECT e.id, e.stop_reason, e.n_turns, e.n_tokens, COUNT(t.id), COALESCE(SUM(t.n_tokens), 0),"
         " COUNT(t.id) - COUNT(s.turn_id) FROM episodes e"
@@ -321,7 +321,7 @@ def _check_lineage(db: Database, report: AuditReport) -> None:
 
 
 def _check_records(db: Database, report: AuditReport) -> None:
-    """A closed group's record is that of its scored members that were not late; nothing is judged by fewer than two."""
+    """Check that a closed group's record is that of its scored members that were not late, at least min(2, size)."""
     members: defaultdict[int, dict[str, tuple[float, int]]] = defaultdict(dict)
     for group, member, stop_reason, outcome, turns in db.rows(
         "SELECT group_id, member, stop_reason, outcome, n_turns FROM episodes WHERE NOT late AND stop_reason NOT NULL"
@@ -342,7 +342,7 @@ def _check_records(db: Database, report: AuditReport) -> None:
 
 
 def _check_checkpoints(db: Database, report: AuditReport, folder: Path | None) -> None:
-    """What each folder says it trained is what the lineage says of its steps."""
+    """Check that each folder lists the episodes that the lineage has for its steps."""
     paths = {Path(path) for (path,) in db.rows("SELECT path FROM checkpoints WHERE undone_attempt IS NULL")}
     paths |= set() if folder is None else set(folder.glob(f"step-{'[0-9]' * 8}"))
     lost = {episode for (episode,) in db.rows("SELECT episode_id FROM lost_members")}
@@ -353,10 +353,10 @@ def _check_checkpoints(db: Database, report: AuditReport, folder: Path | None) -
         try:
             state = json.loads((path / "state.json").read_text())
         except OSError:
-            continue  # it is no longer kept
+            continue  # the folder was removed
         if "episodes" in state:
             listed = {episode for step in state["episodes"] for episode in step}
-        elif "groups" in state:  # an agentrl that trained whole groups wrote it
+        elif "groups" in state:  # written by an older agentrl, which trained whole groups
             listed = _members_of(db, state["groups"])
         else:
             continue
@@ -385,7 +385,7 @@ def _in_loss(stop_reason: str | None, outcome: float | None) -> bool:
 
 
 def _check_lag(db: Database, report: AuditReport) -> None:
-    """Of each episode in the lineage some sampled token, if it has any, is within the bound that its take was given."""
+    """Check that each episode in the lineage has a token within the lag bound of its take, if it sampled any."""
     steps_of: dict[int, int] = dict(db.rows("SELECT version, step FROM versions"))
     rows = db.execute(
         "SELECT l.episode_id, l.step, l.max_lag, t.spans FROM lineage l JOIN episodes e ON e.id = l.episode_id"

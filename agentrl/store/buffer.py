@@ -1,9 +1,9 @@
-"""The buffer between rollout and learner: which members the learner takes, which groups close, what leaves untrained.
+"""The buffer between rollout and learner: which members the learner takes, which groups close, and what is dropped.
 
 A member is trained once (law 2): taking it and writing it into the lineage is one transaction, and the schema allows
-one live lineage row an episode. A group is taken once it is closed, and only says what its members are judged against;
-a member that ends later is taken with a later step. Tokens too old for a step are left out by the learner (law 5); a
-member of which no token is young enough leaves here as stale, and its outcome stays in its group's record.
+one live lineage row an episode. A group is taken after it has closed; its record says what its members are judged
+against. A member that ends later is taken in a later step. The learner leaves out tokens that are too old for a step
+(law 5); a member without any token young enough leaves here as stale, and its outcome stays in its group's record.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ DEADLINE = "deadline"
 
 
 class Expired(NamedTuple):
-    """What `Buffer.expire` did. Ids of groups that closed before all members had ended, of groups past their deadline,
-    of episodes past it as late members."""
+    """The result of `Buffer.expire`, as ids: groups that closed before all members had ended, groups past their
+    deadline, late members past theirs."""
 
     closed: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class Expired(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """An ended member of a closed group; `fresh` says whether the step that is asked for may train any token of it."""
+    """An ended member of a closed group; `fresh`: the requested step may train at least one of its tokens."""
 
     id: int
     group_id: int
@@ -50,7 +50,7 @@ class _Ended:
 
 
 class _Offer(NamedTuple):
-    """What a step may take: groups oldest admitted first, groups of which nothing can train, late members."""
+    """What a step may take: groups, oldest admitted first; ids of groups with no member to train; late members."""
 
     groups: list[list[_Ended]]
     stale: list[int]
@@ -61,20 +61,20 @@ class Buffer(Part):
     """Take members for a learner step; close groups, and expire what waits too long."""
 
     def take(self, step: int, n: int, *, max_lag: int) -> list[Group] | None:
-        """What optimizer step `step` trains: `n` closed groups, oldest admitted first, and with them all late members
-        of earlier groups that have been scored since, which count for nothing. None, and nothing taken, if fewer groups
-        remain; with `n` = 0 late members alone are taken, None if there are none.
+        """Take what optimizer step `step` trains: `n` closed groups, oldest admitted first, and all late members of
+        earlier groups that have been scored since, which do not count towards `n`. If fewer groups remain, the result
+        is None and nothing is taken. With `n` = 0 only late members are taken; None if there are none.
 
-        Each `Group` holds only the members of this step, and the record that they are judged against. A group of which
-        every member is too old for `max_lag` expires first, whether or not enough remain (see `versions` for how lag
-        counts). Raises StoreError if members were taken for this step or a later one already: after a crash,
+        Each `Group` holds only the members of this step, and the record that they are judged against. A group whose
+        members are all too old for `max_lag` expires first, whether or not enough groups remain (see `versions` for how
+        lag counts). Raises StoreError if members were already taken for this step or a later one: after a crash,
         `rollback` puts them back."""
-        with self._db.read():  # a waiting learner asks often, and must not take the write lock to hear no
+        with self._db.read():  # a waiting learner asks often: without work it must not take the write lock
             offer = self._offer(step, max_lag)
         if not _enough(offer, n) and not offer.stale:
             return None
         now = self._db.clock()
-        with self._db.write(durable=True):  # before it is trained: a checkpoint may outlive a loss of power
+        with self._db.write(durable=True):  # before it is trained: a checkpoint may survive a loss of power
             offer = self._offer(step, max_lag)
             self._expire(offer.stale, STALE, now)
             if not _enough(offer, n):
@@ -94,12 +94,12 @@ class Buffer(Part):
         return [group for group in groups if group.trajectories or group.left_out]
 
     def expire(self, now: float, group_deadline_s: float, *, close_policy: ClosePolicy = FULL) -> Expired:
-        """Close the running training groups that `close_policy` or their deadline closes; expire what is past it.
+        """Close running training groups by `close_policy` or by their deadline; expire overdue groups and members.
 
-        A group's deadline is `group_deadline_s` after its first episode was claimed. A training group of which enough
-        members are scored closes then, and the others go on as late members for the same time again; one of which too
-        few are waits for them as long, and expires. An evaluation group keeps what ended. A member that expires ends
-        with `StopReason.EXPIRED`: its worker hears LeaseLost at its next journal call."""
+        A group's deadline is `group_deadline_s` after its first episode was claimed. Then a training group with enough
+        scored members closes, and its open members go on as late members for the same time again. One with too few
+        waits as long, and expires. An evaluation group closes then with the members that have ended. A member that
+        expires ends with `StopReason.EXPIRED`; its worker gets LeaseLost at its next journal call."""
         with self._db.read():
             if not any(self._due(now, group_deadline_s, close_policy)):
                 return Expired()
@@ -141,7 +141,7 @@ class Buffer(Part):
         )
 
     def _leave(self, members: Iterable[_Ended], step: int, max_lag: int, now: float) -> None:
-        """Members leave the buffer with `step`: into its lineage, or as stale. What is not scored left by its end."""
+        """Move members out with `step`: into its lineage, or as stale. A late one that is not scored is dropped."""
         for one in members:
             if one.trains:
                 self._db.execute(
@@ -163,7 +163,7 @@ class Buffer(Part):
         trains = {one.id for one in members if one.trains}
         group = load_group(self._db, members[0].group_id, [one.id for one in members])
         record = group.record
-        if record is None:  # an agentrl that kept no records closed it, and no member of it is late
+        if record is None:  # closed by an older agentrl, which kept no records: no member is late
             record = {one.member: one.record for one in group.trajectories if one.scored}
         return replace(
             group,

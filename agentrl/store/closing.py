@@ -1,8 +1,8 @@
-"""When a group closes: small objects, one rule each, that any number of stragglers cannot make expensive.
+"""When a group closes: small objects with one rule each, cheap for any number of stragglers.
 
 A group closes by itself once all its members have ended. A policy may close it sooner; the members that still run go on
-as late members, and are trained in a later step against what the group's record says. A policy sees when the scored
-members ended and nothing else; it never knows the store, nor a token.
+as late members, and a later step trains them against the group's record. A policy sees only when the scored members
+ended; it never knows the store or a token.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ class ClosePolicy(Protocol):
 
     @property
     def at_least(self) -> int:
-        """Scored members below which no group closes early: only groups with so many are looked at."""
+        """A group with fewer scored members than this never closes early, and `closes` is not asked."""
         ...
 
     def closes(self, scored_s: Sequence[float], now: float) -> bool:
-        """Whether a group closes at `now`; `scored_s` says when its scored members ended, earliest first. Seconds."""
+        """Whether a group closes at `now`; `scored_s`: when its scored members ended, earliest first. Seconds."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """Wait for every member. Nothing is judged against fewer siblings than it has; the slowest one sets the pace."""
+    """Wait for every member. Each member is judged against all its siblings; the slowest one sets the pace."""
 
     @property
     def at_least(self) -> int:
@@ -40,10 +40,10 @@ class Full:
 
 @dataclass(frozen=True, slots=True)
 class Quorum:
-    """Close once `k` members are scored and `after_s` seconds went by since the k-th of them ended.
+    """Close once `k` members are scored and `after_s` seconds have passed since the k-th of them ended.
 
-    The members that judge are then the fast ones: with leave-one-out that biases no gradient (a baseline never depends
-    on the episode it judges), and as late members are trained too, no length is favoured."""
+    The baseline then comes from the fast members. With leave-one-out this does not bias the gradient (a baseline never
+    depends on the episode it judges). Late members are trained too, so no length is favoured."""
 
     k: int
     after_s: float

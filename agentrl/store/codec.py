@@ -1,11 +1,11 @@
-"""How records lie in rows: token arrays as packed blobs, messages and infos as JSON, text as text. Exact both ways.
+"""How rows store records: token arrays as packed blobs, messages and infos as JSON, text as text. Exact both ways.
 
-Owns the blob's layout and knows no table. A blob is zstandard over, little-endian::
+Owns the blob's layout and knows no table. A blob is these bytes, little-endian, compressed with zstandard::
 
     u8 width of a log-prob (4 or 8) · u32 P · u32 T · u32[P] prompt ids · u32[T] sampled ids · f32|f64[T] log-probs
 
-Log-probs are float32 in the engines that make them; they are stored so only where that is exact. The experts of a
-mixture are zstandard over::
+Engines compute log-probs in float32; a blob holds float32 only where that is exact, else float64. The experts of a
+mixture of experts are these bytes, compressed in the same way::
 
     u8 width of an expert (1 or 2) · u32 first token · u16 layers · u16 experts a token · the array itself
 """
@@ -108,7 +108,7 @@ def unpack_text(stored: str | bytes) -> str:
 
 
 def printable(text: str) -> str:
-    """Text for people, such as an error's: what UTF-8 cannot hold is escaped."""
+    """Text for people, such as an error's: characters that UTF-8 cannot hold are escaped."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -162,12 +162,12 @@ def unpack_task(text: str) -> Task:
 
 
 def pack_identity(task: Task) -> str:
-    """What makes two tasks the same, wherever they stand in their source."""
+    """A task's identity: equal for two tasks that are the same, wherever they stand in their source."""
     return json.dumps([task.env, task.seed, dict(task.kwargs), dict(task.options)], sort_keys=True)
 
 
 def pack_answer(step: Step, what: str) -> str:
-    """What a step says beside messages, reward and flags: gymnasium's info, as one JSON object.
+    """All of a step but messages, reward and flags as one JSON object: gymnasium's info and the other fields.
 
     Raises StoreError for an info with a key that is a field of `Step`, or that is not JSON-safe."""
     if taken := sorted(_ANSWER.keys() & step.info):
@@ -177,8 +177,8 @@ def pack_answer(step: Step, what: str) -> str:
 
 
 def unpack_answer(text: str) -> dict[str, Any]:
-    """The fields of a step that `pack_answer` wrote, `info` among them; also where an older agentrl wrote an info of
-    which it had checked less: a stop reason that is none counts as not said, as it did then."""
+    """The fields of a step that `pack_answer` wrote, with `info`. It also reads rows of an older agentrl, which checked
+    info less: an unknown stop reason counts as not set, as it did then."""
     info: dict[str, Json] = json.loads(text)
     said = {name: info.pop(name) for name in _ANSWER if name in info}
     known = {name: _READ[name](value) for name, value in said.items() if value is not None}
@@ -206,16 +206,16 @@ _READ: Final[Mapping[str, Callable[[Any], Any]]] = {
     "observation_cut": int,
 }
 _EMPTY: Final = Step(observation=())
-_ANSWER: Final = {name: getattr(_EMPTY, name) for name in _READ}  # what stands for nothing said
+_ANSWER: Final = {name: getattr(_EMPTY, name) for name in _READ}  # a field with its default was not set
 
 
 def pack_record(record: Mapping[int, MemberRecord]) -> str:
-    """What a group's members are judged against, by member."""
+    """The record that a group's members are judged against, by member, as JSON."""
     return json.dumps({str(member): asdict(one) for member, one in record.items()})
 
 
 def unpack_record(text: str) -> dict[int, MemberRecord]:
-    """What `pack_record` packed: every number is the same."""
+    """Read what `pack_record` wrote; every number is the same."""
     return {
         int(member): MemberRecord(
             outcome=one["outcome"],

@@ -1,8 +1,8 @@
-"""The connection to a run store's file: transactions, deadlines, and the names of what can go wrong.
+"""The connection to a run store's file: transactions, deadlines and errors.
 
 Owns the SQLite connection of one process; never knows a table. Every write is a transaction that takes the write lock
-at its start (BEGIN IMMEDIATE), so a process that is killed leaves either all of it or nothing, and two processes never
-deadlock halfway. Every sqlite3 error, and every row that cannot be read, leaves here as a `StoreError` of one line.
+at its start (BEGIN IMMEDIATE), so a killed process leaves either the whole transaction or nothing, and two processes
+never deadlock halfway. Every sqlite3 error and every unreadable row is raised as a `StoreError` of one line.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Database:
         self._connection = connection
         self._lock = threading.RLock()
         self._busy_s = BUSY_S
-        self.waits = False  # for another process's write lock
+        self.waits = False  # True while a thread waits for another process's write lock
 
     @classmethod
     def connect(cls, path: Path, *, clock: Callable[[], float], create: bool) -> Self:
-        """Open the file, or make it if `create`. UsageError: there is none. StoreError: it is no database."""
+        """Open the file, or make it if `create`. Raises UsageError if it is missing, StoreError if no database."""
         if not create and not path.is_file():
             raise UsageError(f"{path} holds no run: there is no such file")
         if not create and path.stat().st_size < _HEADER_BYTES and Path(f"{path}-wal").exists():
@@ -161,23 +161,23 @@ class Database:
         return self._connection.executemany(sql, rows)
 
     def rows(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
-        """All rows that one statement answers."""
+        """All rows that one statement returns."""
         return self._connection.execute(sql, parameters).fetchall()
 
     def row(self, sql: str, parameters: Sequence[Any] = ()) -> Row | None:
-        """The first row that one statement answers."""
+        """The first row that one statement returns; None if it returns none."""
         return self._connection.execute(sql, parameters).fetchone()
 
 
 class Part:
-    """A part of the store's methods: it owns no state but the database that all parts share."""
+    """A part of the store's methods. All parts share one database, which holds the state."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
 
 
 def named(error: sqlite3.Error, path: Path, busy_s: float | None = None) -> StoreError:
-    """What an sqlite3 error means, in one line. `busy_s` is how long the write lock was waited for."""
+    """The StoreError for an sqlite3 error, in one line. `busy_s` is how long the call waited for the write lock."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and _free_bytes(path) < _FULL_BELOW_BYTES):
         return DiskFull(f"{path}: no space left for the run store: free some; what was journaled is kept")
@@ -226,7 +226,7 @@ def _lock_holder(path: Path) -> int | None:
 
 
 def _command(pid: int) -> str:
-    """What a process runs, as far as one line takes."""
+    """The command line of a process, cut to 80 characters."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

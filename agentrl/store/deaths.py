@@ -1,11 +1,11 @@
-"""What a dead worker leaves: its episodes, free again, and the question which of them killed it.
+"""Frees the episodes of a dead worker, and finds the episode that killed it.
 
-An episode whose environment kills its own process does so again wherever it is played. So a death is held against
-episodes, by what the journal shows. The first time, against those whose environment was at work: being made, or at a
-step without an answer. From then on, against those that stand where they stood when a worker died before. They are
-claimed last; after a second death each of them is played apart from the others; and the one whose worker then dies
-again is the one. It ends as `env_failed`, its task is quarantined, and the others are free of suspicion. A turn further
-than ever before clears an episode at any time, so that workers that are killed from outside cost no episode anything.
+An episode whose environment kills its own process does so again wherever it is played. So deaths count against
+episodes, by the state of the journal: the first against those whose environment was at work (being made, or in a step
+without an answer), later ones against those still at the turn where a worker died before. Such episodes are claimed
+last. After a second death each is played apart from the others. If its worker dies again, the episode is guilty: it
+ends as `env_failed`, its task is quarantined, and other tasks' episodes are no longer suspected. An episode that gets
+one turn further than before is cleared at any time, so workers killed from outside cost no episode anything.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from agentrl.store.journal import end_episode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Released:
-    """What a dead worker held: `episodes` that may be claimed again, and those now `quarantined`. `foretold` says that
-    a worker had died at the same place of one of them before: the death is that episode's, not the worker's."""
+    """A dead worker's episodes: `episodes` of them may be claimed again, those in `quarantined` not. `foretold`: a
+    worker died before at the same turn of one of them, so that episode is to blame, not the worker."""
 
     episodes: int
     quarantined: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class Quarantined:
 
 @dataclass(slots=True)
 class _Aboard:
-    """An episode that a dead worker held: where it stands, and what is held against it so far."""
+    """An episode that a dead worker held: where it stands, and the deaths counted against it so far."""
 
     id: int
     deaths: int
@@ -58,8 +58,8 @@ class Deaths(Part):
     """Free the episodes of dead workers, and find out which of them killed theirs."""
 
     def release_worker(self, worker: str, *, max_deaths: int = 3) -> Released:
-        """This worker died, in all its lives: its episodes may be claimed at once. One that has stood at the same place
-        at `max_deaths` deaths ends as `env_failed`, and its task is quarantined."""
+        """Free the episodes of a worker that died, in all its lives: they may be claimed at once. An episode that was
+        at the same turn in `max_deaths` deaths ends as `env_failed`, and its task is quarantined."""
         with self._db.write():
             aboard = self._aboard(worker)
             self._db.execute(
@@ -80,9 +80,9 @@ class Deaths(Part):
         return Released(episodes=len(aboard) - len(guilty), quarantined=guilty, foretold=bool(stuck))
 
     def release_all(self) -> int:
-        """Every worker is gone (the whole run was restarted): all running episodes may be claimed at once, and the
-        deadlines of their groups count anew from then; how many there were. It is held against none of them. A new
-        attempt begins, so that failures of the last one do not count against this one's budget."""
+        """Free all running episodes, as every worker is gone (the whole run was restarted); returns how many there
+        were. No death is counted, and their groups' deadlines start anew when they go on. If the last attempt ended any
+        episode, a new attempt begins, so that its failures do not count against the new one's budget."""
         with self._db.write():
             self._db.execute(
                 "UPDATE meta SET value = CAST(value AS INTEGER) + 1 WHERE key = 'attempt'"

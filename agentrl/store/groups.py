@@ -1,4 +1,4 @@
-"""A group's birth and end: admission of new groups, and what a group becomes when it closes.
+"""The start and end of groups: admission of new ones, and state and record of one that closes.
 
 Owns the task counter, so that a restart goes on with the next task, and the record that a closed group leaves; never
 knows a token, a worker or the learner, nor when a group closes (see `closing`).
@@ -28,7 +28,7 @@ of the index `episodes_late`."""
 
 _ACCEPTED = (GroupState.FINISHED, GroupState.SCORED, GroupState.TAKEN, GroupState.TRAINED)
 _RUNNING = (GroupState.WAITING, GroupState.RUNNING)
-_SKIPPED = 64  # quarantined tasks that one admission passes over at most
+_SKIPPED = 64  # quarantined tasks that one admission skips at most
 
 
 class Groups(Part):
@@ -47,12 +47,12 @@ class Groups(Part):
         tasks_total: int | None = None,
         max_replays: int = 0,
     ) -> int:
-        """Start as many training groups as `admissible_groups` allows, at most `limit`; how many it started.
+        """Start as many training groups as `admissible_groups` allows, at most `limit`; returns how many.
 
-        `task_of(index)` gives the task of each, index counting 0, 1, 2, … over the whole run; it is called inside the
-        transaction, so it must be quick and must not touch the store. There are `tasks_total` of them (None: no end).
-        Tasks whose group infrastructure ended come before new ones, in the order of those groups and each at most
-        `max_replays` times. Quarantined ones are passed over. 0 while no weight version is confirmed."""
+        `task_of(index)` gives the task of each group; the index counts 0, 1, 2, … over the whole run. It is called
+        inside the transaction, so it must be quick and must not touch the store. There are `tasks_total` tasks (None:
+        no end). Tasks whose group was lost to infrastructure come before new ones, in the order of those groups, each
+        at most `max_replays` times. Quarantined tasks are skipped. Starts none while no weight version is confirmed."""
 
         def allowed() -> tuple[int, int]:
             version = latest_confirmed(self._db)
@@ -72,7 +72,7 @@ class Groups(Part):
                 left = tasks_total - next_task(self._db) + len(lost_groups(self._db, max_replays))
             return max(0, min(free, limit, left)), version.step
 
-        with self._db.read():  # most calls find nothing to do, and must not take the write lock to see it
+        with self._db.read():  # most calls find nothing to do: they must not take the write lock
             if allowed()[0] == 0:
                 return 0
         with self._db.write():
@@ -93,20 +93,20 @@ class Groups(Part):
         return started
 
     def add_groups(self, tasks: Iterable[Task], *, size: int, purpose: str) -> list[int]:
-        """Start a group of `size` episodes for each task, outside admission; their ids. For evaluation: give a purpose
-        of its own, such as "eval:held_out@20"."""
+        """Start a group of `size` episodes for each task, outside admission; returns their ids. For evaluation: give
+        each evaluation its own purpose, such as "eval:held_out@20"."""
         with self._db.write():
             version = latest_confirmed(self._db)
             step = 0 if version is None else version.step
             return [_create(self._db, task, size, purpose, step) for task in tasks]
 
     def rename_purpose(self, purpose: str, new: str) -> None:
-        """Call the groups of an evaluation otherwise from now on."""
+        """Give the groups of an evaluation another purpose."""
         with self._db.write():
             self._db.execute("UPDATE groups SET purpose = ? WHERE purpose = ?", (new, purpose))
 
     def tasks_started(self) -> int:
-        """How many training tasks were admitted: the place in their source."""
+        """The index of the next training task: the position in the task source."""
         with self._db.read():
             return next_task(self._db)
 
@@ -121,11 +121,11 @@ class Groups(Part):
             return [purpose for (purpose,) in self._db.rows("SELECT DISTINCT purpose FROM group_counts ORDER BY 1")]
 
     def ready_count(self) -> int:
-        """Training groups that the learner could take now, stale ones among them."""
+        """How many training groups the learner could take now, stale ones included."""
         return self.counts().get(GroupState.SCORED, 0)
 
     def late_open(self) -> int:
-        """Late members that have not ended: their groups closed without them."""
+        """How many late members have not ended: their groups closed without them."""
         with self._db.read():
             row = self._db.row(f"SELECT COUNT(*) FROM episodes WHERE {LATE} AND state IN ('waiting', 'running')")
         return 0 if row is None else row[0]
@@ -145,7 +145,7 @@ def _counts(db: Database, purpose: str) -> dict[GroupState, int]:
 def _load(db: Database) -> Load:
     counts = _counts(db, TRAIN)
     waiting = db.row("SELECT COUNT(*) FROM episodes WHERE state = 'waiting' AND evaluation = 0")
-    running = db.row(  # one that waits for reward sources has no holder, and takes nobody's place
+    running = db.row(  # an episode that waits for reward sources has no holder and takes no place
         "SELECT COUNT(*) FROM episodes WHERE state = 'running' AND evaluation = 0 AND holder IS NOT NULL"
     )
     assert waiting is not None and running is not None
@@ -178,7 +178,7 @@ def _create_again(db: Database, lost: int, size: int, step: int) -> None:
 
 
 def close_if_ended(db: Database, group_id: int, now: float) -> None:
-    """Close an open group of which no member is open any more."""
+    """Close an open group if all its members have ended."""
     row = db.row(
         "SELECT state IN ('waiting', 'running') AND NOT EXISTS"
         " (SELECT 1 FROM episodes WHERE group_id = ?1 AND state IN ('waiting', 'running')) FROM groups WHERE id = ?1",
@@ -189,9 +189,9 @@ def close_if_ended(db: Database, group_id: int, now: float) -> None:
 
 
 def close(db: Database, group_id: int, now: float) -> None:
-    """Close a group with the members that have ended: a training group with at least two scored ones (all, if it has
-    fewer) becomes scored, another one failed, with the commonest failure as its reason; an evaluation group becomes
-    scored. A scored training group is given its record, once and for all; open members are late from now on."""
+    """Close a group with the members that have ended. An evaluation group becomes scored. A training group becomes
+    scored if at least min(2, size) members are scored, else failed, with the most common failure as its reason. A
+    scored training group gets its record, which never changes; open members are late from now on."""
     group = db.row("SELECT purpose, size FROM groups WHERE id = ?", (group_id,))
     assert group is not None
     purpose, size = group
@@ -218,7 +218,7 @@ def close(db: Database, group_id: int, now: float) -> None:
 
 
 def forget_starts(db: Database, first: float = 0, purpose: str | None = None) -> None:
-    """From group `first` on, groups (of one purpose) with open members are timed anew from when they go on."""
+    """Reset the start time of groups (of `purpose`) with open members, from id `first` on; the next claim sets it."""
     db.execute(
         "UPDATE groups SET started_s = NULL WHERE id >= ?1 AND purpose = COALESCE(?2, purpose) AND (state = 'running'"
         f" OR id IN (SELECT group_id FROM episodes WHERE {LATE} AND state IN ('waiting', 'running')))",
@@ -227,7 +227,7 @@ def forget_starts(db: Database, first: float = 0, purpose: str | None = None) ->
 
 
 def enough(size: int) -> int:
-    """Scored members without which a group of so many cannot be judged."""
+    """The least number of scored members with which a group of `size` can be judged."""
     return min(2, size)
 
 
@@ -248,11 +248,11 @@ def _record(db: Database, episode_id: int, outcome: float, outcomes: str) -> Mem
 
 
 def scored(stop_reason: str, outcome: float | None) -> bool:
-    """Whether an ended episode may enter loss and baseline, as `Trajectory.scored` says of a whole one."""
+    """Whether an ended episode may enter loss and baseline, by the same rule as `Trajectory.scored`."""
     return StopReason(stop_reason).by_policy and outcome is not None
 
 
 def _failure(stop_reasons: list[str]) -> str:
-    """What most members failed of; "no_outcome" if the policy ended them but nothing scored them."""
+    """The most common failure of members; "no_outcome" if none failed but too few were scored."""
     failures = Counter(reason for reason in stop_reasons if not StopReason(reason).by_policy)
     return failures.most_common(1)[0][0] if failures else "no_outcome"

@@ -33,7 +33,7 @@ from agentrl.store.versions import Versions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How an episode ended, as `Journal.finish` was told."""
+    """How an episode ended: the arguments of `Journal.finish`."""
 
     stop_reason: StopReason
     outcome: float | None = None
@@ -55,7 +55,7 @@ class Journal(Versions):
             self._db.execute("UPDATE episodes SET start = ? WHERE id = ?", (packed, episode_id))
 
     def journal_turn(self, episode_id: int, fence: int, turn: Turn) -> None:
-        """The policy acted: call it before the environment sees the action. A turn that has its step keeps it.
+        """Write a turn; call it before the environment sees the action. If the turn has its step, that is written too.
 
         Raises StoreError if the turn is not the next one, a version was never minted, or a log-prob is not finite."""
         blob = pack_tokens(turn)
@@ -104,9 +104,9 @@ class Journal(Versions):
                 self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", (cursor.lastrowid, *answer))
 
     def journal_partial(self, episode_id: int, fence: int, part: Partial) -> None:
-        """More tokens of the turn that is sampled now: a claim carries them until the turn is journaled.
+        """Write more tokens of the turn that is sampled now; a claim has them until the turn is journaled.
 
-        Raises StoreError if the turn is not the next one, or `part` does not begin where the tokens written end."""
+        Raises StoreError if the turn is not the next one, or `part` does not begin right after the written tokens."""
         row = pack_part(episode_id, part)
         with self._db.write():
             trial = check_fence(self._db, episode_id, fence)
@@ -116,7 +116,7 @@ class Journal(Versions):
             write_part(self._db, row)
 
     def journal_step(self, episode_id: int, fence: int, turn_index: int, step: Step) -> None:
-        """The environment answered turn `turn_index`. Raises StoreError if that turn is not journaled, or answered."""
+        """Write the answer to turn `turn_index`. Raises StoreError if that turn is not journaled or has an answer."""
         answer = self._pack_step(episode_id, turn_index, step)
         with self._db.write():
             trial = check_fence(self._db, episode_id, fence)
@@ -132,7 +132,7 @@ class Journal(Versions):
             self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", (row[0], *answer))
 
     def restart_episode(self, episode_id: int, fence: int, reason: str) -> None:
-        """The environment could not be restored: the episode starts anew under the same fence. The turns so far are
+        """Start an episode anew under the same fence, as its environment could not be restored. The turns so far are
         set aside with the reason (`restarts` reads them); they are counted and never trained."""
         with self._db.write():
             trial = check_fence(self._db, episode_id, fence)
@@ -156,10 +156,10 @@ class Journal(Versions):
         outcomes: Mapping[str, float] | None = None,
         detail: str = "",
     ) -> None:
-        """The episode ended; with its last member an open group closes, scored or failed, in the same transaction.
-        While reward sources are yet to score its turns it is held instead (see `rewards`): nobody plays it any more.
+        """End the episode. If it is the last open member, its open group closes in the same transaction. A scored
+        episode that reward sources have yet to score is held instead (see `rewards`): nobody plays it any more.
 
-        `outcomes` are those of its roles; `detail` is the one-line cause where it failed. Raises StoreError for an
+        `outcomes` are the outcomes by role; `detail` is the one-line cause of a failure. Raises StoreError for an
         outcome that is not finite."""
         ending = Ending(
             stop_reason=stop_reason, outcome=outcome, success=success, outcomes=outcomes or {}, detail=printable(detail)
@@ -195,7 +195,7 @@ class Journal(Versions):
 
 
 def _hold(db: Database, episode_id: int, ending: Ending, now: float) -> None:
-    """Keep how an episode was played to its end until its sources have spoken. The fence rises: nobody holds it."""
+    """Keep an episode's ending until its sources have scored it. The fence rises: nobody holds it."""
     db.execute(
         "INSERT OR IGNORE INTO endings VALUES (?, ?, ?, ?, ?, ?, ?)",
         (
@@ -212,7 +212,7 @@ def _hold(db: Database, episode_id: int, ending: Ending, now: float) -> None:
 
 
 def held_ending(db: Database, episode_id: int) -> Ending | None:
-    """How an episode was played to its end that waits for its sources; None if it does not wait."""
+    """The ending of an episode that waits for its sources; None if it does not wait."""
     row = db.row(
         "SELECT stop_reason, outcome, success, outcomes, detail FROM endings WHERE episode_id = ?", (episode_id,)
     )
@@ -229,7 +229,7 @@ def held_ending(db: Database, episode_id: int) -> Ending | None:
 
 
 def end_as(db: Database, episode_id: int, ending: Ending, now: float) -> None:
-    """End an episode; with its last member an open group closes. Inside a transaction."""
+    """End an episode; close its open group if it was the last open member. Inside a transaction."""
     end_episode(db, episode_id, "finished", ending.stop_reason, now)
     db.execute(
         "UPDATE episodes SET outcome = ?, success = ?, outcomes = ?, detail = ? WHERE id = ?",

@@ -1,9 +1,9 @@
-"""Who plays which episode: claims with a fencing token, leases that a living worker renews.
+"""Which worker plays which episode: claims with a fencing token, leases that a living worker renews.
 
-A lease belongs to a worker's life, not to an episode: one row to renew however many episodes it plays. Each handle of
-the store is a life of its own, so that a worker started anew under an old name does not keep alive what its dead
-forerunner left. A lapsed lease takes nothing away by itself: only when another worker claims the episode does the
-fence rise, and from then on the journal refuses the old worker. So a clock that jumps costs work, never correctness.
+A lease belongs to one life of a worker, not to an episode: one row to renew, however many episodes it plays. Each
+handle of the store is a life of its own, so a worker restarted under an old name does not keep its predecessor's leases
+alive. An expired lease takes nothing away by itself: the fence rises only when another worker claims the episode, and
+from then on the journal refuses the old worker. So a clock that jumps costs work, never correctness.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from agentrl.store.versions import latest_confirmed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """An episode to play, or to play on: `turns` are those already journaled, the last one perhaps without its step;
-    `partial` is what there is of the next one, if it was broken off; `start` is None if the episode has not begun.
-    `fence` goes with every journal call."""
+    """An episode to play or to continue. `turns` are those already journaled, the last one perhaps without its step;
+    `partial` holds the tokens of the next turn if it was interrupted; `start` is None if the episode has not begun.
+    Every journal call takes `fence`."""
 
     episode_id: int
     group_id: int
@@ -41,9 +41,9 @@ class Claim:
     partial: Partial | None = None
 
 
-# Evaluation first, then episodes of dead workers, then the oldest group's; last, in the same order, those that a worker
-# died of. ?1 now, ?2 holder, ?3 limit. CROSS JOIN makes SQLite begin with the few leases instead of the many running
-# episodes.
+# Evaluation first, then episodes of dead workers, then the oldest group's; last, in the same order, those suspected of
+# a worker's death. ?1 now, ?2 holder, ?3 limit. CROSS JOIN makes SQLite begin with the few leases instead of the many
+# running episodes.
 _CLAIMABLE = """
 SELECT id, deaths, iif(evaluation, 0, group_id) FROM (
     SELECT * FROM (
@@ -57,7 +57,7 @@ SELECT id, deaths, iif(evaluation, 0, group_id) FROM (
 ) ORDER BY deaths > 0, evaluation DESC, fresh, id
 """
 
-_APART = 2  # deaths from which on an episode is played apart from others like it
+_APART = 2  # from so many deaths on, an episode is played apart from others like it
 _PLAYS_ONE_APART = f"""
 SELECT 1 FROM episodes e WHERE e.holder = ? AND e.state = 'running' AND e.deaths >= {_APART}
     AND e.died_at >= (SELECT COUNT(*) FROM turns t WHERE t.episode_id = e.id AND t.trial = e.trial)
@@ -74,14 +74,14 @@ class Leases(Part):
     def claim(
         self, worker: str, limit: int, *, lease_s: float, now: float | None = None, ahead: int | None = None
     ) -> list[Claim]:
-        """Up to `limit` episodes for this worker: evaluation first, then what other workers left whose lease ran out
-        before `now` (seconds since the epoch; default the store's clock), then oldest group first; last those that a
-        worker died of (see `deaths`). If there are any its lease is renewed.
+        """Claim up to `limit` episodes: evaluation first, then those of other workers whose lease expired before `now`
+        (seconds since the epoch; default the store's clock), then oldest group first; last those suspected of a
+        worker's death (see `deaths`). If there are any, the worker's lease is renewed.
 
-        Of training groups only those come that are among the first `ahead` that the learner has yet to train. Admission
-        starts no others; but after a rollback more may be open, and what is played too early grows stale (law 5)."""
+        Training episodes come only from the first `ahead` groups that the learner has yet to train. Admission starts no
+        others, but after a rollback more may be open, and an episode played too early grows stale (law 5)."""
         now = self._db.clock() if now is None else now
-        with self._db.read():  # an idle worker asks often, and must not take the write lock to hear no
+        with self._db.read():  # an idle worker asks often: without work it must not take the write lock
             if not self._claimable(worker, 1, now, ahead):
                 return []
         with self._db.write():
@@ -106,7 +106,7 @@ class Leases(Part):
             return replace(self._load(claim.episode_id), fence=claim.fence)
 
     def renew(self, worker: str, *, lease_s: float, now: float | None = None) -> frozenset[int]:
-        """Keep this worker's lease; the ids of the episodes that are still its own."""
+        """Renew this worker's lease; returns the ids of the episodes that it still holds."""
         now = self._db.clock() if now is None else now
         with self._db.write():
             holder = self._renew(worker, now + lease_s)
@@ -114,8 +114,8 @@ class Leases(Part):
         return frozenset(id for (id,) in rows)
 
     def hand_back(self, worker: str) -> int:
-        """This worker ends of its own accord: its episodes may be claimed at once, and none is to blame; how many there
-        were."""
+        """Give back all episodes of this worker, which ends on purpose: they may be claimed at once, and no death
+        counts. Returns how many there were."""
         holder = self._holder(worker)
         with self._db.write():
             self._db.execute("DELETE FROM leases WHERE holder = ?", (holder,))
@@ -125,7 +125,7 @@ class Leases(Part):
         return cursor.rowcount
 
     def _claimable(self, worker: str, limit: int, now: float, ahead: int | None) -> list[int]:
-        """Of those of which two workers died, a worker plays one at a time: its death then tells which one it was."""
+        """A worker plays only one episode with two deaths or more at a time: if it dies, that episode is to blame."""
         holder = self._holder(worker)
         found = self._db.rows(_CLAIMABLE, (now, holder, limit))
         if found and ahead is not None:
@@ -169,8 +169,8 @@ class Leases(Part):
 
 
 def too_early(db: Database, step: int, ahead: int) -> float:
-    """The id from which on training groups are not among the first `ahead` that a learner whose weights are of `step`
-    has yet to train; infinity if all are. Inside a transaction."""
+    """The id of the first training group after the first `ahead` that a learner at `step` has yet to train; infinity if
+    there is none. Inside a transaction."""
     row = db.row(
         "SELECT id FROM groups WHERE purpose = ? AND (state IN ('waiting', 'running', 'finished', 'scored')"
         " OR (state = 'taken' AND taken_step > ?)) ORDER BY id LIMIT 1 OFFSET ?",

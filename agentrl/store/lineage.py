@@ -1,8 +1,8 @@
-"""Which step trained what: checkpoints, going back to one, and how long token arrays are kept.
+"""Which step trained which episodes: checkpoints, rollbacks, and how long token arrays are kept.
 
 The learner's protocol, which makes training exactly once hold across any crash: it writes the checkpoint's files and
 syncs them, then calls `checkpoint`; after a crash it loads the files of `latest_checkpoint` and calls `rollback` with
-its step before it takes again. Files that no `checkpoint` call followed are garbage.
+its step before it takes again. Files without such a call are garbage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOKENS_DROPPED = "tokens_dropped"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A step that can be gone back to: the version of its weights, and where its files lie."""
+    """A step that the run can go back to: the version of its weights, and the path of its files."""
 
     step: int
     version: int
@@ -36,12 +36,12 @@ class Lineage(Part):
 
     @property
     def attempt(self) -> int:
-        """Counts the run's lives: 1 at first, one more after each rollback and each restart of the whole run."""
+        """The run's attempt: 1 at first, one more after each rollback, and each restart after episodes had ended."""
         with self._db.read():
             return _attempt(self._db)
 
     def checkpoint(self, step: int, version: WeightVersion | int, path: str | Path) -> None:
-        """The learner's state after `step` is safe at `path`: groups taken up to it are trained. Waits for the disk."""
+        """The state after `step` is safe at `path`: mark groups taken up to it as trained. Waits for the disk."""
         number = version if isinstance(version, int) else version.version
         with self._db.write(durable=True):
             if self._db.row("SELECT 1 FROM versions WHERE version = ?", (number,)) is None:
@@ -56,7 +56,7 @@ class Lineage(Part):
             )
 
     def latest_checkpoint(self) -> Checkpoint | None:
-        """Where to go on from; None before the first checkpoint."""
+        """The checkpoint to go on from; None before the first one."""
         with self._db.read():
             row = self._db.row(
                 "SELECT step, version, path, attempt FROM checkpoints WHERE undone_attempt IS NULL"
@@ -65,15 +65,15 @@ class Lineage(Part):
         return None if row is None else Checkpoint(step=row[0], version=row[1], path=row[2], attempt=row[3])
 
     def rollback(self, step: int, *, ahead: int | None = None) -> int:
-        """The learner goes on from checkpoint `step` (0: from the weights the run started with); the new attempt.
+        """Go back to checkpoint `step` (0: the weights that the run started with); returns the new attempt.
 
-        What came after it is undone: its groups are scored again, late members wait again, its lineage, checkpoints,
-        versions and metrics are flagged with the new attempt, and its evaluations renamed ("undone-2:eval:…"), so that
-        they are made anew.
-        Groups that were admitted for steps that are now further off than `ahead` groups (see `claim`) are taken from
-        whoever plays them, and go on when their turn comes: played at once they would be stale before it.
-        Call it at every resume, also when there is nothing to undo. What has lost its tokens to retention cannot be
-        trained again and leaves as "tokens_dropped". Raises StoreError if `step` is no checkpoint that stands."""
+        All that came after it is undone: its groups are scored again, late members wait again, its lineage,
+        checkpoints, versions and metrics are flagged with the new attempt, and its evaluations are renamed
+        ("undone-2:eval:…"), so that they run anew.
+        With `ahead`, groups beyond the first `ahead` yet to be trained (see `claim`) are taken from their workers, and
+        go on when their turn comes: played now, they would be stale by then.
+        Call it at every resume, also when there is nothing to undo. A group whose tokens were dropped by `retain`
+        cannot be trained again and leaves as "tokens_dropped". Raises StoreError if `step` has no valid checkpoint."""
         with self._db.write(durable=True):
             known = self._db.row("SELECT 1 FROM checkpoints WHERE step = ? AND undone_attempt IS NULL", (step,))
             if step != 0 and known is None:
@@ -108,7 +108,7 @@ class Lineage(Part):
         forget_starts(self._db, first, purpose=TRAIN)
 
     def stands_beyond(self, step: int) -> bool:
-        """Whether anything of a later step stands, so that going on from `step` needs a rollback first."""
+        """Whether lineage or versions of a later step stand: then going on from `step` needs a rollback first."""
         with self._db.read():
             row = self._db.row(
                 "SELECT 1 FROM lineage WHERE undone_attempt IS NULL AND step > ?1"
@@ -142,13 +142,13 @@ class Lineage(Part):
         return [id for (id,) in rows]
 
     def retain(self, step: int, *, keep_steps: int, keep_sample: float) -> int:
-        """Drop the token arrays, and experts, of groups that no later step can train; how many groups lost theirs.
+        """Drop token arrays and experts of groups that no later step can train; returns how many groups lost theirs.
 
-        A group with a late member that may still be trained keeps them all. Kept are also those of the last
-        `keep_steps` steps up to `step`, and of the share `keep_sample` of the older groups, always the same ones. Of a
-        trained group its step counts; of an expired, failed or evaluation group the step it was admitted at.
-        Transcripts, rewards, lineage and token counts stay. The space is used again, not given back. Never call it with
-        a step beyond the oldest checkpoint that might still be gone back to."""
+        A group keeps them if a late member may still be trained, if it is of the last `keep_steps` steps up to `step`,
+        or if it is in the share `keep_sample` of the older groups, always the same ones. The step of a trained group is
+        that of its training; of an expired, failed or evaluation group, that of its admission. Transcripts, rewards,
+        lineage and token counts stay. The file does not shrink; its space is used again. Never call it with a step
+        beyond the oldest checkpoint that the run might still go back to."""
         oldest = step - keep_steps
         with self._db.read():
             rows = self._db.rows(

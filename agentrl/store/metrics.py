@@ -1,7 +1,7 @@
-"""Measured values by kind and step, and what the rows themselves measure: drops, endings, the bias of dropping.
+"""Measured values by kind and step, and numbers computed from the rows: drops, endings, length bias.
 
-Knows no meaning of a kind. Values of a future that a rollback abandoned are kept and flagged, so that a curve shows the
-lineage that counts and the others can still be looked at.
+Never knows what a kind means. Values of steps that a rollback undid are kept and flagged: a curve shows the lineage
+that counts, and the others can still be looked at.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthBias:
-    """Whether dropping favours short episodes (law 5): lengths of the trained and of the dropped members, the latter by
-    reason: why their group left, or, where only they did, "stale" (no token young enough), "deadline" (late, and too
-    long) or the failure that ended them.
+    """Whether dropping favours short episodes (law 5): lengths of trained and of dropped members, the latter also by
+    reason. The reason is that of the group, or of the member alone: "stale" (no token young enough), "deadline" (late,
+    and too long) or the failure that ended it.
 
     A member cut off while it ran counts with the length it had, so a dropped mean is a lower bound."""
 
@@ -60,9 +60,8 @@ _FAILED = "stop_reason IN ('engine_failed', 'sandbox_failed', 'env_failed')"
 
 
 class Failures(NamedTuple):
-    """`failed` of `ended` episodes failed through no doing of the policy, in so many `outages` (see `outages`), the
-    last `in_a_row` of them without an episode between that ended well; `well` did. `detail` is what the latest of the
-    failed said."""
+    """Of `ended` episodes, infrastructure failed `failed`, in so many `outages` (see `outages`); `in_a_row` of these
+    came after the last episode that ended well, `well` episodes did. `detail` is the cause of the latest failed one."""
 
     failed: int
     ended: int
@@ -73,8 +72,8 @@ class Failures(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """What ended training episodes waited for, in seconds of all of them together: an engine's answers (its queue
-    included), and their environments with tools and boxes."""
+    """Seconds that all ended training episodes waited, added up: for an engine's answers (its queue included), and for
+    their environments with tools and boxes."""
 
     engine_s: float
     env_s: float
@@ -84,7 +83,7 @@ class Metrics(Part):
     """Record values and read them back; count what was dropped and why."""
 
     def record(self, kind: str, step: int, values: Mapping[str, Json]) -> None:
-        """Write values down under the present attempt. Numbers that are not finite become null."""
+        """Record values under the current attempt. Numbers that are not finite become null."""
         data = to_json({key: finite(value) for key, value in values.items()}, f"metrics {kind!r}")
         with self._db.write():
             self._db.execute(
@@ -94,7 +93,7 @@ class Metrics(Part):
             )
 
     def metrics(self, kind: str, *, undone: bool = False, after: int = -1) -> list[Metric]:
-        """Values of a kind by step, then by time, of steps above `after`; of abandoned futures too if `undone`."""
+        """Values of a kind by step, then by time, of steps above `after`; with `undone` also undone ones."""
         with self._db.read():
             rows = self._db.rows(
                 "SELECT kind, step, attempt, time_s, data, undone_attempt FROM metrics"
@@ -109,7 +108,7 @@ class Metrics(Part):
         ]
 
     def drops(self) -> dict[str, int]:
-        """Training groups that never enter the loss, by reason: "stale", "deadline" or what their members failed of."""
+        """Training groups that never enter the loss, by reason, such as "stale" or "engine_failed"."""
         with self._db.read():
             rows = self._db.rows(
                 "SELECT reason, COUNT(*) FROM groups WHERE purpose = ? AND state IN ('expired', 'failed')"
@@ -128,8 +127,8 @@ class Metrics(Part):
         return {StopReason(reason): n for reason, n in rows}
 
     def failures(self) -> Failures:
-        """Which episodes of the present attempt, evaluations included, infrastructure ended (expired ones apart).
-        Constant time."""
+        """Failed episodes of the current attempt, evaluations included: those that infrastructure ended (expired ones
+        apart). Constant time."""
         with self._db.read():
             attempt, well = ended_well(self._db)
             ended = self._db.row("SELECT COALESCE(SUM(n), 0) FROM ending_counts WHERE attempt = ?", (attempt,))
@@ -150,7 +149,7 @@ class Metrics(Part):
         )
 
     def waited(self) -> Waits:
-        """What the training episodes waited for. Reads every ended episode: for the end of a run."""
+        """How long training episodes waited. Reads every ended episode: call it at the end of a run."""
         with self._db.read():
             row = self._db.row(
                 "SELECT TOTAL(ended_s - started_s), TOTAL((SELECT SUM(t.ended_s - t.started_s) FROM turns t"
@@ -167,8 +166,8 @@ class Metrics(Part):
         return 0 if row is None else row[0]
 
     def progress(self) -> tuple[int, ...]:
-        """Numbers of which one grows with every turn, answer, score that counts, episode that ends, and step of the
-        learner; nothing else moves them: neither metrics, nor groups that only expire. Constant time."""
+        """Counters: every turn, answer, score that counts, ended episode and learner step raises one of them. Nothing
+        else does: neither metrics nor expired episodes. Constant time."""
         with self._db.read():
             row = self._db.row(
                 "SELECT (SELECT MAX(id) FROM turns), (SELECT MAX(turn_id) FROM steps),"
@@ -184,7 +183,7 @@ class Metrics(Part):
 
     def length_bias(self) -> LengthBias:
         """Lengths of trained and dropped training episodes; those that may still be trained are neither. Reads every
-        ended episode: for now and then, not for every turn."""
+        ended episode: do not call it every turn."""
         with self._db.read():
             rows = self._db.rows(
                 "SELECT e.taken_step NOT NULL AND e.dropped IS NULL,"
@@ -231,7 +230,7 @@ class _Sum:
 
 
 def finite(value: Json) -> Json:
-    """The value itself; None for a number that JSON does not know, in tables too."""
+    """The value itself; None for a number that JSON cannot hold (NaN, infinity), also inside a dict."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in cast("dict[str, Json]", value).items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

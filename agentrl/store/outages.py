@@ -1,8 +1,8 @@
-"""Failures of one cause at one time are one: an engine that stands still fails a hundred episodes, and is one outage.
+"""Failures of one cause at one time are one outage: an engine that hangs fails a hundred episodes, and counts once.
 
-A failure belongs to the latest outage of its cause (its stop reason) if its episode was under way without a sign of
-life when that outage showed itself first, or if that is less than `OUTAGE_S` ago. The latter only if an episode of this
-attempt ended well before: a run that never worked is not in an outage, and whoever began it should soon read why.
+A failure belongs to the latest outage of its cause (its stop reason) if its episode's last sign of life was before that
+outage began, or if the outage began less than `OUTAGE_S` ago. The second rule holds only after an episode of this
+attempt ended well: a run that never worked is not in an outage, and its user should soon read why.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FAILURES = (StopReason.ENGINE_FAILED, StopReason.SANDBOX_FAILED, StopReason.ENV_
 
 
 def note_failure(db: Database, episode_id: int, cause: StopReason, now: float) -> None:
-    """An episode failed of `cause`: count it to the outage that it belongs to. Inside a transaction."""
+    """Count an episode that failed by `cause` in its outage, or in a new one. Inside a transaction."""
     attempt, well = ended_well(db)
     latest = db.row(
         "SELECT id, began_s FROM outages WHERE attempt = ? AND cause = ? ORDER BY id DESC LIMIT 1", (attempt, cause)
@@ -36,7 +36,7 @@ def note_failure(db: Database, episode_id: int, cause: StopReason, now: float) -
 
 
 def ended_well(db: Database) -> tuple[int, int]:
-    """The present attempt, and how many of its episodes the policy or its environment ended."""
+    """The current attempt, and how many of its episodes the policy or its environment ended."""
     rows = db.rows(
         "SELECT m.value, c.stop_reason, c.n FROM meta m LEFT JOIN ending_counts c ON c.attempt = CAST(m.value AS"
         " INTEGER) WHERE m.key = 'attempt'"

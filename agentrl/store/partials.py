@@ -1,7 +1,7 @@
 """The turn under way of a running episode: its tokens so far, kept until the turn is journaled or the episode ends.
 
-A row holds the tokens that came since the row before it, so that a turn costs bytes by its length, however often it is
-written down. Whoever calls holds the fence and the transaction; never decides when to write.
+A row holds the tokens that came since the row before it, so a turn takes space by its length, however often it is
+written. The caller checks the fence and holds the transaction. Never decides when to write.
 
 The blob of a row is, little-endian: u32 P · u32[P] prompt ids · u32[n] sampled ids · f64[n] log-probs. Only the first
 row of a turn has the prompt.
@@ -21,11 +21,11 @@ from agentrl.store.database import Database
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
-    """Tokens of turn `index` that is not over, as `Turn` has them: `token_ids` [T] after `prompt_ids`, with log-probs
-    [T]. `at` is how many tokens of the turn came before, 0 in what a claim carries.
+    """Tokens of the unfinished turn `index`, in the form of `Turn`: `token_ids` [T] after `prompt_ids`, with log-probs
+    [T]. `at` tokens of the turn came before these; it is 0 in a claim.
 
-    `spans` count from the first of these tokens; a later word on earlier ones has a negative start, and holds.
-    `spent_s` is how much of the turn's deadline is used, `started_s` when it began."""
+    `spans` count from the first of these tokens; a span with a negative start corrects earlier tokens. `spent_s` is how
+    much of the turn's deadline is used, `started_s` when the turn began."""
 
     index: int
     parent: int | None
@@ -52,7 +52,7 @@ def pack_part(episode_id: int, part: Partial) -> tuple[Any, ...]:
 
 
 def write_part(db: Database, row: tuple[Any, ...]) -> None:
-    """Append what `pack_part` made. Raises StoreError if it does not begin where the rows before it end."""
+    """Append a row of `pack_part`. Raises StoreError if it does not begin where the rows before it end."""
     episode_id, at, _, index, *_ = row
     last = db.row("SELECT at + n FROM partials WHERE episode_id = ? ORDER BY at DESC LIMIT 1", (episode_id,))
     stands = 0 if last is None else last[0]
@@ -62,7 +62,7 @@ def write_part(db: Database, row: tuple[Any, ...]) -> None:
 
 
 def load_partial(db: Database, episode_id: int) -> Partial | None:
-    """The turn under way as far as it was written down; None if none is."""
+    """The turn under way, as far as it was written; None if there is none."""
     rows = db.rows(
         "SELECT at, n, turn, parent, role, spans, started_s, spent_s, data FROM partials WHERE episode_id = ?"
         " ORDER BY at",

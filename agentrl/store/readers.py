@@ -1,4 +1,4 @@
-"""Rows into records: claims, trajectories, groups, and one line an episode. Reads only, and only here are rows joined.
+"""Rows into records: claims, trajectories, groups, and one line per episode. Never writes.
 
 A turn whose tokens retention has dropped comes back with its text, reward and observation, and without token ids,
 log-probs and spans.
@@ -55,7 +55,7 @@ class EpisodeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """An earlier trial of an episode: set aside for `reason` when it could not be gone on with."""
+    """An earlier trial of an episode: set aside for `reason` because it could not go on."""
 
     trial: int
     reason: str
@@ -65,8 +65,8 @@ class Restart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
-    """What came of a training group: the success rate of the `plays` members that say whether they succeeded. Late
-    members do not count: what is said of a group never changes."""
+    """The result of a training group: the success rate of the `plays` members that report success or not. Late members
+    do not count, so a group's result never changes."""
 
     id: int
     task: Task
@@ -75,7 +75,7 @@ class GroupResult:
 
 
 class Readers(Part):
-    """What evaluation, transcripts and the viewer read."""
+    """Reads for evaluation, transcripts and the viewer."""
 
     def trajectory(self, episode_id: int) -> Trajectory:
         """One episode as far as it went. Raises StoreError for an unknown id."""
@@ -100,8 +100,8 @@ class Readers(Part):
             return load_group(self._db, group_id)
 
     def results(self, after: int = 0) -> list[GroupResult]:
-        """Training groups with ids above `after` in the order of admission, up to the first that is still open: so that
-        whoever reads on from the last id sees the same in the same order as who begins anew."""
+        """Training groups with ids above `after` in the order of admission, up to the first that is still open. So a
+        reader that goes on from its last id sees the same groups in the same order as one that starts anew."""
         with self._db.read():
             rows = self._db.rows(
                 "SELECT g.id, g.task, COUNT(e.success), COALESCE(AVG(e.success), 0.0) FROM groups g"
@@ -174,7 +174,7 @@ def _episode_row(row: Row) -> EpisodeRow:
 
 
 def load_group(db: Database, group_id: int, only: Collection[int] | None = None) -> Group:
-    """A group with its members, or `only` the episodes with these ids, inside a transaction. Raises StoreError for an
+    """A group with its members, or only those with ids in `only`, inside a transaction. Raises StoreError for an
     unknown id."""
     row = db.row("SELECT task, state, size, started_step, taken_step, record FROM groups WHERE id = ?", (group_id,))
     if row is None:
@@ -226,7 +226,7 @@ def load_turns(db: Database, episode_id: int) -> tuple[Turn, ...]:
 def load_scores(
     db: Database, where: str, parameters: Sequence[int]
 ) -> tuple[dict[int, dict[str, float]], dict[int, float]]:
-    """Of the turns (`t`) that `where` selects, by index: the values of sources that count, and their weighted sum."""
+    """For the turns (`t`) that `where` selects, by index: the values that count by source, and their weighted sum."""
     scores: defaultdict[int, dict[str, float]] = defaultdict(dict)
     sums: defaultdict[int, float] = defaultdict(float)
     for index, source, value, weight in db.rows(

@@ -1,7 +1,7 @@
-"""A store that knows less than the newest checkpoint has trained: after a loss of power, or where a copy was put back.
+"""Repairs a store that lacks episodes of a checkpoint, after a loss of power or where an older copy was put back.
 
-A checkpoint's folder lists the episodes that it trained, and is believed: what it lists is never trained again (law 2).
-Owns that comparison and nothing else; where the folders lie, and who reads them, it never knows.
+A checkpoint's folder lists the episodes that it trained. The list is trusted: they are never trained again (law 2).
+Owns that comparison only; never knows where the folders lie, or which code reads them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ LINEAGE_LOST = "lineage_lost"
 """Why a group, or a late member, left that may have been trained in steps of which neither the store nor a checkpoint
 tells."""
 
-_SPARE = 1000  # numbers left out, as lost rows may have used them
+_SPARE = 1000  # ids skipped, as lost rows may have used them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What a checkpoint's folder says: `episodes[i]` were trained in step `previous_step` + 1 + i, the last of them in
-    `step`. `groups` is what an agentrl that trained whole groups said instead, in order."""
+    """The lists in a checkpoint's folder: step `previous_step` + 1 + i trained `episodes[i]`; the last of them is
+    `step`. `groups` stands there instead, in order, if an older agentrl wrote it, which trained whole groups."""
 
     step: int
     previous_step: int
@@ -43,13 +43,13 @@ class Recovery(Part):
     """Bring the lineage up to what the checkpoints say."""
 
     def reconcile(self, saved: Sequence[Saved], *, max_lag: int) -> int:
-        """Write into the lineage what `saved`, the checkpoints that are kept, oldest first, trained and the store does
-        not know; how many episodes, and groups of which no row is left, that were. `max_lag` was the bound of their
-        takes. Call it before `checkpoint`.
+        """Add to the lineage the episodes that `saved` (the kept checkpoints, oldest first) trained and the store
+        lacks. Returns how many episodes, and groups without any row, that were. `max_lag` was the bound of their takes.
+        Call it before `checkpoint`.
 
-        A listed episode that is scored, and whose group is closed, was taken; one that is not, or is not there at all,
-        is noted as lost, and its number is not given again. Where no checkpoint is left of steps that the store has not
-        seen, whatever is not in the lineage may have been trained in them: it leaves."""
+        A listed episode that is scored and whose group is closed counts as taken. Any other listed one, also without a
+        row, is noted as lost, and its id is not used again. If no checkpoint is left of some steps that the store has
+        not seen, they may have trained any group or late member that is not in the lineage: those are dropped."""
         with self._db.read():
             if not any(self._unknown(saved)) and not self._gap(saved):
                 return 0
@@ -69,8 +69,8 @@ class Recovery(Part):
         return len(unknown) + len(groups)
 
     def _unknown(self, saved: Sequence[Saved]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Episodes, and the steps that trained them, of which the store knows neither a take nor a loss; and the same
-        of groups that it does not have."""
+        """(episode, step) pairs of which the store knows neither a take nor a loss, and (group, step) pairs of groups
+        that it does not have."""
         known = {id for (id,) in self._db.rows("SELECT episode_id FROM lineage WHERE undone_attempt IS NULL")}
         known |= {id for (id,) in self._db.rows("SELECT episode_id FROM lost_members")}
         lost = {id for (id,) in self._db.rows("SELECT group_id FROM lost")}
@@ -107,7 +107,7 @@ class Recovery(Part):
             self._drop_member(episode_id, LINEAGE_LOST)
 
     def _leave_out(self, table: str, highest: int) -> None:
-        """Give no number of `table` again that a lost row may have had."""
+        """Skip the ids of `table` that lost rows may have used."""
         row = self._db.row("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,))
         self._db.execute("DELETE FROM sqlite_sequence WHERE name = ?", (table,))
         given = 0 if row is None else row[0]
@@ -150,7 +150,7 @@ class Recovery(Part):
         )
 
     def _drop_member(self, episode_id: int, reason: str) -> None:
-        """A late member leaves alone."""
+        """Drop a late member without its group."""
         row = self._db.row("SELECT stop_reason FROM episodes WHERE id = ?", (episode_id,))
         if row is not None and row[0] is None:
             end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, self._db.clock())

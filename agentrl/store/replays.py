@@ -1,8 +1,8 @@
-"""Tasks whose group infrastructure ended, and that are played again, a bounded number of times.
+"""Tasks whose group was lost to infrastructure: they are played again, a bounded number of times.
 
-A replay is a group of its own that names the one it replaces; the schema allows one for each. So nothing is queued:
-which tasks are to be played again is what the rows say, whoever was killed when. Never knows why a group failed beyond
-the reason it was given.
+A replay is a group of its own that names the group it replaces; the schema allows one replay per group. There is no
+queue: the rows tell which tasks are to be played again, whichever process was killed and when. Never knows more about a
+failure than the group's reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOST = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replays:
-    """Tasks that infrastructure lost: groups that `played` one again, tasks that `wait` to be, and those `given_up`."""
+    """Counts of tasks lost to infrastructure: `played` again, `waiting` for it, and `given_up`."""
 
     played: int
     waiting: int
@@ -29,11 +29,10 @@ class Replays:
 
 
 class ReplayCounts(Part):
-    """Count what is played again."""
+    """Count replays."""
 
     def replays(self, max_replays: int) -> Replays:
-        """What was played again, and what will be if each task is at most `max_replays` times. A quarantined task is
-        given up."""
+        """Count replays, past and to come, with at most `max_replays` per task. A quarantined task is given up."""
         with self._db.read():
             played = self._db.row("SELECT COUNT(*) FROM groups WHERE replay_of IS NOT NULL")
             lost = self._db.row(

@@ -1,12 +1,12 @@
-"""What reward sources say of turns: values by turn and source, and the episodes that wait for them.
+"""Scores of turns by reward sources: values by turn and source, and the episodes that wait for them.
 
-The environment's step reward stands with its answer. Any other source writes `score` rows by turn id, while the episode
-goes on or after it. The sources that a run declares are waited for: an episode of theirs that was played to its end is
-held until each of them has scored each turn of the policy that learns, or until its deadline, when its `late` policy
-holds. Then it ends as it was played. Owns that join and never knows what a source is, nor how it is asked.
+The environment's step reward is stored with its answer. Any other source writes values by turn id, during the episode
+or after it. Training episodes wait for the sources that a run declares: one that was played to its end is held until
+each source has scored each turn of the learning policy, or until the source's deadline, when its `late` rule applies.
+Then it ends as it was played. Owns that join; never knows what a source is or how it is asked.
 
-A value counts if it was waited for when it came: one of a declared source, in its declared version, for a turn of an
-episode that had not ended. Any other value is kept, shown, and changes nothing that was trained or may be.
+A value counts if an episode waited for it when it came: it is of a declared source, in its declared version, for a turn
+of an episode that had not ended. Any other value is kept and shown, and changes nothing in training.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Late = Literal["drop", "neutral", "partial"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A reward source that episodes wait for. `weight` is its share in a turn's process reward. `deadline_s` after the
-    end of an episode it is waited for no longer; then `late` holds: `drop` takes the episode out of loss and baseline
-    (law 3), `neutral` counts none of its values for that episode, `partial` those that there are."""
+    """A reward source that episodes wait for. `weight` multiplies its value in a turn's process reward. The wait ends
+    `deadline_s` after the end of an episode; then `late` applies: `drop` takes the episode out of loss and baseline
+    (law 3), `neutral` counts none of the source's values for that episode, `partial` counts those that came."""
 
     name: str
     version: int = 1
@@ -39,8 +39,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """One value of a source. `counts` says whether it is part of the turn's reward; `took_s` how long the source took
-    for it, `cost` what it says that it cost, in units of its own."""
+    """One value of a source. `counts`: it is part of the turn's reward. `took_s`: how long the source took for it.
+    `cost`: its cost as reported by the source, in the source's own units."""
 
     turn_id: str
     source: str
@@ -53,11 +53,11 @@ class Scored:
 
 
 class Rewards(Part):
-    """Declare sources, write what they say, and end the episodes that waited."""
+    """Declare sources, write their scores, and end the episodes that waited."""
 
     def declare_sources(self, sources: Sequence[Source]) -> None:
-        """The sources that the turns of training episodes are queued for from now on. An episode that is waiting for
-        one that is declared no longer goes on without it."""
+        """Set the sources that turns of training episodes wait for from now on. An episode that waits for a source
+        which is not declared any more goes on without it."""
         with self._db.write():
             self._db.execute("DELETE FROM sources")
             self._db.execute_many(
@@ -78,7 +78,7 @@ class Rewards(Part):
         return [Source(name=name, version=n, weight=w, deadline_s=s, late=late) for name, n, w, s, late in rows]
 
     def awaiting(self, source: str, limit: int, *, skip: Iterable[str] = ()) -> list[str]:
-        """At most `limit` ids of turns that `source` is yet to score, oldest first, without those in `skip`. A turn is
+        """At most `limit` ids of turns that `source` has yet to score, oldest first, without those in `skip`. A turn is
         among them as soon as its environment has answered."""
         left_out = frozenset(skip)
         with self._db.read():
@@ -100,11 +100,11 @@ class Rewards(Part):
         took_s: float = 0.0,
         cost: float = 0.0,
     ) -> bool:
-        """What `source` says of the turn with this id, in `version` of it (default: the declared one, else 1). False,
-        and nothing changed, if it has said so already: the first word of a version holds.
+        """Write the value that `source`, in `version` (default: the declared one, else 1), gives the turn with this id.
+        If that version has scored it already, the first value stays, and the result is False.
 
-        With the last value that an episode waited for the episode ends, in the same transaction. Raises StoreError for
-        a turn that is not there and for a value that is not finite."""
+        The last value that an episode waits for ends it, in the same transaction. Raises StoreError for an unknown turn
+        and for a value that is not finite."""
         if not math.isfinite(value):
             raise StoreError(f"turn {turn}: {source!r} gave {value}: give a finite number")
         with self._db.write():
@@ -126,8 +126,8 @@ class Rewards(Part):
         return True
 
     def expire_sources(self, now: float) -> dict[str, list[int]]:
-        """Wait no longer for sources whose deadline is past at `now`: the episodes that ended then or are waited for by
-        others still, by source."""
+        """Stop waiting for sources whose deadline is past at `now`. Returns, by source, the episodes concerned: they
+        end now or still wait for other sources."""
         with self._db.read():
             if not self._late(now):
                 return {}
@@ -135,7 +135,7 @@ class Rewards(Part):
         with self._db.write():
             for episode_id, source, late, deadline_s in self._late(now):
                 if held_ending(self._db, episode_id) is None:
-                    continue  # another source of it has dropped it
+                    continue  # another source has dropped it
                 found.setdefault(source, []).append(episode_id)
                 if late == "drop":
                     detail = f"reward source {source!r} did not score all turns within {deadline_s:g} s of the end"
@@ -153,7 +153,7 @@ class Rewards(Part):
         return found
 
     def scores(self, source: str | None = None) -> list[Scored]:
-        """What sources said, in the order of turns; of one source, or of all."""
+        """The scores of one source, or of all, in the order of turns."""
         with self._db.read():
             rows = self._db.rows(
                 "SELECT t.episode_id, t.trial, t.idx, r.source, r.version, r.value, r.counts, r.time_s, r.took_s,"
@@ -176,7 +176,7 @@ class Rewards(Part):
         ]
 
     def _turn(self, id: str) -> tuple[int, int]:
-        """The row of a turn and its episode. Raises StoreError."""
+        """The row id of a turn and the id of its episode. Raises StoreError."""
         try:
             episode_id, trial, index = map(int, id.split("."))
         except ValueError:
@@ -197,7 +197,7 @@ class Rewards(Part):
         )
 
     def _end_if_scored(self, episode_id: int) -> None:
-        """End a held episode as it was played, once nothing of it is waited for."""
+        """End a held episode as it was played, once it waits for no source."""
         ending = held_ending(self._db, episode_id)
         waits = self._db.row("SELECT 1 FROM unscored WHERE episode_id = ? LIMIT 1", (episode_id,))
         if ending is not None and waits is None:

@@ -1,35 +1,35 @@
-"""The run store's tables and how an older store becomes a newer one. Knows SQL, never what the rows are used for.
+"""The run store's tables, and the migrations of older stores. Knows SQL, never what the rows are used for.
 
-`PRAGMA user_version` holds the schema's number; migration k of `MIGRATIONS` (counted from 0) leads from version k to
-k + 1, so a new store runs all of them. A store is made in one transaction: either it is whole or it is empty.
+`PRAGMA user_version` holds the schema's number; migration k of `MIGRATIONS` (counted from 0) takes a store from version
+k to k + 1, so a new store runs all of them. A store is made in one transaction: either it is whole or it is empty.
 
     meta         keys and values: configuration, attempt, next task, whatever the run's processes agree on
     versions     every weight version ever minted, and the optimizer step that made it
-    groups       one row a group of sibling episodes: task, purpose, state, reason; counted by triggers; `record` is
-                 what its members are judged against, written once when it closes; `replay_of` names the group that
-                 infrastructure ended and that it plays again, as the `replays`-th replay of its task
-    leases       which process lives until when
-    episodes     one row a member: who plays it (holder, fence), how it ended, whether its group closed before it did
+    groups       one row per group of sibling episodes: task, purpose, state, reason; counted by triggers; `record`,
+                 which its members are judged against, is written once when it closes; `replay_of` names the lost
+                 group whose task this group plays again, as replay number `replays` of the task
+    leases       which process holds a lease, and until when
+    episodes     one row per member: its worker (holder, fence), how it ended, whether its group closed before it did
                  (late), the step in which it left the buffer, and why it left untrained (dropped)
-    turns        one row an action of the policy, written before the environment sees it
-    tokens       that turn's token ids and log-probs, packed; apart, so that retention frees whole pages
-    experts      the experts that a mixture computed that turn's tokens with, packed, where the run keeps them
+    turns        one row per action of the policy, written before the environment sees it
+    tokens       a turn's token ids and log-probs, packed; a table of their own, so that retention frees whole pages
+    experts      the experts that a mixture of experts chose for a turn's tokens, packed, if the run keeps them
     steps        the environment's answer to a turn
-    sources      the reward sources that a run declares: weight, deadline, what holds when they are late
-    rewards      what sources said of a turn, first word of each version; the environment's own word is in steps
+    sources      the reward sources that a run declares: weight, deadline, rule for late scores
+    rewards      scores of a turn, the first of each source's version; the environment's own reward is in steps
     score_counts how many values of a source count, kept by a trigger
-    unscored     which turns a source is yet to score
-    endings      how an episode ended that waits for sources: it counts as running until they have spoken
-    partials     the turn under way of a running episode, a row for each time its new tokens were written
-    snapshots    the newest state of a running episode's environment, where it gives one
+    unscored     which turns a source has yet to score
+    endings      the ending of an episode that waits for sources: it counts as running until they have scored it
+    partials     the turn under way of a running episode, one row per write of new tokens
+    snapshots    the newest state of a running episode's environment, if it gives one
     restarts     why and when an episode started anew; its earlier trial's turns stay, never trained
     outages      failures of one cause at one time, and how many episodes had ended well before
     quarantine   tasks that killed their workers, and are not admitted again
-    lineage      which optimizer step trained which episode; at most one row an episode that is not undone
-    checkpoints  which steps can be gone back to
-    lost_members episodes that a checkpoint trained, and whose rows a loss of power or an older copy took
-    lost         the same of whole groups, from checkpoints of an agentrl that trained groups
-    metrics      measured values by kind and step; those of an abandoned future are flagged
+    lineage      which optimizer step trained which episode; at most one row per episode that is not undone
+    checkpoints  the steps that the run can go back to
+    lost_members episodes that a checkpoint trained, and that a loss of power or an older copy took from the store
+    lost         the same for whole groups, from checkpoints of an older agentrl that trained groups
+    metrics      measured values by kind and step; those that a rollback undid are flagged
 """
 
 from __future__ import annotations
@@ -381,7 +381,7 @@ def read_version(connection: sqlite3.Connection, path: str) -> int:
 
 
 def migrate(connection: sqlite3.Connection, version: int) -> None:
-    """Lead a store of schema `version` to the newest. The caller holds a write transaction and commits it."""
+    """Bring a store from schema `version` to the newest. The caller holds a write transaction and commits it."""
     for migration in MIGRATIONS[version:]:
         for statement in _statements(migration):
             connection.execute(statement)

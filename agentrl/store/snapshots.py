@@ -1,6 +1,6 @@
-"""The newest state that the environment of a running episode can be brought back to: bytes that it alone understands.
+"""The newest saved state of a running episode's environment: bytes that only the environment understands.
 
-One row an episode, gone with its end or its new beginning. Never decides when a snapshot is taken.
+One row per episode, deleted when it ends or starts anew. Never decides when a snapshot is taken.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from agentrl.store.leases import check_fence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """An environment as it stood when it had answered turn `turn`; `seconds` of the policy's time were used then."""
+    """The state of an environment after its answer to turn `turn`; the policy had used `seconds` of its time then."""
 
     turn: int
     data: bytes

@@ -1,9 +1,9 @@
 """Weight versions: minted once, never reused, each with the optimizer step that made it. Knows no group.
 
 The lag of a token (law 5) is counted in optimizer steps: ``max(0, step_now - step_of(version))``, where step_now is the
-step of the weights that the learner holds *before* the update it is about to make. So a group taken for step k is
-judged from the weights of step k - 1, and tokens those weights sampled have lag 0. The 0 in `max` is for tokens of a
-future that a restart abandoned: they are off-policy, not old, and importance correction is theirs like any other's.
+step of the weights that the learner holds *before* the update it is about to make. So for a group taken for step k,
+step_now is k - 1, and tokens that those weights sampled have lag 0. The 0 in `max` is for tokens of steps that a
+rollback undid: they are off-policy but not old, and get the same importance correction as any others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Versions(Part):
 
     def mint_version(self, step: int, path: str | Path | None = None) -> WeightVersion:
         """A new version for the weights that optimizer step `step` made (0: the weights a run starts from). Waits for
-        the disk: an engine elsewhere may serve it on after a loss of power."""
+        the disk: an engine elsewhere may still serve it after a loss of power."""
         with self._db.write(durable=True):
             cursor = self._db.execute(
                 "INSERT INTO versions (step, path, attempt, minted_s)"
@@ -40,7 +40,7 @@ class Versions(Part):
         return WeightVersion(version=cursor.lastrowid, step=step)
 
     def confirm_version(self, version: WeightVersion | int) -> None:
-        """An engine serves it: from now on admission counts from its step. Raises StoreError if it was never minted."""
+        """An engine serves it: admission counts from its step from now on. Raises StoreError if it was never minted."""
         number = version if isinstance(version, int) else version.version
         with self._db.write():
             cursor = self._db.execute(
@@ -59,7 +59,7 @@ class Versions(Part):
         return current
 
     def knows_version(self, version: int) -> bool:
-        """Whether it was ever minted here: what an engine serves that somebody else started was not."""
+        """Whether it was ever minted here; the version of an engine that somebody else started was not."""
         try:
             self.step_of(version)
         except StoreError:
@@ -77,13 +77,13 @@ class Versions(Part):
         return self._step_of[version]
 
     def is_undone(self, version: int) -> bool:
-        """Whether a restart abandoned the future that a version belongs to; then its step says nothing of its age."""
+        """Whether a rollback undid the step of a version; then its step says nothing about its age."""
         with self._db.read():
             row = self._db.row("SELECT undone_attempt FROM versions WHERE version = ?", (version,))
         return row is not None and row[0] is not None
 
     def version_at(self, step: int) -> WeightVersion | None:
-        """The latest version of a step that no restart undid; None if there is none."""
+        """The latest version of a step that no rollback undid; None if there is none."""
         with self._db.read():
             row = self._db.row("SELECT MAX(version) FROM versions WHERE step = ? AND undone_attempt IS NULL", (step,))
         return None if row is None or row[0] is None else WeightVersion(version=row[0], step=step)
@@ -96,7 +96,7 @@ class Versions(Part):
 
 
 def latest_confirmed(db: Database) -> WeightVersion | None:
-    """The latest confirmed version that no restart undid. Inside a transaction."""
+    """The latest confirmed version that no rollback undid. Inside a transaction."""
     row = db.row(
         "SELECT version, step FROM versions WHERE confirmed_s IS NOT NULL AND undone_attempt IS NULL"
         " ORDER BY version DESC LIMIT 1"
