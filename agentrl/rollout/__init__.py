@@ -1,8 +1,8 @@
-"""Episodes: from a claimed place in the run store to a finished, journaled trajectory.
+"""Episodes: from a claim in the run store to a finished, journaled trajectory.
 
     worker.py    one process: claims episodes, keeps their leases, runs them side by side
     episode.py   one episode: render, generate, journal, step, until the environment ends it
-    replay.py    an episode that another worker began: the environment brought back to where it stood
+    replay.py    brings the environment of an interrupted episode back to where it stood
 
-This room never imports torch. It knows the store, an engine client, a renderer and environments by their protocols.
+This package never imports torch. It knows the store, an engine client, a renderer and environments by their protocols.
 """

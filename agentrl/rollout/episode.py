@@ -2,18 +2,18 @@
 
     begin ─► render ─► generate ─► journal the action ─► env.step ─► journal the answer ─► … ─► finish
 
-Every arrow that costs something has a deadline. The policy answers for what it asked the environment to do: its tools,
-its code, the judging of it have `step_deadline_s` in a step, and all steps together `episode_deadline_s`; to run out of
-either is a time limit, and scored. What the model takes to generate, and the host to give what it shares (see
-`agentrl.clock`), is in neither. The environment's own code has as much of its own; past it the environment has failed.
+Every arrow that costs something has a deadline. The policy pays for the work that it asks of the environment: its
+tools, its code and their judging may take `step_deadline_s` in a step and `episode_deadline_s` in all steps together.
+If either runs out, the episode ends with a time limit, and is scored. Neither counts the model's generation or waiting
+for the host's shared resources (see `agentrl.clock`). The environment's own code has `step_deadline_s` of its own per
+call; past it the environment has failed.
 
-The action is journaled before the environment sees it, so that a
-crash in between repeats the step and never the sampling (law 1). An episode owns its environment and ends it; it
-never decides which episode comes next.
+The action is journaled before the environment sees it, so that a crash in between repeats the step and never the
+sampling (law 1). An episode owns its environment and ends it; it never decides which episode comes next.
 
-Who acts is the environment's word: `Step.role` of the reset and of every answer, where it has several roles. Each
-role is a conversation of its own, whose turns extend the role's last one, and is sampled by the policy that learns or
-by the one it is bound to.
+With several roles, the environment decides which one acts next: `Step.role` of the reset and of every answer. Each role
+is a conversation of its own: its turns extend the role's last one, and are sampled by the learning policy or by the one
+that the role is bound to.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from agentrl.rollout.replay import replay, replay_after
 from agentrl.rollout.sampling import sample
 from agentrl.store import Claim, Partial, RunStore, Snapshot
 
-_SMALL: Final = 1 << 15  # characters that are tokenized in a moment
+_SMALL: Final = 1 << 15  # characters; tokenizing so few takes a moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class RolloutContext:
     make_env: Callable[[Task], AsyncEnv]
     rewarder: Rewarder | None = None
     frozen: Mapping[str, Engine] = field(default_factory=dict[str, Engine])
-    experts: bool = False  # journal those that a mixture chose for what it sampled
+    experts: bool = False  # journal those that a mixture of experts chose for sampled tokens
     leaving: trio.Event = field(default_factory=trio.Event)  # set: no episode begins another turn
 
 
@@ -91,7 +91,7 @@ async def play(claim: Claim, context: RolloutContext) -> Ending:
     """Play a claimed episode to its end and finish it in the store.
 
     Failures of engine, sandbox, environment and rewarder end the episode with a reason that keeps it out of the loss
-    (law 3); a fault of the policy that its environment could not answer ends it as scored.
+    (law 3); a PolicyFault that the environment does not answer ends it, and it is scored.
     Raises LeaseLost when another worker has the episode by now, StoreError when the journal cannot be written,
     HandedBack between two turns once the worker is leaving."""
     episode = _Episode(claim, context)
@@ -124,15 +124,15 @@ class _Episode:
         self._env: AsyncEnv | None = None
         self._first_role: str | None = None
         self._said = Step(observation=())  # what the environment said last
-        self._next: _Prompt | None = None  # the next turn's, where it is rendered already
-        self._begun = claim.partial  # what there is of the next turn
+        self._next: _Prompt | None = None  # the next turn's, if it is rendered already
+        self._begun = claim.partial  # tokens of the next turn that are sampled already
         self._guard = Guard(claim.task.env, context.settings.step_deadline_s)
-        self._snapshots = True  # whether its environment may be asked for some
+        self._snapshots = True  # whether its environment may be asked for snapshots
         self._detail = ""
         self._rewarded: float | None = None
 
     async def run(self) -> Ending:
-        ending = self._ended()  # it was over, and only its end was never written
+        ending = self._ended()  # not None: it was over, and only its end was not written
         if ending is None:
             ending = await self._begin()
         while ending is None:
@@ -151,8 +151,8 @@ class _Episode:
                 await env.aclose()
 
     async def score(self, ending: Ending) -> Ending:
-        """Ask the rewarder, where there is one, what an end of the policy's own doing is worth. If it cannot say, the
-        episode ends as failed; if the policy's work cannot be judged in time, it is worth nothing."""
+        """Ask the rewarder, if there is one, for the reward of an episode that did not fail. If the rewarder fails, the
+        episode ends as failed; if the policy's work cannot be judged in time, the reward is 0."""
         rewarder = self._context.rewarder
         if rewarder is None or not ending.stop_reason.by_policy:
             return ending
@@ -191,8 +191,8 @@ class _Episode:
     # --- the steps of the machine
 
     async def _begin(self) -> Ending | None:
-        """Make the environment; start afresh, or bring it back to where the journal stands: by its newest snapshot and
-        a replay of what came after it, else by a replay of all."""
+        """Make the environment. Start the episode, or bring the environment to where the journal stands: by its newest
+        snapshot and a replay of the turns after it, else by a replay of all turns."""
         claim, store = self._claim, self._context.store
         env = await self._make()
         unrestored = await self._restore(env)
@@ -220,13 +220,13 @@ class _Episode:
         return env
 
     async def _go_on(self) -> Ending | None:
-        """The environment is where the journal stands; the last action may yet have to be answered."""
+        """Go on where the journal stands: have the last action answered if it is not."""
         unanswered = bool(self._turns) and self._turns[-1].step is None
         return await self._answer() if unanswered else None
 
     async def _restore(self, env: AsyncEnv) -> str | None:
-        """Bring a fresh environment to where the journal stands by its newest snapshot: empty if it is there, why not
-        if it is not, None without a snapshot."""
+        """Bring a fresh environment to where the journal stands by its newest snapshot. Returns "" if it is there, the
+        reason if it is not, None without a snapshot."""
         snapshot = None
         if self._turns and isinstance(env, SnapshotEnv) and env.has_snapshots:
             snapshot = self._context.store.snapshot(self._claim.episode_id)
@@ -243,8 +243,8 @@ class _Episode:
             return one_line(error)
 
     async def _snapshot(self) -> None:
-        """Keep the environment's state where it offers that. If it fails, it is not asked again: what came before can
-        still be repeated, and the policy may have caused it."""
+        """Keep a snapshot of the environment if it offers them. If that fails, it is not asked again: the turns can
+        still be replayed, and the policy may have caused the failure."""
         settings, env, claim = self._context.settings, self._env, self._claim
         every = settings.snapshot_every_turns
         if not (self._snapshots and every and isinstance(env, SnapshotEnv) and env.has_snapshots):
@@ -258,11 +258,11 @@ class _Episode:
             self._snapshots = False
             return
         snapshot = Snapshot(turn=len(self._turns) - 1, data=data, seconds=self._guard.seconds)
-        with suppress(DiskFull):  # the journal says so soon enough
+        with suppress(DiskFull):  # the next journal call raises it
             self._context.store.keep_snapshot(claim.episode_id, claim.fence, snapshot)
 
     async def _replay(self, env: AsyncEnv) -> str:
-        """Bring a fresh environment to where the journal stands; why it cannot be, if so."""
+        """Bring a fresh environment to where the journal stands. Returns "", or the reason if it cannot."""
         try:
             return await replay(env, self._start, self._claim, self._act)
         except (TimeUp, PolicyFault) as error:
@@ -279,7 +279,7 @@ class _Episode:
         context, settings = self._context, self._context.settings
         prompt, self._next = self._next or await self._prompt(), None
         room = settings.max_context - len(prompt.context)
-        if room < 1:  # already the first prompt does not fit, or the run was resumed with less room
+        if room < 1:  # even the first prompt does not fit, or the run was resumed with less room
             self._said = answers.joined(self._said, await self._last_word(StopReason.CONTEXT_LIMIT))
             return Ending(StopReason.CONTEXT_LIMIT)
         turn = await self._generate(prompt, min(settings.max_tokens_per_turn, room))
@@ -288,8 +288,8 @@ class _Episode:
         return await self._answer()
 
     async def _answer(self) -> Ending | None:
-        """Have the last turn answered, and journal it. If the episode ends here by a limit of the run or a fault, the
-        answer is its last: it says so, and holds what the environment makes of it."""
+        """Have the last turn answered, and journal the answer. If a limit of the run or a fault ends the episode here,
+        the answer holds the stop reason and, at a limit, the environment's last word."""
         turn, reason = self._turns[-1], None
         step = Step(observation=())
         try:
@@ -321,15 +321,15 @@ class _Episode:
         return StopReason.CONTEXT_LIMIT if len(self._next.context) >= settings.max_context else None
 
     async def _cut(self, step: Step, reason: StopReason) -> Step:
-        """The last step of an episode that the environment did not end: what it leaves `unsettled` falls due."""
+        """The last step of an episode that the environment did not end: its `unsettled` reward is added."""
         due = self._said.unsettled
         if reason is not StopReason.POLICY_FAULT:
             step = answers.joined(step, await self._last_word(reason))
         return replace(step, reward=step.reward + due, truncated=True, stop_reason=reason)
 
     async def _last_word(self, reason: StopReason) -> Step:
-        """What the environment says of an episode that ends at a limit of the run: it may judge what there is. Work of
-        the policy that cannot be judged, or not in time, is worth nothing."""
+        """The environment's last word on an episode that ends at a limit of the run: it may judge the work so far. If
+        that work cannot be judged, or not in time, the outcome is 0."""
         env = self._env
         assert env is not None
         deadline_s = self._context.settings.step_deadline_s
@@ -340,7 +340,7 @@ class _Episode:
             return Step(observation=(), outcome=0.0, success=False)
 
     async def _prompt(self) -> _Prompt:
-        """That which the turn was begun with, if it was."""
+        """The prompt of the next turn: that of the interrupted turn, if there is one."""
         begun = self._begun
         if begun is None:
             return await self._render()
@@ -350,8 +350,8 @@ class _Episode:
         return _Prompt(begun.role, begun.parent, begun.prompt_ids, context)
 
     async def _render(self) -> _Prompt:
-        """The next turn up to where its role speaks. Tools are asked for with every fresh start and fork: an
-        environment may know them no earlier, and may have others then."""
+        """Render the next turn up to where its role speaks. Tools are asked for at every fresh start and fork: the
+        environment may not know them earlier, and may have changed them."""
         renderer, env = self._context.renderer, self._env
         assert env is not None
         acts, news, history = self._first_role, self._start, None
@@ -431,7 +431,7 @@ class _Episode:
         return step
 
     def _ended(self) -> Ending | None:
-        """What the last answered step says about the end."""
+        """How the last step ended the episode; None if it did not."""
         step = self._turns[-1].step if self._turns else None
         if step is None or not (step.terminated or step.truncated):
             return None
@@ -441,16 +441,16 @@ class _Episode:
         return Ending(StopReason.DONE if step.terminated else StopReason.TRUNCATED)
 
     def _outcomes(self, ending: Ending) -> dict[str, float]:
-        """The outcome of each role, where the environment tells them apart; a rewarder judges all roles alike."""
+        """The outcome of each role, if the environment gives them; with a rewarder all roles have the same."""
         if not ending.stop_reason.by_policy or self._context.rewarder is not None:
             return {}
         return dict(self._said.outcomes)
 
     def _outcome(self, ending: Ending, outcomes: Mapping[str, float]) -> tuple[float | None, bool | None]:
-        """Outcome reward and success: the rewarder's where there is one, else what the environment said; of the one
-        role that learns, where there is just one, who succeeds from 1.0 on.
-
-        An environment that names no outcome has 0: its step rewards are the whole signal."""
+        """Outcome reward and success. The outcome is the rewarder's if there is one; else that of the one learning
+        role, if the environment gives outcomes by role and just one learns; else the environment's, or 0 without any:
+        step rewards are then the whole signal. Success is the environment's; if it gives none, the one role succeeds
+        from 1.0 on."""
         if not ending.stop_reason.by_policy:
             return None, None
         success = self._said.success
@@ -482,7 +482,7 @@ async def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 async def _tokenized(render: Callable[[], tuple[int, ...]], *parts: Any) -> tuple[int, ...]:
-    """What `render` makes of `parts`; in a thread where they are large, so that other episodes go on meanwhile."""
+    """Call `render` on `parts`; in a thread if they are large, so that other episodes go on meanwhile."""
     if len(str(parts)) <= _SMALL:
         return render()
     return await trio.to_thread.run_sync(render)

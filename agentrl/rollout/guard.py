@@ -1,6 +1,6 @@
-"""Calls into an environment under deadlines, and names what goes wrong in them, once.
+"""Calls into an environment under deadlines; names each failure once.
 
-Owns whose time a call takes and what its failure is; never knows turns, journal or engine.
+Owns to whom a call's time counts and which error its failure becomes; never knows turns, journal or engine.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from agentrl.records import StopReason
 
 
 class TimeUp(Exception):
-    """What the policy asked for took longer than it may."""
+    """The work that the policy asked for took too long."""
 
 
 @dataclass(slots=True)
 class Guard:
-    """Calls into the environment `env`, whose own code has `deadline_s` seconds a call. `seconds` is what calls of the
-    policy's doing have taken so far."""
+    """Calls into the environment `env`, whose own code has `deadline_s` seconds per call. `seconds` is the time that
+    calls for the policy's actions have taken so far."""
 
     env: str
     deadline_s: float
     seconds: float = 0.0
 
     async def __call__(self, what: str, call: Callable[[], Any], *, policy_s: float | None = None) -> Any:
-        """Call into the environment under its deadline; what its own code raises becomes EnvError, named once.
+        """Call into the environment under its deadline; an error of its own code becomes EnvError, named once.
 
-        With `policy_s` the policy has acted: a fault of its stays one, and TimeUp is raised when what it asked for
-        took longer than that."""
+        Give `policy_s` if the policy has acted: then a PolicyFault passes through, and TimeUp is raised if the work
+        that the policy asked for took longer than `policy_s`."""
         deadline_s, acted, failed = self.deadline_s, policy_s is not None, None
         where, passes = f"{self.env}: {what}", (InfrastructureError, *((PolicyFault,) if acted else ()))
         with clock.watch(own_s=deadline_s, policy_s=policy_s if policy_s is not None else deadline_s) as watch:
@@ -52,7 +52,7 @@ class Guard:
 
 
 def reason_of(error: InfrastructureError) -> StopReason:
-    """How an episode ends by a failure that the policy could not have caused."""
+    """The stop reason of a failure that the policy could not have caused."""
     if isinstance(error, EngineError):
         return StopReason.ENGINE_FAILED
     if isinstance(error, SandboxError):
@@ -61,6 +61,6 @@ def reason_of(error: InfrastructureError) -> StopReason:
 
 
 def one_line(error: BaseException | None) -> str:
-    """What happened, in one line; errors that are not ours bear the name of their class."""
+    """The error in one line; with the name of its class, unless it is an InfrastructureError or TimeUp."""
     text = " ".join(str(error).split())
     return text if isinstance(error, InfrastructureError | TimeUp) else f"{type(error).__name__}: {text}"

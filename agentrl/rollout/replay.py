@@ -16,7 +16,7 @@ Act = Callable[[Turn], Awaitable[Step]]
 
 
 async def replay(env: AsyncEnv, start: Messages, claim: Claim, act: Act) -> str:
-    """Repeat by `act` the answered actions of `claim` in `env`, which was just reset and answered `start`. The result
+    """Repeat with `act` the answered actions of `claim` in `env`, which was just reset and answered `start`. The result
     is empty, or the reason why the episode must start anew."""
     if claim.turns and not env.replayable:
         return f"{claim.task.env} does not promise to be replayable"
@@ -26,8 +26,8 @@ async def replay(env: AsyncEnv, start: Messages, claim: Claim, act: Act) -> str:
 
 
 async def replay_after(env: AsyncEnv, turn: int, claim: Claim, act: Act) -> str:
-    """Repeat by `act` the answered actions of `claim` after that of `turn`, where `env` stands. The result is empty, or
-    the reason why it cannot go on."""
+    """Repeat with `act` the answered actions of `claim` after that of `turn`, where `env` stands. The result is empty,
+    or the reason why it cannot go on."""
     later = [one for one in claim.turns[turn + 1 :] if one.step is not None]
     if later and not env.replayable:
         return f"{claim.task.env} does not promise to be replayable"
@@ -36,7 +36,7 @@ async def replay_after(env: AsyncEnv, turn: int, claim: Claim, act: Act) -> str:
 
 async def _repeat(turns: Sequence[Turn], act: Act) -> str:
     for turn in turns:
-        if turn.step is None:  # the last one: nobody knows what it was answered
+        if turn.step is None:  # the last one: its answer was not journaled
             break
         step = await act(turn)
         if (step.observation, step.terminated, step.truncated) != (

@@ -1,7 +1,7 @@
-"""One turn from an engine, written down while its tokens come, and gone on with where it was broken off.
+"""One turn from an engine: its tokens are written while they come, and an interrupted turn goes on from them.
 
-Owns when tokens are written and what is still to be asked for; where they are written, and what the turn is for, it
-never knows.
+Owns when tokens are written and which are still to be sampled; never knows where they are written, or what the turn is
+for.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Keep = Callable[[Partial], None]
 async def sample(
     engine: Engine, request: GenerateRequest, begun: Partial, *, decode: Decode, keep: Keep, every: int
 ) -> Generation:
-    """The whole turn that `request` asks for, of which `begun` is there already: its tokens are not sampled again, its
-    seconds count, and nothing is asked for if they end it.
+    """Sample the turn that `request` asks for. Its part `begun` is not sampled again, and its seconds count; if it ends
+    the turn, the engine is not asked.
 
-    At any instant at most `every` tokens of it are not given to `keep` (0: none ever is); those at hand are when the
-    turn is broken off. Raises what engine and `keep` raise."""
+    At any instant at most `every` tokens are not yet given to `keep` (0: it is never called). If the turn is
+    interrupted, the tokens at hand are given to it. Raises the errors of engine and `keep`."""
     sampling, have = request.sampling, begun.token_ids
     before = Chunk(token_ids=have, logprobs=begun.logprobs, spans=begun.spans)
     left_s = request.deadline_s - begun.spent_s
@@ -71,7 +71,7 @@ class _Log:
         self.kept = len(self.begun.token_ids)
 
     def add(self, chunk: Chunk) -> None:
-        """Take a chunk, and write if a death could cost too much from now on, or the engine was left."""
+        """Take a chunk, and write if a crash could lose too many tokens from now on, or if the engine was left."""
         self.chunks.append(chunk)
         self.unkept += len(chunk.token_ids)
         if chunk.finish is not None:
@@ -82,7 +82,7 @@ class _Log:
                 self.write()
 
     def write(self) -> None:
-        """Give to `keep` what came since it was last given something."""
+        """Give `keep` the tokens that came since the last write."""
         if not self.unkept:
             return
         spans, base = list[VersionSpan](), 0

@@ -1,9 +1,8 @@
-"""One rollout worker: as many episodes side by side as its share allows, claimed from the run store.
+"""One rollout worker: claims episodes from the run store, and runs as many side by side as its share allows.
 
 It owns the leases of its episodes and the nursery they run in; it never talks to the learner and never knows a
-weight. Which tasks come is the source's to say, and how far it has come the store's. Admission is asked for by every
-worker and decided by the store alone. When nothing may start it looks again after `_IDLE_S`; an ending episode wakes
-it at once.
+weight. The task source chooses the tasks; the store keeps the position in it. Every worker asks for admission, and the
+store alone decides. When nothing may start the worker looks again after `_IDLE_S`; an ending episode wakes it at once.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _DISK_WAIT_S = 60.0
 
 @dataclass(slots=True)
 class Worker:
-    """Runs episodes until `stop` is set in the store. `now` is the wall clock that leases are written in."""
+    """Runs episodes until `stop` is set in the store. `now` is the wall clock of its leases."""
 
     name: str
     config: RunConfig
@@ -48,7 +47,7 @@ class Worker:
 
     async def run(self) -> None:
         """Claim and play until the store's phase is `stop`. Raises StoreError when the journal stays unwritable, and
-        WornOut once its threads are lost to environments that hang: its episodes are handed back then."""
+        WornOut once environments hang in half of its threads: its episodes are handed back first."""
         worn_out = False
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep_leases)
@@ -69,7 +68,7 @@ class Worker:
 
     async def _leave(self) -> None:
         """Have every episode stop before its next turn. Steps under way end first, by their own deadlines at the
-        latest: an episode whose environment hangs has failed, and hangs nowhere else."""
+        latest: an episode whose environment hangs fails here, and cannot hang another worker."""
         self.context.leaving.set()
         with trio.move_on_after(3 * self.config.rollout.step_deadline_s):
             while self._running:
@@ -77,7 +76,7 @@ class Worker:
                 await self._wake.wait()
 
     def _fill(self, nursery: trio.Nursery) -> bool:
-        """Start as many episodes as may start; whether any did."""
+        """Start as many episodes as may start; returns whether any did."""
         free = self.capacity - len(self._running)
         if free <= 0:
             return False
@@ -91,7 +90,7 @@ class Worker:
             ahead=self.config.buffer.groups_ahead,
         )
         for claim in claims:
-            if claim.episode_id in self._scopes:  # it was taken from us, and comes again before we noticed
+            if claim.episode_id in self._scopes:  # we lost it, and claim it again before we noticed
                 self._scopes[claim.episode_id].cancel()
             self._running[claim.episode_id] = claim
             nursery.start_soon(self._play, claim)
