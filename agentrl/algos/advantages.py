@@ -1,8 +1,8 @@
-"""Group-relative advantages: what a member's return is worth beside its siblings'.
+"""Group-relative advantages: a member's return compared with its siblings'.
 
 Owns the baseline and the scale of a group. Never knows what the returns are made of, nor which tokens earned them.
 Members that are not scored (law 3: infrastructure failed them) are neither judged nor used to judge; members that
-ended after their group had closed are judged only.
+ended after their group had closed are only judged.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ STD_FLOOR = 1e-4
 def centred(returns_G: Tensor, scored_G: Tensor, kind: Baseline, judges_G: Tensor | None = None) -> Tensor:
     """Returns minus the group's baseline; 0 for members that are not scored. `returns_G` is [G] or [G, ...].
 
-    `judges_G` says which scored members the baseline is made of (default: all). One that does not judge, as it ended
-    after its group had closed, is compared with all that do, and changes nothing for them.
+    `judges_G` says which scored members form the baseline (default: all). A member outside it, which ended after its
+    group had closed, is compared with all members in it, and changes nothing for them.
 
     `leave_one_out`: r_i - mean of the scored siblings j != i (RLOO, Ahmadian et al. 2024); unbiased, as the
     baseline never sees the judged episode. `group_mean`: r_i - mean of all (GRPO, Shao et al. 2024), which is
-    leave-one-out times (n - 1) / n. `none`: r_i. Without a sibling that judges a member gets 0.
+    leave-one-out times (n - 1) / n. `none`: r_i. A member without a judging sibling gets 0.
     Equal returns give exactly 0: the group is shifted by one of its own returns first, which changes no difference."""
     judges_G = scored_G if judges_G is None else judges_G
     per_member = (-1, *([1] * (returns_G.dim() - 1)))
@@ -46,7 +46,7 @@ def centred(returns_G: Tensor, scored_G: Tensor, kind: Baseline, judges_G: Tenso
 
 
 def spread(returns_G: Tensor, scored_G: Tensor, kind: Scale) -> Tensor:
-    """What advantages are divided by, a scalar: 1, or the sample standard deviation of the scored returns plus
+    """The divisor of advantages, a scalar: 1, or the sample standard deviation of the scored returns plus
     `STD_FLOOR` (GRPO, Shao et al. 2024, section 4.1). Dividing by it is biased: easy and hard tasks
     weigh more (Dr. GRPO, Liu et al. 2025, section 3.1)."""
     scored = returns_G[scored_G]

@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 class Origin(IntEnum):
-    """What besides its age tells a token's log-prob at sampling apart from the learner's.
+    """Why, besides its age, a token's log-prob at sampling may differ from the learner's.
 
-    `PLAIN`: one version of the weights made it and, as far as is known, all keys and values that it was computed from.
-    `MIXED_KV`: its turn began under another version and keys and values were kept, so it may be of no single version.
-    `UNDONE`: its version is of a future that a restart abandoned: its step is no age, the weights are others."""
+    `PLAIN`: one version of the weights made it and, as far as is known, all keys and values that it attends to.
+    `MIXED_KV`: its turn began under another version and keys and values were kept, so it may have no single version.
+    `UNDONE`: a rollback undid its version: its step does not tell its age, and the weights are different."""
 
     PLAIN = 0
     MIXED_KV = 1
@@ -66,7 +66,7 @@ def effective_sample_size(weights_T: Tensor) -> Tensor:
 
 
 def mismatch_by_kind(gap_T: Tensor, lag_T: Tensor, origin_T: Tensor) -> dict[str, Mismatch]:
-    """|gap| by kind; kinds without tokens are left out. Plain tokens are told apart by age: `fresh` (lag 0; nothing but
+    """|gap| by kind; kinds without tokens are left out. Plain tokens are divided by age: `fresh` (lag 0; nothing but
     the two implementations differs), `lag_1`, `lag_2_3`, `lag_4_up`; the others, of any age, are `mixed_kv` and
     `undone`. Each token is of one kind. All are [T], `origin_T` of `Origin`."""
     plain_T = origin_T == Origin.PLAIN

@@ -1,6 +1,6 @@
 """Credit: which turn earned how much of an episode's outcome and process rewards.
 
-Owns the way from rewards to one advantage per turn; every token of a turn carries its turn's. Never knows tokens.
+Converts rewards to one advantage per turn; every token of a turn gets its turn's. Never knows tokens.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def turn_advantages(
     """One advantage per turn, [G, T]; 0 past an episode's end and for members that are not scored.
 
     `outcomes_G` outcome rewards, `rewards_GT` process rewards (anything past `turns_G` is ignored), `turns_G` how many
-    turns each member took, `scored_G` who takes part, `judges_G` against whom (default: all of them; see `centred`).
+    turns each member took, `scored_G` which take part, `judges_G` the baseline's (default: all of them; see `centred`).
 
         A[i, t] = (R_i - b_i) + w (C[i, t] - c[i, t]),   C[i, t] = sum of r[i, u] for u >= t
 
     The outcome's advantage is the same for every turn. The baseline c[i, t] of the reward-to-go is taken over the
     siblings at the same turn index; a sibling that had already stopped contributes 0, which is its reward-to-go. With
-    leave-one-out neither baseline depends on anything episode i did, also not on how long it lived, so the estimate
-    of the policy gradient is unbiased where the policy decides when to stop (Williams 1992; Kool et al. 2019).
+    leave-one-out neither baseline depends on episode i, not even on its length, so the estimate of the policy gradient
+    is unbiased where the policy decides when to stop (Williams 1992; Kool et al. 2019).
     `scale="std"` divides everything by the spread of the episodes' whole returns, so that outcome and process rewards
     keep their proportion."""
     index_T = torch.arange(rewards_GT.shape[1], device=rewards_GT.device)

@@ -1,7 +1,7 @@
 """Losses of the policy, token by token. `_T` are the sampled tokens of a batch in any order.
 
-Owns surrogate, penalties and normalisation. Never knows which model made the log-probabilities, nor which row a token
-came from beyond the number it is given.
+Owns surrogate, penalties and normalisation. Never knows which model made the log-probabilities, nor more about a
+token's row than its number.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -38,13 +38,13 @@ def kl_penalty(logprobs_T: Tensor, reference_T: Tensor, gradient: KLGradient = "
     """A penalty on leaving the reference, per token of the policy, never negative: [T].
 
     Its value is k3 = r - log r - 1 with r = reference / policy, an unbiased estimate of KL(policy || reference)
-    (Schulman, "Approximating KL divergence", 2020). What it pulls towards is another matter: autograd does not see
-    that the tokens were sampled from the policy, and the expectation of k3's own gradient, (1 - r) grad log policy, is
-    that of the *forward* divergence KL(reference || policy), as in GRPO (Shao et al. 2024, eq. 4).
+    (Schulman, "Approximating KL divergence", 2020). Its gradient is another matter: autograd does not see that the
+    tokens were sampled from the policy, and the expectation of k3's own gradient, (1 - r) grad log policy, is that of
+    the *forward* divergence KL(reference || policy), as in GRPO (Shao et al. 2024, eq. 4).
 
     `gradient="k2"` keeps the value and has the gradient of k2 = (log r)^2 / 2 (straight-through): -log r grad log
     policy, whose expectation is the gradient of KL(policy || reference). The score-function forms of k1 and of k3 come
-    to the same for each token. Either is that of a token given what came before it; how a token changes the divergence
+    to the same for each token. Either is that of a token given the tokens before it; a token's effect on the divergence
     of later ones is left out."""
     gap_T = reference_T - logprobs_T
     k3_T = gap_T.exp() - gap_T - 1
@@ -55,10 +55,10 @@ def kl_penalty(logprobs_T: Tensor, reference_T: Tensor, gradient: KLGradient = "
 
 
 def token_weights(sequence_T: Tensor, kind: Normalise) -> Tensor:
-    """What share of the loss each token has; they sum to 1: [T]. `sequence_T` numbers the episode of each token.
+    """Each token's share of the loss; the shares sum to 1: [T]. `sequence_T` numbers the episode of each token.
 
     `token`: every token the same (DAPO, section 3.3: long episodes count by their length). `sequence`: every episode
-    the same, its tokens sharing evenly (GRPO, Shao et al. 2024, section 4.1)."""
+    the same, with equal shares for its tokens (GRPO, Shao et al. 2024, section 4.1)."""
     if kind == "token" or not len(sequence_T):
         return torch.full(sequence_T.shape, 1.0 / max(len(sequence_T), 1), device=sequence_T.device)
     _, place_T, length_S = torch.unique(sequence_T, return_inverse=True, return_counts=True)
@@ -77,7 +77,7 @@ def policy_loss(
 ) -> Tensor:
     """The scalar to minimise: sum of weight * (importance * (surrogate + kl_weight * kl) - entropy_weight * entropy).
 
-    Weights are those of the whole step, so that losses of its passes add up to the step's. `importance_T` corrects
+    Weights are those of a whole update, so that the losses of its passes add up to its loss. `importance_T` corrects
     expectations taken under the behaviour policy (`corrections.importance_weights`) and carries no gradient."""
     loss_T = surrogate_T if kl_T is None else surrogate_T + kl_weight * kl_T
     loss_T = importance_T * loss_T

@@ -1,12 +1,12 @@
 """Checkpoints: one folder a step, written whole or not at all.
 
-Owns the folder's layout and its atomicity. Never knows the store: which episodes a checkpoint trained is what it
-records, what that means for them is the reader's to do.
+Owns the folder's layout and its atomicity. Never knows the store: it records which episodes a checkpoint trained, and
+the reader decides what follows from it.
 
     checkpoints/step-00000020/
         config.json, tokenizer*, …   copied from the model's folder, so that an engine can serve this one
         model.safetensors            weights, an adapter merged into them
-        adapter/                     where one is trained: it alone, in PEFT's format
+        adapter/                     the adapter alone, in PEFT's format, if one is trained
         optimizer.pt                 optimizer and random state
         state.json                   step, episodes trained since the previous checkpoint, step by step
 """
@@ -42,8 +42,8 @@ _OWN = frozenset({STATE, "model.safetensors.index.json"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointState:
     """`step` optimizer steps are in the weights; `episodes` lists those trained by each step since the previous
-    checkpoint of the lineage, `previous_step` (0: the initial weights). None: an agentrl that trained whole groups made
-    it."""
+    checkpoint of the lineage, `previous_step` (0: the initial weights). It is None if an older agentrl made it, which
+    trained whole groups."""
 
     step: int
     previous_step: int
@@ -63,8 +63,7 @@ def save(
     """Write a checkpoint under `root`, make it durable, drop all but the newest `keep`. Returns its folder.
 
     It is built in a hidden folder and appears by one rename: a torn write is never read. `progress` is called after
-    every file. Raises RunFailed if the step
-    already has one, as that would be another lineage's."""
+    every file. Raises RunFailed if the step already has a checkpoint, which would be another lineage's."""
     root.mkdir(parents=True, exist_ok=True)
     folder = root / name_of(state.step)
     if folder.exists():
@@ -118,7 +117,7 @@ def load(folder: Path, optimizer: torch.optim.Optimizer) -> CheckpointState:
 
 
 def _discard(folder: Path) -> None:
-    """Remove a checkpoint; it stops being one before its first file goes."""
+    """Remove a checkpoint; it loses its name before its first file is deleted."""
     grave = folder.with_name(f".draft-{folder.name}")
     folder.rename(grave)
     shutil.rmtree(grave)

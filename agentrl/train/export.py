@@ -81,7 +81,7 @@ def export_weights(
 
 
 def check_room(folder: Path, size_bytes: int) -> None:
-    """Raises RunFailed if so many bytes do not fit. Asked before a write: shared memory that overflows kills a writer
+    """Raises RunFailed if so many bytes do not fit. Called before a write: shared memory that overflows kills a writer
     that maps it."""
     free = shutil.disk_usage(folder).free
     if free < size_bytes:

@@ -8,10 +8,10 @@ A step:
            ─► per update: passes that add up gradients, clip, AdamW
            ─► StepReport
 
-The proximal policy is the one at the start of the step. With one update a step (the default) it is the current one,
-so its log-probs are those of the pass itself and the ratio starts, and stays, at 1; with several updates it is
-recomputed before the first. Tokens whose advantage is 0 change nothing: rows that hold only such tokens are counted in
-the normalisation but not computed, unless a KL or entropy term needs them.
+The proximal policy is the one at the start of the step. With one update per step (the default) it is the current one,
+so its log-probs are those of the pass itself and the ratio is always 1; with several updates its log-probs are computed
+before the first. Tokens whose advantage is 0 change nothing: rows that hold only such tokens are counted in the
+normalisation but not computed, unless a KL or entropy term needs them.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -57,8 +57,8 @@ class Learner:
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`model_dir` holds the policy to start from, `reference_dir` the reference of a KL term (default: the same;
-        after a restart from a checkpoint, name the initial policy's). Where an adapter is trained over that same
-        folder, the reference is the model with its adapter off, and no second one is loaded. `progress` is called
+        after a restart from a checkpoint, name the initial policy's). If an adapter is trained over that same folder,
+        the reference is the model with its adapter off, and no second one is loaded. `progress` is called
         whenever a part of long work is done: a pass, an update, a file. Raises ModelError."""
         self.config = config
         self._progress = progress
@@ -125,7 +125,7 @@ class Learner:
         return summarise(self.step_index, ready, tally, lr=lr, cap=algo.importance_cap, seconds=watch.seconds)
 
     def _minibatches(self, ready: Sequence[GroupRows]) -> list[list[GroupRows]]:
-        """The step's groups dealt into updates; shuffled where there are several, alike under the same seed."""
+        """The step's groups divided into updates; shuffled if there are several, the same way under the same seed."""
         n = min(self.config.train.minibatches, max(len(ready), 1))
         order = list(ready)
         if n > 1:
@@ -146,7 +146,7 @@ class Learner:
 
     @torch.no_grad()
     def _reference(self, pack: Pack) -> Tensor:
-        """The log-probs of the policy that a KL term stays near."""
+        """Log-probs of the reference policy of the KL term."""
         temperature = self.config.rollout.temperature
         if self.reference is not None:
             return self.reference.logprobs(pack, temperature=temperature)[0]
@@ -217,8 +217,8 @@ class Learner:
         return lora.save(self.model.module, folder)
 
     def score(self, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[float, ...]:
-        """What `token_ids[1:]` cost under the weights of now, as `dtype` has them: log-probs in nats at temperature 1,
-        for the canary."""
+        """Log-probs of `token_ids[1:]` under the current weights rounded to `dtype`, in nats at temperature 1, for the
+        canary."""
         return self.model.score(token_ids, dtype)
 
     def save(self, root: Path) -> Path:

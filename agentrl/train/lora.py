@@ -4,8 +4,8 @@ Owns how an adapter is put into a model, switched off, written, read back, and m
 knows what the adapter is trained for, nor which version it becomes. `peft` is imported only when there is an adapter.
 
 Each expert of a mixture has matrices A and B of its own, of the rank asked for. PEFT keeps those of a layer side by
-side; a file names them by expert where the model's folder does, as engines and PEFT read them. Where the model keeps
-an expert's gate and up as one matrix, they share its A.
+side; a file names them by expert if the model's folder does, as engines and PEFT read them. If the model keeps an
+expert's gate and up as one matrix, they share one A.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -30,12 +30,12 @@ from agentrl.errors import ModelError
 from agentrl.train.targets import choose, pieces
 
 WEIGHTS = "adapter_model.safetensors"
-_NAME = "default"  # PEFT's for an adapter that got none
-_PREFIX = "base_model.model."  # PEFT's names are those of a model that it has wrapped
+_NAME = "default"  # PEFT's name for an adapter without one
+_PREFIX = "base_model.model."  # PEFT's names begin so, as it wraps the model
 
 
 def inject(module: Any, train: Train, folder: Path) -> None:
-    """Put a fresh adapter into a transformers model and freeze the rest. It starts as nothing: B is 0.
+    """Put a fresh adapter into a transformers model and freeze the rest. It changes nothing at first: B is 0.
 
     Raises ModelError if the model lacks a layer that `train.lora_targets` names."""
     from peft import LoraConfig, inject_adapter_in_model
@@ -99,7 +99,7 @@ def save(module: Any, folder: Path) -> Path:
 
 @torch.no_grad()
 def load(module: Any, folder: Path) -> None:
-    """Take a written adapter into a model that has one of the same shape. Raises ModelError otherwise."""
+    """Load a written adapter into a model that has one of the same shape. Raises ModelError otherwise."""
     try:
         tensors = {name.removeprefix(_PREFIX): t for name, t in load_file(folder / WEIGHTS).items()}
     except (OSError, SafetensorError) as error:
@@ -114,13 +114,13 @@ def load(module: Any, folder: Path) -> None:
     for name, view in views.items():
         view.copy_(tensors[name])
     for name, view in views.items():
-        if not torch.equal(view.cpu(), tensors[name].to(view.dtype)):  # written over by another one
+        if not torch.equal(view.cpu(), tensors[name].to(view.dtype)):  # another tensor overwrote it
             shared = "the model has one A for this and another part of an expert, the file two"
             raise ModelError(f"the adapter in {str(folder)!r} does not fit, {name}: {shared}")
 
 
 def _layers(module: Any) -> Iterator[tuple[str, Any]]:
-    """The adapted layers. One that adapts another parameter of the same module lies around it, as `base_layer`."""
+    """The adapted layers. If two parameters of a module are adapted, one layer wraps the other, its `base_layer`."""
     from peft.tuners.lora import LoraLayer
 
     return ((name, layer) for name, layer in module.named_modules() if isinstance(layer, LoraLayer))
@@ -132,7 +132,7 @@ def _below(name: str) -> str:
 
 
 def _parameter(layer: Any) -> str:
-    """What of its module a layer adapts."""
+    """The name of the parameter that a layer adapts."""
     return getattr(layer, "parameter_name", "weight")
 
 
@@ -142,7 +142,7 @@ def _delta(layer: Any) -> Tensor:
 
 
 def _views(module: Any) -> dict[str, Tensor]:
-    """The adapter's tensors by their names in a file, as views: what is written into them is what is trained."""
+    """The adapter's tensors by their names in a file, as views: a write to them changes what is trained."""
     stacks: dict[str, tuple[str, Any]] = {}
     views: dict[str, Tensor] = {}
     for name, layer in _layers(module):
@@ -167,7 +167,7 @@ def _is_stack(layer: Any) -> bool:
 
 
 def _description(module: Any, views: dict[str, Tensor]) -> Any:
-    """What PEFT says of the adapter beside its tensors, in the names of the file."""
+    """PEFT's configuration of the adapter, with the names of the file."""
     (config,) = module.peft_config.values()
     told = copy.copy(config)
     kept = {name: layer for name, layer in _layers(module) if f"{name}.lora_A.weight" in views and _is_stack(layer)}

@@ -33,10 +33,10 @@ from agentrl.train.packing import Branch, Pack
 ATTENTION = "agentrl_tree"
 """Under this name transformers calls `tree_attention` in every layer."""
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")  # of transformers' configurations; ours computes these
+_LAYER_TYPES = ("full_attention", "sliding_attention")  # those of transformers that `tree_attention` computes
 _NO_SCORES = frozenset({"dropout", "position_ids", "cache_position"})  # passed, but used before attention or not
 _WINDOWS = frozenset({"sliding_window", "attention_chunk_size", "window_size", "local_attention"})
-_SHORT = 4  # tokens of a window while the tree is checked
+_SHORT = 4  # tokens of a window in `_check_tree`
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Layout:
     branches: Sequence[Branch]
     sizes: list[int] = field(init=False)  # of the branches: together they are all nodes, in order
     lengths: list[int] = field(init=False)  # of their paths
-    paths: Tensor = field(init=False)  # one after the other
+    paths: Tensor = field(init=False)  # of all branches, one after the other
     masks: dict[int | None, list[Tensor | None]] = field(default_factory=dict[int | None, list[Tensor | None]])
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ def tree_attention(
     """Attention of every node to its ancestors and itself. query [1, H, N, D], key and value [1, H_kv, N, D] give
     [1, N, H, D]. Dropout of transformers' interface is not used.
 
-    Raises ValueError for a mask, or a number or tensor that it does not know: it would change the scores."""
+    Raises ValueError for a mask, or for a number or tensor of unknown name: it could change the scores."""
     if attention_mask is not None:
         raise ValueError("its attention has a mask of its own")
     for name, what in given.items():
@@ -125,7 +125,7 @@ class PolicyModel:
         compiled: bool = False,
         adapter: Train | None = None,
     ) -> None:
-        """With `adapter`, a LoRA adapter of those settings is what is trained. Raises ModelError, in one line, for a
+        """With `adapter`, only a LoRA adapter of those settings is trained. Raises ModelError, in one line, for a
         folder that cannot be trained; ConfigError where `compiled` finds no compiler."""
         self.folder, self.device, self.dtype = folder, torch.device(device), dtype
         self.module = _load(folder).to(self.device)
@@ -160,7 +160,7 @@ class PolicyModel:
     @torch.no_grad()
     def score(self, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[float, ...]:
         """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each given the tokens before it: computed in float32
-        of the weights as `dtype` has them. (Steps that are too small to change a bfloat16 change nothing.)"""
+        from weights rounded to `dtype`. (A step too small to change a bfloat16 changes nothing.)"""
         tokens_N = torch.tensor(token_ids, device=self.device)
         numbers_N = torch.arange(len(token_ids), device=self.device)
         branch = Branch(0, len(token_ids), numbers_N)
@@ -170,8 +170,8 @@ class PolicyModel:
         return tuple(logprobs_PV.gather(1, tokens_N[1:, None])[:, 0].tolist())
 
     def load_weights(self, folder: Path) -> None:
-        """Take the weights of another folder of the same architecture: of a checkpoint's adapter, where an adapter is
-        trained. Raises ModelError if they do not fit."""
+        """Load the weights of another folder of the same architecture; if an adapter is trained, only the adapter's.
+        Raises ModelError if they do not fit."""
         if lora.has_adapter(self.module):
             lora.load(self.module, folder / ADAPTER)
             return
@@ -181,13 +181,13 @@ class PolicyModel:
             raise ModelError(f"weights of {str(folder)!r} do not fit {str(self.folder)!r}: {error}") from error
 
     def parameters(self) -> list[nn.Parameter]:
-        """What is trained; tied parameters once."""
+        """The trained parameters; tied ones once."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
 
 @contextmanager
 def _rounded(module: Any, dtype: torch.dtype) -> Generator[None]:
-    """Within, each layer computes with its weights rounded to `dtype`: a copy of one layer's at a time."""
+    """Inside, each layer computes with its weights rounded to `dtype`; only one layer's are copied at a time."""
     whole: dict[nn.Parameter, Tensor] = {}
 
     def before(part: nn.Module, _: object) -> None:
@@ -207,7 +207,7 @@ def _rounded(module: Any, dtype: torch.dtype) -> Generator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        for parameter, data in whole.items():  # of a pass that failed
+        for parameter, data in whole.items():  # left over if a pass failed
             parameter.data = data
 
 
@@ -223,8 +223,8 @@ def _logits(module: Any, token_ids_N: Tensor, depth_N: Tensor, branches: Sequenc
 
 
 def _compile(module: Any, device: torch.device) -> None:
-    """Have torch fuse what each decoder layer computes around its attention, which depends on the tree and stays as it
-    is. Passes of any length run the same code."""
+    """Have torch compile each decoder layer but its attention, which depends on the tree and stays as it is. Passes of
+    any length run the same code."""
     compiler = os.environ.get("CXX", "g++")
     if device.type == "cpu" and shutil.which(compiler) is None:
         raise ConfigError(
@@ -245,7 +245,7 @@ def _load(folder: Path) -> Any:
         module, info = cast(Any, AutoModelForCausalLM).from_pretrained(
             folder, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True, output_loading_info=True
         )
-    except Exception as error:  # transformers raises many kinds for a broken folder; each is the user's to mend
+    except Exception as error:  # transformers raises many kinds for a broken folder; the user must mend each
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ModelError(f"cannot load the model in {str(folder)!r}: {reason}") from error
     finally:
@@ -261,8 +261,8 @@ def _load(folder: Path) -> Any:
 @torch.no_grad()
 def _check_tree(module: Any, folder: Path) -> None:
     """Two rows that share a prefix must get the logits that transformers' own attention gives them; an architecture
-    that mixes tokens otherwise (recurrent layers, attention biases) would train on wrong numbers. The rows are several
-    windows long: those of the model are shortened meanwhile, so that a long one costs nothing."""
+    that mixes tokens in another way (recurrent layers, attention biases) would train on wrong numbers. The rows are
+    several windows long: the model's windows are shortened during the check, so that a long one costs nothing."""
     device = next(module.parameters()).device
     vocab = module.config.get_text_config().vocab_size
     shared, alone = 3 * _SHORT, 2 * _SHORT
@@ -290,7 +290,7 @@ def _check_tree(module: Any, folder: Path) -> None:
 
 
 def _check_layers(module: Any) -> None:
-    """Raises ValueError for a layer of a kind that nobody here knows, whatever it computes for a few tokens."""
+    """Raises ValueError for a layer of an unknown type, even if it computes a few tokens right."""
     for index, kind in enumerate(getattr(module.config.get_text_config(), "layer_types", None) or ()):
         if kind not in _LAYER_TYPES:
             raise ValueError(f"layer {index} is of type {kind!r}, we compute {', '.join(_LAYER_TYPES)}")
@@ -298,7 +298,7 @@ def _check_layers(module: Any) -> None:
 
 @contextmanager
 def _short_windows(module: Any) -> Generator[None]:
-    """Inside, every window of attention is `_SHORT` tokens long, as layers keep it and as masks are made from it."""
+    """Inside, every window of attention is `_SHORT` tokens long, in the layers and in their configurations."""
     owners = {id(owner): owner for part in module.modules() for owner in (part, getattr(part, "config", None))}
     kept = [
         (owner, name, value)

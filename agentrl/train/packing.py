@@ -1,4 +1,4 @@
-"""Rows become prefix trees, trees become packs: what one forward pass computes, each distinct token once.
+"""Rows become prefix trees, trees become packs. One forward pass computes a pack: each distinct token once.
 
 Owns the layout. Never knows the loss, nor the model that runs the pass.
 
@@ -66,11 +66,11 @@ class Pack:
     origin_K: Tensor
     advantage_K: Tensor
     weight_K: Tensor
-    row_tokens: int  # what the same rows would cost one by one
+    row_tokens: int  # tokens of the same rows without sharing
 
 
 def build_tree(rows: Sequence[Row]) -> Tree:
-    """The prefix tree of `rows`; nodes are numbered in the order in which rows bring them."""
+    """The prefix tree of `rows`; nodes are numbered in the order in which the rows add them."""
     token_ids: list[int] = []
     depth: list[int] = []
     children: dict[tuple[int, int], int] = {}
@@ -94,7 +94,7 @@ def build_tree(rows: Sequence[Row]) -> Tree:
 
 
 def forest(rows: Sequence[Row], budget: int) -> list[Tree]:
-    """One tree, or several of at most `budget` nodes if one would be larger. A row longer than that stands alone."""
+    """One tree, or several of at most `budget` nodes if one would be larger. A longer row has a tree of its own."""
     tree = build_tree(rows)
     if len(tree.token_ids_N) <= budget or len(rows) == 1:
         return [tree]

@@ -1,4 +1,4 @@
-"""What a learner step says about itself.
+"""The report of a learner step.
 
 Owns the numbers and their names, which are those of the metrics file. Never computes anything that training needs.
 """
@@ -34,12 +34,12 @@ class StepReport:
     grad_norm: float | None
     lr: float
     # the data
-    group_count: int  # taken in this step; late members of groups taken before are in no count of groups
+    group_count: int  # taken in this step; groups that only have late members in it do not count
     groups_without_signal: int
     episodes: int
-    episodes_late: int  # of these, such that ended after their group had closed
+    episodes_late: int  # of these, those that ended after their group had closed
     episodes_left_out: int  # infrastructure failed them (law 3)
-    episodes_stale: int  # beyond the lag bound with every token, not trained; they count in the means below (law 5)
+    episodes_stale: int  # every token beyond the lag bound: not trained, but counted in the means below (law 5)
     outcome_mean: float | None
     process_mean: float | None  # sum of an episode's process rewards
     reward_mean: float | None  # outcome plus process
@@ -64,7 +64,7 @@ class StepReport:
     kl_k3: float | None
     truncated: float | None
     clip_fraction: float | None
-    mismatch_mean: float | None  # of fresh tokens: what engine and learner alone differ by
+    mismatch_mean: float | None  # of fresh tokens: the difference of engine and learner alone
     mismatch_max: float | None
     mismatch: Mapping[str, Mismatch]  # by kind of token, see `corrections.mismatch_by_kind`
     entropy: float | None
@@ -86,7 +86,7 @@ class Stopwatch:
 
 @dataclass(slots=True)
 class Tally:
-    """What the passes of a step leave behind. Tensors are [K] of one pass, detached."""
+    """The results of a step's passes. Tensors are [K] of one pass, detached."""
 
     losses: list[float] = field(default_factory=list[float])
     grad_norms: list[float] = field(default_factory=list[float])

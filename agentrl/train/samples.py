@@ -1,15 +1,15 @@
-"""Groups become rows of tokens: what is scored, what it is worth, who sampled it and when.
+"""Groups become rows of tokens: the scored tokens, their advantages, and the versions that sampled them.
 
-Owns the way from `records.Group` to per-token tensors. Never knows the model, nor how rows are laid out for a pass.
+Converts a `records.Group` to per-token tensors. Never knows the model, nor how rows are laid out for a pass.
 
-A row is a path through an episode's turns, from a turn that starts anew to one that nothing continues; a fork makes
+A row is a path through an episode's turns, from a turn that starts anew to one that no turn extends; a fork makes
 two rows, and turns that share a parent share its tokens. A token that the policy sampled is scored in the first row
-that holds it and is context in any other, so that it enters the loss once. Turns of given policies and masked turns
+that holds it and is context in any other, so that it enters the loss once. Turns of frozen policies and masked turns
 are context only.
 
 Roles that take turns in one episode are judged apart, each against the same role of the siblings, by its own outcome
-and its own process rewards; what a role is given for another's turn belongs to its own turn before. Siblings are those
-of the group's record: they judge whether or not any token of theirs is trained in this step, or at all.
+and its own process rewards; a reward that a role gets at another's turn counts for its own turn before. Siblings are
+those of the group's record: they judge even if none of their tokens is trained in this step, or ever.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -65,10 +65,10 @@ class Row:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRows:
     """Members of a group, ready to train. `rows` are those of its scored members; members that infrastructure failed
-    are only counted in `left_out`. `stale` counts sampled tokens beyond the lag bound, which no row scores, by lag;
-    members that have no others, `members_stale` of them, still tell their outcome. `late` members ended after their
-    group had closed; where it was `taken_before`, in an earlier step, all are such. `cut` says of each turn whether it
-    ended by its length and not by the policy."""
+    are only counted in `left_out`. `stale` counts, by lag, sampled tokens beyond the lag bound, which no row scores;
+    `members_stale` members have no other tokens, and only report their outcome. `late` members ended after their group
+    had closed; if it was `taken_before`, in an earlier step, all are late. `cut` says of each turn whether it ended by
+    its length and not by the policy."""
 
     group_id: int
     rows: tuple[Row, ...]
@@ -95,8 +95,8 @@ def group_rows(
 ) -> GroupRows:
     """Rows and advantages of one group (laws 3 and 5).
 
-    The lag of a token is max(0, step_now - step_of(its version)); a token with lag > max_lag is not scored. `keeps_kv`
-    says that engines go on over new weights with the keys and values that they have."""
+    The lag of a token is max(0, step_now - step_of(its version)); a token with lag > max_lag is not scored. `keeps_kv`:
+    after a weight update engines go on with the keys and values that they have."""
 
     def lag_of(version: int) -> int:
         return max(0, step_now - step_of(version))
@@ -147,9 +147,9 @@ def weigh(groups: Sequence[GroupRows], kind: Normalise) -> list[list[Row]]:
 
 
 def _advantages(group: Group, algo: Algo) -> list[Tensor]:
-    """Advantage of each trajectory's turns, [T] each; 0 for turns of given policies.
+    """Advantage of each trajectory's turns, [T] each; 0 for turns of frozen policies.
 
-    Those in the record are judged against each other; one that is not in it, a late one, against all that are."""
+    Members in the record are judged against each other; a late one, which is not in it, against all of these."""
     members = group.trajectories
     if group.record is None:
         size, places = len(members), range(len(members))

@@ -1,8 +1,8 @@
 """The learner's end of vLLM's native weight transfer: join engines, send them a snapshot, leave.
 
-Owns the only use of vLLM in the learner's process, which is loaded by `Sender` and by nothing before it, and names what
-vLLM raises. Never knows HTTP: the control calls are a client's. Never knows time: all but `leave` may block for as long
-as an engine lets it, so they belong on a thread whose owner has a deadline and then calls `leave`.
+Owns the only use of vLLM in the learner's process: `Sender` loads it, nothing before it does. Raises vLLM's errors as
+ours. Never knows HTTP: a client makes the control calls. Never knows time: all calls but `leave` may block for as long
+as an engine does, so they belong on a thread whose owner has a deadline and then calls `leave`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Client(Protocol):
 
 
 class Sender:
-    """Makes channels from the snapshots of `device` to engines: `nccl` broadcasts packed tensors to any number of GPUs
-    besides it, `ipc` shares a buffer of it with engines on the same GPU."""
+    """Opens channels from `device` to engines: `nccl` broadcasts packed tensors to any number of other GPUs, `ipc`
+    shares a buffer with engines on the same GPU."""
 
     def __init__(self, sync: Literal["nccl", "ipc"], device: torch.device | str) -> None:
-        """Raises ConfigError where vLLM cannot be loaded, or where this learner cannot send so."""
+        """Raises ConfigError if vLLM cannot be loaded, or if this learner cannot send by `sync`."""
         self._sync, self._device = sync, torch.device(device)
         try:
             self._factory = importlib.import_module(f"{_PACKAGE}.factory").WeightTransferTrainerFactory
@@ -50,7 +50,7 @@ class Sender:
             raise ConfigError("engine.sync", sync, f"a learner of {ranks} ranks sends from one of them: give 'nccl'")
 
     def join(self, client: Client, snapshot: Snapshot, *, world: int, address: str) -> Channel:
-        """Meet engines that have `world` workers together and reach us at `address`. Every later snapshot has the
+        """Connect to engines that have `world` workers in total and reach us at `address`. Every later snapshot has the
         tensors of this one. Raises WeightSyncError."""
         with _named(f"joining {world} workers"), _on(self._device):
             if self._sync == "nccl":
@@ -67,7 +67,7 @@ class Sender:
 
 
 class Channel:
-    """Joined engines. After an error nothing but `leave` makes sense: they may be anywhere in the protocol."""
+    """Joined engines. After an error call only `leave`: the engines may be anywhere in the protocol."""
 
     def __init__(self, engine: Any, device: torch.device) -> None:
         self._engine, self._device = engine, device
@@ -83,14 +83,14 @@ class Channel:
             engine.client = engine.source = None  # a snapshot may be gigabytes: it lives no longer than its push
 
     def leave(self) -> None:
-        """Break off what is under way, on whatever thread; takes seconds at most."""
+        """Break off a call under way on any thread; takes seconds at most."""
         shutdown: Callable[[], None] = self._engine.shutdown
         with _named("leaving"), _on(self._device):
             shutdown()
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """vLLM takes the current device, which a new thread has to be told."""
+    """Set the current device: vLLM uses it, and a new thread has not set it."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

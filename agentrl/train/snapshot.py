@@ -1,8 +1,8 @@
-"""The weights of one moment, held still while the learner goes on with its next step: what a sender reads.
+"""A copy of the weights that a sender reads; it stays the same while the learner goes on with its next step.
 
-Owns the copy, and that a sharded model is gathered whole before anybody else is talked to. `take` leaves no collective
-of the learner's open on any rank: a sender that waited for engines in the middle of a gather, while another rank waits
-for it in the next one, would wait for ever. Never knows engines, nor which version the weights become.
+Owns the copy, and gathers a sharded model whole before any engine is contacted. `take` leaves no collective of the
+learner open on any rank: if a sender waited for engines in the middle of a gather, while another rank waits for it in
+the next one, both would wait for ever. Never knows engines, nor which version the weights become.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -24,7 +24,7 @@ from agentrl.train.export import checkpoint_names, held
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """What a receiver has to know of a tensor before it comes."""
+    """The facts about a tensor that a receiver needs before it comes."""
 
     name: str
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class Snapshot:
         self._tensors, self.device = dict(tensors), device
 
     def metadata(self) -> list[Described]:
-        """What a pass gives, in its order."""
+        """The tensors of a pass, in its order."""
         return [Described(name=name, dtype=t.dtype, shape=tuple(t.shape)) for name, t in self._tensors.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -56,7 +56,7 @@ class Snapshot:
 
     @property
     def largest_bytes(self) -> int:
-        """Of its largest tensor."""
+        """The size of its largest tensor."""
         return max((tensor.nbytes for tensor in self._tensors.values()), default=0)
 
 
@@ -64,9 +64,9 @@ class Snapshot:
 def take(module: Any, dtype: torch.dtype) -> Snapshot | None:
     """The weights of a transformers model, cast to `dtype`; later steps do not change them.
 
-    Where the model is sharded (FSDP2), every rank calls it between two steps, all leave it together, and rank 0 alone
-    gets the snapshot: it has all weights in host memory, since no GPU need be able to hold them. A model that is whole
-    is copied where it lies: in bfloat16 that is an eighth of what weights, gradients and Adam take."""
+    If the model is sharded (FSDP2), every rank calls it between two steps, all leave it together, and only rank 0 gets
+    the snapshot: all weights in host memory, since one GPU may be too small for them. A model that is not sharded is
+    copied on its device: in bfloat16 that takes an eighth of the memory of weights, gradients and Adam."""
     state = held(module)
     sharded = any(isinstance(tensor, DTensor) for tensor in state.values())
     keeps = not sharded or distributed.get_rank() == 0
@@ -82,7 +82,7 @@ def take(module: Any, dtype: torch.dtype) -> Snapshot | None:
 
 
 def _settle(device: torch.device, sharded: bool) -> None:
-    """Nothing of this rank's copying is under way any more, nor of any other rank's gathering."""
+    """Wait until this rank has finished copying, and every rank has finished gathering."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     if sharded:

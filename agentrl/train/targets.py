@@ -1,9 +1,9 @@
-"""Which parts of a model an adapter adapts, and what they are called in a model folder.
+"""Which parts of a model an adapter adapts, and their names in a model folder.
 
 Owns the choice that `train.lora_targets` makes. Never knows ranks, files, nor how a part is adapted.
 
 A part is a linear layer, or a parameter: transformers keeps the experts of a layer as one stack [E, out, in], often
-gate and up together, where many model folders have a matrix an expert. A target names a part as either does.
+gate and up together; many model folders have one matrix per expert. A target may use either's names.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -37,7 +37,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A linear layer called `name`, or the parameter `parameter` of the module called so."""
+    """A linear layer called `name`, or the parameter `parameter` of the module `name`."""
 
     name: str
     parameter: str = ""
@@ -45,13 +45,13 @@ class Part:
 
     @property
     def names(self) -> frozenset[str]:
-        """What a target may call it, numbers of experts left out."""
+        """The names that a target may use for it, without expert numbers."""
         own = {self.name, f"{self.name}.{self.parameter}"} if self.parameter else {self.name}
         return frozenset(own | set(self.divided))
 
     @property
     def divided(self) -> tuple[str, ...]:
-        """The names of its pieces, numbers of experts left out."""
+        """The names of its pieces, without expert numbers."""
         return tuple(dict.fromkeys(re.sub(r"\.\d+(?=\.[^.]+$)", "", piece.name) for piece in self.pieces))
 
     @property
@@ -60,8 +60,8 @@ class Part:
 
 
 def choose(module: Any, targets: Sequence[str]) -> list[Part]:
-    """The parts that `targets` name by ends of their names; without any, all but routers. Embedding and output layer
-    are no parts. Raises ValueError for a target that names none, or half of a part."""
+    """The parts whose names end with one of `targets`; without targets, all but routers. The embedding and the output
+    layer are no parts. Raises ValueError for a target that names no part, or half of one."""
     parts = list(_parts(module))
     if not targets:
         return [part for part in parts if not part.routes]
@@ -78,8 +78,8 @@ def choose(module: Any, targets: Sequence[str]) -> list[Part]:
 
 
 def pieces(module: Any, stacks: Mapping[str, torch.Size]) -> dict[str, tuple[Piece, ...]]:
-    """Into what the model's folder divides parameters of these names and shapes [E, out, in]; empty if it keeps the
-    stack. Found by having transformers divide numbered rows, so that no architecture needs to be known here."""
+    """The pieces that the model's folder divides parameters of these names and shapes [E, out, in] into; empty if it
+    keeps the stack. Transformers divides numbered rows to find them, so no architecture needs to be known here."""
     rows: dict[str, torch.Tensor] = {}
     owner: list[str] = []
     for name, (experts, out, _) in stacks.items():
