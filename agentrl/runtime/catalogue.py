@@ -1,6 +1,6 @@
-"""What installed packages offer under an id, read from its class: for `agentrl list` and `agentrl show`.
+"""The classes that installed packages offer, by id: for `agentrl list` and `agentrl show`.
 
-Nothing is made of it: a class is imported and its documentation read.
+It imports a class and reads its documentation; it never makes an instance.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KINDS: tuple[registry.Kind, ...] = get_args(registry.Kind)
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of a constructor; `default` is what it is without being given, None where it has to be given."""
+    """One argument of a constructor; `default` is its default value as code, None if the argument is required."""
 
     name: str
     kind: str
@@ -27,7 +27,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is behind an id. `text` is its whole documentation; `open` says whether it takes further arguments."""
+    """The class or function behind an id. `text` is its docstring; `open` is whether it takes further arguments."""
 
     kind: registry.Kind
     id: str
@@ -44,13 +44,13 @@ class Entry:
 
 
 def entries(kind: registry.Kind) -> list[Entry]:
-    """All of a kind, by id."""
+    """All entries of a kind, sorted by id."""
     return [_entry(kind, id) for id in registry.ids(kind)]
 
 
 def find(id: str) -> Entry:
-    """What an id stands for, whichever its kind; also a reference `module:Class` or `file.py:Class`. Raises
-    UnknownIdError naming the nearest known ones."""
+    """The entry of an id of any kind, or of a reference `module:Class` or `file.py:Class`. Raises UnknownIdError, which
+    names the nearest known ids."""
     for kind in KINDS:
         if id in registry.ids(kind):
             return _entry(kind, id)
@@ -79,13 +79,13 @@ def _entry(kind: registry.Kind, id: str) -> Entry:
 
 
 def _parameters(maker: Any) -> list[inspect.Parameter]:
-    """Those of the constructor; arguments that it passes on are followed to the class that takes them."""
+    """The constructor's parameters; if it passes arguments on to a base class, that class's parameters too."""
     found: dict[str, inspect.Parameter] = {}
     classes: tuple[type, ...] = maker.__mro__ if inspect.isclass(maker) else ()
     constructors: list[Any] = [c.__dict__["__init__"] for c in classes if c is not object and "__init__" in c.__dict__]
     for function in constructors if classes else [maker]:
         parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
-        inherited = bool(found)  # what a base class needs, the class itself gives it
+        inherited = bool(found)  # the class itself passes the arguments that a base class requires
         found |= {p.name: p for p in parameters if p.name not in found and not (inherited and p.default is p.empty)}
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break

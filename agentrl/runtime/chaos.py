@@ -1,4 +1,4 @@
-"""`agentrl chaos`: what was done to a run, what it cost, and how its result compares with that of one left in peace."""
+"""`agentrl chaos`: injects faults into a run, reports their cost, compares the result with that of a quiet run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from agentrl.testing.chaos_run import LEFT_OUT, ChaosReport, ChaosRun
 def hurt(
     file: Path, out: Path, faults: int, seed: int, every_s: float, settings: list[str], compare: bool, console: Console
 ) -> bool:
-    """Run `file` at `out` under so many faults and print what came of it; whether it ended well and every audit was
-    clean. With `compare` the same run goes undisturbed at `OUT-quiet` afterwards."""
+    """Run `file` at `out` under this many faults and print the results. Returns whether the run ended well and every
+    audit was clean. With `compare` the same run is repeated without faults at `OUT-quiet`."""
     if out.exists():
         raise UsageError(f"{out} is there already: give another --out, or remove it")
     words = [str(file), *(word for setting in settings for word in ("--set", setting))]
@@ -59,7 +59,7 @@ def _table(report: ChaosReport) -> Table:
 
 
 def _success(run: Path) -> str:
-    """Of every held-out set after the last step."""
+    """The success on each held-out set after the last step."""
     summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
     sets: dict[str, Any] = summary["eval"]["sets"]
     after = {name: result["after"] for name, result in sets.items()}

@@ -1,8 +1,8 @@
-"""Where a run goes on: the newest checkpoint on disk, reconciled with the store.
+"""The point from which a run goes on: the newest checkpoint on disk, reconciled with the store.
 
-A checkpoint becomes real by its folder's rename; the store learns of it afterwards. A kill in between leaves a folder
-that the store does not know: it is recorded first, then everything after its step is undone. A loss of power, or a copy
-of the store put back, may also take rows that say which episodes it trained: its own list is believed.
+A checkpoint exists once its folder is renamed; the store records it afterwards. A kill in between leaves a folder that
+the store does not know: it is recorded first, then everything after its step is undone. A power loss, or a restored
+copy of the store, may also lose the rows that say which episodes it trained: then the checkpoint's own list counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StartPoint:
 
     @property
     def adapter(self) -> Path | None:
-        """The folder of the adapter, where an adapter was trained."""
+        """The folder of the adapter, if an adapter was trained."""
         return self.checkpoint / "adapter" if self.checkpoint else None
 
 
@@ -50,7 +50,7 @@ def start_point(run: RunDir, store: RunStore) -> StartPoint:
 
 
 def where_it_stands(start: StartPoint, run: RunDir, store: RunStore) -> StartPoint:
-    """`start`, or the newest checkpoint since then: of a few that are kept, that which a run began with goes first.
+    """`start`, or the newest checkpoint since then: a run keeps only a few, so the one it started from may be gone.
     Changes nothing."""
     checkpoint = newest(run.checkpoints)
     version = None if checkpoint is None else store.version_at(step_of(checkpoint))
@@ -60,7 +60,7 @@ def where_it_stands(start: StartPoint, run: RunDir, store: RunStore) -> StartPoi
 
 
 def _saved(checkpoint: Path) -> Saved | None:
-    """What a checkpoint says it trained, None if it names nothing. Raises RunFailed if it cannot be read."""
+    """The checkpoint's own record of its training, None if it has none. Raises RunFailed if it cannot be read."""
     file = checkpoint / STATE
     try:
         state = json.loads(file.read_text())
@@ -78,7 +78,7 @@ def _saved(checkpoint: Path) -> Saved | None:
 
 
 def _version(store: RunStore, step: int) -> WeightVersion:
-    """The version that stands for the weights of `step`: the one the run minted then, else a new one."""
+    """The version of the weights of `step`: the one that the run minted then, else a new one."""
     found = store.version_at(step)
     if found is None:
         found = store.mint_version(step)

@@ -1,7 +1,7 @@
 """The child side of supervision: `python -m agentrl.runtime.child ROLE RUN_DIR [INDEX]`.
 
-A child ignores Ctrl-C (its owner ends it), watches its lifeline, and leaves the one line it failed with where its owner
-looks for it.
+A child ignores Ctrl-C (its owner ends it), watches its lifeline, and writes its one line of error to the file that its
+owner reads.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _FINAL = (RunFailed, StoreBusy, StoreDamaged)
 
 
 def run_role(role: str, main: Callable[[], None]) -> int:
-    """Run a child's body; its failure becomes one line in $AGENTRL_ERROR_FILE and an exit status. Of several errors at
-    once it is the one that matters; the log has them all."""
+    """Run a child's body; its failure becomes one line in $AGENTRL_ERROR_FILE and an exit status. If several errors
+    were raised at once, the line is the most important one; the log has them all."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         main()
@@ -52,7 +52,7 @@ def _leave_note(line: str) -> None:
 def main() -> None:
     """Dispatch to the role's module, imported only here: a worker never loads torch."""
     role, path, *rest = sys.argv[1:]
-    faulthandler.register(DUMP)  # before one that hangs is killed, its log says where it stood
+    faulthandler.register(DUMP)  # a process that hangs writes its stacks to its log before it is killed
     if role == "worker":
         from agentrl.runtime.worker import serve
 

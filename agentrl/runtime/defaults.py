@@ -1,7 +1,7 @@
-"""What a run file leaves out, chosen by the machine and the size of the model; what it says is never changed.
+"""Chooses the settings that a run file leaves out, by the machine and the model's size; never changes those it gives.
 
-Without a GPU, or for a tiny model, the defaults of `agentrl.config` stand. The rules are arithmetic on memory; they
-were checked on their numbers, not by runs on GPUs.
+Without a GPU, or for a tiny model, the defaults of `agentrl.config` hold. The rules are arithmetic on memory; their
+numbers were checked, but not by runs on GPUs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from agentrl import config as configuration
 from agentrl.config import RunConfig
 
 _GIB: Final = 1 << 30
-_TINY: Final = 50_000_000  # parameters; a CPU trains fewer as fast
-_FULL_BYTES: Final = 16  # of memory for each trained parameter: weight, gradient and two moments in float32
-_SHARE: Final = 0.5  # of a GPU's memory that may go into them; the rest is for activations, or engines beside
+_TINY: Final = 50_000_000  # parameters; a CPU trains a smaller model as fast
+_FULL_BYTES: Final = 16  # memory for each trained parameter: weight, gradient and two moments in float32
+_SHARE: Final = 0.5  # the part of a GPU's memory for them; the rest is for activations, or for engines on the same GPU
 _LORA_RANK: Final = 32
 _LARGE_GIB: Final = 40
 _KV_SHARE: Final = 0.2
@@ -26,7 +26,7 @@ _KV_SHARE: Final = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What defaults depend on: GPUs, the memory of each in bytes, and whether vLLM is installed here."""
+    """The facts that defaults depend on: number of GPUs, memory of each in bytes, whether vLLM is installed here."""
 
     gpus: int = 0
     gpu_bytes: int = 0
@@ -47,14 +47,14 @@ class Machine:
 
 
 def parameters_of(folder: Path) -> int:
-    """How many parameters the model of `folder` has, by the size of its safetensors; 0 if it has none."""
+    """The number of parameters of the model in `folder`, by the size of its safetensors; 0 if it has none."""
     config = json.loads((folder / "config.json").read_text())
     width = 4 if (config.get("dtype") or config.get("torch_dtype")) == "float32" else 2
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) // width
 
 
 def chosen(config: RunConfig, machine: Machine, parameters: int) -> dict[str, Any]:
-    """The keys that `config` leaves out and this machine decides, with their values."""
+    """Values chosen for this machine, by key, of the settings that `config` leaves out."""
     if machine.gpus == 0 or parameters < _TINY:
         return {}
     large = machine.gpu_bytes >= _LARGE_GIB * _GIB
@@ -74,8 +74,8 @@ def chosen(config: RunConfig, machine: Machine, parameters: int) -> dict[str, An
 
 
 def fitted(config: RunConfig, machine: Machine, parameters: int) -> tuple[RunConfig, dict[str, Any]]:
-    """The run as it is on this machine, and what was chosen for it. Raises ConfigError if that contradicts what the
-    run file says."""
+    """The configuration for this machine, and the values chosen for it. Raises ConfigError if these contradict the run
+    file."""
     found = chosen(config, machine, parameters)
     document = config.model_dump(mode="json", exclude_unset=True)
     for key, value in found.items():

@@ -1,4 +1,4 @@
-"""What this machine has for training agents, and what to do about what is missing."""
+"""Checks what this machine has for training agents, and gives hints for missing parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEADLINE_S = 20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One part: whether it works, what was seen, and a hint where it does not. `needed` parts stop `make demo`."""
+    """One part: whether it works, what was seen, a hint if it does not. `make demo` stops without a `needed` part."""
 
     part: str
     works: bool
@@ -82,7 +82,7 @@ def _vllm() -> Finding:
 
 
 def _output(argv: list[str]) -> str:
-    """A command's stripped output, empty if it fails or is not there."""
+    """A command's stripped output, empty if the command fails or is missing."""
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,8 +1,8 @@
 """Evaluation of a model that somebody else serves: episodes over any OpenAI-compatible chat endpoint, no tokens needed.
 
 Owns the conversation (the environment's messages to the API's, its tool calls to the environment's text) and the
-results file, one line an episode: what is in it is not played again. What the endpoint or the environment's host
-failed at is tried again, then counted apart; it is never a score of the model.
+results file, one line per episode: an episode in it is not played again. If the endpoint or the environment's host
+fails, the episode is tried again, then counted as failed; it is never a score of the model.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from agentrl.runtime.evaluation import EvalResult, tasks_of
 T = TypeVar("T")
 
 RESULTS = "results.jsonl"
-_TURN_S = 300.0  # for an answer, unless rollout.turn_deadline_s is set: reasoning models take minutes
+_TURN_S = 300.0  # deadline of one answer unless rollout.turn_deadline_s is set: reasoning models take minutes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """A served model, and how it is asked. `attempts` are those of an episode."""
+    """A served model, and how to ask it. `attempts` is the most attempts at one episode."""
 
     client: ScoringClient
     concurrency: int = 16
@@ -49,7 +49,7 @@ class Endpoint:
 def evaluate(
     config: RunConfig, endpoint: Endpoint, n: int, out: Path, *, on_result: Callable[[Mapping[str, Json]], None]
 ) -> EvalResult:
-    """Play the first `n` held-out tasks of `config.env`, those left out that `out` holds already; the means over all.
+    """Play the first `n` held-out tasks of `config.env`, except those already in `out`. Returns the means over all.
 
     Raises UsageError if `out` holds the results of another evaluation, RunFailed if no episode could be played."""
     tasks = tasks_of(config, HeldOut(name="tasks", n=n), n)
@@ -73,20 +73,20 @@ def evaluate(
 
 
 def line(row: Mapping[str, Json]) -> str:
-    """An episode, in one line for a person."""
+    """One readable line about an episode."""
     if "error" in row:
         return f"seed {row['seed']}: failed, {row['error']}"
     return f"seed {row['seed']}: outcome {row['outcome']:g} in {row['turns']} turns ({row['stop_reason']})"
 
 
 class _ResultsFile:
-    """A line for what is evaluated, then a line an episode. A line that was cut off by a crash counts as none."""
+    """A first line about the evaluation, then one line per episode. A line that a crash cut off is ignored."""
 
     def __init__(self, folder: Path, of: Mapping[str, Json]) -> None:
         self._path, self._of = folder / RESULTS, dict(of)
 
     def read(self) -> dict[int, dict[str, Json]]:
-        """The episodes that were played, by seed; failed ones are left out, to be played again."""
+        """The finished episodes by seed; failed ones are left out, to be played again."""
         rows = list(self._rows())
         if not rows:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ async def _play_all(
 
 
 async def _attempts(config: RunConfig, endpoint: Endpoint, task: Task) -> Mapping[str, Json]:
-    """One line of the results. An episode that infrastructure failed is played again from its beginning."""
+    """One line of the results. After a failure of infrastructure the episode is played again from its beginning."""
     failure = ""
     for _ in range(endpoint.attempts):
         try:
@@ -140,11 +140,11 @@ async def _attempts(config: RunConfig, endpoint: Endpoint, task: Task) -> Mappin
 
 
 class _TimeUp(Exception):
-    """What the model asked for took longer than it may."""
+    """An action of the model took longer than allowed."""
 
 
 class _Episode:
-    """One episode: `_said` is the conversation as the API has it."""
+    """One episode: `_said` is the conversation in the API's form."""
 
     def __init__(self, config: RunConfig, endpoint: Endpoint, task: Task) -> None:
         self._config, self._endpoint, self._task = config, endpoint, task
@@ -200,8 +200,8 @@ class _Episode:
                 return StopReason.DONE if step.terminated else StopReason.TRUNCATED, step
 
     async def _in_time(self, what: str, answer: Awaitable[T]) -> T:
-        """Raises EnvError past the deadline of the environment's own code, _TimeUp past that of what the model asked
-        it to do."""
+        """Raises EnvError past the deadline of the environment's own code, _TimeUp past the deadline of the action that
+        the model asked for."""
         deadline_s = self._config.rollout.step_deadline_s
         with clock.watch(own_s=deadline_s, policy_s=deadline_s) as watch:
             return await answer
@@ -210,18 +210,18 @@ class _Episode:
         raise EnvError(f"{self._task.env}: {what} took over {deadline_s:g} s")
 
     def _hear(self, messages: Messages) -> None:
-        """The environment's messages; answers to calls get the ids that the calls had, in their order."""
+        """Add the environment's messages; answers to calls get the ids of the calls, in their order."""
         for message in messages:
             heard = Message(role=message["role"], content=message["content"])
             if message["role"] == "tool":
-                if not self._asked_ids:  # a call that the model wrote as text: the API knows of none
+                if not self._asked_ids:  # the model wrote the call as text: the API has no call
                     heard["role"] = "user"
                 else:
                     heard["tool_call_id"] = self._asked_ids.pop(0)
             self._said.append(heard)
 
     def _say(self, answer: Mapping[str, Json], dialect: str) -> str:
-        """What the model answered, as the environment's policy would have written it; and into the conversation."""
+        """Add the model's answer to the conversation; returns it as a policy's text for the environment."""
         content, calls = str(answer.get("content") or ""), list(answer.get("tool_calls") or [])
         said = Message(role="assistant", content=content)
         self._asked_ids = []
@@ -234,7 +234,7 @@ class _Episode:
 
 
 def _written(call: Any, dialect: str) -> str | None:
-    """A call of the API in a dialect of ours; None if its arguments are no JSON object."""
+    """A call of the API in one of our dialects; None if its arguments are not a JSON object."""
     try:
         function = call["function"]
         arguments = json.loads(function["arguments"] or "{}")

@@ -1,8 +1,8 @@
 """One engine replica under supervision: how its process is started, and when it serves the current weights.
 
 It knows both kinds of engine and hides the difference: after `up` the replica answers at `url` and stamps its tokens
-with the store's current version, also when it was started again in the middle of a run. Where weights go from memory to
-memory no file holds the current ones: it comes up with those the run began with, and the learner sees that and sends.
+with the store's current version, also if it was restarted in the middle of a run. If weights go from memory to memory,
+no file holds the current ones: the replica starts with those of the run's start, and the learner sends the current.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _POLL_S = 0.05
 PAUSES = ("full", "delta")
 """The ways of new weights (`RunConfig.sync`) on which a paused engine is one whose pusher is at work, or vanished."""
 
-_ADAPTERS = 4  # versions that turns of one batch may have begun with
+_ADAPTERS = 4  # versions with which the turns of one batch may have begun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """What an engine is to serve: a model folder that stands for version `base`, and the current version with the
-    weight file, or the folder of the adapter over `model`, that holds it where that is another one. `canary` is what
-    was proved of the current version when it was sent."""
+    """The weights that an engine has to serve: a model folder of version `base`, and the current version. If that is
+    another version, `file` is its weight file or `adapter` its adapter folder over `model`. `canary` is the canary
+    that the current version passed when it was sent."""
 
     model: Path
     base: WeightVersion
@@ -54,12 +54,12 @@ class Weights:
 
 
 class WrongWeights(RunFailed):
-    """An engine was started again and computes with other weights than it says: another start would not help."""
+    """A restarted engine computes with other weights than it claims: another restart would not help."""
 
 
 def current_weights(config: RunConfig, store: RunStore, start: StartPoint) -> Weights:
-    """What the store calls current, in a run whose newest files on disk are those of `start`; `start` itself where what
-    came after is in nothing but the learner's memory. Raises RunFailed if its files are gone."""
+    """The store's current weights, in a run whose newest files on disk are those of `start`; the weights of `start` if
+    all later ones are only in the learner's memory. Raises RunFailed if its files are gone."""
     current = start.version if config.syncs_memory else store.current_version()
     path = store.weights_path(current.version)
     found = path if path is not None and path.exists() else None
@@ -77,7 +77,7 @@ def current_weights(config: RunConfig, store: RunStore, start: StartPoint) -> We
 
 @dataclass(slots=True, kw_only=True)
 class Replica:
-    """A supervised engine, on `gpus` if any are named. `weights` is asked at every start."""
+    """A supervised engine, on `gpus` if any are named. `weights` is called at every start."""
 
     child: Child
     port: int
@@ -91,19 +91,19 @@ class Replica:
         return f"http://127.0.0.1:{self.port}"
 
     async def up(self) -> None:
-        """Start it and wait until it serves the current weights and, where they were sent before, computes with them.
-        Raises RunFailed with what its log or error says, EngineError if it does not take the weights, WrongWeights if
-        it computes with others."""
+        """Start it and wait until it serves the current weights and, if these were sent before, computes with them.
+        Raises RunFailed with its error or the end of its log, EngineError if it does not take the weights, WrongWeights
+        if it computes with others."""
         await self._start()
         await fit(self.child.name, self.url, self.weights, self.config, self.scratch / LOCKS)
 
     async def again(self) -> None:
-        """As `up`, of an engine that a `Watch` gives its weights if it does not get them here."""
+        """As `up`, but if the engine does not get its weights here, its `Watch` sends them later."""
         with suppress(EngineError):
             await self.up()
 
     async def _start(self) -> None:
-        """With the newest weights that will stay where they are while it reads them."""
+        """Start it with the newest weights whose files stay in place while it reads them."""
         weights = self.weights()
         if self.config.engine.kind == "vllm":
             await self._start_vllm(weights)
@@ -166,9 +166,9 @@ async def fit(
     *,
     fresh: bool = False,
 ) -> None:
-    """Give a running engine the current weights and prove them, unless what it serves `fits` (default: they, or newer
-    ones) and it is not paused. `weights` is asked, and read, while nobody else gives it any. Raises as `attach`, and
-    WrongWeights."""
+    """Give a running engine the current weights, unless the version that it serves `fits` (default: the current or a
+    newer one) and it is not paused; then check the canary. `weights` is called, and its files are read, while nobody
+    else sends to the engine. Raises as `attach`, and WrongWeights."""
     deadline_s, key = config.engine.admin_deadline_s, config.engine.api_key()
     async with exclusive(locks, url, deadline_s=deadline_s):
         found = weights()
@@ -177,18 +177,18 @@ async def fit(
             client = adapters.AdapterClient(url, current=lambda: None, api_key=key)
         async with aclosing(client):
             served = await client.served_version(deadline_s=deadline_s)
-            halted = config.sync in PAUSES and await client.paused(deadline_s=deadline_s)  # by one who vanished
+            halted = config.sync in PAUSES and await client.paused(deadline_s=deadline_s)  # its pusher has died
         if halted or not (served >= found.current.version if fits is None else fits(served)):
             await attach(url, found, config, fresh=fresh)
         await prove(name, url, found, config)
 
 
 async def prove(name: str, url: str, weights: Weights, config: RunConfig) -> None:
-    """The canary that the version passed when it was sent, on an engine that was given it once more. Raises
-    WrongWeights if the engine is not its equal.
+    """Repeat the canary of the current version on an engine that was given this version once more. Raises WrongWeights
+    if the engine does not pass it.
 
-    The learner may have sent the next version meanwhile, or the engine have died again: then somebody else sees to it,
-    and nothing is proved here."""
+    If the learner has sent the next version meanwhile, or the engine has died again, nothing is proved here: another
+    part of the run takes care of it."""
     if weights.canary is None:
         return
     version, key = weights.current.version, config.engine.api_key()
@@ -217,7 +217,7 @@ def vllm_server(
     lora_rank: int = 0,
     lora_targets: Sequence[str] = (),
 ) -> vllm.VLLMServer:
-    """A vLLM server with all that training needs. Raises UsageError where there is no vLLM."""
+    """A vLLM server with all options that training needs. Raises UsageError if vLLM is not installed."""
     return vllm.VLLMServer(
         model=model,
         port=port,
@@ -239,11 +239,11 @@ def vllm_server(
 
 
 async def attach(url: str, weights: Weights, config: RunConfig, *, fresh: bool = True) -> None:
-    """Make a running engine serve the current weights. One that is not `fresh` is the run's already, and lacks the
-    current version alone. Raises UsageError for a vLLM server that lacks what training needs, with the flags that mend
-    it; WeightSyncError if it does not take the weights.
+    """Make a running engine serve the current weights. An engine that is not `fresh` belongs to the run already and
+    lacks only the current version. Raises UsageError for a vLLM server that lacks features that training needs, with
+    the flags to add; WeightSyncError if it does not take the weights.
 
-    From memory the learner has to send them: until then the engine is paused, at a version that no run has."""
+    If weights go from memory, the learner sends them: until then the engine is paused, at a version that no run has."""
     settings, adapters_alone = config.engine, config.sync == "adapter"
     deadline_s = settings.admin_deadline_s
     async with aclosing(EngineClient(url, api_key=settings.api_key())) as client:
@@ -260,7 +260,7 @@ async def attach(url: str, weights: Weights, config: RunConfig, *, fresh: bool =
             await vllm.announce(client, 0)
             return
         if adapters_alone and fresh:
-            await adapters.retire([client], keep=(), deadline_s=deadline_s)  # those of a run before this one
+            await adapters.retire([client], keep=(), deadline_s=deadline_s)  # adapters of an earlier run
         if fresh or not adapters_alone:
             below = weights.base if adapters_alone else weights.current
             whole = [weights.file] if weights.file is not None else weightfile.parts(weights.model)

@@ -1,4 +1,4 @@
-"""Held-out evaluation: which tasks, under which label they lie in the store, and what came of them.
+"""Held-out evaluation: its tasks, its label in the store, and its results.
 
 An evaluation is groups of one episode each, sampled as in training, claimed before any training episode. It never
 enters the loss. Labels are `eval:NAME:before`, `eval:NAME:during@STEP` and `eval:NAME:after`.
@@ -18,8 +18,8 @@ _ALL = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """`success` and `outcome` are means over the `n` episodes that ended by the policy's own doing; `failed` are the
-    others, which infrastructure ended."""
+    """`success` and `outcome` are means over the `n` episodes that the policy itself ended; `failed` counts the others,
+    which infrastructure ended."""
 
     name: str
     success: float
@@ -31,12 +31,12 @@ class EvalResult:
 
 
 def label(name: str, when: str) -> str:
-    """The store's purpose of one evaluation."""
+    """The `purpose` of one evaluation's groups in the store."""
     return f"eval:{name}:{when}"
 
 
 def tasks_of(config: RunConfig, held_out: HeldOut, n: int) -> list[Task]:
-    """The first `n` tasks of a held-out set; the training environment's arguments are the defaults of the set's."""
+    """The first `n` tasks of a held-out set; the training environment's arguments are defaults for the set's own."""
     same = held_out.id is None or held_out.id == config.env.id
     return [
         Task(
@@ -51,7 +51,7 @@ def tasks_of(config: RunConfig, held_out: HeldOut, n: int) -> list[Task]:
 
 
 def schedule(store: RunStore, config: RunConfig, held_out: HeldOut, when: str, n: int) -> str:
-    """Put an evaluation into the store unless it is there already (after a restart); its label."""
+    """Put an evaluation into the store unless it is there already (after a restart). Returns its label."""
     purpose = label(held_out.name, when)
     if not store.counts(purpose):
         store.add_groups(tasks_of(config, held_out, n), size=1, purpose=purpose)
@@ -59,13 +59,13 @@ def schedule(store: RunStore, config: RunConfig, held_out: HeldOut, when: str, n
 
 
 def finished(store: RunStore, purpose: str) -> bool:
-    """Whether no episode of it is still to be played."""
+    """Whether all its episodes were played."""
     counts = store.counts(purpose)
     return not any(counts.get(state, 0) for state in (GroupState.WAITING, GroupState.RUNNING))
 
 
 def result(store: RunStore, name: str, purpose: str) -> EvalResult | None:
-    """The measured means; None if nothing of it ended by the policy's own doing."""
+    """The measured means; None if infrastructure ended all its episodes."""
     ended = [row for row in store.episodes(purpose, limit=_ALL) if row.stop_reason is not None]
     scored = [row for row in ended if row.stop_reason is not None and row.stop_reason.by_policy]
     if not scored:

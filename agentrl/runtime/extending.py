@@ -1,6 +1,6 @@
-"""Settings that a run may change when it goes on: how long it trains and what it may use, never what it learns from.
+"""Settings that a resumed run may change: how long it trains and which resources it uses, never what it learns from.
 
-Owns the list of them. If a run that had ended gets more steps, its last evaluation becomes one of those in training.
+Owns their list. If a finished run gets more steps, its last evaluation becomes one of those during training.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _MAY_CHANGE = (
 
 
 def change(run: RunDir, overrides: list[str]) -> None:
-    """Write `overrides` (`section.key=value`) into a run that nothing runs at the moment.
+    """Write `overrides` (`section.key=value`) into a run that is not running.
 
-    Raises ConfigError for a setting that a run keeps, for fewer steps than it has done, and for a bad value; UsageError
-    while another process runs it."""
+    Raises ConfigError for a setting that may not change, for fewer steps than the run has done, and for a bad value;
+    UsageError while another process runs it."""
     with run.lock(), RunStore.open(run.store_path) as store:
         before = run.config()
         document = before.model_dump(mode="json")
@@ -69,7 +69,7 @@ def _check(before: RunConfig, after: RunConfig, store: RunStore) -> None:
 
 
 def _reopen(before: RunConfig, store: RunStore) -> None:
-    """Training goes on: its clock runs again, from what it had counted, and its last evaluation is none of the last."""
+    """Reopen training: its clock goes on from its last reading, and its last evaluation becomes one during training."""
     started, ended = store.meta("train_started_s"), store.meta("train_ended_s")
     if started and ended:
         store.set_meta("train_started_s", str(time.time() - (float(ended) - float(started))))

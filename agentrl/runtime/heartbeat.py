@@ -1,19 +1,19 @@
-"""Signs of life: how a process says that it advances, and how its owner sees that it does not. A hang is a death.
+"""Signs of life: how a process shows progress, and how its owner detects that it hangs. A hang counts as a death.
 
-A process marks in a place where only real progress comes by; its owner reads the count and ends it when that stands
-still. What a mark proves differs:
+A process makes a mark at points that it reaches only by real progress; its owner reads the count and ends the process
+when the count stands still. A mark proves different things:
 
     worker       a task of its event loop marks: the loop turns, so no environment blocks it, and it is not stopped
-    learner      the training thread marks between two passes and two files: training goes on. A thread that only
-                 marks would prove less; so that one can wait long for a pass, a stopped learner is seen by the
-                 kernel's word for it (`stopped`), which needs no mark
-    supervisor   as a worker, towards the parent of `agentrl train --keep-alive`
+    learner      the training thread marks between two passes and two files: training goes on. A separate thread of
+                 marks would prove less. One pass may take long, so the deadline is long; a stopped learner is found
+                 earlier, by its state in the kernel (`stopped`), which needs no mark
+    supervisor   as a worker; its owner is the parent of `agentrl train --keep-alive`
     engine       none: `agentrl.runtime.watch` asks it over HTTP
 
-A process that waits for the store's lock is no hang: that wait has a deadline of its own, and a thread marks for it.
-A mark is a count and never a time, so no two clocks are compared. The owner runs on a `HostClock`: while the machine is
-suspended, or the owner itself stopped, no time passes, and nobody is ended for it. Standard library and trio only; of
-what happens to a process that hangs it knows nothing.
+A process that waits for the store's lock does not hang: that wait has its own deadline, and a thread marks meanwhile.
+A mark is a count, not a time, so no two clocks are compared. The owner runs on a `HostClock`: while the machine is
+suspended, or the owner itself stopped, no time passes and no process is ended. Standard library and trio only; never
+knows what happens to a process that hangs.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ DUMP = signal.SIGUSR2
 
 BEAT_S = 1.0
 _LOOK_S = 1.0
-_DUMP_S = 1.0  # in which a child writes its stacks
+_DUMP_S = 1.0  # time for a child to write its stacks
 _COUNT = struct.Struct("q")
 _RETIRED = -1
 
 
 class Heartbeat:
-    """The marks of this process. Where nobody listens they go nowhere."""
+    """The marks of this process. Without an owner that reads them, they have no effect."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._count, self._retired = 0, False
@@ -57,19 +57,19 @@ class Heartbeat:
 
     @classmethod
     def of_process(cls) -> Heartbeat:
-        """Towards the owner that the environment names; what this process starts has another."""
+        """Marks for the owner that the environment names; children of this process do not inherit the variable."""
         path = os.environ.pop(VARIABLE, None)
         return cls(Path(path) if path else None)
 
     def mark(self) -> None:
-        """The work has come further."""
+        """Record that the work has advanced."""
         if self._retired:
             return
         self._count += 1
         _COUNT.pack_into(self._memory, 0, self._count)
 
     def retire(self) -> None:
-        """No more marks come, and that is no hang: what is left to do has no deadline."""
+        """Announce that no more marks come and that this is no hang: the remaining work has no deadline."""
         self._retired = True
         _COUNT.pack_into(self._memory, 0, _RETIRED)
 
@@ -80,7 +80,7 @@ class Heartbeat:
             await trio.sleep(BEAT_S)
 
     def mark_while(self, waits: Callable[[], bool]) -> None:
-        """Have a thread mark for this process while it waits for something that has a deadline of its own."""
+        """Start a thread that marks while `waits` is true: while the process waits under another deadline."""
 
         def watch() -> None:
             while True:
@@ -92,7 +92,7 @@ class Heartbeat:
 
 
 def prepare(path: Path) -> dict[str, str]:
-    """Make the file for the marks of a process that is about to start; what its environment has to say of it."""
+    """Make the file for the marks of a process that is about to start. Returns the variable for its environment."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     path.write_bytes(bytes(_COUNT.size))
@@ -100,14 +100,14 @@ def prepare(path: Path) -> dict[str, str]:
 
 
 def read(path: Path) -> int:
-    """How many marks there are, 0 where nothing can be read."""
+    """The number of marks, 0 if the file cannot be read."""
     with suppress(OSError, struct.error):
         return _COUNT.unpack(path.read_bytes())[0]
     return 0
 
 
 def stopped(pid: int) -> bool:
-    """Whether the kernel says that a process is stopped, by SIGSTOP or a debugger. False where there is no /proc."""
+    """Whether a process is stopped, by SIGSTOP or a debugger, according to the kernel. False if there is no /proc."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     return False
@@ -124,8 +124,8 @@ class Marked(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
-    """How long a process may be silent. `start_s` holds until its first mark, `silent_s` afterwards; `stopped_s` is for
-    one that the kernel calls stopped. `names` are the settings of the last two."""
+    """How long a process may be silent: `start_s` until its first mark, `silent_s` afterwards, and `stopped_s` while
+    the kernel says that it is stopped. `names` are the settings of the last two."""
 
     process: Marked
     start_s: float
@@ -134,7 +134,7 @@ class Pulse:
     names: tuple[str, str]
 
     async def run(self, hangs: Callable[[str], None]) -> None:
-        """Listen until the process hangs; `hangs` is told why, once its stacks are in its log."""
+        """Listen until the process hangs, have it log its stacks if it can, then call `hangs` with the reason."""
         count, heard = 0, trio.current_time()
         ran = heard
         while True:

@@ -1,7 +1,7 @@
 """Models of the Hugging Face hub: from this machine's cache, else downloaded where the network allows.
 
-Owns what is fetched of a repository (no other framework's weights) and what to do where it cannot be. It downloads in
-the process that asks first, before a run starts anything; the others find it in the cache.
+Owns the choice of files to fetch (no other framework's weights) and the advice if they cannot be fetched. The process
+that asks first downloads, before a run starts anything; the others find the files in the cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def is_id(name: str) -> bool:
 
 
 def folder_of(name: str) -> Path:
-    """The folder with the model `name`. Raises ModelError that says how to get it by hand."""
+    """The folder with the model `name`. Raises ModelError, which says how to get the model by hand."""
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -31,7 +31,7 @@ def folder_of(name: str) -> Path:
     id, revision = parts["id"], parts["revision"]
     try:
         found = Path(snapshot_download(id, revision=revision, allow_patterns=_FILES, local_files_only=True))
-        weightfile.parts(found)  # a download that was interrupted lacks some
+        weightfile.parts(found)  # an interrupted download lacks some of them
         return found
     except (LocalEntryNotFoundError, ModelError):
         pass
@@ -41,7 +41,7 @@ def folder_of(name: str) -> Path:
         return Path(snapshot_download(id, revision=revision, allow_patterns=_FILES))
     except RepositoryNotFoundError:
         raise ModelError(f"the hub has no model {name!r}, or asks for a login: hf auth login") from None
-    except Exception as error:  # of httpx, the hub, the disk: none of them is the caller's to tell apart
+    except Exception as error:  # errors of httpx, the hub, the disk: the caller need not tell them apart
         said = str(error).partition("\n")[0].strip()
         folder = f"models/{id.rpartition('/')[2]}"
         raise ModelError(

@@ -1,8 +1,8 @@
 """`agentrl train --keep-alive`: a small parent that starts the supervisor again after a crash or a hang.
 
-It owns one process at a time, and nothing of the run: what a dead supervisor leaves is its janitor's, where the run
-goes on is in its store. A supervisor that ends on purpose (success, Ctrl-C, a line that says why the run cannot go on)
-is not started again. Should the parent die, the supervisor's lifeline ends, and it ends in order.
+It owns one process at a time, and nothing of the run: the janitor cleans up after a dead supervisor, and the store says
+where the run goes on. A supervisor that ends on purpose (success, Ctrl-C, a line that says why the run cannot go on) is
+not started again. If the parent dies, the supervisor's lifeline ends, and the supervisor shuts down in order.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ ERROR_FILE = "AGENTRL_ERROR_FILE"
 KEPT = "AGENTRL_KEPT"
 """Says that standard input is a lifeline, in the environment of a process."""
 
-_PATIENCE_S = 20.0  # for a supervisor that ends in order, beyond its parent
+_PATIENCE_S = 20.0  # time for a supervisor to shut down in order after its parent ended
 
 
 def live_with_parent() -> None:
-    """In a supervisor, or its parent: end in order when the process that keeps it alive is gone; without one, never."""
+    """In a supervisor, or its parent: shut down in order when the process that keeps it alive, if any, is gone."""
     if os.environ.pop(KEPT, None):
         watch_lifeline(lambda: os.kill(os.getpid(), signal.SIGTERM))
 
@@ -66,10 +66,10 @@ def keep_training(
 
 
 def keep_alive(command: Callable[[], Sequence[str]], *, path: Path, settings: RunConfig) -> int:
-    """Run the supervisor's command, asked for at each start, until one ends on purpose; its exit status. `path` is the
-    run's folder.
+    """Run the supervisor until it ends on purpose; returns its exit status. `command` is called at each start, `path`
+    is the run's folder.
 
-    Raises RunFailed, which names the last end, when the budget of restarts is spent."""
+    Raises RunFailed, which gives the last failure, when the budget of restarts is spent."""
     live_with_parent()
     hang_s, start_s = settings.train.liveness_deadline_s, settings.engine.start_deadline_s
     with closing(OwnedFolder(patience_s=_PATIENCE_S)) as owner:
@@ -86,7 +86,7 @@ _NAME = "train.liveness_deadline_s"
 
 @dataclass(slots=True)
 class _Kept:
-    """The supervisor of now, in a process group of its own: Ctrl-C reaches the parent, which passes it on once."""
+    """The current supervisor, in its own process group: Ctrl-C reaches the parent, which passes it on once."""
 
     command: Callable[[], Sequence[str]]
     folder: Path

@@ -1,7 +1,6 @@
 """Every key of the run file with its default and its meaning, read from `agentrl.config` itself.
 
-A key's meaning is the comment that stands behind it there, so that code, this table and the page made of it cannot say
-different things.
+A key's meaning is the comment behind it there, so the code, this table and the documentation page always agree.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _NUMBERS = (
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """`name` is dotted, with `[]` behind what may stand several times; `default` is as TOML has it, or "required"."""
+    """`name` is dotted, with `[]` after a table that may be repeated; `default` is in TOML notation, or "required"."""
 
     name: str
     kind: str
@@ -53,12 +52,12 @@ class Key:
 
 
 def all_keys() -> list[Key]:
-    """All of them, in the order of the code."""
+    """All keys, in the order of the code."""
     return list(_of(config.RunConfig, ""))
 
 
 def page() -> str:
-    """The table as a page of the documentation."""
+    """The table as a documentation page."""
     lines = [
         "# Run file",
         "",

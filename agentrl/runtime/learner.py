@@ -1,9 +1,9 @@
 """The learner's process: take a batch, step, mint a version, send it, confirm it; checkpoint now and then.
 
 It is the only process that loads torch besides the engine. A push overlaps the next step, on a thread: neither side
-waits for the other (law 6). What is pushed is therefore a file or a copy in memory, of one moment between two steps.
-What the learner does wait for, groups or the push before, is measured as idle time: that is what the run's trainer idle
-share is made of.
+waits for the other (law 6). A push therefore sends a file, or a copy in memory, made between two steps. The time in
+which the learner waits for groups, or for the push before, is measured as idle time; the run's trainer idle share is
+computed from it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from agentrl.train.sender import Sender
 from agentrl.train.snapshot import take
 
 _POLL_S = 0.005
-_WATCH_S = 1.0  # between two looks, while the learner waits, at what the engines serve
-_PROBE = 128  # tokens that the canary compares
+_WATCH_S = 1.0  # between two checks of the engines' versions while the learner waits
+_PROBE = 128  # number of tokens that the canary compares
 
 
 def learn(path: Path) -> None:
@@ -79,7 +79,7 @@ class _Learning:
         store.set_meta("model_params", str(sum(p.numel() for p in self._learner.model.parameters())))
 
     def run(self) -> None:
-        """Raises RunFailed; where it was the engines' doing, what was learned is saved first."""
+        """Raises RunFailed; if the engines failed, saves a checkpoint first."""
         try:
             self._learn()
         except NotDelivered:
@@ -91,7 +91,7 @@ class _Learning:
         learner, config = self._learner, self._config
         self._heartbeat.mark()
         current = self._store.current_version()
-        # After a rollback the engines serve versions that were undone: a new one is newer than those.
+        # After a rollback the engines serve versions that were undone: a new version is newer than these.
         if current.step != learner.step_index or trio.run(self._publisher.behind, self._urls(), current.version):
             self._publish({})
         version = None
@@ -111,18 +111,18 @@ class _Learning:
             self._checkpoint(version)
 
     def _take(self) -> tuple[list[Group], float] | None:
-        """The next batch, and how long the learner had to wait for it; None if no task is left."""
+        """The next batch and how long the learner waited for it, in seconds; None if no task is left."""
         started, size = time.perf_counter(), self._config.buffer.groups_per_step
         while (phase := self._store.meta("phase")) != "stop":
             if phase == "drain":
-                size = min(size, self._store.ready_count())  # 0: late members alone
+                size = min(size, self._store.ready_count())  # 0: only late members
             groups = self._store.take(self._learner.step_index + 1, size, max_lag=self._config.buffer.max_lag)
             if groups is not None:
                 return groups, time.perf_counter() - started
             if size == 0:
                 return None
             if self._push is not None and self._push.done():
-                self._settle()  # without its version no group may ever come
+                self._settle()  # raises if it failed: without its version no group may ever come
             elif self._push is None and time.monotonic() >= self._watch_at:
                 self._send_again()
             self._heartbeat.mark()
@@ -151,15 +151,15 @@ class _Learning:
         return version
 
     def _send_again(self) -> None:
-        """Where no file holds the current weights, only the learner can give them to an engine that was started again,
-        or that the run found there."""
+        """Send the current weights again if an engine lacks them: an engine that was restarted, or one the run attached
+        to. Only the learner can do it when no file holds them."""
         self._watch_at = time.monotonic() + _WATCH_S
         version = self._store.current_version()
         if version.step == self._learner.step_index and trio.run(self._publisher.behind, self._urls(), version.version):
             self._push = self._pushes.submit(self._send, version, self._snapshot(version), {})
 
     def _snapshot(self, version: WeightVersion) -> MemoryParcel:
-        """The weights of now in the engines' dtype: a copy, for the next step changes them while they are sent."""
+        """A copy of the current weights in the engines' dtype; the next step changes the originals during the send."""
         snapshot = take(self._learner.model.module, getattr(torch, self._dtype))
         assert snapshot is not None, "only rank 0 sends"
         proof = self._canary(version, snapshot.fingerprints())
@@ -173,7 +173,7 @@ class _Learning:
         return json.loads(self._store.meta("engine_urls") or "[]")
 
     def _canary(self, version: WeightVersion, fingerprints: Mapping[str, str]) -> Canary | None:
-        """What a fixed probe costs under the weights that are sent, and the fingerprints of these."""
+        """The log-probs of a fixed probe under the weights that are sent, and the fingerprints of these weights."""
         config, train = self._config, self._config.train
         if not config.engine.canary:
             return None
@@ -191,11 +191,11 @@ class _Learning:
         )
 
     def _settle(self) -> float:
-        """Wait for the push under way; how long that took. Raises what it raised."""
+        """Wait for the push under way. Returns how long that took, in seconds. Re-raises the push's error."""
         started = time.perf_counter()
         push, self._push = self._push, None
         if push is not None:
-            patience_s = 2 * self._config.engine.mending_deadline_s  # beyond what `WeightPublisher.deliver` ever takes
+            patience_s = 2 * self._config.engine.mending_deadline_s  # longer than `WeightPublisher.deliver` ever takes
             while wait([push], timeout=BEAT_S).not_done:
                 if time.perf_counter() - started < patience_s:
                     self._heartbeat.mark()
@@ -203,7 +203,7 @@ class _Learning:
         return time.perf_counter() - started
 
     def _send(self, version: WeightVersion, parcel: Parcel | MemoryParcel, row: dict[str, Any]) -> None:
-        """Have every engine take the weights, confirm the version, drop what nobody needs any more."""
+        """Send the weights to every engine, confirm the version, drop the versions that nobody needs any more."""
         urls = self._urls()
         sync = trio.run(self._publisher.deliver, urls, parcel)
         self._store.confirm_version(version)
@@ -212,7 +212,7 @@ class _Learning:
         trio.run(self._publisher.tidy, urls)
 
     def _is_time(self, step: int) -> bool:
-        """Whether to save: a learner that dies loses no more steps, and no more time, than the settings allow."""
+        """Whether to save now, so that a dead learner loses no more steps or time than the settings allow."""
         every = self._config.train
         return step % every.checkpoint_every == 0 or time.monotonic() - self._saved_at >= every.checkpoint_every_s
 
@@ -230,7 +230,7 @@ class _Learning:
 
 
 def _device(config: RunConfig) -> torch.device:
-    """Where it trains. Raises ConfigError for a GPU that this machine does not have."""
+    """The device for training. Raises ConfigError for a GPU that this machine does not have."""
     device = torch.device(config.train.device)
     seen = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= seen:

@@ -10,7 +10,7 @@ _LIFELINE_GRACE_S = 5.0
 
 
 def watch_lifeline(on_end: Callable[[], None]) -> None:
-    """Call `on_end` when standard input ends, and exit for good a grace later whatever happened meanwhile."""
+    """Call `on_end` when standard input ends, and exit the process after a grace period in any case."""
 
     def watch() -> None:
         while os.read(0, 4096):

@@ -1,6 +1,6 @@
-"""The live terminal view of a run: step, reward, success, staleness, tokens per second, who waits for whom.
+"""The live terminal view of a run: step, reward, success, staleness, tokens per second, which part waits for which.
 
-It reads the store and draws; without a terminal it prints a line a step instead.
+It reads the store and draws; without a terminal it prints one line per step instead.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from agentrl.runtime import report
 from agentrl.runtime.pipeline import Supervisor
 from agentrl.runtime.signal import moved, no_signal
 
-_WINDOW = 10  # steps that a shown mean spans
+_WINDOW = 10  # number of steps in a displayed mean
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(slots=True)
 class LiveView:
-    """A context manager whose `tick` is a supervisor's `on_tick`."""
+    """A context manager; pass its `tick` to a supervisor as `on_tick`."""
 
     console: Console = field(default_factory=Console)
     _live: Live | None = None
@@ -51,7 +51,7 @@ class LiveView:
             self._live.stop()
 
     def tick(self, supervisor: Supervisor) -> None:
-        """Draw the present state."""
+        """Draw the current state."""
         if self._live is not None:
             self._live.update(self._panel(supervisor))
         else:
@@ -75,7 +75,7 @@ class LiveView:
             self._warn(v)
 
     def _warn(self, row: dict[str, Any]) -> None:
-        """Say that steps move nothing when it shows, then each time that there are twice as many."""
+        """Warn when the steps stop changing the weights, then again each time that the number of such steps doubles."""
         if moved(row):
             self._rows, self._warned = [], 0
             return
@@ -136,7 +136,7 @@ def _bar(step: int, steps: int) -> RenderableType:
 
 
 def _values(rows: list[dict[str, Any]], key: str) -> list[float]:
-    """The measured values; a step that had nothing to take a mean of has None."""
+    """The measured values; a step without any value to average has None."""
     return [float(row[key]) for row in rows if row[key] is not None]
 
 

@@ -1,4 +1,4 @@
-"""What a model's name stands for: a folder, an id that a package registered, or one of the Hugging Face hub."""
+"""Resolves a model's name: a folder, an id that a package registered, or an id of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from agentrl.runtime import hub
 
 
 def given_model_dir(config: RunConfig, policy: str) -> Path:
-    """The folder of a model that plays a role and does not learn: the run's own for `"frozen"`. Raises ModelError, also
-    for one that has another tokenizer: the run's renderer writes and reads for all of them."""
+    """The folder of a model that plays a role and does not learn; for `"frozen"` it is the run's own model. Raises
+    ModelError, also if its tokenizer differs from the run's: one renderer serves all models."""
     own = model_dir(config.model)
     if policy == "frozen":
         return own
@@ -25,8 +25,8 @@ def given_model_dir(config: RunConfig, policy: str) -> Path:
 
 
 def engine_dtype(settings: EngineSettings, folder: Path) -> Literal["float32", "float16", "bfloat16"]:
-    """What the engines that serve the model of `folder` compute in, and so what weights travel in: for "auto" that
-    of the model, or bfloat16 for one of float32, as vLLM has it."""
+    """The dtype in which engines compute with the model of `folder`, and in which weights are sent: float32 for the
+    embedded engine. "auto" is the model's own dtype, but bfloat16 for a float32 model, as in vLLM."""
     if settings.kind == "embedded":
         return "float32"
     if settings.dtype != "auto":
@@ -39,7 +39,7 @@ def model_dir(name: str) -> Path:
     """The folder (Hugging Face layout) behind a path, a registered id such as `agentrl/tiny-coder`, or an id of the
     Hugging Face hub, which is downloaded if it is not in the cache.
 
-    Raises ModelError if there is none of them, or the folder has no config.json."""
+    Raises ModelError if nothing is found, or the folder has no config.json."""
     path = Path(name)
     if not path.is_dir():
         path = _named(name)

@@ -6,9 +6,9 @@
      starts up)         └── confirm ◄─ push ◄─ step ◄─ take
 
 The supervisor owns the children, the phase (the store's `phase`: `eval`, `train`, `drain`, `stop`) and the deadlines;
-it never touches a token. `drain` comes where the tasks end before the steps do: nothing is admitted any more, the
-learner takes what there is, in a last smaller batch, and is done. Evaluations during training are claimed before
-training episodes and wait for nobody.
+it never touches a token. If the tasks end before the steps do, the phase is `drain`: no task is admitted any more, and
+the learner trains the remaining groups in a last smaller batch. Evaluations during training are claimed before training
+episodes, and nothing waits for them.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from agentrl.store import RunStore, close_policy
 from agentrl.telemetry import Telemetry
 
 _TICK_S = 0.25
-_MIN_FAILURES = 8  # so many failures of infrastructure, an outage as one, are never a reason to stop
+_MIN_FAILURES = 8  # a run never stops for this few failures of infrastructure; an outage counts as one
 
 
 class Interrupted(RunFailed):
-    """Ctrl-C or SIGTERM: the run stopped in order and can be resumed."""
+    """Ctrl-C or SIGTERM: the run shut down in order and can be resumed."""
 
     exit_code = 130
 
 
 @dataclass(slots=True)
 class Supervisor:
-    """One live run. `on_tick` is called four times a second with the supervisor; it draws, it never decides."""
+    """One live run. `on_tick` is called with the supervisor four times a second, to draw; it never decides."""
 
     run: RunDir
     config: RunConfig
@@ -63,8 +63,8 @@ class Supervisor:
     started_s: float = field(default_factory=time.time)
 
     async def train(self) -> None:
-        """Evaluate, train, evaluate again. Returns when all of it is in the store. Raises ConfigError where weights
-        have no room to travel."""
+        """Evaluate, train, evaluate again. Returns when all results are in the store. Raises ConfigError if the scratch
+        space is too small for the weight files."""
         check_room(self.config, self.start.model, self.run.scratch)
         declare(self.config, self.store)
         await self.processes.start_engines(self.start)
@@ -109,7 +109,7 @@ class Supervisor:
             await self._tick()
 
     def _schedule_during(self) -> None:
-        """The first set, on fewer tasks, whenever the learner has passed another multiple of `eval.every`."""
+        """Schedule the first set, with fewer tasks, whenever the learner passes a multiple of `eval.every`."""
         every, sets = self.config.eval.every, self.config.eval.sets
         step = self.store.current_version().step
         if not every or not sets or step < every or step >= self.config.train.steps:
@@ -128,8 +128,8 @@ class Supervisor:
         await trio.sleep(_TICK_S)
 
     def _check_failures(self) -> None:
-        """Stop when infrastructure fails too much: more outages than the budget allows, or one after the other and
-        nothing that ends well between. The latest cause is in the message."""
+        """Stop when infrastructure fails too often: more outages than the budget allows, or too many failures in a row
+        without an episode that ended well. The message has the latest cause."""
         failures, budget = self.store.failures(), self.config.rollout.failure_budget
         if failures.in_a_row > _MIN_FAILURES:
             raise RunFailed(
@@ -143,7 +143,7 @@ class Supervisor:
             )
 
     def _played(self, tasks: int) -> bool:
-        """Whether all of so many training tasks were played, late members and replays too."""
+        """Whether this many training tasks were all played, late members and replays included."""
         counts = self.store.counts()
         unfinished = counts.get(GroupState.WAITING, 0) + counts.get(GroupState.RUNNING, 0)
         again = self.store.replays(self.config.rollout.max_replays).waiting
@@ -166,7 +166,7 @@ class _Progress:
         self._since = trio.current_time()
 
     def saw(self, value: object, *, processes: RunProcesses) -> None:
-        """While every engine is being started nothing can move, and other deadlines hold."""
+        """Note the number. Time in which every engine is restarting does not count: other deadlines hold then."""
         now = trio.current_time()
         if value != self._last or processes.engines_start:
             self._last, self._since = value, now
@@ -179,7 +179,7 @@ class _Progress:
 async def supervise(
     run: RunDir, *, on_tick: Callable[[Supervisor], None] = lambda _: None
 ) -> AsyncGenerator[Supervisor]:
-    """A supervisor over `run` with its scratch space made and its signals caught; on the way out nothing of it remains.
+    """A supervisor over `run` with its scratch space made and its signals caught; all of it is removed at the end.
 
     Raises Interrupted on SIGINT or SIGTERM, UsageError if another supervisor holds the run."""
     config, heartbeat = run.config(), Heartbeat.of_process()

@@ -1,4 +1,4 @@
-"""A person plays the policy's part: prints what the model would read, takes what the model would write."""
+"""A person plays the policy: prints the model's input and takes typed text as the model's output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HELP = "a line is your action; `/TOOL key=value …` calls a tool; `/quit` ends
 def play(
     env_id: str, *, seed: int, kwargs: Mapping[str, Any], read: Callable[[str], str], write: Callable[[str], None]
 ) -> bool:
-    """Play one episode; whether it ended in success. Raises UsageError, InfrastructureError."""
+    """Play one episode. Returns whether it ended in success. Raises UsageError, InfrastructureError."""
     return trio.run(_play, env_id, seed, dict(kwargs), read, write)
 
 

@@ -1,9 +1,9 @@
 """The children of one run: engine, workers, learner. Started, watched, restarted within a budget, ended together.
-A child that hangs is ended, and is then one that died.
+A child that hangs is killed and then counts as dead.
 
-It owns processes and nothing else: no task, no token, no weight. A worker that dies is simply started again (its leases
-expire, its episodes go on from the journal); an engine comes back on its port with the weights the store calls current;
-a learner goes on from its last checkpoint. A child that fails on purpose, as nothing would mend it, is not retried.
+It owns processes and nothing else: no task, no token, no weight. A dead worker is simply started again (its leases
+expire, its episodes go on from the journal); an engine comes back on its port with the store's current weights; a
+learner goes on from its last checkpoint. A child whose error says that a restart would not help is not retried.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from agentrl.runtime.supervise import Child, RestartBudget
 from agentrl.runtime.watch import Watch
 from agentrl.store import RunStore
 
-_LAST_WORD_S = 2.0  # for which the end of a run waits for the store's lock
+_LAST_WORD_S = 2.0  # how long the end of a run waits for the store's lock
 
 _PINNED = {
     "OMP_WAIT_POLICY": "PASSIVE",
-    # Huge pages for large blocks: a pass allocates its activations anew, and on a CPU the page faults cost the learner
-    # one part in fifteen. glibc reads it; others ignore it.
+    # Huge pages for large blocks: each pass allocates its activations anew, and on a CPU the page faults cost the
+    # learner one fifteenth of its time. Only glibc reads it.
     "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
 }
 
 
 @dataclass(slots=True)
 class RunProcesses:
-    """Everything runs in `nursery`; `stop` ends it all. One per supervisor, whose janitor knows them by `mark`."""
+    """Everything runs in `nursery`; `stop` ends it all. One per supervisor, whose janitor finds them by `mark`."""
 
     run: RunDir
     config: RunConfig
@@ -56,7 +56,7 @@ class RunProcesses:
     _closing: bool = False
 
     async def start_engines(self, start: StartPoint) -> None:
-        """Start (or attach to) the engines and write their URLs into the store; all serve the current weights then."""
+        """Start (or attach to) the engines with the current weights, and write their URLs into the store."""
 
         def weights() -> Weights:
             return current_weights(self.config, self.store, where_it_stands(start, self.run, self.store))
@@ -82,7 +82,7 @@ class RunProcesses:
 
     async def _start_frozen(self) -> None:
         """An engine for each model that plays a role and does not learn; no weights are ever pushed to it."""
-        first = WeightVersion(version=0, step=0)  # of no run: what it samples is never trained
+        first = WeightVersion(version=0, step=0)  # belongs to no run: its samples are never trained
         urls: dict[str, str] = {}
         for number, policy in enumerate(sorted(self.config.rollout.given_models())):
             weights = Weights(model=given_model_dir(self.config, policy), base=first, current=first)
@@ -117,7 +117,7 @@ class RunProcesses:
             self.nursery.start_soon(self._keep, child, None, pulse, None, self._buried)
 
     def start_learner(self) -> trio.Event:
-        """Start the learner; the event is set when it has done all its steps."""
+        """Start the learner; the event is set when all steps are done."""
         argv = ["-m", "agentrl.runtime.child", "learner", str(self.run.path)]
         settings = self.config.train
         child = self._child("learner", argv, settings.threads)
@@ -132,7 +132,7 @@ class RunProcesses:
         """End every child, engines last, so that nobody sees a dead engine as a failure."""
         self._closing = True
         self.store.hurry(_LAST_WORD_S)
-        with suppress(StoreBusy):  # it ends them below as well
+        with suppress(StoreBusy):  # children are ended below in any case
             self.store.set_meta("phase", "stop")
         for group in ([c for c in self._children if not c.name.startswith("engine")], self._children):
             with trio.CancelScope(shield=True):
@@ -146,7 +146,7 @@ class RunProcesses:
 
     @property
     def engines_start(self) -> bool:
-        """Whether all engines that learn are being started again, and none can sample."""
+        """Whether all engines that learn are restarting, so that none can sample."""
         learning = [name for name, watch in self._watches.items() if watch.weights is not None]
         return bool(learning) and self._away.issuperset(learning)
 
@@ -164,16 +164,16 @@ class RunProcesses:
         return child
 
     def _pulse(self, child: Child, silent_s: float, stopped_s: float, names: tuple[str, str]) -> Pulse:
-        """Listen to the child, which marks in scratch, under these deadlines."""
+        """Listen to the child's marks, in scratch, under these deadlines."""
         child.beat = self.run.scratch / "beats" / child.name
         start_s = self.config.engine.start_deadline_s
         return Pulse(process=child, start_s=start_s, silent_s=silent_s, stopped_s=stopped_s, names=names)
 
     def _buried(self, child: Child, budget: RestartBudget) -> bool:
-        """Free the episodes of a dead worker; whether it died of one of them, which spends none of its budget."""
+        """Free the episodes of a dead worker. Returns whether one of them killed it: this spends none of its budget."""
         released = self.store.release_worker(f"{child.name}.{child.pid}", max_deaths=self.config.rollout.max_deaths)
         for _ in released.quarantined:
-            budget.forgive()  # the death that came before it was known
+            budget.forgive()  # gives back the earlier death, before the episode was known as its cause
         return released.foretold
 
     async def _keep(
@@ -184,8 +184,8 @@ class RunProcesses:
         done: trio.Event | None = None,
         died: Callable[[Child, RestartBudget], bool] | None = None,
     ) -> None:
-        """Wait for the child, under `watch`; start it again while its budget lasts, or set `done` when it ended well.
-        `died` is asked at each death; it says whether something else is to blame."""
+        """Wait for the child, under `watch`; restart it while its budget lasts, or set `done` when it ended well.
+        `died` is called at each death; it returns whether something else is to blame."""
         budget = RestartBudget()
         while True:
             budget.well()
@@ -213,7 +213,7 @@ class RunProcesses:
     async def _mend(
         self, child: Child, again: Callable[[], Awaitable[None]] | None, budget: RestartBudget, why: str
     ) -> None:
-        """Start a child that ended; as often as its budget allows, where it dies while it is being started."""
+        """Restart a child that ended; if it dies while it starts, try again as often as its budget allows."""
         while True:
             await budget.spend(why)
             if self._closing:

@@ -1,10 +1,10 @@
-"""How a weight version reaches the engines, and the proof that it is there.
+"""Sends a weight version to the engines, and proves that it arrived.
 
-It owns the way that `RunConfig.sync` names (all weights, what changed in them, an adapter alone, or from memory to
-memory), the retries while all engines are being restarted, the canary, and the files that lie in scratch for engines to
-read. What it sends and what the canary expects comes from the learner: no torch here. A version counts as sent when
-an engine confirmed it and its log-probs of the probe are the learner's. Engines that did not take it are left behind:
-`agentrl.runtime.watch` fits them when they answer again, the learner does where no file holds the weights.
+It owns the method that `RunConfig.sync` names (all weights, a delta, an adapter alone, or from memory to memory), the
+retries while all engines restart, the canary, and the files in scratch for engines to read. The weights and the
+canary's expected values come from the learner: no torch here. A version counts as sent when an engine confirmed it and
+its log-probs of the probe are the learner's. Engines that did not take it are left behind: `agentrl.runtime.watch`
+sends it when they answer again; if no file holds the weights, the learner does.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from agentrl.engine.weights import PushReport, push, update_info
 from agentrl.errors import CanaryMismatch, EngineError, RunFailed
 
 _RETRY_S = 0.5
-_ASK_S = 5.0  # for an engine that was left behind: less than a push that it will not take
-KEPT = 2  # weight files: one for an engine that is started again while the next is on its way
+_ASK_S = 5.0  # deadline to ask an engine that was left behind: shorter than that of a push that it will not take
+KEPT = 2  # weight files: an engine may restart from the older one while the newer is sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,34 +52,34 @@ class MemoryParcel:
 
 
 class NotDelivered(RunFailed):
-    """No engine took new weights for as long as engines may be away."""
+    """No engine took new weights within the time that engines may be away."""
 
 
 @dataclass(slots=True)
 class _Delivery:
-    """By URL: what giving the parcel to an engine cost, or why it did not take it."""
+    """By URL: the cost of sending the parcel to an engine, or why the engine did not take it."""
 
     rows: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     failures: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class WeightPublisher:
-    """Delivers one parcel after the other. Those with files lie in one folder, which is nobody else's; those without
-    go through `sender`. `locks` is where those who give weights to engines keep out of each other's way."""
+    """Delivers one parcel after the other. Parcels with files lie in one folder of their own; parcels without files go
+    through `sender`. `locks` is the folder of locks that let only one process at a time send weights to an engine."""
 
     def __init__(self, config: RunConfig, sender: Sender | None = None, *, locks: Path | None = None) -> None:
         self._sync, self._settings, self._locks = config.sync, config.engine, locks
         self._transfer = Transfer(sender) if sender is not None else None
-        self._seen: dict[str, canary.Seen] = {}  # what engines answered to canaries, by URL
-        self._sent: list[Parcel] = []  # whose files are still there, oldest first
-        self._took: dict[str, int] = {}  # the version that each engine took last
+        self._seen: dict[str, canary.Seen] = {}  # the engines' answers to canaries, by URL
+        self._sent: list[Parcel] = []  # parcels whose files still exist, oldest first
+        self._took: dict[str, int] = {}  # the last version that each engine took
 
     async def deliver(self, urls: Sequence[str], parcel: Parcel | MemoryParcel) -> dict[str, float]:
-        """Have the engines serve the parcel and prove it; what that cost, as metrics. Those that do not take it are
-        left behind, as long as another does; if none does, they are being started again, and are waited for.
+        """Have the engines serve the parcel, and prove it. Returns the cost as metrics. Engines that do not take it are
+        left behind if another engine takes it; if none does, all are restarting, and the publisher waits and retries.
 
-        Raises NotDelivered where none takes it within `engine.mending_deadline_s`, RunFailed where one says it did and
-        samples otherwise."""
+        Raises NotDelivered if none takes it within `engine.mending_deadline_s`, RunFailed if one confirms it but
+        samples from other weights."""
         started = trio.current_time()
         while True:
             engines = [self._client(url, parcel.version) for url in urls]
@@ -110,8 +110,8 @@ class WeightPublisher:
         return {"sync_s": trio.current_time() - started, "engines_behind": len(delivery.failures), **worst}
 
     async def behind(self, urls: Sequence[str], version: int) -> bool:
-        """Whether some engine that answers serves another version: it was started again, from weights of before, or
-        has those of a learner before this one."""
+        """Whether some engine that answers serves another version: it restarted from older weights, or has those of an
+        earlier learner."""
         engines = [self._client(url, version) for url in urls]
         try:
             served, _ = await _ask(engines)
@@ -120,17 +120,17 @@ class WeightPublisher:
             await _close(engines)
 
     async def tidy(self, urls: Sequence[str]) -> None:
-        """Have the engines drop what no turn needs any more, and remove all other files beside those of the newest
-        versions, also those of a learner before this one. Never while another parcel is being written."""
+        """Have the engines drop versions that no turn needs any more, and remove all files but those of the newest or
+        still used versions, an earlier learner's too. Never call it while another parcel is being written."""
         if not self._sent:
-            return  # nothing went through files
+            return  # no parcel with files was sent
         needed = self._sent[-KEPT:]
         if self._sync == "adapter":
             there = [url for url in urls if self._took.get(url) == needed[-1].version]
             in_use = await self._retire(there, [parcel.version for parcel in needed])
             older = [parcel for parcel in self._sent[:-KEPT] if parcel.version in in_use]
             if len(older) < len(in_use):
-                return  # somebody uses one whose folder is not known here: nothing goes for now
+                return  # a version in use has a folder that is not known here: remove nothing for now
             needed = older + needed
         self._sent = needed
         paths = {kept for parcel in needed for kept in (parcel.path, canary.beside(parcel.path))}
@@ -154,7 +154,7 @@ class WeightPublisher:
         return exclusive(self._locks, engine.url, deadline_s=self._settings.admin_deadline_s)
 
     async def _give_files(self, engines: Sequence[EngineClient], parcel: Parcel, delivery: _Delivery) -> None:
-        """Each engine by itself, all at once. Raises CanaryMismatch."""
+        """Send to all engines at once, each independent of the others. Raises CanaryMismatch."""
         delta = await self._delta(parcel)
         mismatches: list[CanaryMismatch] = []
 
@@ -183,7 +183,7 @@ class WeightPublisher:
             raise mismatches[0]
 
     async def _delta(self, parcel: Parcel) -> Path | None:
-        """What changed since the last parcel, for the engines that have it."""
+        """The changes since the last parcel, as a file for the engines that have this parcel."""
         if self._sync != "delta" or not self._sent:
             return None
         path = parcel.path.with_suffix(".delta")
@@ -207,7 +207,7 @@ class WeightPublisher:
         )
 
     async def _give_memory(self, engines: Sequence[EngineClient], parcel: MemoryParcel, delivery: _Delivery) -> None:
-        """All engines that answer together, or none. Raises CanaryMismatch."""
+        """Send to all engines that answer, together: all take it or none does. Raises CanaryMismatch."""
         assert self._transfer is not None
         served, delivery.failures = await _ask(engines)
         there = [engine for engine in engines if engine.url in served]
@@ -241,7 +241,7 @@ class WeightPublisher:
         return {"canary_error": error, "canary_s": trio.current_time() - started}
 
     async def _retire(self, urls: Sequence[str], keep: Sequence[int]) -> frozenset[int]:
-        """The versions besides `keep` that some engine still uses; -1 for those of an engine that is not there."""
+        """The versions besides `keep` that some engine still uses; only -1 if an engine cannot be asked."""
         engines = self._plain(urls)
         try:
             return await adapters.retire(engines, keep=keep, deadline_s=self._settings.admin_deadline_s)
@@ -261,7 +261,7 @@ def _row(report: PushReport) -> dict[str, float]:
 
 
 async def _ask(engines: Sequence[EngineClient]) -> tuple[dict[str, int], dict[str, str]]:
-    """The versions that engines serve, by URL, and why the others do not say."""
+    """The versions that engines serve, by URL, and the errors of those that did not answer."""
     served: dict[str, int] = {}
     failures: dict[str, str] = {}
 

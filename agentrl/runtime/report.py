@@ -1,4 +1,4 @@
-"""What a finished run leaves for a person: summary, plot, transcripts. Reads the store, writes files."""
+"""The results of a finished run for a reader: summary, plot, transcripts. Reads the store, writes files."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _PACKAGES = ("agentrl", "torch", "transformers", "gymnasium", "trio", "httpx")
 
 
 def summarise(run: RunDir, config: RunConfig, store: RunStore, *, restarts: dict[str, int]) -> dict[str, Any]:
-    """Write `summary.json` and return it. All times are seconds, shares are in [0, 1]. `tokens_trained` are those of
-    steps that changed the weights; `no_signal` says why its last steps did not, None if they did."""
+    """Write `summary.json` and return it. All times are seconds, shares are in [0, 1]. `tokens_trained` counts steps
+    that changed the weights; `no_signal` says why the last steps did not change them, None if they did."""
     steps = [row.values for row in store.metrics("step")]
     idle = sum(row["idle_s"] for row in steps)
     busy = sum(row["busy_s"] for row in steps)
@@ -169,7 +169,7 @@ def verdict(trajectory: Trajectory) -> str:
 
 
 def transcript(trajectory: Trajectory) -> str:
-    """An episode as text: every message, indented so that nothing in it can be markup."""
+    """An episode as text: every message, indented so that no part of it is read as markup."""
     lines = list(_quoted(trajectory.start))
     for turn in trajectory.turns:
         role = "assistant" if turn.role == POLICY else turn.role
@@ -190,7 +190,7 @@ def _quoted(messages: Messages) -> Iterator[str]:
 
 
 def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
-    """Print a run's summary: a table, what is not played again, transcripts, a warning."""
+    """Print a run's summary: a table, the quarantined tasks, transcripts, a warning."""
     table = Table(title=f"{summary['name']}: {summary['steps']} steps, seed {summary['seed']}", title_justify="left")
     table.add_column("")
     table.add_column("before", justify="right")

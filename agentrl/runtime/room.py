@@ -1,7 +1,7 @@
-"""Whether weight files have room to travel, asked before the first is written and before anything is started.
+"""Checks that scratch has room for the weight files, before the first is written and before anything is started.
 
-A container's shared memory is 64 MiB unless it is told otherwise, and a file that overflows it kills its writer or its
-reader in the middle of a run. Owns the estimate; the size of each file is checked again by the learner as it writes.
+A container's shared memory is 64 MiB by default, and a file that overflows it kills its writer or its reader in the
+middle of a run. Owns the estimate; the learner checks the size of each file again when it writes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from agentrl.runtime.publisher import KEPT
 
 
 def check_room(config: RunConfig, model: Path, scratch: Path) -> None:
-    """Raises ConfigError where `scratch` cannot hold the files that lie there at once: those that are kept, the next
-    one, and a delta if there are deltas."""
+    """Raises ConfigError if `scratch` cannot hold all files that lie there at the same time: those that are kept, the
+    next one, and a delta if there are deltas."""
     if config.syncs_memory:
         return
     files = KEPT + (2 if config.sync == "delta" else 1)
@@ -34,7 +34,7 @@ def check_room(config: RunConfig, model: Path, scratch: Path) -> None:
 
 
 def _file_bytes(config: RunConfig, model: Path) -> int:
-    """What one weight file, or one adapter, of a run over `model` takes; within a few kilobytes."""
+    """The size of one weight file, or one adapter, of a run with `model`; accurate to a few kilobytes."""
     tensors = [place for part in weightfile.parts(model) for place in weightfile.places(weightfile.open_bytes(part))]
     if config.sync == "adapter":
         return sum(4 * config.train.lora_rank * sum(place.shape) for place in tensors if len(place.shape) == 2)

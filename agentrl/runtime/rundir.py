@@ -1,16 +1,16 @@
-"""A run's directory and its scratch space: who writes what where.
+"""A run's directory and its scratch space: the place of every file.
 
     RUN/config.json         the whole configuration, defaults included
     RUN/store.sqlite        the run store: journal, buffer, lineage, metrics
     RUN/checkpoints/        step-NNNNNN/ folders that any engine can serve
-    RUN/logs/               one log a process; NAME.error holds the one line it failed with
-    RUN/metrics.jsonl       every metric row, one JSON object a line
+    RUN/logs/               one log per process; NAME.error holds the one line of its error
+    RUN/metrics.jsonl       every metric row, one JSON object per line
     RUN/summary.json  RUN/curves.png  RUN/transcripts.md      written at the end
 
 Scratch (weights on their way to the engine, boxes' work folders) lies in shared memory, or in the `scratch_dir` of the
-configuration, under a name that follows from the run directory. It goes with the supervisor, however that ends: a
-janitor waits for it, which holds the run's lock until all processes of the run are gone, so that the next start finds
-nothing of the last one. Should the janitor be killed too, the next run on the machine removes what is left.
+configuration, under a name derived from the run directory. It is removed when the supervisor ends, however that ends:
+by a janitor, which holds the run's lock until all processes of the run are gone, so that the next start finds nothing
+of the last one. If the janitor is killed too, the next run on the machine removes the rest.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from agentrl.errors import ConfigError, UsageError
 from agentrl.owner import Janitor, is_dead, label
 from agentrl.store import RunStore
 
-_PATIENCE_S = 8.0  # in which children whose lifeline has ended end by themselves
-_DEAD_S, _POLL_S = 30.0, 0.05  # for the janitor of a dead supervisor
+_PATIENCE_S = 8.0  # time for children to end by themselves after their lifeline ended
+_DEAD_S, _POLL_S = 30.0, 0.05  # how long to wait for the janitor of a dead supervisor
 LOCKS = "locks"
 _LOCK = "run.lock"
-_OWNER = "owner"  # in scratch: the label of the supervisor, and the run's path
+_OWNER = "owner"  # a file in scratch: the supervisor's label and the run's path
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +69,18 @@ class RunDir:
 
     @property
     def scratch(self) -> Path:
-        """In the run's `scratch_dir`; by default shared memory where the system has it, else its temporary folder."""
+        """The scratch space in the run's `scratch_dir`; by default in shared memory, else in the temporary folder."""
         root = Path("/dev/shm")
         if not os.access(root, os.W_OK):
             root = Path(tempfile.gettempdir())
-        with suppress(UsageError):  # of a run that is gone: it has its default place
+        with suppress(UsageError):  # the run is gone: use the default place
             root = Path(self.config().scratch_dir or root)
         name = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:12]
         return root / f"{_scratch_prefix()}{name}"
 
     @property
     def locks(self) -> Path:
-        """In scratch: those that `agentrl.engine.exclusive` takes."""
+        """The folder in scratch of the locks that `agentrl.engine.exclusive` takes."""
         return self.scratch / LOCKS
 
     @classmethod
@@ -105,7 +105,7 @@ class RunDir:
         return run
 
     def discard(self) -> None:
-        """Remove a run that never began: all but its logs, which say why, and these too where they say nothing."""
+        """Remove a run that never began: all but its logs, which say why; the logs too if they are empty."""
         for entry in self.path.iterdir():
             if entry.is_dir() and entry != self.logs:
                 shutil.rmtree(entry)
@@ -123,8 +123,7 @@ class RunDir:
         return run
 
     def config(self) -> RunConfig:
-        """The run's configuration; the store's copy where its file is gone. Raises UsageError for a file that is
-        broken."""
+        """The run's configuration; the store's copy if the file is gone. Raises UsageError for a broken file."""
         file = self.path / "config.json"
         try:
             return configuration.from_json(file.read_text(encoding="utf-8"))
@@ -136,7 +135,7 @@ class RunDir:
             raise UsageError(f"{file} is no configuration ({error}): {hint}") from None
 
     def write_config(self, config: RunConfig, store: RunStore) -> None:
-        """Make `config` the run's, in its file and in its store."""
+        """Store `config` as the run's configuration, in its file and in its store."""
         text = configuration.to_json(config)
         store.set_meta("config", text)
         whole = self.path / "config.json.new"
@@ -144,14 +143,14 @@ class RunDir:
         whole.replace(self.path / "config.json")
 
     def lock(self) -> _Lock:
-        """One supervisor at a time: a context manager that yields the lock's descriptor, and raises UsageError while
-        another holds the run. What a dead one left is waited for."""
+        """The lock of the run's only supervisor: a context manager that yields its descriptor. Raises UsageError while
+        another supervisor holds the run; waits for the janitor of a dead one."""
         return _Lock(self.path / _LOCK)
 
     @contextmanager
     def owned_scratch(self, lock: int) -> Generator[Mapping[str, str]]:
-        """The scratch space of the process that holds the run's `lock`. Processes that have the yielded variable in
-        their environment may end by themselves when it is dead, and are killed a grace later."""
+        """The scratch space of the process that holds the run's `lock`. When it is dead, processes with the yielded
+        variable in their environment may end by themselves; after a grace period they are killed."""
         scratch = self.scratch
         for left in scratch.parent.glob(f"{_scratch_prefix()}*"):
             _reap(left)
@@ -164,7 +163,7 @@ class RunDir:
             janitor.close()
 
     def make_scratch(self) -> None:
-        """An empty scratch space that is ours alone; what an earlier start left in it is removed."""
+        """Make an empty scratch space that is ours alone; files of an earlier start are removed."""
         self.clear_scratch()
         try:
             self.scratch.mkdir(mode=0o700)
@@ -187,8 +186,8 @@ def _scratch_prefix() -> str:
 
 
 def _reap(scratch: Path) -> None:
-    """Remove scratch that nobody owns: its supervisor is dead, and nobody holds its run's lock, which a janitor at work
-    and a next supervisor would. The lock is held meanwhile, so that none comes."""
+    """Remove scratch without an owner: its supervisor is dead, and nobody holds its run's lock (a working janitor or a
+    next supervisor would hold it). The lock is held meanwhile, so that no supervisor starts."""
     try:
         facts = scratch.lstat()
         owner, _, run = (scratch / _OWNER).read_text().partition("\n")
@@ -202,7 +201,7 @@ def _reap(scratch: Path) -> None:
             Janitor(scratch, keep_open=[lock.fileno()]).close()
     except FileNotFoundError:  # the run was removed
         Janitor(scratch).close()
-    except OSError:  # somebody holds it, or it is not ours to open
+    except OSError:  # another process holds it, or we may not open it
         return
 
 

@@ -1,4 +1,4 @@
-"""The reward sources of a run: declared in its store, served by its first worker, asked again afterwards."""
+"""The reward sources of a run: declared in its store, served by its first worker, rescored afterwards on request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentrl.store import RunStore, Source
 def declare(config: RunConfig, store: RunStore) -> None:
     """Have training episodes wait for the sources of the run file.
 
-    Raises UsageError, before anything is played, for one that cannot be imported, ConfigError for a key not set."""
+    Raises, before anything is played, UsageError if a source cannot be imported, ConfigError if a key is not set."""
     for one in config.rewards:
         rewarder_of(one)
     store.declare_sources(
@@ -30,7 +30,7 @@ def declare(config: RunConfig, store: RunStore) -> None:
 
 
 async def serve(config: RunConfig, store: RunStore) -> None:
-    """Score turns by every source of the run until cancelled. Raises UsageError for one that cannot be imported."""
+    """Score turns by every source of the run until cancelled. Raises UsageError if a source cannot be imported."""
     async with trio.open_nursery() as nursery:
         for settings in config.rewards:
             nursery.start_soon(Scorer(settings, store, rewarder_of(settings)).serve)
@@ -38,8 +38,8 @@ async def serve(config: RunConfig, store: RunStore) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceReport:
-    """What a version of a source said: `turns` scored, of which `counted` are part of a reward; values, seconds and
-    cost (calls) of one turn in the mean, and the cost of all."""
+    """The scores of one version of a source: `turns` scored, of which `counted` are part of a reward; `mean`, `least`
+    and `most` of the values; `took_s` the mean seconds per turn; `cost` (calls) of all turns together."""
 
     source: str
     version: int
@@ -72,8 +72,8 @@ def reports(store: RunStore) -> Iterator[SourceReport]:
 
 
 async def rescore(config: RunConfig, store: RunStore, source: str) -> tuple[int, int]:
-    """Ask a source of the run file again about every turn that was trained on or left out, under a version of its own:
-    what was trained stays as it was. Returns that version, and how many turns the source could not score.
+    """Have a source of the run file score every turn again that was trained on or left out, under a new version: the
+    scores used in training stay. Returns that version, and the number of turns that the source could not score.
 
     Raises UsageError for a source that the run file does not name."""
     settings = _named(config, source)

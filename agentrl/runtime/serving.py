@@ -1,7 +1,7 @@
 """An engine by itself: started, announced, ended with its owner. Other runs attach to it by its URL.
 
-It holds no weights but those of the model's folder; a run that attaches sends its own. The engine lives no longer than
-this process, however that ends.
+It has only the weights of the model's folder; a run that attaches sends its own. The engine never outlives this
+process, however that ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentrl.errors import EngineUnavailable
 from agentrl.owner import owned_folder
 from agentrl.runtime.engines import vllm_server
 
-_PATIENCE_S = 8.0  # in which a vLLM server whose owner is dead ends in order
+_PATIENCE_S = 8.0  # time for a vLLM server to shut down in order after its owner died
 
 
 def serve(
@@ -48,7 +48,7 @@ def serve(
                 nursery.cancel_scope.cancel()
         return status
 
-    with suppress(KeyboardInterrupt):  # while it started
+    with suppress(KeyboardInterrupt):  # Ctrl-C while it starts
         status = trio.run(main)
         if status is not None:
             raise EngineUnavailable(f"the engine ended by itself with exit status {status}")

@@ -1,6 +1,6 @@
-"""Whether a run learns: what its last steps say, what may be why they moved nothing, and what to try.
+"""Whether a run learns: if its last steps changed no weight, the likely cause and advice.
 
-Reads the rows that the learner records of its steps. Never knows the store, nor who shows what is found.
+Reads the rows that the learner records of its steps. Never knows the store, nor how the result is shown.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PATIENCE = 3
 
 @dataclass(frozen=True, slots=True)
 class NoSignal:
-    """The last `steps` steps changed no weight. `cause` is what their rows say of why, `advice` what to try."""
+    """The last `steps` steps changed no weight. `cause` is the reason by their rows, `advice` the remedy to try."""
 
     steps: int
     cause: str
@@ -33,14 +33,14 @@ def moved(row: Mapping[str, Any]) -> bool:
 
 
 def no_signal(rows: Sequence[Mapping[str, Any]], patience: int = PATIENCE) -> NoSignal | None:
-    """What there is to say of a run with these rows, the newest last; None if one of the last `patience` steps moved
-    the weights, or there are fewer."""
+    """The finding for a run with these rows, the newest last; None if one of the last `patience` steps changed the
+    weights, or there are fewer steps."""
     idle = list(takewhile(lambda row: not moved(row), reversed(rows)))
     return NoSignal(len(idle), *_why(idle)) if idle and len(idle) >= patience else None
 
 
 def _why(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """The likely cause and what to do about it, the surest first."""
+    """The likely cause and a remedy; the most certain causes are checked first."""
 
     def total(name: str) -> int:
         return sum(row[name] for row in rows)

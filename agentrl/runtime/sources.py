@@ -1,7 +1,7 @@
 """The training tasks of a run, from its file: one stream, a mixture of sources, a curriculum over them.
 
-The place in the source is the store's task counter, and what a curriculum has seen is read back from the store, so
-that a restart goes on where the run stood. It never knows who plays the tasks.
+The position in the source is the store's task counter, and a curriculum reads past results back from the store, so a
+restart goes on where the run stopped. It never knows which worker plays the tasks.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from agentrl.env.datasets import read_rows
 from agentrl.env.tasks import Curriculum, Epochs, Mixture, Rows, Seeds, TaskSource
 from agentrl.records import Task
 
-_APART = 1_000_003  # between the seeds of two runs
+_APART = 1_000_003  # distance between the task seeds of two runs
 
 
 def task_source(config: RunConfig) -> TaskSource:
     """The training tasks by index, the same in every process and after every restart.
 
-    Raises UsageError for rows that cannot be read. Without `[[tasks]]` they are the seeds of `[env]`."""
+    Raises UsageError for rows that cannot be read. Without `[[tasks]]` the tasks are the seeds of `[env]`."""
     tables = _tables(config)
     sources = [_source(config, table) for table in tables]
     source = sources[0] if len(sources) == 1 else Mixture(sources, [table.weight for table in tables])
@@ -40,7 +40,7 @@ def _source(config: RunConfig, table: TaskTable) -> TaskSource:
     same = env == config.env.id
     kwargs = {**(config.env.kwargs if same else {}), **table.kwargs}
     options = {**(config.env.options if same else {}), **table.options}
-    epochs = 1 if config.curriculum else table.epochs  # a curriculum decides itself how often a task is played
+    epochs = 1 if config.curriculum else table.epochs  # a curriculum itself decides how often to play a task
     if table.rows is not None:
         rows = read_rows(table.rows)
         return Rows(env, rows, kwargs=kwargs, options=options, seed=config.seed, epochs=epochs)

@@ -1,7 +1,7 @@
 """Child processes that cannot outlive their owner (law 4), and what to do when one of them dies.
 
-A child is started from the main thread in a process group of its own, so that Ctrl-C reaches the supervisor alone; its
-standard input is its lifeline: the end of file tells it that the supervisor is gone, however it went. A child that
+A child is started from the main thread in its own process group, so that Ctrl-C reaches only the supervisor; its
+standard input is its lifeline: the end of file tells it that the supervisor is gone, however that ended. A child that
 fails leaves one line in `logs/NAME.error`.
 """
 
@@ -23,13 +23,13 @@ from agentrl.errors import RunFailed
 from agentrl.runtime import heartbeat
 
 _GRACE_S = 8.0
-_PAUSE_S = 4.0  # before the second start in a row
+_PAUSE_S = 4.0  # pause before the second restart in a row
 
 
 @dataclass(slots=True)
 class Child:
-    """One supervised process. `argv` follows the interpreter; `mark` names its owner to a janitor, in what it starts
-    too; `beat` is where it marks that it advances, if it does; `error` is the line it failed with."""
+    """One supervised process. `argv` follows the interpreter; `mark` names its owner to a janitor, also for processes
+    that it starts; `beat` is the file of its heartbeat, if it has one; `error_path` holds the one line of its error."""
 
     name: str
     argv: Sequence[str]
@@ -56,7 +56,7 @@ class Child:
         """Start it; output goes to `logs/NAME.log`."""
         self.error_path.unlink(missing_ok=True)
         beat = {} if self.beat is None else heartbeat.prepare(self.beat)
-        importable = os.pathsep.join(entry for entry in sys.path if entry)  # a user's modules are the child's too
+        importable = os.pathsep.join(entry for entry in sys.path if entry)  # the child imports the user's modules too
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [self.python, *self.argv],
@@ -80,14 +80,14 @@ class Child:
         return None if self._process is None else self._process.poll()
 
     async def wait(self) -> int:
-        """Its exit status, when it and all of its group have ended."""
+        """Wait until it and all of its group have ended. Returns its exit status."""
         assert self._process is not None
         status = await trio.to_thread.run_sync(self._process.wait, abandon_on_cancel=True)
         await end_group(self._process.pid)
         return status
 
     def kill(self, why: str) -> None:
-        """End it at once with its group, and say why in its place. Of what has died already it says nothing."""
+        """End it at once with its group, and write `why` as its error. Does nothing if it has ended already."""
         if self._process is not None and self._process.poll() is None:
             self.error_path.write_text(why + "\n")
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -99,7 +99,7 @@ class Child:
             await self.wait()
 
     async def stop(self) -> None:
-        """End it: lifeline and SIGTERM first, SIGKILL after a grace. Safe at any time, also under cancellation."""
+        """End it: lifeline and SIGTERM first, SIGKILL after a grace period. Safe at any time, also if cancelled."""
         process = self._process
         if process is None:
             return
@@ -124,8 +124,8 @@ class Child:
 
 @dataclass(slots=True)
 class RestartBudget:
-    """How often a child may be started again: `allowed` times, as long as it is never well for `window_s` seconds. The
-    first time at once, then after pauses that double, so that an outage of a minute does not use it all up."""
+    """How often a child may be restarted: `allowed` times in a row; the count is reset once it was well for `window_s`
+    seconds. The first restart is immediate, then pauses double, so that an outage of a minute does not spend it all."""
 
     allowed: int = 5
     window_s: float = 60.0
@@ -133,11 +133,11 @@ class RestartBudget:
     _well_since: float = math.inf
 
     def well(self) -> None:
-        """The child is up, and well from now on."""
+        """Note that the child is up and well from now on."""
         self._well_since = trio.current_time()
 
     async def spend(self, why: str) -> None:
-        """Record that it ended; returns when it may be started. Raises RunFailed when the budget is spent."""
+        """Record that the child ended; returns when it may be started. Raises RunFailed if the budget is spent."""
         if trio.current_time() - self._well_since >= self.window_s:
             self._spent = 0
         self._well_since = math.inf
@@ -148,5 +148,5 @@ class RestartBudget:
         self._spent += 1
 
     def forgive(self) -> None:
-        """One restart was somebody else's doing."""
+        """Take back one restart that the child did not cause."""
         self._spent = max(0, self._spent - 1)

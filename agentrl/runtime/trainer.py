@@ -31,7 +31,7 @@ _TRAINING = ("torch", "transformers", "safetensors", "peft", "matplotlib")  # wh
 
 
 class View(AbstractContextManager["View"], Protocol):
-    """What shows a run while it goes; `LiveView` is one."""
+    """Shows a run while it goes on; `LiveView` is one."""
 
     def tick(self, supervisor: Supervisor) -> None: ...
 
@@ -39,9 +39,9 @@ class View(AbstractContextManager["View"], Protocol):
 class Trainer:
     """Trains one model on one environment.
 
-    `env` is a registered id, a `module:Class` or `file.py:Class` reference, or an `Env` class; `reward` a rewarder in
-    the place of its outcome: a module-level `trajectory -> float`, or the reference of one or of a judge; `config` a
-    run file's path, its sections as a mapping, or a RunConfig. Raises ConfigError for a bad setting, before anything
+    `env` is a registered id, a `module:Class` or `file.py:Class` reference, or an `Env` class. `reward` replaces the
+    environment's outcome: a module-level `trajectory -> float`, or a reference to one or to a judge. `config` is a run
+    file's path, its sections as a mapping, or a RunConfig. Raises ConfigError for a bad setting, before anything
     starts."""
 
     def __init__(
@@ -66,8 +66,8 @@ class Trainer:
         self.out, self._overwrite = Path(out), overwrite
 
     def train(self, view: View | None = None) -> dict[str, Any]:
-        """Run to the end; the contents of `summary.json`. What `config` leaves out is chosen for this machine first.
-        Raises RunFailed when the run cannot go on."""
+        """Run to the end. Returns the contents of `summary.json`. Settings that `config` leaves out are chosen for this
+        machine first. Raises RunFailed if the run cannot go on."""
         self.config = _fitted(self.config)
         check_startable(self.config)
         run = RunDir.create(self.out, self.config, overwrite=self._overwrite)
@@ -81,8 +81,8 @@ class Trainer:
     @staticmethod
     def resume(path: Path | str, view: View | None = None, *, settings: Sequence[str] = ()) -> dict[str, Any]:
         """Go on with the run at `path` from its newest checkpoint, its journal and its buffer. `settings`
-        (`section.key=value`) change how long it trains and what it may use. Raises ConfigError for one that a run
-        keeps."""
+        (`section.key=value`) change how long it trains and which resources it uses. Raises ConfigError for a setting
+        that may not change."""
         run = RunDir.open(Path(path))
         if settings:
             extending.change(run, list(settings))
@@ -90,13 +90,13 @@ class Trainer:
 
 
 def began(run: RunDir) -> bool:
-    """Whether the run came so far that episodes were played: its engines were up."""
+    """Whether the run got as far as playing episodes: its engines were up."""
     with RunStore.open(run.store_path) as store:
         return store.meta("phase") is not None
 
 
 def _fitted(config: RunConfig) -> RunConfig:
-    """The run with defaults for this machine, which are said on stderr."""
+    """The configuration with defaults for this machine, which are printed on stderr."""
     machine = defaults.Machine.seen()
     parameters = defaults.parameters_of(model_dir(config.model)) if machine.gpus else 0
     config, found = defaults.fitted(config, machine, parameters)
@@ -128,7 +128,7 @@ def check_startable(config: RunConfig) -> None:
 
 
 def _check_environments(config: RunConfig) -> None:
-    """Each environment of the run is made once, from the arguments that workers will give it."""
+    """Make each environment of the run once, with the arguments that workers will give it."""
     held_out = [task for each in config.eval.sets for task in evaluation.tasks_of(config, each, 1)]
     made: list[tuple[str, Mapping[str, Any]]] = []
     for task in (*first_tasks(config), *held_out):
@@ -141,7 +141,7 @@ def _check_environments(config: RunConfig) -> None:
 
 
 def _warn_of_deadlines(config: RunConfig, id: str, env: Any) -> None:
-    """An honest step that the run would end as the policy's time limit is said on stderr, with what to type."""
+    """Warn on stderr, with the settings to give, if an honest step may take longer than the run's deadlines allow."""
     needs_s, by = float(getattr(env.unwrapped, "needs_step_s", 0.0)), getattr(env.unwrapped, "needs_step_by", "")
     deadlines = {f"rollout.{name}": getattr(config.rollout, name) for name in ("step_deadline_s", "episode_deadline_s")}
     short = {name: value for name, value in deadlines.items() if value < needs_s}
@@ -154,7 +154,7 @@ def _warn_of_deadlines(config: RunConfig, id: str, env: Any) -> None:
 
 
 def _check_roles(config: RunConfig) -> None:
-    """Roles that the run binds must be roles of its environment (its `roles`), and one has to learn."""
+    """Check that all roles in the run file are roles of the environment (its `roles`), and that one of them learns."""
     bound, given = config.rollout.roles, config.rollout.frozen_roles()
     if not bound:
         return
@@ -178,7 +178,7 @@ def _check_roles(config: RunConfig) -> None:
 
 
 def finish_training(run: RunDir, view: View | None) -> dict[str, Any]:
-    """Train what is left of a run, then write its summary, plot and transcripts."""
+    """Train a run to its end, then write its summary, plot and transcripts."""
     restarts: dict[str, int] = {}
 
     async def body(supervisor: Supervisor) -> None:
@@ -206,7 +206,7 @@ def finish_training(run: RunDir, view: View | None) -> dict[str, Any]:
 def evaluate(
     config: RunConfig, *, out: Path, overwrite: bool = True, view: View | None = None
 ) -> list[evaluation.EvalResult]:
-    """Measure `config.model` on `config.eval.sets` without training; a run directory of its own holds the episodes."""
+    """Measure `config.model` on `config.eval.sets` without training; its own run directory holds the episodes."""
     if config.syncs_memory and config.engine.urls:
         hint = "no learner is there to send weights from its memory: leave it out, or give engine.sync = 'full'"
         raise ConfigError("engine.urls", config.engine.urls, hint)

@@ -1,6 +1,6 @@
-"""`agentrl validate`: plays an environment's oracles for real and says whether each got what it must.
+"""`agentrl validate`: plays an environment's oracles for real and says whether each got its expected outcome.
 
-Owns the count over seeds. What an oracle is, and how one episode of it is played, is `agentrl.env.oracles`."""
+Owns the count over seeds. `agentrl.env.oracles` defines an oracle and plays one episode of it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from agentrl.registration import make
 
 @dataclass(slots=True)
 class Tally:
-    """An oracle over all tasks: what it must get, how many episodes it played and in how many it got that. `missed` has
-    the seeds of the others, with what it got there; `turns` adds up."""
+    """An oracle over all tasks: its expected outcome, how many episodes it played, and how many of them `held`, so had
+    this outcome. `missed` has the actual outcome of the others by seed; `turns` is the sum over all episodes."""
 
     name: str
     expected: float
@@ -40,8 +40,8 @@ class Tally:
 
 
 def validate(env_id: str, *, seeds: Sequence[int], kwargs: Mapping[str, Json]) -> list[Tally]:
-    """Play all oracles of the task of each seed, some seeds at the same time. Raises UnknownIdError, UsageError where
-    the environment offers no oracles, InfrastructureError where its host fails."""
+    """Play all oracles of the task of each seed, some seeds at the same time. Raises UnknownIdError, UsageError if the
+    environment offers no oracles, InfrastructureError if its host fails."""
     return trio.run(_validate, lambda: as_async(make(env_id, **kwargs)), env_id, seeds)
 
 
@@ -55,7 +55,7 @@ async def _validate(new: Callable[[], AsyncEnv], env_id: str, seeds: Sequence[in
             try:
                 with boundary(EnvError, f"{env_id}, seed {seed}: raised", place=True):
                     verdicts[seed] = await judge(new, seed)
-            except Exception as error:  # raised below, alone: one failure of a host is enough to know
+            except Exception as error:  # raised below, without its group: the first failure is enough
                 broken.append(error)
                 nursery.cancel_scope.cancel()
 

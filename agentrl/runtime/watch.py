@@ -1,10 +1,10 @@
-"""Looks after one engine that serves: does it answer, and does it have the current weights?
+"""Watches one running engine: does it answer, and does it have the current weights?
 
-Owns the questions, and the deadline of an engine's silence. An engine of ours that hangs is ended, so that
-`RunProcesses` starts it again. An engine that answers but lacks the current weights is sent them: it missed a delivery,
-or somebody else started it again. So is one that is paused although nobody gives it weights: a pause lasts as long as
-its pusher holds the engine's lock, which goes with the pusher, and nothing is sampled from half-loaded weights. Where
-weights go from memory to memory the learner does that. It never starts a process.
+Owns these checks and the deadline of an engine's silence. An engine of ours that hangs is killed, so that
+`RunProcesses` restarts it. An engine that answers but lacks the current weights gets them: it missed a delivery, or
+somebody else restarted it. So does an engine that is paused although nobody sends it weights: a pause should last only
+while its pusher holds the engine's lock, which ends with the pusher, and nothing may sample from half-loaded weights.
+If weights go from memory to memory, the learner sends them. It never starts a process.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from agentrl.errors import AgentRLError, EngineError
 from agentrl.runtime.engines import PAUSES, Weights, WrongWeights, fit
 from agentrl.store import RunStore
 
-_LOOK_S = 5.0  # between two looks
+_LOOK_S = 5.0  # time between two checks
 
 
 @dataclass(slots=True, kw_only=True)
 class Watch:
-    """Over the engine at `url`. `weights` says what it is to serve, None for a model that does not learn; `locks` is
-    where those who give weights to engines keep out of each other's way. `trouble` is why it could not be fitted."""
+    """Watches the engine at `url`. `weights` gives the weights that it has to serve, None for a model that does not
+    learn; `locks` is the folder of the engines' locks. `trouble` is why the engine could not be given its weights."""
 
     url: str
     config: RunConfig
@@ -39,9 +39,9 @@ class Watch:
     trouble: str = ""
 
     async def run(self, hangs: Callable[[str], None] | None = None) -> None:
-        """Look for ever. `hangs` is told when the engine has been silent for `engine.liveness_deadline_s`.
+        """Watch for ever. `hangs` is called when the engine has been silent for `engine.liveness_deadline_s`.
 
-        Raises WrongWeights if it was given its weights and computes with others."""
+        Raises WrongWeights if the engine took its weights but computes with others."""
         deadline_s = self.config.engine.liveness_deadline_s
         async with aclosing(self._client()) as client:
             heard = trio.current_time()
@@ -64,20 +64,20 @@ class Watch:
         return EngineClient(self.url, api_key=key)
 
     def _fits(self, version: int) -> bool:
-        """Whether nothing is to be done about an engine that serves `version`. One that is ahead has what is being
-        delivered."""
+        """Whether an engine that serves `version` needs no weights. A newer version than the store's is being delivered
+        just now."""
         if self.weights is None or self.config.syncs_memory:
             return True
         return self.store.knows_version(version) and version >= self.store.current_version().version
 
     async def _halted(self, client: EngineClient) -> bool:
-        """Whether it is paused; `fit` then waits for its pusher. One that takes weights from memory may be paused until
-        the learner sends them."""
+        """Whether it is paused; `fit` then waits for its pusher. An engine that takes weights from memory may stay
+        paused until the learner sends them."""
         if self.weights is None or self.config.sync not in PAUSES:
             return False
         try:
             return await client.paused(deadline_s=self.config.engine.admin_deadline_s)
-        except EngineError:  # the next look says more
+        except EngineError:  # the next check decides
             return False
 
     async def _fit(self, served: int) -> None:
@@ -93,7 +93,7 @@ class Watch:
 
 
 async def _served(client: EngineClient, deadline_s: float) -> int | None:
-    """The version that it serves, None if it, or only the engine behind its front end, does not answer."""
+    """The version that it serves, None if the server or the engine behind it does not answer."""
     with trio.move_on_after(deadline_s):
         try:
             if not await client.alive(deadline_s=deadline_s):

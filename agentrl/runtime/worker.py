@@ -1,4 +1,4 @@
-"""The rollout worker's process: its store handle, engine client, renderer and environments, put together."""
+"""The rollout worker's process: puts together its store handle, engine client, renderer and environments."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def serve(path: Path, index: int) -> None:
     tempfile.tempdir = str(run.scratch / "tmp")
     os.environ["TMPDIR"] = tempfile.tempdir
     config = run.config()
-    name = f"worker-{index}.{os.getpid()}"  # a lease belongs to one life of a worker
+    name = f"worker-{index}.{os.getpid()}"  # a lease belongs to one process of a worker
     trio.run(_serve, run, config, name, index == 0, clock=HostClock())
 
 
@@ -80,7 +80,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> Non
             nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
             nursery.start_soon(lambda: fleet.control(start=_concurrency(config)))
             nursery.start_soon(report, fleet, telemetry, store)
-            if scores:  # one worker does it for all: a source bounds how many calls run at once
+            if scores:  # one worker scores for all: a source limits its concurrent calls
                 nursery.start_soon(scoring.serve, config, store)
             await worker.run()
             nursery.cancel_scope.cancel()
@@ -93,7 +93,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> Non
 
 
 async def report(fleet: Fleet, telemetry: Telemetry, store: RunStore) -> None:
-    """Write down, for ever, how the fleet stands as this worker sees it; on a full disk there is nothing to write."""
+    """Record this worker's view of the fleet again and again; on a full disk, skip the record."""
     while True:
         await trio.sleep(_REPORT_S)
         with suppress(DiskFull):
@@ -101,7 +101,7 @@ async def report(fleet: Fleet, telemetry: Telemetry, store: RunStore) -> None:
 
 
 def _fleet(config: RunConfig, store: RunStore, renderer: Renderer) -> Fleet:
-    """The run's engines. Where adapters travel alone, a turn begins with the newest one that the learner confirmed."""
+    """The run's engines. If only adapters are sent, a turn begins with the newest one that the learner confirmed."""
 
     def adapter() -> int | None:
         current = store.current_version()
@@ -118,16 +118,16 @@ def _fleet(config: RunConfig, store: RunStore, renderer: Renderer) -> Fleet:
 
 
 def fits(store: RunStore, version: int) -> bool:
-    """Whether a turn may begin with these weights: this run minted them, and no engine should serve newer ones."""
+    """Whether a turn may begin with these weights: this run minted them, and they are not older than the current."""
     try:
         store.step_of(version)
         return version >= store.current_version().version
-    except StoreError:  # it was not minted; or the store cannot be read: then it is asked again
+    except StoreError:  # not minted, or the store cannot be read: a later call asks again
         return False
 
 
 def _maker(config: RunConfig, renderer: Renderer) -> partial[Fleet]:
-    """Makes fleets that wait as the run file says."""
+    """Makes fleets with the deadlines of the run file."""
     engine = config.engine
     return partial(
         Fleet,
@@ -139,7 +139,7 @@ def _maker(config: RunConfig, renderer: Renderer) -> partial[Fleet]:
 
 
 def _concurrency(config: RunConfig) -> Aimd | None:
-    """A worker's requests at one vLLM server: what it runs at once to begin with, its share of the run at most."""
+    """The limit of a worker's requests at one vLLM server: first the server's batch, at most its share of the run."""
     if config.engine.kind != "vllm":
         return None
     share = math.ceil(config.rollout.max_running / config.rollout.workers)
@@ -147,7 +147,7 @@ def _concurrency(config: RunConfig) -> Aimd | None:
 
 
 def _frozen(config: RunConfig, store: RunStore, renderer: Renderer) -> dict[str, Engine]:
-    """An engine for each role that the policy which learns does not play."""
+    """An engine for each role that the learning policy does not play."""
     urls: dict[str, str] = json.loads(store.meta("given_urls") or "{}")
     given = config.rollout.frozen_roles()
     make = _maker(config, renderer)
