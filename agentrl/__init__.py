@@ -1,7 +1,7 @@
 """Trains language-model agents with reinforcement learning.
 
-Names are imported when first used: `import agentrl` loads neither torch nor transformers. It tells gymnasium of the
-installed environments, so that `gymnasium.make("agentrl/Calculator-v0")` works after it.
+Names are imported when first used: `import agentrl` loads neither torch nor transformers. It registers the installed
+environments with gymnasium, so that `gymnasium.make("agentrl/Calculator-v0")` works afterwards.
 """
 
 from __future__ import annotations

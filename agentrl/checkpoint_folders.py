@@ -1,7 +1,7 @@
 """The folders of a run's checkpoints: their names, which of them are complete, which is the newest.
 
-Standard library only, for processes that load no torch look here too. Knows nothing of what a checkpoint holds beside
-the file that is written last: `agentrl.train.checkpoint` writes it, `agentrl.runtime.checkpoints` goes on from it.
+Standard library only: processes without torch use it too. Of a checkpoint's content it knows only the file that is
+written last: `agentrl.train.checkpoint` writes checkpoints, `agentrl.runtime.checkpoints` goes on from them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def complete(root: Path) -> list[Path]:
-    """The complete checkpoints under `root`, oldest first; empty if there is no such folder. Drafts, and folders that
-    somebody renamed, are none."""
+    """The complete checkpoints under `root`, oldest first; empty if there is no such folder. Drafts and renamed folders
+    do not count."""
     if not root.is_dir():
         return []
     return sorted(

@@ -1,12 +1,12 @@
-"""Whose time is it? Deadlines that run while the policy's doing is waited for, and stand still while the host is.
+"""Whose time is it? Deadlines that run while a call waits for the policy's action, and stop while it waits for a host.
 
-    HostClock       a trio clock without the time that the process was stopped for
-    watch(...)      a call with two deadlines: its own code's, and that of what the policy asked for
-    policy_time()   from here on the policy is waited for: a tool that it called, its code in a box
-    host_time(...)  from here on the host is waited for: a slot, a queue, a box that is being made
+    HostClock       a trio clock that leaves out the time in which the process was stopped
+    watch(...)      a call with two deadlines: one for its own code, one for the policy's actions
+    policy_time()   inside it, the call waits for the policy: a tool that it called, its code in a box
+    host_time(...)  inside it, the call waits for the host: a slot, a queue, a box that is being made
 
-A task inherits whose time it is from the one that started it. Where tasks of a watch run side by side, its time is the
-policy's as long as one of them waits for the policy, and the host's if the others wait for the host. Knows nothing of
+A task inherits whose time it is from the task that started it. If tasks of a watch run side by side, the time is the
+policy's as long as one of them waits for the policy, else the host's as long as one waits for the host. Never knows
 episodes, environments or boxes.
 """
 
@@ -29,15 +29,15 @@ from agentrl.errors import HostBusy
 HOST_DEADLINE_S: Final = 600.0
 """How long anything waits for the host at most."""
 
-_LONGEST_S: Final = 1.0  # that passes between two looks at the clock; what is beyond it is the host's
+_LONGEST_S: Final = 1.0  # longest time between two looks at the clock that counts; time beyond it is the host's
 _LOOK_S: Final = _LONGEST_S / 4
 
 
 class HostClock(trio.abc.Clock):
     """The clock of a loop whose deadlines must not pass while its process is stopped, or its machine suspended.
 
-    The loop looks at it every `_LOOK_S` at least. Where two looks are further apart than `_LONGEST_S`, the process
-    did not run in between: no more than that is counted. `now` gives seconds."""
+    The loop reads it at least every `_LOOK_S`. If two reads are further apart than `_LONGEST_S`, the process did not
+    run in between: only `_LONGEST_S` is counted. `now` gives seconds."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -58,7 +58,7 @@ class HostClock(trio.abc.Clock):
 
 
 class Whose(Enum):
-    """Who is waited for."""
+    """The side that a call waits for."""
 
     OWN = auto()  # the code that is watched
     POLICY = auto()
@@ -70,7 +70,7 @@ _watches: ContextVar[tuple[Watch, ...]] = ContextVar("agentrl_watches", default=
 
 
 class Watch:
-    """The two deadlines of a call, of which one runs at a time, or none. `over` says whose seconds ran out, if any's
+    """The two deadlines of a call; at most one of them runs at a time. `over` says whose time ran out, None if no time
     did."""
 
     def __init__(self, scope: trio.CancelScope, *, own_s: float, policy_s: float) -> None:
@@ -84,15 +84,15 @@ class Watch:
 
     @property
     def seconds(self) -> float:
-        """What it has used so far, its own time and the policy's."""
+        """The seconds used so far: its own and the policy's."""
         return self._used + (0.0 if self._running is Whose.HOST else self._passed())
 
     def left(self, whose: Whose) -> float:
-        """The seconds that are left to them."""
+        """The seconds left to `whose` deadline."""
         return max(0.0, self._left[whose] - (self._passed() if whose is self._running else 0.0))
 
     def turn(self, before: Whose, after: Whose) -> None:
-        """One of its tasks waits for somebody else now, maybe in another thread's loop."""
+        """Note that one of its tasks, maybe in another thread's loop, changed the side that it waits for."""
         if in_trio_run() and current_trio_token() is self._token:
             self._turn(before, after)
         else:
@@ -100,7 +100,7 @@ class Watch:
                 self._token.run_sync_soon(self._turn, before, after)
 
     def end(self) -> None:
-        """Nothing of what comes is counted."""
+        """Stop counting."""
         self._settle()
         self._running = Whose.HOST
 
@@ -132,8 +132,8 @@ class Watch:
 
 @contextmanager
 def watch(*, own_s: float = inf, policy_s: float = inf) -> Generator[Watch]:
-    """Cancel what is inside when it has used `own_s` seconds for itself, or waited `policy_s` seconds for the policy;
-    `Watch.over` says which afterwards. Time of the host is in neither."""
+    """Cancel the block when it has used `own_s` seconds for itself, or waited `policy_s` seconds for the policy;
+    `Watch.over` then says which. The host's time counts in neither."""
     with trio.CancelScope() as scope:
         watching = Watch(scope, own_s=own_s, policy_s=policy_s)
         outer = _watches.get()
@@ -147,14 +147,14 @@ def watch(*, own_s: float = inf, policy_s: float = inf) -> Generator[Watch]:
 
 @contextmanager
 def policy_time() -> Generator[None]:
-    """What is waited for inside is the policy's doing: a tool that it called, its code in a box, the judging of it."""
+    """Time in the block is the policy's: a tool that it called, its code in a box, the judging of its work."""
     with _time_of(Whose.POLICY):
         yield
 
 
 @contextmanager
 def host_time(what: str, *, deadline_s: float = HOST_DEADLINE_S) -> Generator[None]:
-    """What is waited for inside is the host's doing, and in no clock of policy or environment.
+    """Time in the block is the host's, and counts for neither the policy nor the environment.
 
     Raises HostBusy, which names `what`, after `deadline_s`."""
     with trio.move_on_after(deadline_s) as scope, _time_of(Whose.HOST):
@@ -165,7 +165,7 @@ def host_time(what: str, *, deadline_s: float = HOST_DEADLINE_S) -> Generator[No
 
 @asynccontextmanager
 async def granted(slots: trio.CapacityLimiter, what: str) -> AsyncGenerator[None]:
-    """One of the host's slots, waited for in the host's time. Raises HostBusy."""
+    """Hold one of the host's slots; the wait for it is the host's time. Raises HostBusy."""
     with host_time(what):
         await slots.acquire()
     try:
@@ -176,7 +176,7 @@ async def granted(slots: trio.CapacityLimiter, what: str) -> AsyncGenerator[None
 
 @contextmanager
 def unwatched() -> Generator[None]:
-    """Tasks that are started inside outlive the call that starts them: their time is not in its clocks."""
+    """For tasks that outlive the call that starts them: time of tasks started in the block does not count for it."""
     watches, whose = _watches.get(), _whose.get()
     _watches.set(())
     _whose.set(Whose.OWN)
@@ -188,7 +188,7 @@ def unwatched() -> Generator[None]:
 
 
 def policy_seconds_left() -> float:
-    """What is left to the policy of all the calls that are watched here; infinity where none is."""
+    """The least time in seconds left to the policy by all watches around this code; infinity without a watch."""
     return min((watching.left(Whose.POLICY) for watching in _watches.get()), default=inf)
 
 

@@ -40,13 +40,13 @@ class AgentRLError(Exception):
 
 
 class UsageError(AgentRLError):
-    """The user asked for something that cannot be; the text says what, and what to do."""
+    """The user asked for something impossible; the text names it and says what to do."""
 
     exit_code = 2
 
 
 class ConfigError(UsageError):
-    """A setting is wrong. `field` is its dotted name, `value` what was given, `hint` what to do."""
+    """A setting is wrong. `field` is its dotted name, `value` the given value, `hint` what to do."""
 
     def __init__(self, field: str, value: object, hint: str) -> None:
         self.field, self.value, self.hint = field, value, hint
@@ -58,7 +58,7 @@ class UnknownIdError(UsageError):
 
 
 class ModelError(UsageError):
-    """A model folder lacks something (chat template, architecture, weights) that was asked of it."""
+    """A model folder lacks a required part (chat template, architecture, weights)."""
 
 
 class StoreVersionError(UsageError):
@@ -70,11 +70,11 @@ class EnvCheckFailed(UsageError):
 
 
 class RunFailed(AgentRLError):
-    """The run cannot go on. What was journaled stays; `agentrl train --resume` goes on from it."""
+    """The run cannot go on. All journaled data stays; `agentrl train --resume` goes on from it."""
 
 
 class WornOut(AgentRLError):
-    """This process cannot go on as it is and has given back what it held: it is to be started anew, without blame."""
+    """This process cannot go on and has given back its leases: restart it, without cost to its restart budget."""
 
     exit_code = 4
 
@@ -92,11 +92,11 @@ class EngineUnavailable(EngineError):
 
 
 class EngineBroke(EngineUnavailable):
-    """The engine took a request and failed it: it broke off, or what it sent makes no sense."""
+    """The engine took a request and failed it: it broke off, or its answer makes no sense."""
 
 
 class EngineRefusal(EngineError):
-    """The engine refuses the request itself: it would refuse it again."""
+    """The engine refuses the request itself: it would refuse the same request again."""
 
 
 class EngineTimeout(EngineError):
@@ -116,7 +116,7 @@ class ScoreError(EngineError):
 
 
 class SandboxError(InfrastructureError):
-    """The sandbox host failed; a command that fails inside a box is no error but a result."""
+    """The sandbox host failed; a command that fails inside a box is a result, not an error."""
 
 
 class SandboxUnavailable(SandboxError):
@@ -128,7 +128,7 @@ class EnvError(InfrastructureError):
 
 
 class HostBusy(InfrastructureError):
-    """What this machine gives to one episode at a time (a slot, a thread, a box) was not to be had in time."""
+    """This machine did not have a free resource (a slot, a thread, a box) in time."""
 
 
 class StoreError(InfrastructureError):
@@ -136,19 +136,19 @@ class StoreError(InfrastructureError):
 
 
 class LeaseLost(StoreError):
-    """The episode is no longer this worker's: another claimed it, or its group is closed. Drop it, journal no more."""
+    """This worker lost the episode: another one claimed it, or its group is closed. Drop it, journal no more of it."""
 
 
 class DiskFull(StoreError):
-    """No space for the journal: the run pauses, nothing is lost."""
+    """No disk space for the journal: the run pauses, nothing is lost."""
 
 
 class StoreBusy(StoreError):
-    """Another process held the store's write lock past every patience: a person has to end it."""
+    """Another process held the store's write lock past the deadline: a person has to end that process."""
 
 
 class StoreDamaged(StoreError):
-    """The store's file is not what was written: a person has to put a copy in its place."""
+    """The store's file was damaged after it was written: a person has to replace it by a copy."""
 
 
 class PolicyFault(AgentRLError):
@@ -156,7 +156,7 @@ class PolicyFault(AgentRLError):
 
 
 class ParseError(PolicyFault):
-    """The model's text does not hold the action it should."""
+    """The model's text does not hold a valid action."""
 
 
 class StructuralParseError(ParseError):
@@ -164,18 +164,18 @@ class StructuralParseError(ParseError):
 
 
 class ContentParseError(ParseError):
-    """The envelope is sound but what it asks for is not: unknown tool, wrong arguments."""
+    """The envelope is sound but the call in it is not: unknown tool, wrong arguments."""
 
 
 class SandboxPathError(PolicyFault):
     """A path in a box cannot be read or written as asked: missing, of the wrong kind, leading out, too large, no space.
 
-    The policy shapes the box's files, so this is its own doing; an environment that reads a file it laid itself and
-    knows better raises `SandboxError` from it."""
+    The policy shapes the box's files, so it is the policy's fault. An environment that reads a file which the policy
+    cannot have changed raises `SandboxError` from it."""
 
 
 class ToolError(PolicyFault):
-    """A tool refused or failed because of what it was asked to do."""
+    """A tool refused or failed because of the request itself."""
 
 
 class ToolArgumentError(ToolError):
@@ -194,11 +194,11 @@ def boundary(
     passes: tuple[type[AgentRLError], ...] = (InfrastructureError, UsageError),
     place: bool = False,
 ) -> Generator[None]:
-    """Turn an exception of somebody else's code into an error of ours. Plain and awaited calls may stand inside.
+    """Turn an exception of somebody else's code into one of our errors. The block may hold plain and awaited calls.
 
     `becomes` makes the error from one line: `what`, then the exception's kind and text, and with `place` the file and
-    line that raised it. The exception is the error's cause. Errors of the kinds `passes` have their name already and go
-    through. Of a group, such as a nursery raises, the one error that matters counts.
+    line that raised it. The exception is the error's cause. Errors of the kinds in `passes` go through unchanged. If a
+    nursery raised a group of errors, the one that `matters` counts.
 
         with boundary(EnvError, "mine/Guess-v0: step raised"):
             await env.astep(action)     # EnvError: mine/Guess-v0: step raised KeyError: 'secret'
@@ -217,14 +217,14 @@ def boundary(
 
 def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    if not frames or isinstance(error, SyntaxError):  # whose text names it
+    if not frames or isinstance(error, SyntaxError):  # a SyntaxError names its place itself
         return ""
     return f" ({frames[-1].filename}:{frames[-1].lineno})"
 
 
 def matters(error: BaseException) -> BaseException:
-    """The one error of a group, nested ones included, that says what went wrong: one of ours before anything else, and
-    of those one that the user can mend, or that ends the run, before the others. Any other error is itself."""
+    """The most important error of a group, nested groups included: first one that the user can mend, then one that ends
+    the run, then any other of ours, then the rest. An error that is not a group is returned as it is."""
     ranks = (UsageError, (RunFailed, StoreBusy, StoreDamaged), AgentRLError)
 
     def rank(leaf: BaseException) -> int:

@@ -1,13 +1,13 @@
-"""What a process owns and the kernel would not take with it: gone when the process ends, however it ends.
+"""Removes a process's resources that the kernel does not free: they are gone when the process ends, however it ends.
 
-A janitor (`sh`, a session of its own) holds the read end of a pipe whose only writer is the owner. When the owner ends,
+A janitor (`sh`, in its own session) holds the read end of a pipe whose only writer is the owner. When the owner ends,
 also by SIGKILL, the janitor sees the end of the pipe, kills the processes that carry the folder's mark in their
-environment, and removes folder, mounts and control groups. Should the janitor be killed too, the next owner on this
-machine reaps what is left: labels name the dead by process id and start time.
+environment, and removes folder, mounts and control groups. If the janitor is killed too, the next owner on this
+machine removes the rest: labels identify dead owners by process id and start time.
 
-The mark is for what the kernel's own ways miss: a program on the host that asks for no `PR_SET_PDEATHSIG`; a `bwrap`,
-which asks for it some milliseconds after its start, and process 1 of its box, which does so some more after that:
-whoever's parent died before never learns of it.
+The mark finds processes that the kernel does not end: a program on the host that does not ask for `PR_SET_PDEATHSIG`; a
+`bwrap`, which asks for it some milliseconds after its start; and process 1 of its box, which asks still later. If the
+parent dies before that, the child gets no signal.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ for attempt in $(seq $((patience + 100))); do
 done
 """
 _PREFIX = "agentrl-boxes"
-_MARK = "AGENTRL_OWNER"  # variable of every process that is owned, as the host sees it: the folder of its owner
+_MARK = "AGENTRL_OWNER"  # variable of every owned process, its value the owner's folder on the host
 _CGROUPS = Path("/sys/fs/cgroup")
-_CLEAN_S = 15.0  # for a janitor beyond its patience: it gives up by itself after a hundred rounds of 0.1 s
+_CLEAN_S = 15.0  # time for a janitor after its patience: it gives up after a hundred rounds of 0.1 s
 _MS_NOSUID, _MS_NODEV, _MNT_DETACH = 2, 4, 2
 
 
 def label() -> str:
-    """Names this process for a reaper: process id, start time, pid namespace, and a random part."""
+    """This process's name for a reaper: process id, start time, pid namespace, and a random part."""
     return f"{os.getpid()}.{_start_time(os.getpid())}.{_pid_namespace()}.{secrets.token_hex(4)}"
 
 
@@ -78,15 +78,15 @@ def is_dead(label: str) -> bool:
 
 
 class Janitor:
-    """Ends and removes what is left of this process: `folder`, mounts in it, control groups of the folder's name, and
-    every process that has `mark` in its environment. Make it before what it is to remove."""
+    """Removes after this process: `folder`, mounts in it, control groups of the folder's name; ends every process that
+    has `mark` in its environment. Make the janitor before anything that it has to remove."""
 
     def __init__(
         self, folder: Path, *, patience_s: float = 0.0, keep_open: Sequence[int] = (), remover: Sequence[str] = ()
     ) -> None:
-        """Marked processes may end by themselves for `patience_s` seconds. `keep_open` are descriptors that stay open
-        until all is gone, locks for one. `remover` is a command that removes something else of the owner, whose label
-        is its last argument; it fails as long as there was something."""
+        """Marked processes have `patience_s` seconds to end by themselves. `keep_open` are descriptors, such as locks,
+        that stay open until all is gone. `remover` is a command that removes other resources of the owner; its last
+        argument is the owner's label, and it fails as long as it found something to remove."""
         self.mark = {_MARK: str(folder)}
         self._patience_s = patience_s
         arguments = [str(folder), _MARK, control_group(folder.name), str(round(patience_s / 0.1))]
@@ -102,7 +102,7 @@ class Janitor:
         )
 
     def close(self) -> None:
-        """Let it do its work now, while no process with the mark is being started. Idempotent."""
+        """Clean up now. Call it while no process with the mark is being started. Idempotent."""
         if self._process.returncode is not None:
             return
         try:
@@ -113,11 +113,11 @@ class Janitor:
 
 
 class OwnedFolder:
-    """A host folder of this process's own, and the processes that carry its `mark`. Invariant: all of it is gone after
+    """A host folder that this process owns, and the processes that carry its `mark`. Invariant: all of it is gone after
     `close`, or soon after this process died."""
 
     def __init__(self, *, prefer_memory: bool = True, patience_s: float = 0.0, remover: Sequence[str] = ()) -> None:
-        """`patience_s` and `remover` are a `Janitor`'s. Raises SandboxError if the host has no place for it."""
+        """`patience_s` and `remover` are as in `Janitor`. Raises SandboxError if the host has no place for it."""
         shared = Path("/dev/shm")
         base = shared if prefer_memory and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
         home = base / f"{_PREFIX}-{os.getuid()}"
@@ -141,7 +141,7 @@ class OwnedFolder:
             raise SandboxError(f"cannot make a folder for boxes in {str(base)!r}: {error.strerror}") from error
 
     def mount_tmpfs(self, target: Path, options: str) -> bool:
-        """Mount a tmpfs over an empty folder inside; False where that is not allowed."""
+        """Mount a tmpfs over an empty folder inside; False if that is not allowed."""
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.mount(b"agentrl-box", bytes(target), b"tmpfs", _MS_NOSUID | _MS_NODEV, options.encode()) != 0:
             code = ctypes.get_errno()
@@ -171,7 +171,7 @@ class OwnedFolder:
 
 @contextlib.asynccontextmanager
 async def owned_folder(*, patience_s: float = 0.0) -> AsyncGenerator[OwnedFolder]:
-    """An `OwnedFolder` for as long as the block runs; its mark is for processes that are to end with the block."""
+    """An `OwnedFolder` for the time of the block; its mark is for processes that have to end with the block."""
     folder = await trio.to_thread.run_sync(lambda: OwnedFolder(patience_s=patience_s))
     try:
         yield folder
@@ -181,7 +181,7 @@ async def owned_folder(*, patience_s: float = 0.0) -> AsyncGenerator[OwnedFolder
 
 
 def make_readable(*roots: Path) -> None:
-    """Give the owner of the trees its rights back."""
+    """Give the owner of the trees its access rights back."""
     command = ["chmod", "-R", "u+rwX", "--", *map(str, roots)]
     subprocess.run(command, check=False, capture_output=True, timeout=60)
 
@@ -201,7 +201,7 @@ def remove_tree(path: Path) -> None:
 
 
 def reap(home: Path) -> list[str]:
-    """End and remove what dead owners left under `home` and among the control groups; their labels."""
+    """End and remove the remains of dead owners under `home` and among the control groups. Returns their labels."""
     groups = (path for place in (_CGROUPS, *_CGROUPS.glob("*/")) for path in place.glob(f"{_PREFIX}.*"))
     labels = {path.name for path in home.iterdir()}
     labels |= {path.name.removeprefix(f"{_PREFIX}.") for path in groups if os.access(path, os.W_OK)}
@@ -218,7 +218,7 @@ def _unmount(target: Path) -> None:
 
 
 def _start_time(pid: int) -> str:
-    """Clock ticks since boot at which a process started; empty if there is none (or no /proc)."""
+    """A process's start in clock ticks since boot; empty if there is no such process (or no /proc)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

@@ -1,7 +1,7 @@
-"""What can be plugged in: environments, tools, sandboxes, engines, rewards.
+"""The interfaces of parts that can be plugged in: environments, tools, sandboxes, engines, rewards.
 
-These are structural types: a class of yours satisfies one by having the methods. The public checkers in
-`agentrl.testing` say whether it keeps the promises that the docstrings make.
+These are structural types: your class satisfies one if it has the methods. The public checkers in `agentrl.testing`
+test whether it keeps the promises of these docstrings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from agentrl.records import (
 
 @runtime_checkable
 class AsyncEnv(Protocol):
-    """What a rollout drives. `agentrl.env.Env` gives both sides; a plain `gymnasium.Env` is wrapped into it.
+    """An environment that a rollout drives. `agentrl.env.Env` has both interfaces; a plain `gymnasium.Env` is wrapped.
 
     `areset`/`astep` follow gymnasium's five-tuple; observations are the messages to append. Both may raise
     `InfrastructureError`; any other exception becomes `EnvError` at the rollout's boundary."""
@@ -47,7 +47,7 @@ class AsyncEnv(Protocol):
     async def astep(self, action: str) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Json]]: ...
 
     async def aend(self, reason: StopReason) -> dict[str, Json]:
-        """The driver ends the episode at a limit of its own; the info, with `outcome` where there is one to give."""
+        """The driver ends the episode at its own limit. Returns the info, with `outcome` if there is one."""
         ...
 
     def charge_tokens(self, count: int) -> None:
@@ -56,7 +56,7 @@ class AsyncEnv(Protocol):
 
     @property
     def replayable(self) -> bool:
-        """Whether repeating recorded actions after the same reset reproduces the observations."""
+        """Whether the same actions after the same reset give the same observations again."""
         ...
 
     async def aclose(self) -> None: ...
@@ -68,22 +68,22 @@ class SnapshotEnv(Protocol):
 
     @property
     def has_snapshots(self) -> bool:
-        """Whether the two methods do anything."""
+        """Whether `snapshot` and `restore` work."""
         ...
 
     async def snapshot(self) -> bytes:
-        """The whole state between two steps, enough for another process, and maybe another host."""
+        """The whole state between two steps, sufficient for another process and perhaps another host."""
         ...
 
     async def restore(self, snapshot: bytes) -> None:
-        """Bring a fresh instance, which was not reset, to the state of `snapshot`."""
+        """Bring a fresh instance, before any reset, to the state of `snapshot`."""
         ...
 
 
 @runtime_checkable
 class KeyedEnv(Protocol):
-    """An environment that is told which action comes: `action_id`, set before each step, is unique in its run, and the
-    same when another worker repeats the action. A service that takes it as an idempotency key does its work once."""
+    """An environment that gets the id of the next action: `action_id`, set before each step, is unique in its run and
+    the same if another worker repeats the action. A service that uses it as an idempotency key does its work once."""
 
     action_id: str
 
@@ -93,28 +93,28 @@ class KeyedEnv(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds of one box. Every field has a finite default: closed is the default, opening is explicit."""
+    """Bounds of one box. Every field has a finite default: a box is closed by default and opened explicitly."""
 
     wall_s: float = 10.0  # default deadline of one exec
     cpu_s: float = 10.0  # CPU time of one process
-    cpus: float = 1.0  # CPU time of the box per second, where the backend has a quota
+    cpus: float = 1.0  # CPU time of the box per second, if the backend has a quota
     memory_bytes: int = 512 << 20  # address space of one process (cgroup memory of the box where there is one)
     pids: int = 64
     open_files: int = 256
     file_bytes: int = 64 << 20  # largest file a process may write
-    disk_bytes: int = 256 << 20  # the work folder as a whole, where the backend can bound it
+    disk_bytes: int = 256 << 20  # the whole work folder, if the backend can bound it
     output_bytes: int = 64 << 10  # stdout and stderr each; more is cut and flagged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """What kind of box. `image` is a backend's own name of a root file system, None its default."""
+    """The kind of a box. `image` is the backend's own name of a root file system, None for its default."""
 
     image: str | None = None
     limits: Limits = field(default_factory=Limits)
     network: bool = False
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])  # laid into the work folder at creation
+    files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])  # written into the work folder at creation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,19 +131,19 @@ class ExecResult:
 
 
 class BoxProcess(Protocol):
-    """A background process of a box; it dies with the box. Output not yet received is kept up to
-    `Limits.output_bytes` and flagged as truncated beyond."""
+    """A background process of a box; it dies with the box. Output not yet received is kept up to `Limits.output_bytes`;
+    more is cut and flagged as truncated."""
 
     async def send(self, data: bytes) -> None:
-        """Write to its stdin; nothing happens if it has ended or closed it."""
+        """Write to its stdin; does nothing if the process has ended or closed it."""
         ...
 
     async def receive(self, timeout_s: float | None = None) -> bytes:
-        """New bytes of its stdout: at least one, none at its end or when `timeout_s` (seconds) has passed."""
+        """New bytes of its stdout: at least one, or none at the end of output or after `timeout_s` seconds."""
         ...
 
     async def wait(self, timeout_s: float | None = None) -> ExecResult | None:
-        """How it ended, with output not yet received; None if it still runs after `timeout_s` seconds."""
+        """Its result, with output not yet received; None if it still runs after `timeout_s` seconds."""
         ...
 
     async def kill(self) -> ExecResult:
@@ -155,8 +155,8 @@ class Sandbox(Protocol):
     """One box with a private work folder `/workspace`. Paths are relative to it and cannot leave it.
 
     Raises `SandboxError` when the box's host fails, `SandboxPathError` (the policy's own doing) when a path in the box
-    is missing, of the wrong kind, leads out, finds no space or is larger than asked for; what a command in the box does
-    is an `ExecResult`. What `exec` and a `BoxProcess` wait for is the policy's time: a box waits in
+    is missing, of the wrong kind, leads out, finds no space or is larger than asked for; a command's failure in the box
+    is an `ExecResult`. Waiting in `exec` and in a `BoxProcess` is the policy's time: a box waits in
     `agentrl.clock.policy_time()`."""
 
     async def exec(
@@ -183,7 +183,7 @@ class Sandbox(Protocol):
 
 
 class SandboxBackend(Protocol):
-    """Makes boxes. `name` is its registry id; `create` raises `SandboxUnavailable` with what to install."""
+    """Makes boxes. `name` is its registry id; `create` raises `SandboxUnavailable`, which says what to install."""
 
     name: str
 
@@ -196,7 +196,7 @@ class SandboxBackend(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What the model reads, and what only the environment sees (`data`)."""
+    """The text for the model, and `data` that only the environment sees."""
 
     content: str
     is_error: bool = False
@@ -223,13 +223,13 @@ class Tool(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """Tokens in. `session` names the episode, so that a fleet can go where its prefix is cached. `model` names what an
-    engine that serves several is to sample from (an adapter), None its own. `experts_from` asks a mixture for the
-    experts of tokens from there on.
+    """Tokens in. `session` names the episode, so that a fleet can choose the engine that has its prefix cached. `model`
+    names one of several models of an engine (an adapter), None its own. `experts_from` asks a mixture for the experts
+    of tokens from this index on.
 
     The last `sampled` of `token_ids` were sampled earlier in this turn, maybe elsewhere: a stop text may begin in them.
-    `max_tokens`, `deadline_s` and what comes back are of the rest. `on_chunk` is called with each chunk as it comes,
-    and what it raises ends the request; an engine that does not stream may leave it alone."""
+    `max_tokens`, `deadline_s` and the answer cover only the rest. `on_chunk` is called with each chunk as it comes, and
+    its exception ends the request; an engine that does not stream may ignore it."""
 
     request_id: str
     session: str
@@ -244,11 +244,11 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Some sampled tokens of a stream. `spans` count from the chunk's first token; where an engine names versions only
-    at the end, a later chunk restates earlier tokens with negative starts, and the later word holds
-    (`agentrl.engine.stitching` puts chunks together). `finish` and `experts`, of the whole request, are on the last.
-    `spent_s` is how much of its deadline the request has used, where that is known. A chunk without tokens and `finish`
-    says that an engine was left, and that another goes on."""
+    """Some sampled tokens of a stream. `spans` count from the chunk's first token; if an engine names versions only at
+    the end, a later chunk restates earlier tokens with negative starts, and the later statement holds
+    (`agentrl.engine.stitching` joins chunks). The last chunk has `finish` and `experts` of the whole request. `spent_s`
+    is the part of its deadline that the request has used, if known. A chunk without tokens and `finish` says that the
+    request left an engine and goes on at another."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -259,7 +259,7 @@ class Chunk:
 
 
 class Engine(Protocol):
-    """Token in, token out. Raises `EngineUnavailable`/`EngineTimeout`; what was sampled before is in the chunks."""
+    """Tokens in, tokens out. Raises `EngineUnavailable`/`EngineTimeout`; earlier samples are in the chunks."""
 
     def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]: ...
     async def generate(self, request: GenerateRequest) -> Generation: ...
@@ -270,7 +270,7 @@ class Engine(Protocol):
 
 
 class Rewarder(Protocol):
-    """Scores a finished episode: its outcome reward. A plain callable `trajectory -> float` is one, and so is an async
-    one (`agentrl.rewards.Judge`). An InfrastructureError that it raises takes the episode out of loss and baseline."""
+    """Scores a finished episode: gives its outcome reward. It is any callable `trajectory -> float`, plain or async
+    (`agentrl.rewards.Judge`). If it raises InfrastructureError, the episode leaves loss and baseline."""
 
     def __call__(self, trajectory: Trajectory) -> float | Awaitable[float]: ...

@@ -1,4 +1,4 @@
-"""All plain data that crosses a room's wall. Standard library only; immutable; no behaviour beyond views of itself.
+"""All plain data that crosses a package's boundary. Standard library only; immutable; no methods but views of the data.
 
 How a token travels: an engine samples it (`Generation`), the episode journals it (`Turn`), the group of its
 episode finishes (`Group`), the learner reads it (`Trajectory`). It is never re-tokenized on the way.
@@ -11,8 +11,8 @@ answer rendered with the next generation prompt::
     row trained on:      P A O B       with A and B scored
 
 If the environment rewrote history before turn 1 the prompt no longer extends `P A`: turn 1 gets `parent=None` and
-its whole prompt, a *fork*, and the episode becomes two rows. Where several roles take turns each has a chain of its
-own: a turn extends the last one of its role.
+its whole prompt, a *fork*, and the episode becomes two rows. If several roles take turns, each has its own chain: a
+turn extends the last turn of its role.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Json = Any
 
 
 class Message(TypedDict):
-    """One chat message. `content` is text; `tool_calls` follow OpenAI's shape where a template wants them."""
+    """One chat message. `content` is text; `tool_calls` have OpenAI's shape if a template needs them."""
 
     role: str
     content: str
@@ -44,14 +44,14 @@ class StopReason(StrEnum):
     """Why an episode ended. `by_policy` says whether it stays in loss and baseline (law 3)."""
 
     DONE = "done"  # the environment terminated
-    TRUNCATED = "truncated"  # the environment truncated for a reason of its own
+    TRUNCATED = "truncated"  # the environment truncated for its own reason
     TURN_LIMIT = "turn_limit"
     TOKEN_LIMIT = "token_limit"
     TIME_LIMIT = "time_limit"
     TOOL_TIME_LIMIT = "tool_time_limit"
     CONTEXT_LIMIT = "context_limit"
     PARSE_FAILURE = "parse_failure"
-    POLICY_FAULT = "policy_fault"  # it broke what the environment needs, such as a file of its box
+    POLICY_FAULT = "policy_fault"  # it broke something that the environment needs, such as a file of its box
     ENGINE_FAILED = "engine_failed"
     SANDBOX_FAILED = "sandbox_failed"
     ENV_FAILED = "env_failed"
@@ -84,8 +84,8 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightVersion:
-    """A set of weights. `version` is minted once and never reused, also not after a restart; `step` is the
-    optimizer step that made it (two versions of one step differ only in the restart that lies between)."""
+    """A set of weights. `version` is minted once and never reused, not even after a restart; `step` is the optimizer
+    step that made it (two versions of one step differ only by a restart between them)."""
 
     version: int
     step: int
@@ -93,8 +93,8 @@ class WeightVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample one turn. Log-probs come back under the distribution these settings define. A turn ends with a
-    token of `stop_token_ids`, or with the token that completes a text of `stop`; both belong to it."""
+    """How to sample one turn. Log-probs are those of the distribution that these settings define. A turn ends with a
+    token of `stop_token_ids`, or with the token that completes a text of `stop`; both belong to the turn."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -106,9 +106,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedExperts:
-    """The experts that a mixture computed tokens with: of a request's context and what it sampled, from token `start`
-    to the last but one (the last is not computed before another follows it). `data` is an array [tokens, layers,
-    per_token] of unsigned little-endian integers of `width` bytes."""
+    """The experts that a mixture used for the tokens of a request, context and samples, from token `start` to the last
+    but one (the last token is computed only when another follows). `data` is an array [tokens, layers, per_token] of
+    unsigned little-endian integers of `width` bytes."""
 
     start: int
     layers: int
@@ -122,14 +122,14 @@ class RoutedExperts:
 
     @property
     def end(self) -> int:
-        """The token after the last one that is told of."""
+        """One past the last token covered."""
         return self.start + len(self.data) // (self.layers * self.per_token * self.width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What an engine sampled: `token_ids` [T], stop token included; `logprobs` [T] in nats; `spans` cover [0, T).
-    `experts` only if they were asked for."""
+    """An engine's samples: `token_ids` [T], stop token included; `logprobs` [T] in nats; `spans` cover [0, T).
+    `experts` is set only on request."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -140,8 +140,8 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What one group of episodes plays: an environment id, its constructor arguments, a seed and reset options.
-    `index` is the task's place in its source, so that a restart goes on where the source stood."""
+    """The task of one group of episodes: an environment id, its constructor arguments, a seed and reset options.
+    `index` is the task's position in its source, so that a restart goes on from there."""
 
     index: int
     env: str
@@ -153,15 +153,15 @@ class Task:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """The environment's answer to one action (or to reset): messages to append, the turn's process reward,
-    gymnasium's flags, and what else it said that a run acts on. `agentrl.env.answers` builds it from gymnasium's
-    `info`, whose keys have the names of the fields; `info` here is the rest of it, JSON-safe and for people only.
+    gymnasium's flags, and other facts that a run acts on. `agentrl.env.answers` builds it from gymnasium's `info`,
+    whose keys have the names of the fields; `info` here is the rest of it, JSON-safe and for people only.
 
-    `outcome` is the episode's outcome reward and `success` whether it succeeded, None where it says neither;
-    `stop_reason` is why it ended. `history` replaces all messages before it: a fork. A turn that is `masked` stays in
-    context and out of the loss. Where several roles take turns, `role` acts next, and `rewards` and `outcomes` go by
-    role (see `agentrl.env.roles`). `unsettled` is what the last turn's reward changes by if somebody else ends the
-    episode here, such as a limit of the run: potential-based rewards owe the potential of where they stand.
-    `observation_cut` counts the bytes of the messages that were more than the run takes; the driver sets it."""
+    `outcome` is the episode's outcome reward and `success` whether it succeeded, each None if not given; `stop_reason`
+    is why it ended. `history` replaces all messages before it: a fork. A `masked` turn stays in context but not in the
+    loss. If several roles take turns, `role` acts next, and `rewards` and `outcomes` are by role (see
+    `agentrl.env.roles`). `unsettled` is added to the last turn's reward if something else ends the episode here, such
+    as a limit of the run: a potential-based reward must then settle the potential of the current state.
+    `observation_cut` counts the bytes of messages beyond the run's limit; the driver sets it."""
 
     observation: Messages
     reward: float = 0.0
@@ -184,13 +184,13 @@ class Step:
 class Turn:
     """One action of the policy and the environment's answer.
 
-    `id` names it within the run, from before the environment sees the action and also after a resume: see `turn_id`.
+    `id` names it within the run, already before the environment sees the action and also after a resume: see `turn_id`.
     `parent` is the index of the turn whose context and sampled tokens this turn's prompt extends verbatim, None if
-    it starts anew; `prompt_ids` are the tokens between that end and the first sampled token. `step` is None from
-    the moment the action is journaled until the environment has answered. `role` is who acted; `learns` is False if a
-    given policy did (a frozen opponent): its versions are not the run's, and it is context only. `experts` begin at the
-    last token of `parent`, so that those of a chain join without a gap. `scores` are what reward sources beside the
-    environment said of it, and `score` is their sum by the weights that the run gives them."""
+    it starts anew; `prompt_ids` are the tokens between the parent's end and the first sampled token. `step` is None
+    after the action was journaled until the environment has answered. `role` is the role that acted; `learns` is False
+    if a given policy played it (a frozen opponent): its versions are not the run's, and the turn is context only.
+    `experts` begin at the last token of `parent`, so that a chain has no gap. `scores` are the scores of the reward
+    sources other than the environment, and `score` is their sum, weighted as in the run file."""
 
     index: int
     parent: int | None
@@ -224,7 +224,7 @@ class Turn:
 
     @property
     def rewards(self) -> dict[str, float]:
-        """What each source said of the turn; `env` is the environment, once it has answered."""
+        """The turn's reward from each source; `env` is the environment, once it has answered."""
         return {**({} if self.step is None else {"env": self.step.reward}), **self.scores}
 
     @property
@@ -240,10 +240,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberRecord:
-    """What siblings are judged against: a scored member's rewards, exact, so that any estimator can be computed.
+    """A scored member's rewards, for the baseline of its siblings: exact, so that any estimator can be computed.
 
-    `rewards` has one process reward for each turn of a role, in order; `outcomes` those of the roles that have one of
-    their own. Tokens are not in it."""
+    `rewards` has one process reward for each turn of a role, in order; `outcomes` has the outcome rewards of roles with
+    their own. It holds no tokens."""
 
     outcome: float
     outcomes: Mapping[str, float]
@@ -257,8 +257,8 @@ class MemberRecord:
 def member_record(
     outcome: float, outcomes: Mapping[str, float], turns: Iterable[tuple[str, float, Mapping[str, float]]]
 ) -> MemberRecord:
-    """The record of a member whose turns are, in order: the role that acted, its reward, and what the environment gave
-    other roles for it, which belongs to the last turn of each before (a role that has not acted yet gets nothing)."""
+    """The record of a member. Each turn, in order, is the role that acted, its reward, and the rewards of other roles
+    for this turn; these are added to the other role's last turn (a role that has not acted yet gets nothing)."""
     rewards: dict[str, list[float]] = {}
     for actor, reward, others in turns:
         for role, own in rewards.items():
@@ -270,8 +270,8 @@ def member_record(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """An episode as far as it went. `outcome` is its outcome reward, None until scored; `outcomes` those of its roles,
-    where the environment tells them apart."""
+    """An episode as far as it went. `outcome` is its outcome reward, None until scored; `outcomes` has those of its
+    roles if the environment gives each its own."""
 
     episode_id: int
     group_id: int
@@ -286,12 +286,12 @@ class Trajectory:
 
     @property
     def scored(self) -> bool:
-        """Whether it may enter loss and baseline: it ended by the policy's own doing and has an outcome."""
+        """Whether it may enter loss and baseline: it ended, not by a failure of infrastructure, and has an outcome."""
         return self.stop_reason is not None and self.stop_reason.by_policy and self.outcome is not None
 
     @property
     def record(self) -> MemberRecord:
-        """What its siblings are judged against, were it recorded."""
+        """The record that this trajectory would give for the baseline of its siblings."""
         turns = (
             (turn.role, turn.reward, turn.step.rewards if turn.step else dict[str, float]()) for turn in self.turns
         )
@@ -304,8 +304,8 @@ class Trajectory:
 
 
 def turn_id(episode_id: int, trial: int, index: int) -> str:
-    """What a reward source calls a turn by: `12.0.3` is turn 3 of episode 12, in its first trial (an episode that
-    starts anew is in the next one)."""
+    """A turn's name for reward sources: `12.0.3` is turn 3 of episode 12, in its first trial (an episode that starts
+    anew is in its next trial)."""
     return f"{episode_id}.{trial}.{index}"
 
 
@@ -323,14 +323,14 @@ def context_ids(turns: Sequence[Turn], index: int) -> tuple[int, ...]:
 
 
 def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    """Equal neighbours joined: `[3, 3, 4]` gives spans 3: [0, 2) and 4: [2, 3)."""
+    """Join equal neighbours into spans: `[3, 3, 4]` gives version 3 for [0, 2) and version 4 for [2, 3)."""
     changes = [at for at in range(1, len(versions)) if versions[at] != versions[at - 1]]
     bounds = [0, *changes, len(versions)] if versions else []
     return tuple(VersionSpan(versions[start], start, end) for start, end in pairwise(bounds))
 
 
 class GroupState(StrEnum):
-    """Where a group stands. `SCORED` is closed: its record is written, and members that still run are late ones.
+    """The state of a group. A `SCORED` group is closed: its record is written, and members that still run are late.
     `TAKEN` carries the learner step; a checkpoint at step k turns taken ≤ k into trained, a restart from k puts
     taken > k back to scored."""
 
@@ -346,12 +346,12 @@ class GroupState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Sibling episodes of one task. `started_step` is the learner step at its admission, `taken_step` the one that took
-    it (late members may be taken later).
+    """Sibling episodes of one task. `started_step` is the learner step at its admission, `taken_step` the step that
+    took it (late members may be taken later).
 
-    Read whole, `trajectories` are all its members. Taken for a step they are those that the step trains, and `left_out`
-    those that leave untrained with it: infrastructure failed them, or all their tokens are too old. `record` is what
-    members are judged against, by member; None: against each other, as they are in `trajectories`."""
+    In a group read whole, `trajectories` are all its members. In a group taken for a step, they are the members that
+    the step trains; `left_out` are members that leave untrained: infrastructure failed them, or all their tokens are
+    too old. `record` holds the records for the baseline, by member; if None, the baseline is over `trajectories`."""
 
     id: int
     task: Task

@@ -1,6 +1,6 @@
 """Ids of environments, in our registry and in gymnasium's, so that `agentrl.make` and `gymnasium.make` both know them.
 
-Nothing of an environment is imported before it is made.
+An environment's code is imported only when the environment is made.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def register(id: str, entry_point: str | Callable[..., Any], *, nondeterministic
 
 
 def make(id: str, **kwargs: Any) -> Any:
-    """The environment behind an id, a `module:attribute` or a `path/to/file.py:attribute`, without any wrapper, save
-    for `render_mode="ansi"` or `"human"`, which an environment that renders itself takes as its own argument.
+    """The environment behind an id, a `module:attribute` or a `path/to/file.py:attribute`, without any wrapper, except
+    with a `render_mode` (`"ansi"`, `"human"`) that the environment does not take as its own argument.
 
     Raises UnknownIdError naming the nearest known ids, UsageError for arguments that the constructor does not take."""
     maker, given = registry.resolve("environments", id), dict(kwargs)
@@ -72,7 +72,7 @@ def make_vec(
     each (`async`). Observations and actions are tuples of messages and of texts, which travel by pipe: shared
     memory, which bounds their length, is off. `kwargs` go to the environments, `vector_kwargs` to the vector class.
 
-    Raises UsageError for none, another mode, or for a wish for shared memory."""
+    Raises UsageError for `num_envs` below 1, for another mode, and if `vector_kwargs` asks for shared memory."""
     if num_envs < 1:
         raise UsageError(f"num_envs = {num_envs}: give 1 or more")
     settings = dict(vector_kwargs or {})
@@ -87,7 +87,7 @@ def make_vec(
 
 
 def register_all() -> None:
-    """Tell gymnasium of every environment that installed packages offer; what it knows already stays."""
+    """Register every environment of installed packages with gymnasium; ids that it knows already stay unchanged."""
     for id in registry.ids("environments"):
         if id not in gymnasium.registry:
             _tell_gymnasium(id)

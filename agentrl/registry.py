@@ -1,7 +1,7 @@
-"""Ids to entry points: environments, tools, sandbox backends, models, rewards.
+"""Ids to entry points: environments, tools, sandbox backends, models.
 
 A package offers things under the entry-point groups `agentrl.environments`, `agentrl.tools`, `agentrl.sandboxes`,
-`agentrl.models`; a program may also `register` at run time. Nothing is imported before it is asked for.
+`agentrl.models`; a program may also `register` at run time. Nothing is imported before its first use.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ def resolve(kind: Kind, id: str) -> Callable[..., Any]:
 
 
 def nearest(id: str, known: list[str]) -> list[str]:
-    """The few of `known` that `id` may have been meant for."""
+    """The few ids of `known` that are most similar to `id`."""
     return difflib.get_close_matches(id, known, n=3)
 
 
 @functools.cache
 def _offered(kind: Kind) -> dict[str, EntryPoint]:
-    """What installed packages offer. Read once: it is asked for with every episode and costs over a millisecond."""
+    """The entry points of installed packages. Read once: every episode needs them, and a read takes over 1 ms."""
     return {point.name: point for point in entry_points(group=f"agentrl.{kind}")}
 
 
 def load_reference(reference: str) -> Callable[..., Any]:
-    """Import `module:attribute` or `path/to/file.py:attribute`. Raises UsageError where either half is missing, or the
+    """Import `module:attribute` or `path/to/file.py:attribute`. Raises UsageError if either half is missing, or the
     module cannot be imported."""
     where, _, attribute = reference.rpartition(":")
     cannot = f"cannot import {where!r} of {reference!r}:"
@@ -85,7 +85,7 @@ def load_reference(reference: str) -> Callable[..., Any]:
 def reference_of(function: Callable[..., Any]) -> str:
     """The reference under which another process can import a module-level `function`.
 
-    Raises UsageError for lambdas, closures, methods and objects, which no other process can import so."""
+    Raises UsageError for lambdas, closures, methods and objects: another process cannot import them by name."""
     if not hasattr(function, "__qualname__"):
         raise UsageError(f"{function!r} is no function or class: give the reference of its name, 'module:name'")
     module = sys.modules.get(function.__module__)

@@ -1,8 +1,8 @@
-"""Measured values on their way out of a process: into the run store and, one JSON object a line, into metrics.jsonl.
+"""Writes measured values of a process to the run store and, one JSON object per line, to metrics.jsonl.
 
 Owns the open file of one process; knows no meaning of a kind. Lines are appended whole, so that several processes share
-one file. The store's rows are those that count: a rollback flags them, while lines of an abandoned future stay as they
-are, told apart by `attempt`.
+one file. The store's rows are authoritative: a rollback flags them there, while the file keeps the lines of undone
+steps, which differ by `attempt`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agentrl.store.metrics import finite
 
 
 class Telemetry:
-    """Write values for one process of a run. `process` names it in each line, `clock` gives seconds since the epoch."""
+    """Writes values of one process of a run. `process` names it in each line, `clock` gives seconds since the epoch."""
 
     def __init__(
         self, store: RunStore, jsonl_path: str | Path, process: str, *, clock: Callable[[], float] = time.time
@@ -81,11 +81,11 @@ class Tally:
     _values: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
 
     def add(self, name: str, value: float) -> None:
-        """Gather one value."""
+        """Add one value."""
         self._values.setdefault(name, []).append(value)
 
     def flush(self) -> dict[str, float]:
-        """Number, mean, nearest-rank percentiles and maximum of each name, and an empty tally."""
+        """Return number, mean, nearest-rank percentiles and maximum of each name, and empty the tally."""
         summary: dict[str, float] = {}
         for name, values in self._values.items():
             values.sort()

@@ -1,6 +1,6 @@
 """One engine over HTTP: tokens in, tokens out, with log-probs and weight versions. Speaks vLLM's API.
 
-Owns the deadline of each call and the naming of failures: what httpx raises becomes `EngineUnavailable` or
+Owns the deadline of each call and the naming of failures: an httpx exception becomes `EngineUnavailable` or
 `EngineTimeout` here and nowhere else. Never knows messages, episodes or other engines.
 """
 
@@ -33,16 +33,16 @@ from agentrl.records import Finish, Generation, Json, SamplingParams, VersionSpa
 
 _DRAIN_S = 1.0
 _STREAMED = {"content-type": "application/json", "accept": "text/event-stream"}
-_NOT_NOW = (408, 429)  # a server that is there, and cannot just now
-_REFUSALS = (400, 413, 422)  # of what is asked for; other answers are about the server
+_NOT_NOW = (408, 429)  # the server is there but cannot answer just now
+_REFUSALS = (400, 413, 422)  # the request itself is refused; other statuses concern the server
 
 
 class EngineClient:
-    """`protocols.Engine` against one server. `version` is the weight version last known to be served: tokens that a
-    server does not stamp chunk by chunk carry it until the server's own word comes.
+    """`protocols.Engine` for one server. `version` is the last known weight version: if a server does not stamp each
+    chunk, tokens carry this version until the server names its own.
 
-    `url` is the server's root; a `/v1` at its end is taken off. `connect_s` bounds the making of a connection; every
-    call has a deadline of its own beside it. `api_key` is what a server that asks for one is shown."""
+    `url` is the server's root; a `/v1` at its end is removed. `connect_s` bounds the time to connect; every call also
+    has its own deadline. `api_key` is sent to a server that requires one."""
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ class EngineClient:
         self._generate_url = httpx.URL(f"{self.url}/inference/v1/generate")
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Sampled tokens as they come; the last chunk has `finish`. Leaving the iteration frees the request. An
-        infinite deadline says that the caller bounds each wait for a chunk itself.
+        """Sampled tokens as they come; the last chunk has `finish`. Leaving the iteration ends the request. An infinite
+        deadline means that the caller itself bounds each wait for a chunk.
 
         Raises ConfigError for impossible sampling, EngineTimeout at the deadline, EngineUnavailable if the engine is
-        not there, EngineBroke if it breaks off or sends what makes no sense, EngineRefusal if it refuses the request,
-        EngineError if tokens that were already given turn out to be those of another version."""
+        not there, EngineBroke if it breaks off or its answer makes no sense, EngineRefusal if it refuses the request,
+        EngineError if tokens that were already yielded turn out to be of another version."""
         check_sampling(request.sampling)
         deadline = trio.current_time() + request.deadline_s
         parser, known = ChunkParser(self.version, request), self.version
@@ -93,8 +93,8 @@ class EngineClient:
         raise EngineBroke(f"{self.url} closed the stream of {request.request_id!r} before its end")
 
     def _heard(self, stated: Sequence[VersionSpan], known: int) -> None:
-        """The engine named versions; `known` is what it served when it was asked. Older ones are those of a server that
-        was started anew, or rolled back: whoever goes on with it has to ask which weights it has."""
+        """Note the versions that the engine `stated`; `known` is its version at the request. An older one means that
+        the server was restarted or rolled back: raises, so that the caller asks which weights it has now."""
         older = next((span for span in stated if span.version < known), None)
         if older is None:
             self.version = max(self.version, stated[-1].version)
@@ -104,7 +104,7 @@ class EngineClient:
         raise kind(f"{self.url} serves version {older.version}, and served {known} before: was it started anew?")
 
     async def _drain(self, events: AsyncGenerator[bytes, None]) -> None:
-        """Read a finished stream to its end, so that its connection can be kept; nothing is lost if that fails."""
+        """Read a finished stream to its end, so that its connection can be reused; a failure does no harm."""
         with trio.move_on_after(_DRAIN_S), suppress(EngineError):
             async for _ in events:
                 pass
@@ -116,17 +116,17 @@ class EngineClient:
     async def _events(self, request: GenerateRequest, deadline: float) -> AsyncGenerator[bytes, None]:
         """The `data:` payloads of one server-sent event stream, without the closing `[DONE]`.
 
-        Straight on the transport: per turn, redirects, cookies and the like cost more than all the rest."""
+        It uses the transport directly: per turn, redirects, cookies and the like cost more than all the rest."""
         body = json.dumps(request_json(request, stream=True), separators=(",", ":")).encode()
         timeouts = {"connect": self._connect_s}
         headers, extensions = self._stream_headers, {"timeout": timeouts}
         sent = httpx.Request("POST", self._generate_url, headers=headers, content=body, extensions=extensions)
         with self._named(request.deadline_s):
-            # No cancel scope may span a yield: each wait has one of its own.
+            # No cancel scope may span a yield: each wait has its own.
             with _until(deadline):
                 response = await self._transport.handle_async_request(sent)
             stream = cast("httpx.AsyncByteStream", response.stream)
-            parts, begun = aiter(stream), list[bytes]()  # of a line: one may come in many parts
+            parts, begun = aiter(stream), list[bytes]()  # a line may come in many parts
             try:
                 if response.status_code != 200:
                     with _until(deadline):
@@ -159,7 +159,7 @@ class EngineClient:
         json: Mapping[str, Json] | None = None,
         params: Mapping[str, str] | None = None,
     ) -> bytes:
-        """One request, its whole answer. Raises EngineError (refused), EngineTimeout or EngineUnavailable."""
+        """Send a request; returns its whole answer. Raises EngineError (refused), EngineTimeout, EngineUnavailable."""
         with self._named(deadline_s, path), trio.fail_after(deadline_s):
             timeout = httpx.Timeout(None, connect=self._connect_s)
             response = await self._http.request(method, path, json=json, params=params, timeout=timeout)
@@ -168,8 +168,8 @@ class EngineClient:
         return response.content
 
     async def alive(self, *, deadline_s: float = 5.0) -> bool:
-        """Whether the engine itself answers, not only the server before it. It does between two forward passes, also
-        while it is paused."""
+        """Whether the engine itself answers, not only its front end. It answers between two forward passes, also while
+        it is paused."""
         try:
             await self.call("GET", "/is_paused", deadline_s=deadline_s)
         except (EngineUnavailable, EngineTimeout):
@@ -179,7 +179,7 @@ class EngineClient:
         return True
 
     async def paused(self, *, deadline_s: float = 5.0) -> bool:
-        """Whether it was told to pause, and not to resume. False where it does not say. Raises EngineError."""
+        """Whether it was paused and not resumed. False if it does not say. Raises EngineUnavailable, EngineTimeout."""
         try:
             state = parse_json(await self.call("GET", "/is_paused", deadline_s=deadline_s))
         except (EngineUnavailable, EngineTimeout):
@@ -189,7 +189,7 @@ class EngineClient:
         return bool(state.get("is_paused"))
 
     async def healthy(self, *, deadline_s: float = 5.0) -> bool:
-        """Whether the server answers, and knows nothing bad of its engine."""
+        """Whether the server answers and reports no trouble with its engine."""
         try:
             await self.call("GET", "/health", deadline_s=deadline_s)
         except EngineError:
@@ -200,8 +200,8 @@ class EngineClient:
         self, token_ids: Sequence[int], *, deadline_s: float, model: str | None = None
     ) -> tuple[float, ...]:
         """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each given the tokens before it, under `model`
-        (default: the engine's only one). Nothing of it comes from the engine's prefix cache. Raises EngineError if the
-        engine does not score prompts."""
+        (default: the engine's only one). The engine's prefix cache is not used. Raises EngineError if the engine does
+        not score prompts."""
         params: dict[str, Json] = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         asked: dict[str, Json] = {
             "request_id": f"score-{uuid4().hex}",
@@ -214,8 +214,8 @@ class EngineClient:
         return prompt_logprobs(answer, token_ids)
 
     async def served_version(self, *, deadline_s: float = 5.0) -> int:
-        """The weight version that the engine serves now: `version` from then on. A server that does not say is asked
-        for one token."""
+        """The weight version that the engine serves now; also stored in `version`. If the server does not say, it is
+        asked for one token."""
         for path in ("/version", "/weight_info"):  # the embedded engine's way, vLLM's in development mode
             try:
                 answer = parse_json(await self.call("GET", path, deadline_s=deadline_s))
@@ -240,8 +240,8 @@ class EngineClient:
         return spans[-1].version
 
     async def metrics(self, *, deadline_s: float = 5.0) -> dict[str, float]:
-        """The engine's gauges and counters by name without labels, summed over labels; histogram buckets left out.
-        Raises EngineError for a text that holds something else."""
+        """The engine's gauges and counters by name, summed over labels, without histogram buckets. Raises EngineError
+        if the text holds something else."""
         body = await self.call("GET", "/metrics", deadline_s=deadline_s)
         values: dict[str, float] = {}
         for line in body.decode(errors="replace").splitlines():
@@ -259,7 +259,7 @@ class EngineClient:
         await self._http.aclose()
 
     def _failed(self, status: int, body: bytes) -> EngineError:
-        """What a generation's answer without tokens means."""
+        """The error for a failed generation's status and body."""
         if status in _REFUSALS:
             return EngineRefusal(f"{self.url} answered {status}: {refusal(body)}")
         kind = EngineUnavailable if status in (*_NOT_NOW, 503) else EngineBroke
@@ -284,12 +284,12 @@ class EngineClient:
 
 
 def _until(deadline: float) -> AbstractContextManager[object]:
-    """A cancel scope costs more than the parsing of a chunk: none where the caller has one."""
+    """A cancel scope for `deadline`, or none if it is infinite: a scope costs more than parsing a chunk."""
     return nullcontext() if deadline == inf else trio.fail_at(deadline)
 
 
 async def collect(stream: AsyncGenerator[Chunk, None], on_chunk: Callable[[Chunk], None] | None = None) -> Generation:
-    """A stream's chunks as one generation; each is shown to `on_chunk` as it comes."""
+    """Join a stream's chunks to one generation; `on_chunk` is called with each chunk as it comes."""
     stitcher = Stitcher()
     finish: str | None = None
     async with aclosing(stream) as chunks:

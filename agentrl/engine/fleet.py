@@ -1,16 +1,16 @@
-"""Several engines as one: where a request goes, what happens when an engine dies under it.
+"""Several engines as one: chooses the engine of a request, and another if that engine dies.
 
-Owns routing, breakers and the continuation of broken turns; a client owns the connection, and whoever starts engines
-owns their lives. A replica is
+Owns routing, circuit breakers and the continuation of broken turns; a client owns the connection, and the process that
+starts engines owns their lives. A replica is
 
     READY ──failure──► BROKEN ──answers, serves the newest version──► READY
       │                   └──answers, older weights──► STALE ──refit──► READY
       └──drain──► DRAINING ──undrain──► READY
 
-The turns of a session go to the replica that has its prefix, unless that one is much busier than another. When a
+The turns of a session go to the replica that has its prefix, unless that replica is much busier than another. When a
 replica breaks off, the request goes on at another from the prompt and the tokens received: none is sampled again.
-A replica that is silent is asked whether it lives before it is given up: a long prefill, a queue and a pause are silent
-too. One that failed gets a single request at a time until it has brought a token.
+A silent replica is asked whether it lives before it is given up: a long prefill, a queue and a pause are silent too. A
+replica that failed gets a single request at a time until it has brought a token.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from agentrl.records import Generation, Json
 
 
 class Servable(Protocol):
-    """What a fleet needs of a client: `EngineClient` is one. `version` is the weight version last known. Requests come
-    with an infinite deadline: the fleet bounds each wait for a chunk itself."""
+    """The interface of a fleet's clients, such as `EngineClient`. `version` is the last known weight version. Requests
+    come with an infinite deadline: the fleet itself bounds each wait for a chunk."""
 
     url: str
     version: int
@@ -47,13 +47,13 @@ class Servable(Protocol):
     async def aclose(self) -> None: ...
 
 
-_SESSIONS = 65_536  # sessions whose replica is remembered
-_ASK_S = 5.0  # a broken replica has so long to answer: it is asked again
+_SESSIONS = 65_536  # number of sessions whose replica is remembered
+_ASK_S = 5.0  # deadline for a broken replica's answer; it is asked again later
 _MUTE = "it does not answer"
 
 
 class State(StrEnum):
-    """Where a replica stands; see the module's picture."""
+    """A replica's state; see the diagram in the module's docstring."""
 
     READY = "ready"
     BROKEN = "broken"
@@ -63,9 +63,9 @@ class State(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One engine as the fleet sees it. `serves` is the weight version it last showed; `running` counts our requests at
-    it, `limit` bounds them once `Fleet.control` runs; `failures` counts those since its last token, `trouble` says what
-    the last one was; `retry_at` is when a broken one is asked again, `heard_at` when it last showed that it lives."""
+    """One engine as the fleet sees it. `serves` is the last weight version seen; `running` counts our requests at it,
+    `limit` bounds them once `Fleet.control` runs; `failures` counts failures since its last token, `trouble` describes
+    the last one; `retry_at` is when a broken replica is asked again, `heard_at` when it last showed that it lives."""
 
     client: Servable
     serves: int
@@ -87,7 +87,7 @@ class Replica:
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """Where a turn waits for its next chunk: at which replica, None while at none, and since when."""
+    """A turn's wait for its next chunk: the replica, None while it waits at none, and the start of the wait."""
 
     replica: Replica | None = None
     since: float = 0.0
@@ -97,16 +97,15 @@ class Wait:
 class Fleet:
     """`protocols.Engine` over several clients. A replica that is silent for `stall_s` is asked whether it lives and has
     `probe_s` to answer; a broken one is asked again after `retry_s`, doubled with every failure up to `retry_max_s`;
-    `slack` is how many times busier than the least busy replica a session's own may be before its turn goes elsewhere.
+    a turn leaves its session's replica if that runs over `slack` * (n + 4) requests, where the least busy one runs n.
 
     A request's own deadline counts only the time in which its tokens come. All other waiting of a turn is bounded by
-    `outage_deadline_s`, that at one silent replica by half of it. A request that replicas took and failed `max_faults`
-    times is given up: it may be the cause.
+    `outage_deadline_s`, a wait at one silent replica by half of it. A request that replicas took and failed
+    `max_faults` times is given up: it may be the cause.
 
     `decode` gives the text of tokens: requests with stop texts need it. `fits` says whether a weight version may be
     sampled from (default: none older than the newest seen). With `preempt` a running turn leaves its engine when its
-    tokens are of weights that may no longer be, and goes on under those that may: the engine computes its context
-    anew."""
+    weight version no longer `fits`, and goes on under one that does: the engine computes its context anew."""
 
     def __init__(
         self,
@@ -143,7 +142,7 @@ class Fleet:
             nursery.start_soon(self._watch, wait)
             try:
                 generation = await collect(self._chunks(turn, wait), request.on_chunk)
-            except Exception as error:  # raised below, outside of the nursery, which would put it into a group
+            except Exception as error:  # raised below, outside the nursery, which would wrap it in a group
                 failure = error
             nursery.cancel_scope.cancel()
         if generation is None:
@@ -152,11 +151,11 @@ class Fleet:
         return generation
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Chunks of one turn, from as many replicas as it takes, with an empty one wherever a replica was left; the
-        last has `finish="length"` if its own deadline ends it. Only `generate` asks silent replicas whether they live:
-        here one is left when its time is over.
+        """Chunks of one turn, from as many replicas as needed, with an empty chunk each time the turn leaves a replica;
+        the last has `finish="length"` if the request's own deadline ends it. Only `generate` asks silent replicas
+        whether they live: here the turn leaves a silent replica at its deadline.
 
-        Raises EngineTimeout when the engines had their `outage_deadline_s`, EngineRefusal if one refuses the request
+        Raises EngineTimeout after a wait of `outage_deadline_s` for engines, EngineRefusal if one refuses the request
         itself, EngineBroke if too many failed it, ConfigError for stop texts without `decode`."""
         async with aclosing(self._chunks(self._turn(request), Wait())) as chunks:
             async for chunk in chunks:
@@ -168,9 +167,9 @@ class Fleet:
             await replica.client.aclose()
 
     async def control(self, *, period_s: float = 1.0, start: Aimd | None = None) -> None:
-        """Look after the replicas, for ever: start it in the nursery that owns the fleet. Idle ones are asked whether
-        they live, broken ones whether they are back: without it the latter are asked only when no other is ready.
-        `start` has each replica's limit adapted to its metrics, by that rule."""
+        """Check the replicas for ever: start it in the nursery that owns the fleet. Idle ones are asked whether they
+        live, broken ones whether they are back: without it broken ones are asked only when no other is ready. With
+        `start`, this rule adapts each replica's limit to its metrics."""
         async with trio.open_nursery() as nursery:
             for replica in self.replicas:
                 nursery.start_soon(self._look_after, replica, None if start is None else replace(start), period_s)
@@ -180,7 +179,7 @@ class Fleet:
             if replica.state is State.READY:
                 if not await self._lives(replica):
                     self._broke(replica, _MUTE)
-                elif not self._fits(replica.serves):  # or newer weights came, and passed it by
+                elif not self._fits(replica.serves):  # it may have missed newer weights
                     await self._ask(replica)
                 elif rule is not None:
                     await self._limit(replica, rule)
@@ -193,13 +192,12 @@ class Fleet:
         try:
             replica.limit = rule.look(await replica.client.metrics(), replica.running)
         except (EngineUnavailable, EngineTimeout):
-            replica.heard_at = -math.inf  # it is asked at once whether it lives
+            replica.heard_at = -math.inf  # the next look asks whether it lives
         except EngineError:
             return  # it has no metrics
 
     def gauges(self) -> dict[str, Json]:
-        """How the fleet stands, replica by replica: its state, our requests at it, and how many it may have (None where
-        nothing limits them)."""
+        """The state of each replica, our requests at it, and the limit of these requests (None without a limit)."""
         return {
             "state": [replica.state.value for replica in self.replicas],
             "running": [replica.running for replica in self.replicas],
@@ -217,12 +215,12 @@ class Fleet:
                 wait.scope.cancel()
 
     def undrain(self, url: str) -> None:
-        """Send requests to a drained replica again, once it is seen to be well."""
+        """Send requests to a drained replica again, once a check finds it well."""
         self._of(url).state = State.BROKEN
         self._announce()
 
     def mark_refit(self, url: str, version: int) -> None:
-        """Say that a replica now serves `version`: a stale one is ready again."""
+        """Note that a replica now serves `version`: a stale one is ready again."""
         replica = self._of(url)
         replica.client.version = replica.serves = version
         self._newest = max(self._newest, version)
@@ -267,7 +265,7 @@ class Fleet:
         return home
 
     async def _mend(self, changed: trio.Event) -> None:
-        """Ask the broken replica that is due first, or wait until somebody else changed something."""
+        """Ask the broken replica that is due first, or wait until another task changes a replica's state."""
         broken = [replica for replica in self.replicas if replica.state in (State.BROKEN, State.STALE)]
         if not broken:
             await changed.wait()
@@ -281,7 +279,7 @@ class Fleet:
             await self._ask(first)
 
     async def _ask(self, replica: Replica) -> None:
-        """Is a broken replica back, and with which weights?"""
+        """Ask whether a replica is back, and with which weights."""
         trouble, version = _MUTE, None
         try:
             if await replica.client.alive(deadline_s=min(_ASK_S, self._probe_s)):
@@ -301,7 +299,7 @@ class Fleet:
             replica.state, replica.trouble = State.STALE, f"it serves version {version}"
 
     def _broke(self, replica: Replica, trouble: str) -> None:
-        """It failed while it was thought to be well; one failure, however many turns felt it."""
+        """Note a failure of a ready replica; it counts as one failure, however many turns it hit."""
         if replica.state is State.READY:
             self._put_off(replica, trouble)
 
@@ -333,7 +331,7 @@ class Fleet:
         return Turn(request, self._decode)
 
     async def _chunks(self, turn: Turn, wait: Wait) -> AsyncGenerator[Chunk, None]:
-        """All of a turn."""
+        """All chunks of a turn."""
         while (last := turn.ending()) is None:
             replica, outdated = await self._choose(turn), False
             async with aclosing(self._attempt(replica, turn, wait)) as chunks:
@@ -348,14 +346,14 @@ class Fleet:
                     if outdated := self._preempt and not all(self._fits(span.version) for span in chunk.spans[-1:]):
                         break
             if outdated:
-                await self._ask(replica)  # it has the new weights, or gets no turn before it has
+                await self._ask(replica)  # without the new weights it becomes stale and gets no turn
             yield SEAM
             if turn.waited_s >= self._outage_deadline_s:
                 raise self._too_late(turn)
         yield last
 
     async def _attempt(self, replica: Replica, turn: Turn, wait: Wait) -> AsyncGenerator[Chunk, None]:
-        """Chunks from one replica; ends early, without an error, where the turn should go on elsewhere."""
+        """Chunks from one replica; ends early, without an error, if the turn should go on elsewhere."""
         replica.running += 1
         sampling = False  # whether a token of this attempt has come
         try:
@@ -388,7 +386,7 @@ class Fleet:
         """The next chunk; None if the replica hangs, is drained, or has no time left."""
         wait.replica, wait.since = replica, trio.current_time()
         left_s = min(self._outage_deadline_s - turn.waited_s, self._outage_deadline_s / 2)
-        # One scope a wait: for a replica that hangs, and one that is drained.
+        # Each wait has its own scope, cancelled when its replica hangs or is drained.
         wait.scope = trio.CancelScope(deadline=wait.since + left_s)
         replica.waits.add(wait)
         chunk: Chunk | None = None
@@ -412,7 +410,7 @@ class Fleet:
         return chunk
 
     def _failed(self, replica: Replica, turn: Turn, why: EngineError) -> None:
-        """A replica failed a request that it had taken: its own fault, or, if others fail it too, the request's."""
+        """A replica took a request and failed it: the replica's fault, or the request's if other replicas fail too."""
         self._broke(replica, str(why))
         turn.faults += 1
         if turn.faults >= self._max_faults:
@@ -422,7 +420,7 @@ class Fleet:
     # --- silence ------------------------------------------------------------------------------------------------
 
     async def _watch(self, wait: Wait) -> None:
-        """Ask the replica at which a turn waits for long whether it lives, again and again; leave it if it does not."""
+        """While a turn waits long at a replica, ask again and again whether the replica lives; leave it if not."""
         while True:
             since = wait.since if wait.replica is not None else trio.current_time()
             await trio.sleep_until(since + self._stall_s)
@@ -438,7 +436,7 @@ class Fleet:
                     other.scope.cancel()
 
     async def _lives(self, replica: Replica) -> bool:
-        """Whether a replica lives: it was heard of lately, or it answers. Meanwhile others take it that it does."""
+        """Whether a replica lives: it showed so recently, or it answers now. Others assume so until then."""
         asked = trio.current_time()
         if asked - replica.heard_at < self._stall_s:
             return True

@@ -1,7 +1,7 @@
-"""One turn over as many engines as it takes: what was received, what is still to be sampled, whose time it took.
+"""One turn over as many engines as needed: the tokens received, the rest to sample, and whose time it took.
 
 Pure: opens nothing, waits for nothing. Two clocks run. `spent_s` is the policy's: time between tokens while they came
-at the pace of their engine. All the rest is the engines': waiting for a replica, queueing, prefill, pauses, outages.
+at the pace of their engine. All other time is the engines': waiting for a replica, queueing, prefill, pauses, outages.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Decode = Callable[[Sequence[int]], str]
 SEAM = Chunk(token_ids=(), logprobs=(), spans=())
 """Says that an engine was left, and that the turn goes on at another."""
 
-_PAUSE = 3.0  # times the usual: what a gap between two chunks has beyond it is not sampling
-_SLOWER, _FASTER = 0.1, 0.5  # weight of a newer gap in the usual one: a pause must not pass for the pace
+_PAUSE = 3.0  # times the usual gap between two chunks: time beyond that is not sampling
+_SLOWER, _FASTER = 0.1, 0.5  # weight of a new gap in the usual gap: a pause must not change the pace much
 
 
 @dataclass(slots=True)
@@ -28,8 +28,8 @@ class Pace:
     usual_s: float | None = None
 
     def sampling(self, gap_s: float) -> float:
-        """How much of a gap went into sampling: all of it, unless it is much longer than usual; of the first nothing,
-        as nobody knows what is usual."""
+        """The part of a gap that was sampling, in seconds: all of it, unless it is much longer than usual; nothing of
+        the first gap, as the usual gap is not yet known."""
         if self.usual_s is None:
             self.usual_s = gap_s
             return 0.0
@@ -40,9 +40,8 @@ class Pace:
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A request and what has come of it: `received` begins with what was sampled before the request. `decode` gives the
-    text of tokens; it is needed where texts end the turn. `faults` counts the engines that took the request and failed
-    it."""
+    """A request and its progress: `received` begins with the tokens sampled before the request. `decode` gives the text
+    of tokens, which stop texts need. `faults` counts how often an engine took the request and failed it."""
 
     request: GenerateRequest
     decode: Decode | None = None
@@ -51,13 +50,13 @@ class Turn:
     faults: int = 0
     spent_s: float = 0.0
     waited_s: float = 0.0
-    _seam: int = 0  # how many tokens earlier attempts brought
+    _seam: int = 0  # number of tokens received before this attempt
 
     def __post_init__(self) -> None:
         self.received += self.request.token_ids[len(self.request.token_ids) - self.request.sampled :]
 
     def rest(self) -> GenerateRequest:
-        """Begin an attempt: what is still to be sampled, as a request of its own, whose waits the caller bounds."""
+        """Begin an attempt: a request for the rest of the turn, with an infinite deadline: the caller bounds waits."""
         request, received = self.request, self.received
         number, self.attempts, self._seam = self.attempts, self.attempts + 1, len(received)
         new = received[request.sampled :]
@@ -72,9 +71,9 @@ class Turn:
         )
 
     def take(self, chunk: Chunk) -> Chunk:
-        """Add a chunk; returns as much of it as belongs to the turn, with `finish` if it is the last: also where a stop
+        """Add a chunk. Returns the part of it that belongs to the turn, with `finish` if it is the last: also if a stop
         text began at another engine, or the policy's time is over."""
-        # "abort": the engine was paused or drained with abort, which is not the caller's wish.
+        # "abort": the engine was paused or drained with abort; the caller did not ask for it.
         chunk = replace(chunk, finish=None if chunk.finish == "abort" else chunk.finish, spent_s=self.spent_s)
         for count in range(1, len(chunk.token_ids) + 1):
             self.received.append(chunk.token_ids[count - 1])
@@ -85,13 +84,13 @@ class Turn:
         return chunk
 
     def ending(self) -> Chunk | None:
-        """The last chunk, if an engine broke off between the turn's last token and the word that it was the last."""
+        """The last chunk, if an engine broke off after the turn's last token but before it sent `finish`."""
         room = self.request.sampled + self.request.sampling.max_tokens
         finish = finish_of(self.received, room, self.request.sampling, self.decode)
         return None if finish is None else replace(SEAM, finish=finish, spent_s=self.spent_s)
 
     def _stops_over_the_seam(self) -> bool:
-        """Whether a stop text ends with the newest token that the engine cannot see, as it began at another one."""
+        """Whether a stop text ends with the newest token. The engine cannot see it if it began at another engine."""
         stop = self.request.sampling.stop
         near = self._seam > 0 and len(self.received) - self._seam < _reach(stop)
         return near and _says(self.received, stop, self.decode)
@@ -100,15 +99,15 @@ class Turn:
 def finish_of(
     token_ids: Sequence[int], max_tokens: int, sampling: SamplingParams, decode: Decode | None
 ) -> Finish | None:
-    """How a turn of these sampled tokens has ended; None if it goes on. `max_tokens` is the most it may have."""
+    """How a turn of these sampled tokens has ended; None if it goes on. `max_tokens` is the turn's limit."""
     if token_ids and (token_ids[-1] in sampling.stop_token_ids or _says(token_ids, sampling.stop, decode)):
         return "stop"
     return "length" if len(token_ids) >= max_tokens else None
 
 
 def _says(token_ids: Sequence[int], stop: Sequence[str], decode: Decode | None) -> bool:
-    """Whether a stop text ends with the newest token. Each of its tokens has a byte of it at least, so few need be
-    read: those, and one before, since decoders strip a space at the beginning."""
+    """Whether a stop text ends with the newest token. Each token has at least one byte of it, so it suffices to decode
+    as many tokens as it has bytes, and one before them, since decoders strip a space at the beginning."""
     reach = _reach(stop)
     if not reach or decode is None:
         return False
@@ -117,11 +116,11 @@ def _says(token_ids: Sequence[int], stop: Sequence[str], decode: Decode | None) 
 
 
 def _reach(stop: Sequence[str]) -> int:
-    """How many tokens a stop text can have."""
+    """The most tokens that a stop text can have."""
     return max((len(one.encode()) for one in stop), default=0)
 
 
 def _first(chunk: Chunk, count: int) -> Chunk:
-    """The first tokens of a chunk, as the last ones of their turn."""
+    """The first `count` tokens of a chunk, as the end of their turn."""
     spans = tuple(replace(span, end=min(span.end, count)) for span in chunk.spans if span.start < count)
     return Chunk(token_ids=chunk.token_ids[:count], logprobs=chunk.logprobs[:count], spans=spans, finish="stop")

@@ -2,7 +2,7 @@
 
     RUN/config.json         the whole configuration, defaults included
     RUN/store.sqlite        the run store: journal, buffer, lineage, metrics
-    RUN/checkpoints/        step-NNNNNN/ folders that any engine can serve
+    RUN/checkpoints/        step-NNNNNNNN/ folders that any engine can serve
     RUN/logs/               one log per process; NAME.error holds the one line of its error
     RUN/metrics.jsonl       every metric row, one JSON object per line
     RUN/summary.json  RUN/curves.png  RUN/transcripts.md      written at the end
