@@ -1,9 +1,9 @@
-"""SIGKILL at every instant: what is left of an owner that died right after any call that made something (law 4).
+"""SIGKILL at every instant: finds the remains of an owner that died right after a call that made something (law 4).
 
     for owner in killed_after_each_call(lambda: trio.run(main)):
-        print(owner)            # process ids, for `sweep` to look for what they left
+        print(owner)            # process ids, for `sweep` to look for their remains
 
-It forks: call it in an interpreter of its own that has no other threads; `sweep` gives it one.
+It forks: call it in its own interpreter without other threads; `sweep` starts one.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from agentrl.testing.sandbox.case import host_processes
 MAKING = frozenset({"fork_exec", "mkdir", "chmod", "chown", "write"})
 """Built-in functions, by their names, after which something is there that was not there before."""
 
-_GONE_S = 20.0  # for what ends by itself, or by a janitor, after its owner
+_GONE_S = 20.0  # time for processes to end after their owner, by themselves or by a janitor
 
 
 def sweep(script: str, marker: str, *arguments: str) -> int:
-    """Run `script`, which prints each of `killed_after_each_call`, in an interpreter of its own, and wait until nothing
-    is left of them; how many they were. `marker`, its first argument, stands in the command lines of what they start.
-    Raises AssertionError with what is left."""
+    """Run `script`, which prints each id of `killed_after_each_call`, in its own interpreter, and wait until nothing is
+    left of these owners. Returns their number. `marker`, the script's first argument, is in the command lines of all
+    processes that they start. Raises AssertionError with the remains."""
     command = [sys.executable, "-c", script, marker, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=200, check=True)
     owners = [int(line) for line in done.stdout.split()]
     deadline = time.monotonic() + _GONE_S
     while left := [found for owner in owners for found in left_by(owner, marker)]:
-        assert time.monotonic() < deadline, left  # for the end of processes that are not ours there is no event
+        assert time.monotonic() < deadline, left  # the end of other processes' children gives no event
         time.sleep(0.05)
     return len(owners)
 
 
 def left_by(owner: int, marker: str) -> list[str]:
-    """What is on this machine of a process and of what it owns: processes, folders, control groups, mounts."""
+    """All that a dead process and its janitor left on this machine: processes, folders, control groups, mounts."""
     places = [Path("/dev/shm"), Path("/tmp"), Path("/sys/fs/cgroup"), *Path("/sys/fs/cgroup").glob("*")]
     found = [str(path) for place in places for path in place.glob(f"agentrl-boxes-*/{owner}.*")]
     found += [str(path) for place in places for path in place.glob(f"agentrl-boxes.{owner}.*")]
@@ -52,9 +52,9 @@ def left_by(owner: int, marker: str) -> list[str]:
 
 
 def killed_after_each_call(body: Callable[[], object], calls: Collection[str] = MAKING) -> Iterator[int]:
-    """Run `body` in a fork that is killed right after its first call of one of `calls`, in the next one after its
-    second, and so on until `body` ends by itself; the process id of each that was killed. The calls of all its threads
-    count. Raises AssertionError if `body` fails."""
+    """Run `body` in a fork that is killed right after its first call of one of `calls`, then in a fork that is killed
+    after the second, and so on until `body` ends by itself. Yields the process id of each killed fork. Calls of all its
+    threads count. Raises AssertionError if `body` fails."""
     killed = True
     number = 0
     while killed:

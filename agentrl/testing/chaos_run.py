@@ -1,10 +1,10 @@
-"""Chaos: a run that is started as a user starts it, and hurt from outside while it goes on, under a seed.
+"""Chaos: starts a run as a user does, and injects faults from outside while it goes on, by a seed.
 
     report = ChaosRun(["run.toml"], Path("runs/chaos"), faults=10, seed=0).run(print)
 
-It knows the run by its processes, its folder and its store's file alone: `/proc`, signals, locks. After each fault it
-waits until the hurt part is there again and the run advances, and has an auditor look that shares no code with the
-store. Linux only. What it does not do, and why, is in `LEFT_OUT`.
+It knows only the run's processes, its folder and its store's file: `/proc`, signals, locks. After each fault it waits
+until the part is there again and the run advances; then an auditor that shares no code with the store checks it. Linux
+only. `LEFT_OUT` lists the faults that it does not inject, and why.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MARKS = {"worker": "child\0worker", "learner": "child\0learner", "engine": "eng
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What is done to which part: `kill`, `stop` (for good), `pause` (stopped for some seconds), `slow` (stopped two
+    """A kind of fault and its part: `kill`, `stop` (for good), `pause` (stopped for some seconds), `slow` (stopped two
     thirds of the time), `lock` (the store's write lock is held)."""
 
     kind: str
@@ -49,8 +49,8 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A fault, how long until the run advanced again, the sampled tokens that its restarts left behind, and what the
-    auditor found."""
+    """A fault, the time until the run advanced again, the number of sampled tokens that its restarts left behind, and
+    the auditor's findings."""
 
     fault: Fault
     at_s: float
@@ -61,7 +61,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosReport:
-    """`status` is the run's exit status, `left` what was there of it afterwards."""
+    """`status` is the run's exit status, `left` the processes and folders that it left behind."""
 
     outcomes: tuple[Outcome, ...]
     status: int
@@ -77,7 +77,7 @@ class ChaosReport:
 
 
 def plan(faults: int, seed: int) -> list[Fault]:
-    """A seeded mix: every fault once before any comes again."""
+    """A seeded mix: every fault comes once before any comes again."""
     every = [Fault(kind=kind, part=part) for kind in ("kill", "stop", "pause") for part in PARTS]
     every += [Fault(kind="slow", part="engine"), Fault(kind="lock", part="store")]
     chance, found = random.Random(seed), list[Fault]()
@@ -88,8 +88,8 @@ def plan(faults: int, seed: int) -> list[Fault]:
 
 @dataclass(slots=True)
 class ChaosRun:
-    """A run of `agentrl train WORDS --keep-alive --out FOLDER`. `every_s` is the mean pause between two faults, and
-    `recovery_deadline_s` what the run has to advance again; it is longer than any deadline of its settings."""
+    """A run of `agentrl train WORDS --keep-alive --out FOLDER`. `every_s` is the mean pause between two faults. After a
+    fault the run must advance within `recovery_deadline_s`, which is longer than any deadline in its settings."""
 
     words: Sequence[str]
     folder: Path
@@ -101,7 +101,7 @@ class ChaosRun:
     _process: subprocess.Popen[bytes] = field(init=False)
 
     def run(self, say: Callable[[str], None] = lambda _: None) -> ChaosReport:
-        """Start it, hurt it, wait for its end. Raises RunFailed if it does not advance again in time."""
+        """Start the run, inject faults, wait for its end. Raises RunFailed if it does not advance again in time."""
         self._auditor = OutsideAuditor(self.folder / "store.sqlite")
         chance, started = random.Random(f"{self.seed}/when"), time.monotonic()
         outcomes: list[Outcome] = []
@@ -111,7 +111,7 @@ class ChaosRun:
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*main, "--out", str(self.folder), "--keep-alive"],
-                stdin=subprocess.PIPE,  # its lifeline: nothing of the run outlives us
+                stdin=subprocess.PIPE,  # its lifeline: no process of the run outlives us
                 stdout=output,
                 stderr=output,
                 env={**os.environ, "AGENTRL_KEPT": "1"},
@@ -145,7 +145,7 @@ class ChaosRun:
         self._auditor.look()
         before, began = self._auditor.abandoned, time.monotonic()
         pids = set[int]() if fault.part == "store" else self._found(fault.part)
-        pid = max(pids, default=0)  # never 0 where a signal is sent
+        pid = max(pids, default=0)  # never 0 if a signal is sent
         dies = fault.kind in ("kill", "stop")
         match fault.kind:
             case "kill":
@@ -177,8 +177,8 @@ class ChaosRun:
         )
 
     def _advance(self, part: str, old: set[int], deadline_s: float) -> None:
-        """Until the part lives under an id that is not among `old`, and works; without a part, until the run goes on;
-        or until the run is over."""
+        """Wait until the part has a process whose id is not in `old`, and works; without a part, until the run goes on;
+        in both cases, at most until the run is over."""
         deadline, before = time.monotonic() + deadline_s, None
         while self._process.poll() is None:
             if time.monotonic() > deadline:
@@ -193,12 +193,12 @@ class ChaosRun:
             time.sleep(_POLL_S)
 
     def _work(self, part: str, pid: int) -> int | None:
-        """A number that grows as the part does its work, None if the store cannot be read now: versions of a learner,
-        leases of a worker, turns of the others."""
+        """A number that grows as the part works, None if the store cannot be read now: a learner's newest version, a
+        worker's leases, for other parts the newest turn."""
         sql, arguments = "SELECT COALESCE(MAX(id), 0) FROM turns", ()
         if part == "learner":
             sql = "SELECT COALESCE(MAX(version), 0) FROM versions"
-        if part == "worker":  # one that has a lease claimed an episode; it had none when it was started
+        if part == "worker":  # a new worker has no lease: it works once it has one
             sql, arguments = "SELECT COUNT(*) - 1 FROM leases WHERE worker LIKE ?", (f"%.{pid}",)
         with (
             suppress(sqlite3.Error),
@@ -213,7 +213,7 @@ class ChaosRun:
             time.sleep(_POLL_S)
 
     def _pids(self, part: str) -> set[int]:
-        """The processes of a part."""
+        """The process ids of a part."""
         supervisor = 0
         with suppress(OSError, ValueError):
             supervisor = int((self.folder / "run.lock").read_text().partition(".")[0])
@@ -222,7 +222,7 @@ class ChaosRun:
         return {pid for pid, parent, words in _processes() if parent == supervisor and _MARKS[part] in words}
 
     def _found(self, part: str) -> set[int]:
-        """The processes of a part, waited for. Raises RunFailed."""
+        """Wait for the process ids of a part. Raises RunFailed."""
         deadline = time.monotonic() + self.recovery_deadline_s
         while not (pids := self._pids(part)):
             if time.monotonic() > deadline or self._process.poll() is not None:
@@ -231,7 +231,7 @@ class ChaosRun:
         return pids
 
     def _left(self) -> Iterator[str]:
-        """Processes and folders of the run, once its janitors had their time."""
+        """Processes and folders that the run left behind after its janitors had time to work."""
         name = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:12]
         scratch = [Path(place) / f"agentrl-{os.getuid()}-{name}" for place in ("/dev/shm", tempfile.gettempdir())]
         deadline = time.monotonic() + 60.0
@@ -256,7 +256,7 @@ def _stopped(pid: int) -> Generator[None]:
 
 
 def _processes() -> Iterator[tuple[int, int, str]]:
-    """Id, parent's id and command line, words ended by NUL, of every process but zombies."""
+    """Id, parent's id and command line (each word ends with NUL) of every process except zombies."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with suppress(OSError, IndexError, ValueError):

@@ -1,4 +1,4 @@
-"""An engine without a model: deterministic tokens, any speed, failures on demand. For tests of what drives engines."""
+"""An engine without a model: deterministic tokens, any speed, failures on demand. For tests of engines' callers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Script = Callable[[GenerateRequest], Sequence[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Raise `error` in the request that comes as number `request` (from 0), once it has had `after` tokens."""
+    """Raise `error` in request number `request` (from 0), after its first `after` tokens."""
 
     request: int
     error: EngineError
@@ -26,7 +26,7 @@ class Failure:
 
 
 def counting_script(vocab: int = 256, length: int = 8) -> Script:
-    """`length` tokens that follow from the prompt alone, then the request's first stop token, if it has one."""
+    """`length` tokens that depend only on the prompt, then the request's first stop token, if it has one."""
 
     def script(request: GenerateRequest) -> list[int]:
         state = zlib.crc32(repr(request.token_ids).encode())
@@ -55,12 +55,12 @@ def _begun(request: GenerateRequest) -> GenerateRequest:
 
 
 class FakeEngine:
-    """`protocols.Engine` in memory. `script` says all tokens of a turn from the request that began it; token i of the
-    turn has log-prob -0.5 - i / 100 and the `version` set at that moment. A request that goes on with a turn has the
-    rest. Each chunk of `chunk_tokens` takes `chunk_s` seconds. Asked for experts it is a mixture of one layer that
-    computes a token with expert `token % 256`.
+    """`protocols.Engine` in memory. `script` gives all tokens of a turn from the request that began it; token i of the
+    turn has log-prob -0.5 - i / 100 and the `version` set at that moment. A request that continues a turn gets the
+    rest. Each chunk of `chunk_tokens` takes `chunk_s` seconds. On request for experts it is a mixture of one layer
+    that computes a token with expert `token % 256`.
 
-    `requests` records what was asked; `failures` break requests; `closed` says whether `aclose` was called."""
+    `requests` records all requests; `failures` break requests; `closed` says whether `aclose` was called."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class FakeEngine:
         return await collect(self.stream(request), request.on_chunk)
 
     async def alive(self, *, deadline_s: float = 5.0) -> bool:
-        """It does."""
+        """Always True."""
         return True
 
     async def served_version(self) -> int:

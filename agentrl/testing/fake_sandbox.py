@@ -1,6 +1,6 @@
-"""A sandbox in memory, for tests of environments, tools and pools: commands are answered by a function of yours.
+"""A sandbox in memory, for tests of environments, tools and pools: your own function answers the commands.
 
-Nothing runs. For tests that need real commands take a real backend."""
+Nothing runs. For tests that need real commands use a real backend."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Answer = Callable[[Sequence[str], dict[str, bytes]], ExecResult]
 
 
 def succeed(argv: Sequence[str], files: dict[str, bytes]) -> ExecResult:
-    """Every command ends well and says nothing."""
+    """Every command succeeds without output."""
     del argv, files
     return ExecResult(exit_code=0, stdout=b"", stderr=b"")
 
 
 class FakeSandbox:
-    """One box: `files` is its work folder, `commands` all that was asked of it. `broken` makes every call raise."""
+    """One box: `files` is its work folder, `commands` records all commands. `broken` makes every call raise."""
 
     def __init__(self, spec: SandboxSpec, answer: Answer = succeed) -> None:
         self.spec, self.answer = spec, answer

@@ -1,11 +1,11 @@
-"""Can a policy have its failure dropped? A property test for environments, by actions at random and at their worst.
+"""Can a policy have its failure dropped? A property test for environments, with random and worst-case actions.
 
     await check_nothing_dropped(lambda: MyEnv(), seeds=range(3))
 
-What the policy could not have caused leaves the loss and the baseline. So if an action makes an environment fail, the
-cheapest policy is one that fails whenever it would lose. The check plays such actions, as a rollout would, and asks
-that each is answered, ends the episode, or is the policy's fault. Its actions do no harm in a box without walls.
-Knows nothing of models or tokens. `agentrl.testing.printing` is the test for readers of what a box prints.
+Failures that the policy could not have caused leave the loss and the baseline. So if an action makes an environment
+fail, the cheapest policy is one that fails whenever it would lose. The check plays such actions, as a rollout would,
+and requires that each is answered, ends the episode, or is the policy's fault. Its actions do no harm in a box without
+walls. Never knows models or tokens. `agentrl.testing.printing` tests parsers of a box's output.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ TEXTS: Final[tuple[str, ...]] = (
 """Texts that go where a text belongs. They do no harm where nothing holds them."""
 NUMBERS: Final[tuple[Any, ...]] = (0, 1, -1, 1.0, 2.5, -0.0, 2**31, 2**63, 10**30, 10**400, 1e300, 1e-300, 5e-324)
 _OTHERS: Final[tuple[Any, ...]] = (None, True, False, [], {}, [[[]]], {"a": {"b": [1]}}, [0] * 3_000, *NUMBERS)
-_STEP_S: Final = 20.0  # what the policy may ask for in one step
-_OWN_S: Final = 60.0  # what an environment's own code may take
+_STEP_S: Final = 20.0  # the policy's time in one step
+_OWN_S: Final = 60.0  # time for the environment's own code
 
 
 async def check_nothing_dropped(
@@ -90,11 +90,11 @@ async def check_nothing_dropped(
     turns: int = 12,
     actions: Sequence[str] = (),
 ) -> None:
-    """Raises AssertionError naming seed and action if an action ends in what leaves the baseline.
+    """Raises AssertionError, which names seed and action, if an action ends in a failure that leaves the baseline.
 
     For each seed, every argument of every tool takes numbers and texts that tools stumble over, and `turns` actions are
-    drawn at random. `actions` of your own are among these: texts that your environment should survive, right ones
-    too. Where an episode ends, the next one begins with the same task."""
+    drawn at random. `actions` adds your own to these: texts that your environment should survive, also correct ones.
+    When an episode ends, the next one begins with the same task."""
     for seed in seeds:
         env = make()
         try:
@@ -123,7 +123,7 @@ async def _played(env: AsyncEnv, task: Task, turns: int, own: Sequence[str]) -> 
 
 
 def _sweep(env: AsyncEnv, chosen: random.Random) -> Iterator[str]:
-    """Calls, a few an action, in which one argument is odd and the others are plain."""
+    """Actions of a few calls each; in a call one argument is odd and the others are plain."""
     calls: list[str] = []
     for tool in _tools(env):
         fields = _fields(tool)
@@ -142,7 +142,7 @@ def _sweep(env: AsyncEnv, chosen: random.Random) -> Iterator[str]:
 
 
 async def _survived(call: Callable[[], Any], task: Task, what: str) -> Any:
-    """What a call answers; None if it was the policy's fault, or what it asked for took too long."""
+    """The result of a call; None if it was the policy's fault, or if its action took too long."""
     failed: Exception | None = None
     with clock.watch(own_s=_OWN_S, policy_s=_STEP_S) as watch:
         try:

@@ -1,7 +1,7 @@
-"""A fake server on a socket: for tests whose clients are processes, or open connections of their own.
+"""A fake server on a socket: for tests whose clients are processes, or open their own connections.
 
-Owns the socket and HTTP/1.1's framing; what is answered is the fake's. Under trio (`listening`) or in a thread
-(`in_thread`); both end with their block, whatever is still being answered.
+Owns the socket and HTTP/1.1's framing; the fake gives the answers. It runs under trio (`listening`) or in a thread
+(`in_thread`); both end with their block, even in the middle of an answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STREAMED = b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\
 
 @asynccontextmanager
 async def listening(fake: FakeVLLM, *, port: int = 0) -> AsyncGenerator[str, None]:
-    """Serve on 127.0.0.1; gives the URL, which is the fake's from then on."""
+    """Serve on 127.0.0.1; yields the URL and sets it as the fake's `url`."""
     (listener,) = await trio.open_tcp_listeners(port, host="127.0.0.1")
     fake.url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
     async with trio.open_nursery() as nursery:
@@ -37,7 +37,7 @@ async def listening(fake: FakeVLLM, *, port: int = 0) -> AsyncGenerator[str, Non
 
 @dataclass(frozen=True, slots=True)
 class InThread:
-    """A server in a thread: `do` runs a change of the fake there, between two steps of the server."""
+    """A server in a thread: `do` changes the fake there, between two steps of the server."""
 
     url: str
     _token: trio.lowlevel.TrioToken
@@ -49,7 +49,7 @@ class InThread:
 
 @contextmanager
 def in_thread(fake: FakeVLLM, *, port: int = 0) -> Generator[InThread]:
-    """Serve in a thread of its own, for code that knows no trio."""
+    """Serve in its own thread, for code that does not use trio."""
     started: SimpleQueue[tuple[InThread, Callable[[], None]] | BaseException] = SimpleQueue()
 
     async def serve() -> None:
@@ -61,7 +61,7 @@ def in_thread(fake: FakeVLLM, *, port: int = 0) -> Generator[InThread]:
     def run() -> None:
         try:
             trio.run(serve)
-        except BaseException as error:  # for the thread that waits: nobody else would hear of it
+        except BaseException as error:  # passed on to the thread that waits, which raises it
             started.put(error)
 
     thread = threading.Thread(target=run, daemon=True)
@@ -78,7 +78,7 @@ def in_thread(fake: FakeVLLM, *, port: int = 0) -> Generator[InThread]:
 
 
 async def _connection(fake: FakeVLLM, stream: trio.SocketStream) -> None:
-    """Answer one request after the other until the client leaves, or the fake breaks off."""
+    """Answer one request after the other until the client disconnects, or the fake breaks off."""
     connection = _Connection(stream)
     async with stream:
         with suppress(Cut, trio.BrokenResourceError, trio.ClosedResourceError, httptools.HttpParserError):
@@ -87,14 +87,14 @@ async def _connection(fake: FakeVLLM, stream: trio.SocketStream) -> None:
 
 
 class _Connection:
-    """One socket and the request that is being read from it; httptools calls `on_...`."""
+    """One socket and the request being read from it; httptools calls `on_...`."""
 
     def __init__(self, stream: trio.SocketStream) -> None:
         self._stream = stream
-        self._ahead = b""  # of the next request, received while this one was answered
+        self._ahead = b""  # bytes of the next request, received while this one was answered
 
     async def read(self) -> bool:
-        """Take in the next request; False if the client has left instead."""
+        """Read the next request. Returns False if the client has disconnected."""
         self._target, self._body, self._whole = b"", b"", False
         self._headers: dict[str, str] = {}
         parser = httptools.HttpRequestParser(self)
@@ -120,7 +120,7 @@ class _Connection:
         self._whole = True
 
     async def answer(self, fake: FakeVLLM) -> None:
-        """Send what the fake answers. Raises Cut if it breaks off, or the client has left."""
+        """Send the fake's answer. Raises Cut if the fake breaks off, or the client has disconnected."""
         whole = False
 
         async def watch() -> None:

@@ -1,7 +1,7 @@
-"""An auditor of a run's store that shares no code with what writes it: sqlite3, struct and zstandard, and its own SQL.
+"""An auditor of a run's store that shares no code with the store: it uses sqlite3, struct, zstandard and its own SQL.
 
-It looks at one run again and again, also while it goes on, and remembers: a token that was there must be there
-unchanged at the next look, and a fence must not fall. Reads only; never imports anything of `agentrl`.
+It audits one run again and again, also while it goes on, and remembers: a token of one audit must be there unchanged
+at the next, and a fence must not decrease. Reads only; never imports anything from `agentrl`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _NOT_ITS_DOING = "('engine_failed', 'sandbox_failed', 'env_failed', 'expired')"
 
 @dataclass(slots=True)
 class OutsideAuditor:
-    """Of the store at `path`. `turns` and `tokens` count what the last look found, `abandoned` the sampled tokens of
-    trials that a restart of their episode left behind."""
+    """Audits the store at `path`. `turns` and `tokens` are the counts at the last look; `abandoned` counts the sampled
+    tokens of trials that a restart of their episode left behind."""
 
     path: Path
     turns: int = 0
@@ -36,7 +36,7 @@ class OutsideAuditor:
     _found: list[str] = field(default_factory=list[str])
 
     def look(self, *, ended: bool = False) -> list[str]:
-        """What breaks a law, a line each. `ended`: the run is over, so nothing runs and nothing is leased."""
+        """The violations of laws, one line each. `ended`: the run is over, no episode may still run without a lease."""
         self._found = []
         with closing(sqlite3.connect(f"file:{self.path}?mode=ro", uri=True, timeout=_BUSY_S)) as db:
             db.execute("BEGIN")
@@ -50,7 +50,7 @@ class OutsideAuditor:
         return self._found
 
     def _none(self, db: sqlite3.Connection, what: str, sql: str) -> None:
-        """Each row that `sql` answers breaks a law."""
+        """Report each row of `sql` as a violation."""
         self._found += [f"{what}: {row[0]}" for row in db.execute(sql)]
 
     def _law_1(self, db: sqlite3.Connection) -> None:
@@ -88,7 +88,7 @@ class OutsideAuditor:
         )
 
     def _law_2(self, db: sqlite3.Connection) -> None:
-        """What is trained is trained once in the lineage; what is in the lineage was taken."""
+        """Each trained item is in the lineage once, and each item in the lineage was taken."""
         member = _has(db, "lineage", "episode_id")
         key, table = ("episode_id", "episodes") if member else ("group_id", "groups")
         self._none(
@@ -127,7 +127,7 @@ class OutsideAuditor:
         )
 
     def _law_3(self, db: sqlite3.Connection) -> None:
-        """What the policy could not have caused is in no loss."""
+        """No failure that the policy could not have caused is in the loss."""
         scored = f"e.outcome IS NOT NULL AND e.stop_reason NOT IN {_NOT_ITS_DOING}"
         if _has(db, "lineage", "episode_id"):
             sql = f"SELECT e.id FROM lineage l JOIN episodes e ON e.id = l.episode_id WHERE NOT ({scored})"
@@ -141,8 +141,8 @@ class OutsideAuditor:
         )
 
     def _law_5(self, db: sqlite3.Connection) -> None:
-        """No group is taken whose oldest scored token is too old; where members are trained by themselves and old
-        tokens leave alone, no member without a token that is young enough."""
+        """No group is taken whose oldest scored token is too old; if members are trained on their own and old tokens
+        leave the loss alone, no member without any token young enough."""
         steps = dict(db.execute("SELECT version, step FROM versions"))
         member = _has(db, "lineage", "episode_id")
         on = "e.id = l.episode_id" if member else "e.group_id = l.group_id"
@@ -168,8 +168,8 @@ class OutsideAuditor:
         self._fences = fences
 
     def _ended(self, db: sqlite3.Connection) -> None:
-        """Of a run in order: a supervisor that stops leaves episodes under way, which a next one frees; not its leases
-        beyond their time."""
+        """A supervisor that stops may leave episodes in the state `running`, which the next one frees, but only with
+        their leases."""
         self._none(
             db,
             "law 4: running, and held by nobody: episode",
@@ -182,7 +182,7 @@ def _has(db: sqlite3.Connection, table: str, column: str) -> bool:
 
 
 def _tokens_wrong(data: bytes, n_prompt: int, n_tokens: int) -> str | None:
-    """A blob is a byte (width of a log-prob), two counts, prompt ids, sampled ids, log-probs; little-endian."""
+    """A blob has one byte (width of a log-prob), two counts, prompt ids, sampled ids, log-probs; little-endian."""
     whole = zstandard.ZstdDecompressor().decompress(data)
     width, prompt, sampled = struct.unpack_from("<BII", whole)
     if (prompt, sampled) != (n_prompt, n_tokens):
@@ -194,7 +194,7 @@ def _tokens_wrong(data: bytes, n_prompt: int, n_tokens: int) -> str | None:
 
 
 def _spans_wrong(spans: list[list[Any]], n_tokens: int, versions: set[int] | None) -> str | None:
-    """`versions` are those minted; None for a turn of a model that does not learn."""
+    """`versions` are the minted versions; None for a turn of a model that does not learn."""
     at = 0
     for version, start, end in spans:
         if start != at or end <= start:

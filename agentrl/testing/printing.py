@@ -1,10 +1,10 @@
-"""Does a reader of what boxes print stay linear? A property test for parsers of logs, patches, replies and the like.
+"""Does a parser of a box's output need only linear time? A property test for parsers of logs, patches, replies, etc.
 
     check_linear(my_parser, words=["PASSED ", "::"])
 
-A policy decides what its box prints, and the reader runs in the worker that serves all episodes: one line that costs
-quadratic time stops them all. The check feeds a reader texts made of short units repeated, and compares what a text
-and one four times as long cost, in CPU time of this thread and in memory. Knows nothing of environments.
+A policy controls the output of its box, and the parser runs in the worker that serves all episodes: one line that costs
+quadratic time stops them all. The check calls a parser with texts made of repeated short units, and compares the cost
+of a text with that of a text four times as long, in CPU time of this thread and in memory. Never knows environments.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from agentrl.errors import PolicyFault
 
 SIGNS: Final = (" ", "\n", "a", "0", ":", "-", "(", "[", "<", '"', "\\", "\x1b[", "é", "a - ")
 _TIMES: Final = 4
-_QUICK_S: Final = 0.03  # what the longer text may cost without more questions
+_QUICK_S: Final = 0.03  # below this cost of the longer text, no further check
 _RATIO: Final = 9.0  # linear is 4, quadratic 16
-_BYTES: Final = 500  # of memory for each character of the longer text
+_BYTES: Final = 500  # most bytes of memory per character of the longer text
 
 
 def check_linear(
@@ -33,17 +33,17 @@ def check_linear(
     seeds: int = 8,
     size: int = 4_000,
 ) -> None:
-    """Raises AssertionError naming the text for which `read` costs more than linear time or memory.
+    """Raises AssertionError, which names the text, if `read` needs more than linear time or memory.
 
-    `words` are the texts that mean something to the reader; they, `signs`, and `seeds` random mixtures of both are the
-    units that are repeated, on one line and on many. `size` is the shorter text's, in characters. A PolicyFault that
-    `read` raises is an answer; any other exception is passed on."""
+    `words` are texts with a meaning for the parser; they, `signs`, and `seeds` random mixtures of both are the repeated
+    units, on one line and on many. `size` is the length of the shorter text in characters. A PolicyFault of `read` is a
+    valid answer; any other exception is passed on."""
     for unit in _units(words, signs, seeds):
         for start, end in (("", ""), ("", "\n"), (words[0] if words else "x", "")):
             repeated = unit + end
             short, long = (start + repeated * (length // len(repeated)) for length in (size, _TIMES * size))
             what = f"{start!r} and then {repeated!r} again and again"
-            if _cpu_s(read, long) > _QUICK_S:  # the best of several: another thread's work is not the reader's
+            if _cpu_s(read, long) > _QUICK_S:  # the best of several runs: other threads may disturb one
                 ratio = min(_cpu_s(read, long) for _ in range(3)) / min(_cpu_s(read, short) for _ in range(3))
                 assert ratio < _RATIO, f"{what}: {_TIMES} times the text cost {ratio:.0f} times the time"
             used = _peak_bytes(read, long)

@@ -1,5 +1,5 @@
-"""A server that scores without a model: what `ScoringClient` asks, answered from a script. For tests of whatever asks a
-judge or a reward model."""
+"""A server that scores without a model: answers `ScoringClient` from a script. For tests of code that asks a judge or a
+reward model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from agentrl.records import Json
 
 
 class FakeScoring(httpx.AsyncBaseTransport):
-    """Hand it to `ScoringClient(transport=...)`. `script` has one entry a call, the last one again and again: points
-    that a judge gives, a text that it answers instead of a verdict, or an exception of httpx to fail with. A reward
-    model's `outputs` are the same in every call that does not fail.
+    """Pass it to `ScoringClient(transport=...)`. `script` has one entry per call, and the last one is repeated: a
+    judge's points, a judge's text instead of a verdict, or an httpx exception to raise. A reward model's `outputs` are
+    the same in every call that does not fail.
 
-    `requests` records what was asked: (path, body)."""
+    `requests` records all requests as (path, body)."""
 
     def __init__(self, *script: int | str | httpx.TransportError, outputs: Sequence[float] = (0.0,)) -> None:
         self.requests: list[tuple[str, dict[str, Any]]] = []

@@ -1,9 +1,9 @@
-"""A server that speaks vLLM's HTTP protocol without a model, and fails on demand. For tests of whatever drives engines.
+"""A server that speaks vLLM's HTTP protocol without a model, and fails on demand. For tests of engines' callers.
 
-Owns what the clients of `agentrl.engine` ask for: generation, health, pauses, weight updates, adapters, worker calls.
+Owns the answers to the clients of `agentrl.engine`: generation, health, pauses, weight updates, adapters, worker calls.
 It is a transport of httpx (`EngineClient(fake.url, transport=fake)`: no socket, so virtual time holds), and
 `agentrl.testing.http` puts it on a socket. Never computes: the next token is the length of its context, so that a turn
-reads the same wherever it was broken off, and a log-prob follows from the weights' name, the place and the token.
+reads the same wherever it was broken off, and a log-prob is a function of the weights' name, the place and the token.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from agentrl.records import Json
 Kind = Literal[
     "error_event",  # `data: {"error": …}`, as vLLM sends when its engine core dies
     "finish_error",  # finish_reason "error"
-    "bad_json",  # an event that is no JSON
+    "bad_json",  # an event that is not JSON
     "no_logprobs",  # a chunk whose log-probs are null
     "null_logprob",  # the last log-prob of a chunk is null
-    "nan_logprob",  # the last log-prob of a chunk is -9999.0: what vLLM makes of a NaN
+    "nan_logprob",  # the last log-prob of a chunk is -9999.0: vLLM's value for a NaN
     "abort",  # finish_reason "abort"
     "cut",  # the connection breaks
     "hang",  # nothing more comes
     "hang_before_head",  # not even the status comes
-    "status",  # answers `Fault.status` instead
+    "status",  # the answer is `Fault.status`, without a stream
 ]
 Part = Literal["tokens", "admin", "processed", "transfer", "plugin", "lora"]
 Answer = tuple[int, bytes | AsyncGenerator[bytes, None]]
@@ -46,8 +46,8 @@ class Cut(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What goes wrong with one generation once its stream has sent `after` tokens; `status` and `message` are those of
-    the answer instead."""
+    """The fault of one generation once its stream has sent `after` tokens; `status` and `message` are the answer of a
+    fault of kind "status"."""
 
     kind: Kind
     after: int = 0
@@ -56,24 +56,24 @@ class Fault:
 
 
 def spell(token_ids: Sequence[int]) -> str:
-    """The text of tokens: a letter each, 0 is "a"."""
+    """The text of tokens: one letter each, 0 is "a"."""
     return "".join(chr(ord("a") + token % 26) for token in token_ids)
 
 
 def made_up_logprob(weights: str, place: int, token: int) -> float:
-    """What `token` at `place` of its context costs under the weights of that name, in nats."""
+    """The log-prob of `token` at `place` of its context under the weights of that name, in nats."""
     return -0.5 - zlib.crc32(f"{weights} {place} {token}".encode()) % 1000 / 1000
 
 
 @dataclass(eq=False, kw_only=True)
 class FakeVLLM(httpx.AsyncBaseTransport):
-    """One server. `version` is what it says it serves and `weights` what it computes with: "base", then the path of the
-    last update's file, or of an adapter, which it does not open. Whoever sets a field while a request waits calls
-    `changed` after it.
+    """One server. `version` is the version that it reports; `weights` names the weights that it computes with: "base",
+    then the path of the last update's file, or of an adapter, which it does not open. After setting a field while a
+    request waits, call `changed`.
 
-    `core` is the engine behind the front end: a hung one answers nothing but /health and the like, a dead one says so.
-    `down` refuses connections. `answers` replaces what a path answers, `silent` paths never answer, `lacks` names parts
-    that the server was started without. `requests` records the generations asked for, `calls` all that was asked."""
+    `core` is the engine behind the front end: if hung, only /health and the like answer; if dead, its answers say so.
+    `down` refuses connections. `answers` replaces the answer of a path, `silent` paths never answer, `lacks` names
+    parts that the server was started without. `requests` records the generations, `calls` all requests."""
 
     url: str = "http://engine"
     version: str = "default"
@@ -91,7 +91,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
     stream_tokens: int = 4
     first_token_s: float = 0.0
     token_s: float = 0.0
-    takes_updates: bool = True  # else it confirms an update and goes on with the old weights
+    takes_updates: bool = True  # if False, it confirms an update and keeps the old weights
     core: Literal["alive", "hung", "dead"] = "alive"
     down: bool = False
     paused: bool = False
@@ -106,7 +106,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
     def __post_init__(self) -> None:
         self._faults: list[Fault] = []
         self._always: Fault | None = None
-        self._update: list[str] | None = None  # the files that an open update has brought
+        self._update: list[str] | None = None  # the files of an open update so far
         self._life = 0
         self._change = trio.Event()
 
@@ -115,7 +115,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
     def fail(
         self, kind: Kind, *, times: float = 1, after: int = 0, status: int = 503, message: str = "trouble"
     ) -> None:
-        """Break the next `times` generations, all from now on if it is infinite."""
+        """Break the next `times` generations, or all from now on if `times` is infinite."""
         fault = Fault(kind=kind, after=after, status=status, message=message)
         if times == math.inf:
             self._always = fault
@@ -123,22 +123,22 @@ class FakeVLLM(httpx.AsyncBaseTransport):
             self._faults += [fault] * int(times)
 
     def mend(self) -> None:
-        """No fault, no hang, no silence any more."""
+        """End all faults, hangs and silences."""
         self._faults, self._always, self.core, self.down = [], None, "alive", False
         self.answers.clear()
         self.silent.clear()
         self.changed()
 
     def restart(self) -> None:
-        """Come back as a server does that nobody looks after: running generations are cut off, what it was sent is
-        forgotten, its weights are called "default"."""
+        """Restart as a server without a supervisor does: running generations are cut off, weights and adapters that it
+        was sent are gone, its version is "default"."""
         self.version, self.weights, self.paused, self._update = "default", "base", False, None
         self.adapters.clear()
         self._life += 1
         self.mend()
 
     def changed(self) -> None:
-        """Have requests that wait look at the fields again."""
+        """Have waiting requests read the fields again."""
         self._change.set()
         self._change = trio.Event()
 
@@ -159,7 +159,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
         return httpx.Response(status, stream=_Body(body))
 
     async def answer(self, method: str, path: str, query: str, headers: Mapping[str, str], content: bytes) -> Answer:
-        """Status and body, whole or in parts. Raises Cut where the connection is to break."""
+        """Status and body, whole or in parts. Raises Cut if the connection has to break."""
         self.calls.append(f"{method} {path}")
         if path in self.silent:
             await trio.sleep_forever()
@@ -192,7 +192,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
     # --- what goes through the engine core ----------------------------------------------------------------------
 
     async def _turn(self, life: int) -> bool:
-        """Wait while the core hangs; whether it is well. Raises Cut if the server was restarted meanwhile."""
+        """Wait while the core hangs. Returns whether it is alive. Raises Cut if the server was restarted meanwhile."""
         while self.core == "hung" and life == self._life:
             await self._change.wait()
         if life != self._life:
@@ -301,7 +301,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
         return _json({"request_id": body["request_id"], "choices": [whole], **self._scores(body)})
 
     async def _events(self, body: dict[str, Any], fault: Fault | None) -> AsyncGenerator[bytes, None]:
-        """Server-sent events: what is sampled, until the fault's place is reached."""
+        """Server-sent events with the samples, up to the token of the fault."""
         sent, life = 0, self._life
         self.running += 1
         try:
@@ -323,7 +323,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
             self.running -= 1
 
     async def _break(self, fault: Fault, choice: dict[str, Any], life: int) -> AsyncGenerator[bytes, None]:
-        """The last events of a stream that fails; `choice` holds what is sampled before."""
+        """The last events of a stream that fails; `choice` holds the tokens before the fault."""
         entries = choice["logprobs"]["content"]
         match fault.kind:
             case "finish_error" | "abort":
@@ -351,8 +351,8 @@ class FakeVLLM(httpx.AsyncBaseTransport):
                 pass
 
     async def _choices(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """What is sampled, `stream_tokens` at a time: choices of a streamed answer. Stamped each with our plugin, else
-        the last."""
+        """Choices of a streamed answer, `stream_tokens` tokens each. With our plugin each has weight versions, else
+        only the last."""
         params, context, first = body["sampling_params"], list(body["token_ids"]), len(body["token_ids"])
         weights, spans, start, finish = self.adapters.get(body.get("model", "")), list[dict[str, Json]](), 0, None
         content: list[dict[str, Json]] = []
@@ -423,7 +423,7 @@ class _Body(httpx.AsyncByteStream):
 
 
 def _cut(choice: dict[str, Any], start: int, end: int) -> dict[str, Any]:
-    """A choice whose first token is the one at `start`, up to that at `end`, and not finished."""
+    """An unfinished copy of a choice, whose first token is at `start`, with only the tokens before `end`."""
     content = choice["logprobs"]["content"][: end - start]
     spans = [span | {"end": min(span["end"], end)} for span in choice["weight_versions"] or () if span["start"] < end]
     logprobs, token_ids = {"content": content}, choice["token_ids"][: end - start]

@@ -3,14 +3,14 @@
     report = await check_sandbox(MyBackend())
     report.must_pass()
 
-or one test a case, under pytest with trio::
+or one test per case, under pytest with trio::
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     async def test_my_backend(case, backend):
         await case.run(backend)
 
-The boxes need `sh`, coreutils and `python3`. Cases that need walls (`case.isolation`), and the red team as a whole, are
-left out for a backend that has none: `check_sandbox(backend, isolation=False)`.
+The boxes need `sh`, coreutils and `python3`. For a backend without walls, leave out the cases that need them
+(`case.isolation`) and the whole red team: `check_sandbox(backend, isolation=False)`.
 `python -m agentrl.testing.sandbox bubblewrap docker` prints the tables of `docs/sandbox.md`.
 """
 
@@ -33,7 +33,7 @@ CASES: tuple[Case, ...] = (*commands.CASES, *files.CASES, *lifetime.CASES, *esca
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How one case went. `problem` is empty when it held."""
+    """The result of one case. `problem` is empty if it held."""
 
     case: Case
     problem: str
@@ -42,7 +42,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """How all cases went on one backend."""
+    """The results of all cases on one backend."""
 
     backend: str
     outcomes: Sequence[Outcome] = field(default_factory=list[Outcome])
@@ -52,7 +52,7 @@ class Report:
         return [outcome for outcome in self.outcomes if outcome.problem]
 
     def must_pass(self) -> None:
-        """Raises AssertionError naming every failed case."""
+        """Raises AssertionError, which names every failed case."""
         lines = [f"{outcome.case.suite}: {outcome.case.name}: {outcome.problem}" for outcome in self.failed]
         if lines:
             promises = f"{len(lines)} of {len(self.outcomes)} promises"
@@ -80,7 +80,7 @@ async def check_sandbox(
 
 
 def tables(reports: Iterable[Report]) -> str:
-    """The reports side by side as Markdown, one table a suite."""
+    """The reports side by side as Markdown, one table per suite."""
     reports = list(reports)
     results: Mapping[str, Mapping[str, Outcome]] = {
         report.backend: {outcome.case.name: outcome for outcome in report.outcomes} for report in reports

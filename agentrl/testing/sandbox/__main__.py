@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def with_tables(document: str, text: str) -> str:
-    """The document with `text` between the marks. Raises UsageError where the marks are missing."""
+    """The document with `text` between the marks. Raises UsageError if the marks are missing."""
     before, mark, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not mark or not end:

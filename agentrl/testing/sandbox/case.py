@@ -1,4 +1,4 @@
-"""One promise of a sandbox backend, or one attack on it: what a case is, and what it is written with."""
+"""One promise of a sandbox backend, or one attack on it: the class of a case, and helpers to write one."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ QUICK = Limits(wall_s=20.0)
 
 
 class Bench:
-    """What a case works with: a backend, and boxes that close at the end of the case."""
+    """The tools of a case: a backend, and boxes that close at the end of the case."""
 
     def __init__(self, backend: SandboxBackend) -> None:
         self.backend = backend
 
     @asynccontextmanager
     async def box(self, *, limits: Limits = QUICK, **spec: Any) -> AsyncGenerator[Sandbox]:
-        """A box of its own, closed at the end."""
+        """A new box for the case, closed at the end."""
         box = await self.backend.create(SandboxSpec(limits=limits, **spec))
         try:
             yield box
@@ -40,7 +40,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One promise or one attack. `body` raises AssertionError where the promise is broken or the attack succeeds."""
+    """One promise or one attack. `body` raises AssertionError if the promise is broken or the attack succeeds."""
 
     name: str
     suite: Suite
@@ -52,7 +52,7 @@ class Case:
         return self.name
 
     async def run(self, backend: SandboxBackend) -> None:
-        """Raises AssertionError, also when the deadline passes."""
+        """Run the case. Raises AssertionError, also when the deadline passes."""
         with trio.move_on_after(self.deadline_s) as deadline:
             await self.body(Bench(backend))
         assert not deadline.cancelled_caught, f"not done after {self.deadline_s:.0f} s"
@@ -64,7 +64,7 @@ Body = Callable[[Bench], Awaitable[None]]
 def case(
     cases: list[Case], suite: Suite, *, isolation: bool | None = None, deadline_s: float = 60.0
 ) -> Callable[[Body], Body]:
-    """Make an async function one case and add it to `cases`; its docstring is the case's name."""
+    """Make an async function a case and add it to `cases`; its docstring is the case's name."""
 
     def add(body: Body) -> Body:
         assert body.__doc__, "a case is named by its docstring"
@@ -134,7 +134,7 @@ async def must_vanish(marker: str) -> None:
                 finally:
                     os.close(descriptor)
     survivors = host_processes(marker)
-    for pid in survivors:  # they were started by this case: nothing else holds its marker
+    for pid in survivors:  # this case started them: no other process has its marker
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert not survivors, "processes of the box still run on the host"

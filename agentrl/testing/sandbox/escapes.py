@@ -1,6 +1,6 @@
-"""Red team: attempts to see, touch or outlive what lies outside the box.
+"""Red team: attempts to see or touch things outside the box, or to outlive it.
 
-An attack that would harm the machine if it succeeded is made only when a harmless probe has proven its wall (`walls`).
+An attack that would harm the machine if it succeeded is made only after a harmless probe has proven its wall (`walls`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ARM = platform.machine() == "aarch64"
 
 @contextmanager
 def secret_file() -> Generator[tuple[Path, str]]:
-    """A file on the host that no box may read, and what it holds."""
+    """A file on the host that no box may read, and its text."""
     secret = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="host-secret-") as name:
         path = Path(name) / "secret"
@@ -50,7 +50,7 @@ def secret_file() -> Generator[tuple[Path, str]]:
 
 
 def only(path: Path) -> bool:
-    """Whether a file is alone in its folder."""
+    """Whether a file is the only entry of its folder."""
     return list(path.parent.iterdir()) == [path]
 
 

@@ -1,6 +1,6 @@
-"""Red team: attempts to use up what the host has, or to spoil what comes after.
+"""Red team: attempts to use up the host's resources, or to spoil later commands.
 
-Each attack ends by itself at a bound that the machine can bear, or is made only when a probe has proven its wall.
+Each attack ends by itself at a bound that the machine can bear, or is made only after a probe has proven its wall.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MB = 1 << 20
 
 
 def own_memory() -> int:
-    """Resident memory of this process at its highest, bytes."""
+    """Peak resident memory of this process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -145,7 +145,7 @@ print(bool(watcher >= 0 and select.select([watcher], [], [], 0)[0]), flush=True)
         holder = await one.start(["python3", "-c", f"{lock}; sys.stdin.read()"])
         with trio.fail_after(20):
             assert await holder.receive() == b"held\n"
-            watcher = await one.start(["python3", "-c", watch])  # of its own box it may see all
+            watcher = await one.start(["python3", "-c", watch])  # it may see all of its own box
             assert await watcher.receive() == b"ready\n"
             assert (await py(other, lock)).stdout == b"held\n", "a lock is shared with another box"
             await sh(other, "/usr/bin/env true")

@@ -1,7 +1,7 @@
-"""Proofs that a wall stands, to be had before an attack that would harm the machine if it did not.
+"""Proofs that a wall stands, for use before an attack that would harm the machine without this wall.
 
-A probe does no harm where its wall is missing: it opens without writing, counts to a bound, looks without touching. It
-has to print `closed`; whatever else it says, the attack is left out and the case fails. Knows nothing of the attacks.
+A probe does no harm if its wall is missing: it opens without writing, counts to a bound, looks without touching. It has
+to print `closed`; after any other output the attack is left out and the case fails. Never knows the attacks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ seen = [pid for pid in os.listdir("/proc") if pid.isdecimal()]
 shared = here in sys.argv[2:] or len(seen) > 9 or any(marker in words(pid) for pid in seen)
 print(f"open: {here}, {len(seen)} processes are visible" if shared else "closed")
 """
-_INITIAL = "pid:[4026531836]"  # the kernel's own number of a machine's first namespace of processes
+_INITIAL = "pid:[4026531836]"  # the kernel's fixed number of a machine's first pid namespace
 
 _COUNT = """
 import os, signal, sys
@@ -75,7 +75,7 @@ print("closed" if open("/workspace/.mine").read() == sys.argv[1] else "open")
 
 
 async def read_only_system(box: Sandbox) -> None:
-    """Nothing of the system can be written."""
+    """No part of the system can be written."""
     await _proven(box, "the system is read-only", _SYSTEM)
 
 
@@ -85,9 +85,9 @@ async def no_capabilities(box: Sandbox) -> None:
 
 
 async def own_processes(box: Sandbox) -> None:
-    """The box has a pid namespace of its own: neither this process's nor the machine's first."""
+    """The box has its own pid namespace: neither this process's nor the machine's first."""
     marker = f"seen{secrets.token_hex(8)}"
-    with witness(marker):  # asked for backwards: the asker's own words must not be the answer
+    with witness(marker):  # passed backwards, so that the probe does not find its own command line
         await _proven(box, "the box sees only its own processes", _PROCESSES, marker[::-1], _own_number(), _INITIAL)
 
 
