@@ -8,7 +8,7 @@ AgentRLError
 │   ├── StoreVersionError      a run store written by another schema
 │   └── EnvCheckFailed         an environment breaks its contract
 ├── WornOut                    a process asks to be started anew (exit code 4)
-├── RunFailed                  the run cannot go on (exit code 1); what was journaled stays
+├── RunFailed                  the run cannot go on (exit code 1); journaled data stays
 ├── InfrastructureError        the policy could not have caused it: leaves loss and baseline
 │   ├── EngineError            ├── EngineUnavailable   └── EngineBroke
 │   │                          ├── EngineTimeout       ├── EngineRefusal
@@ -112,7 +112,7 @@ class CanaryMismatch(WeightSyncError):
 
 
 class ScoreError(EngineError):
-    """A judge or reward model answered, but not with a score of the kind asked for."""
+    """A judge or reward model answered, but not with a score of the requested kind."""
 
 
 class SandboxError(InfrastructureError):

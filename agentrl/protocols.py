@@ -98,7 +98,7 @@ class Limits:
     wall_s: float = 10.0  # default deadline of one exec
     cpu_s: float = 10.0  # CPU time of one process
     cpus: float = 1.0  # CPU time of the box per second, if the backend has a quota
-    memory_bytes: int = 512 << 20  # address space of one process (cgroup memory of the box where there is one)
+    memory_bytes: int = 512 << 20  # address space of one process (cgroup memory of the box if there is a cgroup)
     pids: int = 64
     open_files: int = 256
     file_bytes: int = 64 << 20  # largest file a process may write

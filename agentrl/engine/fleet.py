@@ -134,7 +134,7 @@ class Fleet:
         self._changed = trio.Event()
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """The whole turn. Raises as `stream` does, and what `on_chunk` raises."""
+        """The whole turn. Raises as `stream` does, and any error of `on_chunk`."""
         turn, wait = self._turn(request), Wait()
         failure: Exception | None = None
         generation: Generation | None = None
@@ -204,7 +204,7 @@ class Fleet:
             "limit": [replica.limit if math.isfinite(replica.limit) else None for replica in self.replicas],
         }
 
-    # --- what operators do --------------------------------------------------------------------------------------
+    # --- for operators ------------------------------------------------------------------------------------------
 
     def drain(self, url: str, *, move: bool = False) -> None:
         """Send nothing more to a replica; with `move`, its running requests go on elsewhere at once."""

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: from this machine's cache, else downloaded where the network allows.
+"""Models of the Hugging Face hub: from this machine's cache, else downloaded if the network allows.
 
 Owns the choice of files to fetch (no other framework's weights) and the advice if they cannot be fetched. The process
 that asks first downloads, before a run starts anything; the others find the files in the cache.

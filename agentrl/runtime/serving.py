@@ -35,7 +35,7 @@ def serve(
     lora_rank: int = 0,
     lora_targets: Sequence[str] = (),
 ) -> None:
-    """Serve `model` until SIGINT or SIGTERM; `port` 0 takes a free one. Prints the URL on a line of its own when the
+    """Serve `model` until SIGINT or SIGTERM; `port` 0 takes a free one. Prints the URL on its own line when the
     engine answers. Raises UsageError or RunFailed if it does not start, EngineUnavailable if it ends by itself."""
 
     async def main() -> int | None:

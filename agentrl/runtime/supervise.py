@@ -1,4 +1,4 @@
-"""Child processes that cannot outlive their owner (law 4), and what to do when one of them dies.
+"""Child processes that cannot outlive their owner (law 4), and the rules for restarting one that died.
 
 A child is started from the main thread in its own process group, so that Ctrl-C reaches only the supervisor; its
 standard input is its lifeline: the end of file tells it that the supervisor is gone, however that ended. A child that

@@ -27,7 +27,7 @@ from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.sources import first_tasks, task_source
 from agentrl.store import RunStore
 
-_TRAINING = ("torch", "transformers", "safetensors", "peft", "matplotlib")  # what the extra `train` brings
+_TRAINING = ("torch", "transformers", "safetensors", "peft", "matplotlib")  # the packages of the extra `train`
 
 
 class View(AbstractContextManager["View"], Protocol):

@@ -110,7 +110,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
         self._life = 0
         self._change = trio.Event()
 
-    # --- what tests do ------------------------------------------------------------------------------------------
+    # --- for tests ----------------------------------------------------------------------------------------------
 
     def fail(
         self, kind: Kind, *, times: float = 1, after: int = 0, status: int = 503, message: str = "trouble"
@@ -189,7 +189,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
             case _:
                 return await self._admin(path, body, dict(parse_qsl(query)))
 
-    # --- what goes through the engine core ----------------------------------------------------------------------
+    # --- through the engine core --------------------------------------------------------------------------------
 
     async def _turn(self, life: int) -> bool:
         """Wait while the core hangs. Returns whether it is alive. Raises Cut if the server was restarted meanwhile."""
