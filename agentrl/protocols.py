@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from agentrl.columns import Columns
 from agentrl.records import (
     Generation,
     Json,
@@ -246,9 +247,9 @@ class GenerateRequest:
 class Chunk:
     """Some sampled tokens of a stream. `spans` count from the chunk's first token; if an engine names versions only at
     the end, a later chunk restates earlier tokens with negative starts, and the later statement holds
-    (`agentrl.engine.stitching` joins chunks). The last chunk has `finish` and `experts` of the whole request. `spent_s`
-    is the part of its deadline that the request has used, if known. A chunk without tokens and `finish` says that the
-    request left an engine and goes on at another."""
+    (`agentrl.engine.stitching` joins chunks). `columns` holds more about each token, see `agentrl.columns`. The last
+    chunk has `finish` and `experts` of the whole request. `spent_s` is the part of its deadline that the request has
+    used, if known. A chunk without tokens and `finish` says that the request left an engine and goes on at another."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -256,6 +257,7 @@ class Chunk:
     finish: str | None = None
     experts: RoutedExperts | None = None
     spent_s: float = 0.0
+    columns: Columns = field(default_factory=dict[str, tuple[float, ...]])
 
 
 class Engine(Protocol):

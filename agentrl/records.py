@@ -129,13 +129,14 @@ class RoutedExperts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """An engine's samples: `token_ids` [T], stop token included; `logprobs` [T] in nats; `spans` cover [0, T).
-    `experts` is set only on request."""
+    `experts` is set only on request; `columns` holds more about each token, see `agentrl.columns`."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     spans: tuple[VersionSpan, ...]
     finish: Finish
     experts: RoutedExperts | None = None
+    columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +190,8 @@ class Turn:
     it starts anew; `prompt_ids` are the tokens between the parent's end and the first sampled token. `step` is None
     after the action was journaled until the environment has answered. `role` is the role that acted; `learns` is False
     if a given policy played it (a frozen opponent): its versions are not the run's, and the turn is context only.
-    `experts` begin at the last token of `parent`, so that a chain has no gap. `scores` are the scores of the reward
+    `experts` begin at the last token of `parent`, so that a chain has no gap. `columns` holds more about each sampled
+    token (`agentrl.columns`). `scores` are the scores of the reward
     sources other than the environment, and `score` is their sum, weighted as in the run file."""
 
     index: int
@@ -204,6 +206,7 @@ class Turn:
     role: str = POLICY
     learns: bool = True
     experts: RoutedExperts | None = None
+    columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
     scores: Mapping[str, float] = field(default_factory=dict[str, float])
     score: float = 0.0
     started_s: float = 0.0

@@ -109,7 +109,7 @@ def padded_passes(module: torch.nn.Module, batches: Sequence[Sequence[Row]], wid
         loss = torch.zeros(())
         for at, row in enumerate(batch):
             chosen = logprobs[at, row.place_S - 1 - first, torch.tensor(row.token_ids)[row.place_S]]
-            loss = loss - (row.weight_S * row.advantage_S * chosen).sum()
+            loss = loss - (row.columns["weight"] * row.columns["advantage"] * chosen).sum()
         loss.backward()
 
 

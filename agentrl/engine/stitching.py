@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from agentrl.errors import EngineError
+from agentrl import columns
+from agentrl.errors import EngineError, UnknownIdError
 from agentrl.protocols import Chunk
 from agentrl.records import Finish, Generation, RoutedExperts, spans_of
 
@@ -16,12 +17,18 @@ class Stitcher:
         self.logprobs: list[float] = []
         self._versions: list[int] = []
         self._experts: RoutedExperts | None = None
+        self._parts: list[tuple[int, columns.Columns]] = []
 
     def add(self, chunk: Chunk) -> None:
         """Append one chunk. Raises EngineError if it contradicts itself."""
         base = len(self.token_ids)
         if len(chunk.logprobs) != len(chunk.token_ids):
             raise EngineError(f"a chunk has {len(chunk.token_ids)} tokens but {len(chunk.logprobs)} log-probs")
+        try:
+            columns.check(chunk.columns, len(chunk.token_ids))
+        except (ValueError, UnknownIdError) as error:
+            raise EngineError(f"a chunk's columns do not fit: {error}") from error
+        self._parts.append((len(chunk.token_ids), chunk.columns))
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
         self._versions += [-1] * len(chunk.token_ids)
@@ -42,6 +49,7 @@ class Stitcher:
             spans=spans_of(self._versions),
             finish=finish,
             experts=self._experts,
+            columns=columns.joined(self._parts),
         )
 
 
@@ -51,5 +59,13 @@ def joined(before: Chunk, rest: Generation) -> Generation:
         return rest
     stitcher = Stitcher()
     stitcher.add(before)
-    stitcher.add(Chunk(token_ids=rest.token_ids, logprobs=rest.logprobs, spans=rest.spans, experts=rest.experts))
+    stitcher.add(
+        Chunk(
+            token_ids=rest.token_ids,
+            logprobs=rest.logprobs,
+            spans=rest.spans,
+            experts=rest.experts,
+            columns=rest.columns,
+        )
+    )
     return stitcher.generation(rest.finish)

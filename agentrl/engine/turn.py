@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from agentrl import columns
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Finish, SamplingParams
 
@@ -123,4 +124,10 @@ def _reach(stop: Sequence[str]) -> int:
 def _first(chunk: Chunk, count: int) -> Chunk:
     """The first `count` tokens of a chunk, as the end of their turn."""
     spans = tuple(replace(span, end=min(span.end, count)) for span in chunk.spans if span.start < count)
-    return Chunk(token_ids=chunk.token_ids[:count], logprobs=chunk.logprobs[:count], spans=spans, finish="stop")
+    return Chunk(
+        token_ids=chunk.token_ids[:count],
+        logprobs=chunk.logprobs[:count],
+        spans=spans,
+        finish="stop",
+        columns=columns.first(chunk.columns, count),
+    )

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from agentrl import columns
 from agentrl.errors import ConfigError, EngineError
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Finish, Json, RoutedExperts, SamplingParams, VersionSpan
@@ -136,7 +137,14 @@ class ChunkParser:
             end = len(self._request.token_ids) + self._received - 1
             experts = _experts(choice.get("routed_experts"), self._request.experts_from, end)
         floats = tuple(map(float, logprobs))
-        return Chunk(token_ids=token_ids, logprobs=floats, spans=spans, finish=finish, experts=experts)
+        return Chunk(
+            token_ids=token_ids,
+            logprobs=floats,
+            spans=spans,
+            finish=finish,
+            experts=experts,
+            columns=_columns(content[:sound]),
+        )
 
     def _spans(self, stamps: Sequence[Json], base: int, count: int) -> tuple[VersionSpan, ...]:
         """The versions of `count` tokens from the one at `base` on, and of earlier ones that are stated again."""
@@ -154,6 +162,20 @@ class ChunkParser:
         if named < count:
             raise EngineError(f"the engine names no weight version of some of its tokens: {list(stamps)}")
         return self.stated
+
+
+def _columns(content: Sequence[Json]) -> columns.Columns:
+    """The registered columns that the server adds to the log-probs of all these tokens: numbers, or nested lists."""
+    if not content:
+        return columns.NONE
+    named = [name for name in columns.known() if all(name in entry for entry in content)]
+    return {name: tuple(number for entry in content for number in _flat(entry[name])) for name in named}
+
+
+def _flat(value: Json) -> list[float]:
+    return (
+        [number for part in cast("list[Json]", value) for number in _flat(part)] if isinstance(value, list) else [value]
+    )
 
 
 def _is_sound(logprob: Json) -> bool:

@@ -412,6 +412,7 @@ class _Episode:
             role=prompt.role,
             learns=learns,
             experts=generation.experts,
+            columns=generation.columns,
             started_s=begun.started_s,
             ended_s=time.time(),
         )

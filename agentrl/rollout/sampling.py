@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from agentrl import columns
 from agentrl.engine.stitching import joined
 from agentrl.engine.turn import Decode, finish_of
 from agentrl.errors import DiskFull, EngineError, StoreError
@@ -29,7 +30,7 @@ async def sample(
     At any instant at most `every` tokens are not yet given to `keep` (0: it is never called). If the turn is
     interrupted, the tokens at hand are given to it. Raises the errors of engine and `keep`."""
     sampling, have = request.sampling, begun.token_ids
-    before = Chunk(token_ids=have, logprobs=begun.logprobs, spans=begun.spans)
+    before = Chunk(token_ids=have, logprobs=begun.logprobs, spans=begun.spans, columns=begun.columns)
     left_s = request.deadline_s - begun.spent_s
     finish = finish_of(have, sampling.max_tokens, sampling, decode) or ("length" if left_s <= 0 else None)
     if finish is not None:
@@ -95,6 +96,7 @@ class _Log:
                 token_ids=tuple(token for chunk in self.chunks for token in chunk.token_ids),
                 logprobs=tuple(logprob for chunk in self.chunks for logprob in chunk.logprobs),
                 spans=tuple(spans),
+                columns=columns.joined([(len(chunk.token_ids), chunk.columns) for chunk in self.chunks]),
                 at=self.kept,
                 spent_s=self.begun.spent_s + max(chunk.spent_s for chunk in self.chunks),
             )

@@ -229,10 +229,14 @@ def _fault_of(blob: bytes, n_prompt: int, n_tokens: int) -> str | None:
         if (p, t) != (n_prompt, n_tokens):
             return f"holds {p} prompt and {t} sampled tokens, should hold {n_prompt} and {n_tokens}"
         logprobs = struct.unpack_from(f"<{t}{'f' if width == 4 else 'd'}", data, 9 + 4 * (p + t))
+        end = 9 + 4 * (p + t) + width * t
+        while end < len(data):  # named columns
+            end += 1 + data[end]
+            end += 5 + struct.unpack_from("<BI", data, end)[1]
     except (zstandard.ZstdError, struct.error) as error:
         return f"cannot be unpacked: {error}"
-    if 9 + 4 * (p + t) + width * t != len(data):
-        return f"is {len(data)} bytes long, should be {9 + 4 * (p + t) + width * t}"
+    if end != len(data):
+        return f"is {len(data)} bytes long, should be {end}"
     return None if all(map(math.isfinite, logprobs)) else "has a log-prob that is not finite"
 
 

@@ -3,6 +3,7 @@
 Owns the blob's layout and knows no table. A blob is these bytes, little-endian, compressed with zstandard::
 
     u8 width of a log-prob (4 or 8) · u32 P · u32 T · u32[P] prompt ids · u32[T] sampled ids · f32|f64[T] log-probs
+    then, for each named column: u8 n · u8[n] name · u8 type code of Python's `array` · u32 bytes · the numbers
 
 Engines compute log-probs in float32; a blob holds float32 only where that is exact, else float64. The experts of a
 mixture of experts are these bytes, compressed in the same way::
@@ -23,7 +24,8 @@ from typing import Any, Final
 
 import zstandard
 
-from agentrl.errors import StoreError
+from agentrl import columns
+from agentrl.errors import StoreError, UnknownIdError
 from agentrl.records import (
     Json,
     MemberRecord,
@@ -38,12 +40,14 @@ from agentrl.records import (
 )
 
 _HEADER = struct.Struct("<BII")
+_COLUMN = struct.Struct("<BI")
 _EXPERTS = struct.Struct("<BIHH")
 _LEVEL = 3
+_CODES: Final = {"float32": "f", "float64": "d", "int32": "i", "int64": "q", "uint8": "B"}
 
 
 def pack_tokens(turn: Turn) -> bytes:
-    """The blob of a turn's prompt ids, sampled ids and log-probs.
+    """The blob of a turn's prompt ids, sampled ids, log-probs and columns.
 
     Raises StoreError for an id that is no 32-bit unsigned integer or a log-prob that is not finite (law 1)."""
     if not all(map(math.isfinite, turn.logprobs)):
@@ -56,22 +60,57 @@ def pack_tokens(turn: Turn) -> bytes:
     except (OverflowError, TypeError) as error:
         raise StoreError(f"turn {turn.index}: a token id is not an unsigned 32-bit integer: {error}") from error
     header = _HEADER.pack(logprobs.itemsize, len(turn.prompt_ids), len(turn.token_ids))
-    return zstandard.compress(header + _little(ids) + _little(logprobs), _LEVEL)
+    named = pack_columns(turn.columns, len(turn.token_ids), f"turn {turn.index}")
+    return zstandard.compress(header + _little(ids) + _little(logprobs) + named, _LEVEL)
 
 
-def unpack_tokens(blob: bytes) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
-    """Prompt ids [P], sampled ids [T] and log-probs [T] of a blob."""
+def unpack_tokens(blob: bytes) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], columns.Columns]:
+    """Prompt ids [P], sampled ids [T], log-probs [T] and columns of a blob."""
     data = zstandard.decompress(blob)
     width, n_prompt, n_tokens = _HEADER.unpack_from(data)
     ids = array("I")
     end = _HEADER.size + ids.itemsize * (n_prompt + n_tokens)
     ids.frombytes(data[_HEADER.size : end])
     logprobs = array("f" if width == 4 else "d")
-    logprobs.frombytes(data[end:])
+    named = end + width * n_tokens
+    logprobs.frombytes(data[end:named])
     if sys.byteorder == "big":
         ids.byteswap()
         logprobs.byteswap()
-    return tuple(ids[:n_prompt]), tuple(ids[n_prompt:]), tuple(logprobs)
+    return tuple(ids[:n_prompt]), tuple(ids[n_prompt:]), tuple(logprobs), unpack_columns(data[named:])
+
+
+def pack_columns(named: columns.Columns, n: int, what: str) -> bytes:
+    """The columns of `n` tokens. Raises StoreError naming `what` for one that is not registered, has another length, or
+    whose numbers its dtype cannot hold."""
+    parts = list[bytes]()
+    try:
+        columns.check(named, n)
+        for name, values in named.items():
+            code = _CODES[columns.column(name).dtype]
+            data = _little(array(code, values))
+            parts += (bytes([len(name)]), name.encode(), _COLUMN.pack(ord(code), len(data)), data)
+    except (UnknownIdError, ValueError, TypeError, OverflowError) as error:
+        raise StoreError(f"{what}: its columns cannot be written: {error}") from error
+    return b"".join(parts)
+
+
+def unpack_columns(data: bytes) -> columns.Columns:
+    """Read what `pack_columns` wrote, whether the columns are registered here or not."""
+    named, at = dict[str, tuple[float, ...]](), 0
+    while at < len(data):
+        end = at + 1 + data[at]
+        code, size = _COLUMN.unpack_from(data, end)
+        start = end + _COLUMN.size
+        if start + size > len(data):
+            raise StoreError("a column of a turn's tokens is cut off")
+        values: array[Any] = array(chr(code))
+        values.frombytes(data[start : start + size])
+        if sys.byteorder == "big":
+            values.byteswap()
+        named[data[at + 1 : end].decode()] = tuple(values)
+        at = start + size
+    return named
 
 
 def pack_experts(experts: RoutedExperts) -> bytes:

@@ -3,19 +3,20 @@
 A row holds the tokens that came since the row before it, so a turn takes space by its length, however often it is
 written. The caller checks the fence and holds the transaction. Never decides when to write.
 
-The blob of a row is, little-endian: u32 P · u32[P] prompt ids · u32[n] sampled ids · f64[n] log-probs. Only the first
-row of a turn has the prompt.
+The blob of a row is, little-endian: u32 P · u32[P] prompt ids · u32[n] sampled ids · f64[n] log-probs, then
+named columns as in `codec`. Only the first row of a turn has the prompt.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.columns import Columns, joined
 from agentrl.errors import StoreError
 from agentrl.records import POLICY, VersionSpan, spans_of
-from agentrl.store.codec import pack_spans, unpack_spans
+from agentrl.store.codec import pack_columns, pack_spans, unpack_columns, unpack_spans
 from agentrl.store.database import Database
 
 
@@ -37,6 +38,7 @@ class Partial:
     at: int = 0
     started_s: float = 0.0
     spent_s: float = 0.0
+    columns: Columns = field(default_factory=dict[str, tuple[float, ...]])
 
 
 def pack_part(episode_id: int, part: Partial) -> tuple[Any, ...]:
@@ -47,6 +49,7 @@ def pack_part(episode_id: int, part: Partial) -> tuple[Any, ...]:
         data = struct.pack(f"<I{len(prompt) + n}I{n}d", len(prompt), *prompt, *part.token_ids, *part.logprobs)
     except struct.error as error:
         raise StoreError(f"turn {part.index}: its tokens so far cannot be written: {error}") from error
+    data += pack_columns(part.columns, n, f"turn {part.index}")
     spans, times = pack_spans(part.spans), (part.started_s, part.spent_s)
     return (episode_id, part.at, n, part.index, part.parent, part.role, spans, *times, data)
 
@@ -71,12 +74,14 @@ def load_partial(db: Database, episode_id: int) -> Partial | None:
     if not rows:
         return None
     prompt, tokens, logprobs, versions = tuple[int, ...](), list[int](), list[float](), list[int]()
+    named = list[tuple[int, Columns]]()
     for at, n, *_, spans, _, _, data in rows:
         (size,) = struct.unpack_from("<I", data)
         values = struct.unpack_from(f"<{size + n}I{n}d", data, 4)
         prompt += values[:size]
         tokens += values[size : size + n]
         logprobs += values[size + n :]
+        named.append((n, unpack_columns(data[4 + 4 * (size + n) + 8 * n :])))
         versions += [-1] * n
         for span in unpack_spans(spans):
             versions[at + span.start : at + span.end] = [span.version] * (span.end - span.start)
@@ -91,6 +96,7 @@ def load_partial(db: Database, episode_id: int) -> Partial | None:
         spans=spans_of(versions),
         started_s=started_s,
         spent_s=spent_s,
+        columns=joined(named),
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from agentrl.columns import NONE
 from agentrl.errors import StoreError
 from agentrl.records import Group, GroupState, Messages, Step, StopReason, Task, Trajectory, Turn, turn_id
 from agentrl.store.codec import (
@@ -250,7 +251,7 @@ def _turns(db: Database, where: str, parameters: Sequence[int]) -> Iterator[Turn
         parameters,
     )
     for index, parent, role, learns, finish, text, spans, began, ended, blob, experts, *step, episode, trial in rows:
-        prompt_ids, token_ids, logprobs = ((), (), ()) if blob is None else unpack_tokens(blob)
+        prompt_ids, token_ids, logprobs, columns = ((), (), (), NONE) if blob is None else unpack_tokens(blob)
         yield Turn(
             id=turn_id(episode, trial, index),
             index=index,
@@ -265,6 +266,7 @@ def _turns(db: Database, where: str, parameters: Sequence[int]) -> Iterator[Turn
             role=role,
             learns=bool(learns),
             experts=None if experts is None else unpack_experts(experts),
+            columns=columns,
             scores=scores.get(index, {}),
             score=sums.get(index, 0.0),
             started_s=began,

@@ -409,12 +409,20 @@ def _same(one: _Told, other: _Told) -> bool:
 
 
 def _tokens_wrong(data: bytes, n_prompt: int, n_tokens: int) -> str | None:
-    """A blob has one byte (width of a log-prob), two counts, prompt ids, sampled ids, log-probs; little-endian."""
+    """A blob has one byte (width of a log-prob), two counts, prompt ids, sampled ids, log-probs; little-endian. Named
+    columns may follow: a name with its length before it, one byte of type, the number of bytes, the bytes."""
     whole = zstandard.ZstdDecompressor().decompress(data)
     width, prompt, sampled = struct.unpack_from("<BII", whole)
     if (prompt, sampled) != (n_prompt, n_tokens):
         return f"its row says {n_prompt} + {n_tokens} tokens, its blob {prompt} + {sampled}"
-    if len(whole) != 9 + 4 * (prompt + sampled) + width * sampled:
+    end = 9 + 4 * (prompt + sampled) + width * sampled
+    try:
+        while end < len(whole):
+            end += 1 + whole[end]
+            end += 5 + int(struct.unpack_from("<I", whole, end + 1)[0])
+    except struct.error:
+        end = -1
+    if len(whole) != end:
         return "its blob has another length than its counts say"
     logprobs = struct.unpack_from(f"<{sampled}{'f' if width == 4 else 'd'}", whole, 9 + 4 * (prompt + sampled))
     return None if all(map(math.isfinite, logprobs)) else "a log-prob is not finite"

@@ -185,10 +185,10 @@ class Learner:
         if proximal_K is None:
             proximal_K = logprobs_K.detach()
         surrogate_K, clipped_K = clipped_surrogate(
-            logprobs_K, proximal_K, pack.advantage_K, clip_low=algo.clip_low, clip_high=algo.clip_high
+            logprobs_K, proximal_K, pack.columns["advantage"], clip_low=algo.clip_low, clip_high=algo.clip_high
         )
         importance_K = (
-            importance_weights(proximal_K, pack.behaviour_K, algo.importance_cap)
+            importance_weights(proximal_K, pack.columns["behaviour"], algo.importance_cap)
             if algo.importance == "token"
             else torch.ones_like(proximal_K)
         )
@@ -198,7 +198,7 @@ class Learner:
         tally.passed(pack, proximal_K, clipped_K, entropy_K)
         return policy_loss(
             surrogate_K,
-            pack.weight_K,
+            pack.columns["weight"],
             importance_K,
             kl_T=kl_K,
             kl_weight=algo.kl_weight,

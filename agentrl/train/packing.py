@@ -19,7 +19,7 @@ seeing each other. The depth of a node is its position id.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,11 +61,7 @@ class Pack:
     predictors_P: Tensor  # node numbers, ascending
     predictor_K: Tensor  # index into predictors_P
     target_K: Tensor  # token ids
-    behaviour_K: Tensor
-    lag_K: Tensor
-    origin_K: Tensor
-    advantage_K: Tensor
-    weight_K: Tensor
+    columns: Mapping[str, Tensor]  # [K, ...] by name: those of the rows
     row_tokens: int  # tokens of the same rows without sharing
 
 
@@ -139,10 +135,6 @@ def _pack(trees: Sequence[Tree], device: torch.device | str) -> Pack:
         predictors_P=predictors_P.to(device),
         predictor_K=predictor_K.to(device),
         target_K=torch.cat(target_K).to(device),
-        behaviour_K=torch.cat([row.behaviour_S for row in rows]).to(device),
-        lag_K=torch.cat([row.lag_S for row in rows]).to(device),
-        origin_K=torch.cat([row.origin_S for row in rows]).to(device),
-        advantage_K=torch.cat([row.advantage_S for row in rows]).to(device),
-        weight_K=torch.cat([row.weight_S for row in rows]).to(device),
+        columns={name: torch.cat([row.columns[name] for row in rows]).to(device) for name in rows[0].columns},
         row_tokens=sum(len(row.token_ids) for row in rows),
     )

@@ -115,16 +115,16 @@ def summarise(
     groups = [group for group in ready if not group.taken_before]
     stale = sum((group.stale for group in ready), Counter[int]())
     rows = [row for group in ready for row in group.rows]
-    lag_S = torch.cat([row.lag_S for row in rows]) if rows else torch.zeros(0, dtype=torch.long)
-    advantage_S = torch.cat([row.advantage_S for row in rows]) if rows else torch.zeros(0)
+    lag_S = torch.cat([row.columns["lag"] for row in rows]) if rows else torch.zeros(0, dtype=torch.long)
+    advantage_S = torch.cat([row.columns["advantage"] for row in rows]) if rows else torch.zeros(0)
     outcomes = [outcome for group in ready for outcome in group.outcomes]
     process = [reward for group in ready for reward in group.process]
     rewards = [a + b for a, b in zip(outcomes, process, strict=True)]
     drift = None
     if tally.packs:
-        behaviour_K = torch.cat([pack.behaviour_K for pack in tally.packs])
-        lag_K = torch.cat([pack.lag_K for pack in tally.packs])
-        origin_K = torch.cat([pack.origin_K for pack in tally.packs])
+        behaviour_K = torch.cat([pack.columns["behaviour"] for pack in tally.packs])
+        lag_K = torch.cat([pack.columns["lag"] for pack in tally.packs])
+        origin_K = torch.cat([pack.columns["origin"] for pack in tally.packs])
         drift = gauges(torch.cat(tally.proximal), behaviour_K, lag_K, origin_K, cap)
     mismatch = drift.mismatch if drift else {}
     fresh = mismatch.get("fresh")

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from torch import Tensor
 from agentrl.algos.corrections import Origin
 from agentrl.algos.credit import turn_advantages
 from agentrl.algos.losses import Normalise, token_weights
+from agentrl.columns import Column, filled, known
 from agentrl.config import Algo
 from agentrl.records import Group, GroupState, Trajectory, Turn, VersionSpan
 
@@ -40,6 +42,16 @@ Undone = Callable[[int], bool]
 _ROUNDING = 1e-9  # sums of equal rewards in another order differ by less
 
 
+BUILT_IN: Final = {
+    "behaviour": torch.float32,  # log-prob in nats under the policy that sampled
+    "lag": torch.int64,  # optimizer steps since the weights that sampled
+    "origin": torch.int64,  # of `corrections.Origin`
+    "advantage": torch.float32,
+    "weight": torch.float32,  # share of the loss; 1 until `weigh` has seen all rows of an update
+}
+"""The columns that the learner makes itself, by name."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One sequence to train on. `_S` are its scored tokens, in order; `place_S` their indices in `token_ids`.
@@ -50,16 +62,16 @@ class Row:
     episode_id: int
     token_ids: tuple[int, ...]
     place_S: Tensor  # int64
-    behaviour_S: Tensor  # float32, nats, under the policy that sampled
-    lag_S: Tensor  # int64, optimizer steps since the weights that sampled
-    origin_S: Tensor  # int64, of `corrections.Origin`
-    advantage_S: Tensor  # float32
-    weight_S: Tensor  # float32, share of the loss; 1 until `weigh` has seen all rows of an update
+    columns: Mapping[str, Tensor]  # [S, ...] by name: `BUILT_IN`, and those that `agentrl.columns` knows
+
+    def having(self, **columns: Tensor) -> Row:
+        """The row with these columns, [S, ...] each."""
+        return replace(self, columns={**self.columns, **columns})
 
     @property
     def has_signal(self) -> bool:
         """Whether any token has an advantage beyond rounding."""
-        return bool((self.advantage_S.abs() > _ROUNDING).any())
+        return bool((self.columns["advantage"].abs() > _ROUNDING).any())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +155,7 @@ def weigh(groups: Sequence[GroupRows], kind: Normalise) -> list[list[Row]]:
         return [[] for _ in groups]
     episode = torch.cat([torch.full_like(row.place_S, row.episode_id) for row in rows])
     weights = iter(token_weights(episode, kind).split([len(row.place_S) for row in rows]))
-    return [[replace(row, weight_S=next(weights)) for row in group.rows] for group in groups]
+    return [[row.having(weight=next(weights)) for row in group.rows] for group in groups]
 
 
 def _advantages(group: Group, algo: Algo) -> list[Tensor]:
@@ -191,17 +203,14 @@ def _rows(
     origin_of: Callable[[Turn, VersionSpan], Origin],
 ) -> list[Row]:
     """All rows of an episode. Raises ValueError for a turn without any context: nothing predicts its first token."""
-    turns = trajectory.turns
+    turns, named = trajectory.turns, known()
     continued = {turn.parent for turn in turns}
     seen: set[int] = set()
     rows: list[Row] = []
     for leaf in (turn for turn in turns if turn.index not in continued):
         token_ids: list[int] = []
         place: list[int] = []
-        behaviour: list[float] = []
-        lag: list[int] = []
-        origin: list[int] = []
-        advantage: list[float] = []
+        values: dict[str, list[float]] = {name: [] for name in (*BUILT_IN, *named)}
         for turn in _path(turns, leaf):
             token_ids += turn.prompt_ids
             if not token_ids and turn.token_ids:
@@ -212,11 +221,15 @@ def _rows(
                 continue
             seen.add(turn.index)
             place += range(start, len(token_ids))
-            behaviour += turn.logprobs
+            n = len(turn.token_ids)
+            values["behaviour"] += turn.logprobs
             for span in turn.spans:
-                lag += [lag_of(span.version)] * (span.end - span.start)
-                origin += [origin_of(turn, span)] * (span.end - span.start)
-            advantage += [float(advantage_T[turn.index])] * len(turn.token_ids)
+                values["lag"] += [lag_of(span.version)] * (span.end - span.start)
+                values["origin"] += [origin_of(turn, span)] * (span.end - span.start)
+            values["advantage"] += [float(advantage_T[turn.index])] * n
+            values["weight"] += [1.0] * n
+            for name in named:
+                values[name] += filled(name, turn.columns, n)
         if place:
             rows.append(
                 Row(
@@ -224,14 +237,17 @@ def _rows(
                     episode_id=trajectory.episode_id,
                     token_ids=tuple(token_ids[: place[-1] + 1]),
                     place_S=torch.tensor(place),
-                    behaviour_S=torch.tensor(behaviour),
-                    lag_S=torch.tensor(lag),
-                    origin_S=torch.tensor(origin),
-                    advantage_S=torch.tensor(advantage),
-                    weight_S=torch.ones(len(place)),
+                    columns={name: _tensor(name, numbers, named) for name, numbers in values.items()},
                 )
             )
     return rows
+
+
+def _tensor(name: str, numbers: Sequence[float], named: Mapping[str, Column]) -> Tensor:
+    if name in BUILT_IN:
+        return torch.tensor(numbers, dtype=BUILT_IN[name])
+    column = named[name]
+    return torch.tensor(numbers, dtype=getattr(torch, column.dtype)).reshape(-1, *column.shape)
 
 
 def _is_masked(turn: Turn) -> bool:
@@ -249,10 +265,11 @@ def _path(turns: Sequence[Turn], leaf: Turn) -> list[Turn]:
 
 def _within(row: Row, max_lag: int, stale: Counter[int]) -> Row | None:
     """The row with only tokens of lag <= max_lag scored (None if none is left); the others are counted in `stale`."""
-    keep_S = row.lag_S <= max_lag
+    lag_S = row.columns["lag"]
+    keep_S = lag_S <= max_lag
     if bool(keep_S.all()):
         return row
-    stale.update(row.lag_S[~keep_S].tolist())
+    stale.update(lag_S[~keep_S].tolist())
     if not bool(keep_S.any()):
         return None
     place_S = row.place_S[keep_S]
@@ -260,9 +277,5 @@ def _within(row: Row, max_lag: int, stale: Counter[int]) -> Row | None:
         row,
         token_ids=row.token_ids[: int(place_S[-1]) + 1],
         place_S=place_S,
-        behaviour_S=row.behaviour_S[keep_S],
-        lag_S=row.lag_S[keep_S],
-        origin_S=row.origin_S[keep_S],
-        advantage_S=row.advantage_S[keep_S],
-        weight_S=row.weight_S[keep_S],
+        columns={name: column[keep_S] for name, column in row.columns.items()},
     )

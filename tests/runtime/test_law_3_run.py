@@ -68,7 +68,7 @@ def test_law_3_a_broken_host_leaves_loss_and_baseline_a_missing_file_stays(tmp_p
             for row in rows.rows:  # the baseline is that of the scored siblings alone
                 others = [m.outcome for m in scored if m.episode_id != row.episode_id]
                 own = next(m.outcome for m in scored if m.episode_id == row.episode_id)
-                assert row.advantage_S[0].item() == pytest.approx(own - sum(others) / len(others), abs=1e-6)  # type: ignore[arg-type,operator]
+                assert row.columns["advantage"][0].item() == pytest.approx(own - sum(others) / len(others), abs=1e-6)  # type: ignore[arg-type,operator]
         assert lost and kept
         assert sum(row.values["episodes_left_out"] for row in store.metrics("step")) == lost
 

@@ -138,7 +138,7 @@ def test_law_1_every_token_and_all_about_it_is_read_back_exactly(
 def test_float32_log_probs_take_four_bytes_and_are_exact(logprobs: list[float]) -> None:
     n = len(logprobs)
     one = replace(turn(0, 1, n), logprobs=tuple(logprobs), token_ids=(0,) * n)
-    assert unpack_tokens(pack_tokens(one)) == (one.prompt_ids, one.token_ids, one.logprobs)
+    assert unpack_tokens(pack_tokens(one)) == (one.prompt_ids, one.token_ids, one.logprobs, {})
 
 
 @given(texts)

@@ -20,11 +20,13 @@ def row(
         episode_id=episode,
         token_ids=tuple(token_ids),
         place_S=torch.tensor(at),
-        behaviour_S=-torch.arange(1.0, len(at) + 1),
-        lag_S=torch.zeros(len(at), dtype=torch.long),
-        origin_S=torch.zeros(len(at), dtype=torch.long),
-        advantage_S=torch.full((len(at),), advantage),
-        weight_S=torch.ones(len(at)),
+        columns={
+            "behaviour": -torch.arange(1.0, len(at) + 1),
+            "lag": torch.zeros(len(at), dtype=torch.long),
+            "origin": torch.zeros(len(at), dtype=torch.long),
+            "advantage": torch.full((len(at),), advantage),
+            "weight": torch.ones(len(at)),
+        },
     )
 
 
@@ -84,11 +86,16 @@ def test_packs_keep_every_scored_token_with_its_own_data() -> None:
             (int(target), int(pack.token_ids_N[pack.predictors_P[predictor]]), float(behaviour), float(advantage))
             for pack in made
             for target, predictor, behaviour, advantage in zip(
-                pack.target_K, pack.predictor_K, pack.behaviour_K, pack.advantage_K, strict=True
+                pack.target_K, pack.predictor_K, pack.columns["behaviour"], pack.columns["advantage"], strict=True
             )
         ]
         assert entries == [
-            (r.token_ids[place], r.token_ids[place - 1], float(r.behaviour_S[k]), float(r.advantage_S[k]))
+            (
+                r.token_ids[place],
+                r.token_ids[place - 1],
+                float(r.columns["behaviour"][k]),
+                float(r.columns["advantage"][k]),
+            )
             for r in rows
             for k, place in enumerate(r.place_S.tolist())
         ]

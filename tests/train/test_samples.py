@@ -32,9 +32,9 @@ def test_the_worked_example_of_records() -> None:
     row = got.rows[0]
     assert row.token_ids == (10, 11, 12, 13, 14, 15)
     assert row.place_S.tolist() == [2, 3, 5]
-    torch.testing.assert_close(row.behaviour_S, torch.tensor([-0.1, -0.2, -0.3]))
+    torch.testing.assert_close(row.columns["behaviour"], torch.tensor([-0.1, -0.2, -0.3]))
     # the sibling has outcome 0 and no process reward: 1 + 1.5 for the first turn, 1 + 0.5 for the second
-    torch.testing.assert_close(row.advantage_S, torch.tensor([2.5, 2.5, 1.5]))
+    torch.testing.assert_close(row.columns["advantage"], torch.tensor([2.5, 2.5, 1.5]))
     assert (got.outcomes, got.process, got.successes) == ((1.0, 0.0), (1.5, 0.0), (True, False))
 
 
@@ -63,14 +63,17 @@ def test_a_masked_turn_stays_in_context_and_out_of_the_loss() -> None:
     turns = [turn(0, [1], [2]), masked, turn(2, [5], [6], parent=1)]
     row = rows_of(group_of([episode(0, turns, 1.0), sibling()])).rows[0]
     assert (row.token_ids, row.place_S.tolist()) == ((1, 2, 3, 4, 5, 6), [1, 5])
-    assert row.advantage_S.tolist() == [0.0, 1.0]  # the masked turn's penalty is still a consequence of the first
+    assert row.columns["advantage"].tolist() == [
+        0.0,
+        1.0,
+    ]  # the masked turn's penalty is still a consequence of the first
 
 
 def test_a_turns_reward_is_the_environments_and_the_weighted_sum_of_what_sources_said() -> None:
     scored = replace(turn(0, [1], [2], reward=0.25), scores={"prm": 3.0}, score=1.5)
     group = group_of([episode(0, [scored], 1.0), episode(1, [turn(0, [1], [3], reward=0.5)], 1.0)])
     rows = rows_of(group)
-    assert [row.advantage_S.tolist() for row in rows.rows] == [[1.25], [-1.25]]
+    assert [row.columns["advantage"].tolist() for row in rows.rows] == [[1.25], [-1.25]]
     assert rows.process == (1.75, 0.5)
     assert scored.rewards == {"env": 0.25, "prm": 3.0}
 
@@ -92,17 +95,17 @@ def test_roles_are_judged_apart_by_their_own_outcomes_and_rewards() -> None:
     )
     assert (first_ann.token_ids, first_bob.token_ids) == ((1, 2, 4, 5), (9, 3))
     # ann: outcomes 1 against 0; her first turn's rewards to go are 0.5 - 2 against 0.5, her second's 0 against 0
-    assert first_ann.advantage_S.tolist() == [1.0 - 2.0, 1.0]
-    assert second_ann.advantage_S.tolist() == [-1.0 + 2.0, -1.0]
+    assert first_ann.columns["advantage"].tolist() == [1.0 - 2.0, 1.0]
+    assert second_ann.columns["advantage"].tolist() == [-1.0 + 2.0, -1.0]
     # bob: outcomes -1 against 3, rewards alike
-    assert (first_bob.advantage_S.tolist(), second_bob.advantage_S.tolist()) == ([-4.0], [4.0])
+    assert (first_bob.columns["advantage"].tolist(), second_bob.columns["advantage"].tolist()) == ([-4.0], [4.0])
 
 
 def test_a_role_that_never_acted_has_no_rows_and_its_sibling_a_baseline() -> None:
     both = [turn(0, [1], [2], role="ann"), turn(1, [9], [3], role="bob")]
     short = [turn(0, [1], [4], role="ann")]
     members = [episode(0, both, 1.0), episode(1, short, 0.5)]
-    assert [row.advantage_S.tolist() for row in rows_of(group_of(members)).rows] == [[0.5], [0.5], [-0.5]]
+    assert [row.columns["advantage"].tolist() for row in rows_of(group_of(members)).rows] == [[0.5], [0.5], [-0.5]]
 
 
 def test_a_turn_cut_before_its_first_token_and_one_without_an_answer() -> None:
@@ -121,7 +124,7 @@ def test_a_turn_cut_before_its_first_token_and_one_without_an_answer() -> None:
         step=None,
     )
     got = rows_of(group_of([episode(0, [unanswered], 0.5, stop=StopReason.TIME_LIMIT), sibling()]))
-    assert got.rows[0].advantage_S.tolist() == [0.5]
+    assert got.rows[0].columns["advantage"].tolist() == [0.5]
 
 
 def test_a_first_token_without_context_is_refused() -> None:
@@ -137,7 +140,7 @@ def test_law_3_only_the_policys_own_doing_is_scored() -> None:
     unscored = episode(3, [turn(0, [1], [5])], None)
     got = rows_of(group_of([good, slow, broken, unscored]))
     assert [row.episode_id for row in got.rows] == [good.episode_id, slow.episode_id]
-    assert [row.advantage_S.tolist() for row in got.rows] == [[1.0], [-1.0]]
+    assert [row.columns["advantage"].tolist() for row in got.rows] == [[1.0], [-1.0]]
     assert got.left_out == 2
 
 
@@ -172,9 +175,9 @@ def test_tokens_tell_what_besides_their_age_sets_them_apart(keeps_kv: bool, orig
         undone=lambda version: version == 9,
         keeps_kv=keeps_kv,
     )
-    assert got.rows[0].origin_S.tolist() == origins
-    assert got.rows[0].lag_S.tolist() == [5, 5, 3, 0]
-    assert got.rows[1].origin_S.tolist() == [Origin.PLAIN]
+    assert got.rows[0].columns["origin"].tolist() == origins
+    assert got.rows[0].columns["lag"].tolist() == [5, 5, 3, 0]
+    assert got.rows[1].columns["origin"].tolist() == [Origin.PLAIN]
 
 
 def test_law_5_no_token_beyond_the_lag_bound_enters_the_loss() -> None:
@@ -193,25 +196,25 @@ def test_law_5_no_token_beyond_the_lag_bound_enters_the_loss() -> None:
     got = rows_of(group, step_now=8, max_lag=3)
     assert got.stale == {5: 1, 7: 1}  # version 3 is 5 steps old, the sibling's version 1 is 7
     (row,) = got.rows
-    assert row.lag_S.tolist() == [3, 3, 0]  # a version newer than the learner's step has lag 0
+    assert row.columns["lag"].tolist() == [3, 3, 0]  # a version newer than the learner's step has lag 0
     assert row.place_S.tolist() == [2, 3, 4]
-    assert row.behaviour_S.tolist() == [-2.0, -3.0, -4.0]
-    assert row.advantage_S.tolist() == [1.0] * 3  # the stale sibling still judges
+    assert row.columns["behaviour"].tolist() == [-2.0, -3.0, -4.0]
+    assert row.columns["advantage"].tolist() == [1.0] * 3  # the stale sibling still judges
 
 
 def test_process_rewards_can_be_switched_off() -> None:
     members = [episode(0, [turn(0, [1], [2], reward=5.0)], 1.0), sibling()]
-    assert rows_of(group_of(members), process_weight=0.0).rows[0].advantage_S.tolist() == [1.0]
+    assert rows_of(group_of(members), process_weight=0.0).rows[0].columns["advantage"].tolist() == [1.0]
 
 
 def test_weights_are_shares_of_the_whole_update() -> None:
     two = [turn(0, [1], [2, 3]), turn(1, [9], [4], parent=None)]  # one episode, two rows
     groups = [rows_of(group_of([episode(0, two, 1.0), episode(1, [turn(0, [1], [2])], 0.0)]))]
     (rows,) = weigh(groups, "sequence")
-    assert [len(row.weight_S) for row in rows] == [2, 1, 1]
-    assert torch.cat([row.weight_S for row in rows]).tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
+    assert [len(row.columns["weight"]) for row in rows] == [2, 1, 1]
+    assert torch.cat([row.columns["weight"] for row in rows]).tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
     (rows,) = weigh(groups, "token")
-    assert torch.cat([row.weight_S for row in rows]).tolist() == pytest.approx([0.25] * 4)
+    assert torch.cat([row.columns["weight"] for row in rows]).tolist() == pytest.approx([0.25] * 4)
     assert weigh([rows_of(group_of([]))], "token") == [[]]
 
 
@@ -240,7 +243,7 @@ def test_a_late_member_is_judged_turn_by_turn_against_what_was_recorded() -> Non
     (row,) = rows_of(late_group(size=3, record=[first, second], taken=[late])).rows
     outcome = 2 - (1 + 0) / 2
     to_go = [4 - (0.75 + 0.1) / 2, 4 - (0.25 + 0) / 2, 3 - 0]  # who stopped has nothing to go
-    assert row.advantage_S.tolist() == pytest.approx([outcome + each for each in to_go])
+    assert row.columns["advantage"].tolist() == pytest.approx([outcome + each for each in to_go])
 
 
 def test_recorded_members_are_judged_alike_with_and_without_a_late_one() -> None:
@@ -249,7 +252,7 @@ def test_recorded_members_are_judged_alike_with_and_without_a_late_one() -> None
     with_late = late_group(size=5, record=list(members[:4]), taken=list(members))
     alone = rows_of(closed, max_lag=100).rows
     beside = rows_of(with_late, max_lag=100).rows[: len(alone)]
-    assert [row.advantage_S.tolist() for row in alone] == [row.advantage_S.tolist() for row in beside]
+    assert [row.columns["advantage"].tolist() for row in alone] == [row.columns["advantage"].tolist() for row in beside]
     assert rows_of(with_late).late == 1
 
 
@@ -263,8 +266,10 @@ def test_a_full_group_gives_the_same_rows_bit_for_bit_with_its_record(seed: int,
     recorded = rows_of(late_group(size=4, record=scored, taken=scored, left_out=(members[2],)), **algo)
     assert len(without.rows) == len(recorded.rows)
     for one, other in zip(without.rows, recorded.rows, strict=True):
-        for name in ("place_S", "behaviour_S", "lag_S", "origin_S", "advantage_S", "weight_S"):
-            assert torch.equal(getattr(one, name), getattr(other, name)), name
+        assert torch.equal(one.place_S, other.place_S)
+        assert one.columns.keys() == other.columns.keys()
+        for name, column in one.columns.items():
+            assert torch.equal(column, other.columns[name]), name
     assert replace(without, rows=()) == replace(recorded, rows=())
 
 
@@ -273,7 +278,7 @@ def test_law_5_what_leaves_stale_is_counted_by_its_lag_and_still_tells_its_outco
     group = late_group(size=2, record=[young, old], taken=[young], left_out=(old,))
     got = rows_of(group, step_now=8, max_lag=3)
     assert (got.stale, got.members_stale, got.outcomes) == ({6: 2}, 1, (1.0, 0.0))
-    assert got.rows[0].advantage_S.tolist() == [1.0], "it judges, though nothing of it is trained"
+    assert got.rows[0].columns["advantage"].tolist() == [1.0], "it judges, though nothing of it is trained"
     assert got.left_out == 0
 
 
@@ -283,6 +288,6 @@ def test_what_is_left_out_has_no_share_of_the_updates_loss() -> None:
     sibling_of = episode(1, [turn(0, [1], [5, 6, 7], version=8)], 0.0)
     rows = rows_of(group_of([episode(0, [mixed], 1.0), sibling_of]), step_now=8, max_lag=1)
     (weighed,) = weigh([rows], "token")
-    assert torch.cat([row.weight_S for row in weighed]).tolist() == [0.25] * 4
+    assert torch.cat([row.columns["weight"] for row in weighed]).tolist() == [0.25] * 4
     (weighed,) = weigh([rows], "sequence")
-    assert torch.cat([row.weight_S for row in weighed]).tolist() == pytest.approx([0.5, 1 / 6, 1 / 6, 1 / 6])
+    assert torch.cat([row.columns["weight"] for row in weighed]).tolist() == pytest.approx([0.5, 1 / 6, 1 / 6, 1 / 6])
