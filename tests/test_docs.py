@@ -30,12 +30,12 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import unquote
 
 import pytest
 
-from agentrl import config
+from agentrl import config, registry
 from agentrl.errors import ConfigError
 from agentrl.store import RunStore
 
@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 OUR_FOLDERS = ("agentrl/", "environments/", "tools/", "examples/", "benchmarks/", "tests/", "docs/", "requirements/")
 ENDINGS = ("/", ".py", ".md", ".toml", ".txt", ".sh", ".svg")
-ENTRY_POINT_GROUPS = {"agentrl.environments", "agentrl.tools", "agentrl.sandboxes", "agentrl.models"}
+ENTRY_POINT_GROUPS = {f"agentrl.{kind}" for kind in get_args(registry.Kind)}
 PYTHON_DEADLINE_S = 500
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\n]*)\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.M | re.S)
