@@ -1,11 +1,13 @@
 """How many groups may start now: one pure function, no state, no clock.
 
-It bounds two things at once. Concurrency: no more than `max_running` episodes run. Staleness (law 5): a group is
+It bounds two things at once. Concurrency: a group starts only while fewer than `max_running` episodes run or wait to
+run. Workers play no more than that at once, so of the last group some members may wait for a place; if a group had to
+wait until all its members have one, places would stand empty behind each straggler. Staleness (law 5): a group is
 admitted only if training in the order of admission reaches it at most `max_lag` optimizer steps after the current
 weights.
 
 Source: AReaL (Fu et al. 2025, arXiv:2505.24298), eq. 3, in the form of its staleness manager, counted in groups:
-``min(K - running, (max_lag + step + 1) * B - (accepted + running))``.
+``min(K - running, (max_lag + step + 1) * B - (accepted + running))``, where a part of a group's places is enough.
 
 Worked example, B = 2 groups a step, max_lag = 1, nothing trained yet: (1 + 0 + 1) * 2 = 4 groups may start. The first
 two are for step 1 and sampled by the weights of step 0 (lag 0). The next two are for step 2 and are one step old when
@@ -14,6 +16,7 @@ they are trained (lag 1). With max_lag = 0 only the groups of the next step may 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -33,7 +36,7 @@ def admissible_groups(
 
     `step` is the optimizer step of the weights that sample now, `max_lag` the bound in steps, `max_running` the bound
     in episodes; never more groups than `steps_total` steps of `groups_per_step` need."""
-    places = (max_running - load.running_episodes) // group_size
+    places = math.ceil((max_running - load.running_episodes) / group_size)
     horizon = min(max_lag + step + 1, steps_total)
     fresh = horizon * groups_per_step - (load.accepted_groups + load.running_groups)
     return max(0, min(places, fresh))

@@ -120,7 +120,7 @@ class Model:
         running = sum(episode.open and not episode.evaluation for episode in self.episodes.values())
         n = min(
             limit,
-            (MAX_RUNNING - running) // SIZE,
+            -((running - MAX_RUNNING) // SIZE),  # also if a part of the group has to wait for places
             (MAX_LAG + self.step + 1) * BATCH - len(alive),
             STEPS * BATCH - len(alive),
         )

@@ -36,8 +36,10 @@ def admissible(load: Load = IDLE, **changes: int) -> int:
         (Load(running_episodes=4, running_groups=1, accepted_groups=2), {}, 1),  # 4 - (1 + 2)
         (Load(running_episodes=0, running_groups=0, accepted_groups=2), {"max_lag": 0}, 0),  # waits for the learner
         (Load(running_episodes=0, running_groups=0, accepted_groups=2), {"max_lag": 0, "step": 1}, 2),
-        (IDLE, {"max_running": 11}, 2),  # eleven episodes hold two groups of four
-        (Load(running_episodes=5, running_groups=2, accepted_groups=0), {"max_running": 8}, 0),
+        (IDLE, {"max_running": 11}, 3),  # eleven places: of the third group one member waits for one
+        (Load(running_episodes=5, running_groups=2, accepted_groups=0), {"max_running": 8}, 1),  # three places are free
+        (Load(running_episodes=8, running_groups=2, accepted_groups=0), {"max_running": 8}, 0),
+        (Load(running_episodes=9, running_groups=2, accepted_groups=0), {"max_running": 8}, 0),  # one waits already
         (IDLE, {"steps_total": 1}, 2),  # the last step needs two groups, whatever the lag bound allows
         (Load(running_episodes=0, running_groups=0, accepted_groups=9), {"step": 4, "steps_total": 5}, 1),
         (Load(running_episodes=0, running_groups=0, accepted_groups=10), {"step": 5, "steps_total": 5}, 0),
@@ -76,7 +78,7 @@ def test_every_bound_holds_after_admission_and_one_more_would_break_one(
     def within(more: int) -> bool:
         admitted = load.accepted_groups + load.running_groups + more
         return (
-            load.running_episodes + more * group_size <= max_running
+            load.running_episodes + (more - 1) * group_size < max_running
             and admitted <= (max_lag + step + 1) * groups_per_step
             and admitted <= steps_total * groups_per_step
         )
@@ -119,7 +121,7 @@ def test_law_5_an_admitted_group_that_finishes_promptly_is_never_older_than_the_
             )
             running |= set(range(len(admitted_at), len(admitted_at) + n))
             admitted_at += [step] * n
-            assert len(running) * group_size <= max(max_running, 0)
+            assert len(running) * group_size < max_running + group_size
         elif action in ("finish", "drop") and running:
             group = data.draw(st.sampled_from(sorted(running)))
             running.remove(group)
