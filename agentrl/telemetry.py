@@ -19,15 +19,15 @@ from typing import Self
 
 from agentrl.errors import DiskFull, StoreError
 from agentrl.records import Json
-from agentrl.store import RunStore
 from agentrl.store.metrics import finite
+from agentrl.store.roles import Recorder
 
 
 class Telemetry:
     """Writes values of one process of a run. `process` names it in each line, `clock` gives seconds since the epoch."""
 
     def __init__(
-        self, store: RunStore, jsonl_path: str | Path, process: str, *, clock: Callable[[], float] = time.time
+        self, store: Recorder, jsonl_path: str | Path, process: str, *, clock: Callable[[], float] = time.time
     ) -> None:
         self._store, self._path, self._process, self._clock = store, Path(jsonl_path), process, clock
         self._attempt = store.attempt

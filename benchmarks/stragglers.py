@@ -23,8 +23,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from agentrl.records import Group, GroupState, Messages, Step, StopReason, Task, Turn, VersionSpan
-from agentrl.store import Claim, RunStore
+from agentrl.env.tasks import Seeds
+from agentrl.records import Group, GroupState, Messages, Step, StopReason, Turn, VersionSpan
+from agentrl.rollout.admitter import Admitter
+from agentrl.store import Bounds, Claim, RunStore
 from agentrl.store.closing import FULL, ClosePolicy, Quorum
 
 GROUP_SIZE, GROUPS = 8, 8  # members of a group, groups of a step
@@ -68,9 +70,18 @@ class Simulation:
     too_old: dict[int, int] = field(default_factory=dict[int, int])
     events: list[tuple[float, int, Claim | None]] = field(default_factory=list[tuple[float, int, Claim | None]])
     order: Iterator[int] = field(default_factory=itertools.count)
+    admitter: Admitter = field(init=False)
 
     def run(self) -> Found:
         """Play to the last step, then drain."""
+        bounds = Bounds(
+            group_size=GROUP_SIZE,
+            groups_per_step=GROUPS,
+            max_lag=self.max_lag,
+            max_running=1 << 20,
+            steps_total=1 << 20,  # the run's end changes nothing that is measured
+        )
+        self.admitter = Admitter(self.store, Seeds("simulated"), bounds)
         self._serve()
         self._fill()
         while self.step < self.steps:
@@ -107,15 +118,7 @@ class Simulation:
         self.versions.append((self.now, version.version, self.step))
 
     def _fill(self) -> None:
-        self.store.admit(
-            lambda index: Task(index=index, env="simulated", seed=index),
-            group_size=GROUP_SIZE,
-            groups_per_step=GROUPS,
-            max_lag=self.max_lag,
-            max_running=1 << 20,
-            limit=1 << 20,
-            steps_total=1 << 20,  # the run's end changes nothing that is measured
-        )
+        self.admitter.admit(1 << 20)
         for claim in self.store.claim("worker", 1 << 20, lease_s=1e9, now=self.now):
             duration = next(self.durations)
             self.seconds[claim.episode_id], self.began[claim.episode_id] = duration, self.now

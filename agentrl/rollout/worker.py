@@ -1,8 +1,7 @@
 """One rollout worker: claims episodes from the run store, and runs as many side by side as its share allows.
 
 It owns the leases of its episodes and the nursery they run in; it never talks to the learner and never knows a
-weight. The task source chooses the tasks; the store keeps the position in it. Every worker asks for admission, and the
-store alone decides. When nothing may start the worker looks again after `_IDLE_S`; an ending episode wakes it at once.
+weight or a task that nobody has admitted. When nothing may start, it waits until something is written to the store.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import trio
 
 from agentrl.config import RunConfig
 from agentrl.env import bridge
-from agentrl.env.tasks import Curriculum, TaskSource
 from agentrl.errors import DiskFull, WornOut
 from agentrl.rollout.episode import HandedBack, RolloutContext, play
 from agentrl.store import Claim, LeaseLost, RunStore
+from agentrl.store.waiting import wait_for_work
 
-_IDLE_S = 0.02
+_LOOK_S = 1.0  # a worker looks so often for episodes of expired leases, of which no write tells
 _DISK_WAIT_S = 60.0
 
 
@@ -33,12 +32,11 @@ class Worker:
     config: RunConfig
     store: RunStore
     context: RolloutContext
-    tasks: TaskSource
     now: Callable[[], float] = time.time
-    _seen: int = 0  # the last group that the curriculum has seen
     _running: dict[int, Claim] = field(default_factory=dict[int, Claim])
     _scopes: dict[int, trio.CancelScope] = field(default_factory=dict[int, trio.CancelScope])
-    _wake: trio.Event = field(default_factory=trio.Event)
+    _idle: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the wait for work
+    _ended: trio.Event = field(default_factory=trio.Event)
 
     @property
     def capacity(self) -> int:
@@ -56,11 +54,10 @@ class Worker:
                     await self._leave()
                     break
                 if not self._fill(nursery):
-                    with trio.move_on_after(_IDLE_S):
-                        await self._wake.wait()
+                    with trio.CancelScope() as self._idle:
+                        await wait_for_work(self.store, "rollout", _LOOK_S)
                 else:
                     await trio.lowlevel.checkpoint()
-                self._wake = trio.Event()
             nursery.cancel_scope.cancel()
         if worn_out:
             back = self.store.hand_back(self.name)
@@ -72,16 +69,14 @@ class Worker:
         self.context.leaving.set()
         with trio.move_on_after(3 * self.config.rollout.step_deadline_s):
             while self._running:
-                self._wake = trio.Event()
-                await self._wake.wait()
+                self._ended = trio.Event()
+                await self._ended.wait()
 
     def _fill(self, nursery: trio.Nursery) -> bool:
         """Start as many episodes as may start; returns whether any did."""
         free = self.capacity - len(self._running)
         if free <= 0:
             return False
-        if self.store.meta("phase") == "train":
-            self._admit()
         claims = self.store.claim(
             self.name,
             free,
@@ -96,25 +91,6 @@ class Worker:
             nursery.start_soon(self._play, claim)
         return bool(claims)
 
-    def _admit(self) -> None:
-        rollout, buffer = self.config.rollout, self.config.buffer
-        if isinstance(self.tasks, Curriculum):
-            for result in self.store.results(self._seen):
-                self._seen = result.id
-                if result.plays:
-                    self.tasks.observe(result.task, result.success, plays=result.plays)
-        self.store.admit(
-            self.tasks.task,
-            group_size=rollout.group_size,
-            groups_per_step=buffer.groups_per_step,
-            max_lag=buffer.max_lag,
-            max_running=rollout.max_running,
-            limit=buffer.groups_per_step,
-            steps_total=self.config.train.steps,
-            tasks_total=self.tasks.size,
-            max_replays=rollout.max_replays,
-        )
-
     async def _play(self, claim: Claim) -> None:
         try:
             with trio.CancelScope() as scope:
@@ -128,7 +104,8 @@ class Worker:
             if self._running.get(claim.episode_id) is claim:
                 del self._running[claim.episode_id]
                 self._scopes.pop(claim.episode_id, None)
-            self._wake.set()
+            self._idle.cancel()
+            self._ended.set()
 
     async def _play_durably(self, claim: Claim) -> None:
         """Play; on a full disk wait for space and go on from the journal, which still holds every finished turn."""

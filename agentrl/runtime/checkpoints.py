@@ -16,7 +16,8 @@ from agentrl.errors import RunFailed
 from agentrl.records import WeightVersion
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.rundir import RunDir
-from agentrl.store import RunStore, Saved
+from agentrl.store import Saved
+from agentrl.store.roles import StartStore, Versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class StartPoint:
         return self.checkpoint / "adapter" if self.checkpoint else None
 
 
-def start_point(run: RunDir, store: RunStore) -> StartPoint:
+def start_point(run: RunDir, store: StartStore) -> StartPoint:
     """Bring the store to the newest checkpoint (step 0 without one) and say where the run goes on."""
     checkpoint = newest(run.checkpoints)
     step = 0 if checkpoint is None else step_of(checkpoint)
@@ -49,7 +50,7 @@ def start_point(run: RunDir, store: RunStore) -> StartPoint:
     return StartPoint(model=checkpoint or model_dir(run.config().model), checkpoint=checkpoint, version=version)
 
 
-def where_it_stands(start: StartPoint, run: RunDir, store: RunStore) -> StartPoint:
+def where_it_stands(start: StartPoint, run: RunDir, store: Versions) -> StartPoint:
     """`start`, or the newest checkpoint since then: a run keeps only a few, so the one it started from may be gone.
     Changes nothing."""
     checkpoint = newest(run.checkpoints)
@@ -77,7 +78,7 @@ def _saved(checkpoint: Path) -> Saved | None:
     )
 
 
-def _version(store: RunStore, step: int) -> WeightVersion:
+def _version(store: StartStore, step: int) -> WeightVersion:
     """The version of the weights of `step`: the one that the run minted then, else a new one."""
     found = store.version_at(step)
     if found is None:

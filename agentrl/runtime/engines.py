@@ -30,7 +30,7 @@ from agentrl.runtime.checkpoints import StartPoint
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.rundir import LOCKS
 from agentrl.runtime.supervise import Child
-from agentrl.store import RunStore
+from agentrl.store.roles import Versions
 
 _POLL_S = 0.05
 PAUSES = ("full", "delta")
@@ -57,7 +57,7 @@ class WrongWeights(RunFailed):
     """A restarted engine computes with other weights than it claims: another restart would not help."""
 
 
-def current_weights(config: RunConfig, store: RunStore, start: StartPoint) -> Weights:
+def current_weights(config: RunConfig, store: Versions, start: StartPoint) -> Weights:
     """The store's current weights, in a run whose newest files on disk are those of `start`; the weights of `start` if
     all later ones are only in the learner's memory. Raises RunFailed if its files are gone."""
     current = start.version if config.syncs_memory else store.current_version()

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from agentrl.config import HeldOut, RunConfig
 from agentrl.records import GroupState, Task
-from agentrl.store import RunStore
+from agentrl.store.roles import ControlStore, ReadStore
 
 _ALL = 1 << 30
 
@@ -50,7 +50,7 @@ def tasks_of(config: RunConfig, held_out: HeldOut, n: int) -> list[Task]:
     ]
 
 
-def schedule(store: RunStore, config: RunConfig, held_out: HeldOut, when: str, n: int) -> str:
+def schedule(store: ControlStore, config: RunConfig, held_out: HeldOut, when: str, n: int) -> str:
     """Put an evaluation into the store unless it is there already (after a restart). Returns its label."""
     purpose = label(held_out.name, when)
     if not store.counts(purpose):
@@ -58,13 +58,13 @@ def schedule(store: RunStore, config: RunConfig, held_out: HeldOut, when: str, n
     return purpose
 
 
-def finished(store: RunStore, purpose: str) -> bool:
+def finished(store: ReadStore, purpose: str) -> bool:
     """Whether all its episodes were played."""
     counts = store.counts(purpose)
     return not any(counts.get(state, 0) for state in (GroupState.WAITING, GroupState.RUNNING))
 
 
-def result(store: RunStore, name: str, purpose: str) -> EvalResult | None:
+def result(store: ReadStore, name: str, purpose: str) -> EvalResult | None:
     """The measured means; None if infrastructure ended all its episodes."""
     ended = [row for row in store.episodes(purpose, limit=_ALL) if row.stop_reason is not None]
     scored = [row for row in ended if row.stop_reason is not None and row.stop_reason.by_policy]

@@ -16,6 +16,7 @@ from agentrl.errors import ConfigError
 from agentrl.runtime import evaluation
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
+from agentrl.store.roles import ControlStore, ReadStore
 
 _MAY_CHANGE = (
     "train.steps",
@@ -57,7 +58,7 @@ def change(run: RunDir, overrides: list[str]) -> None:
         run.write_config(config, store)
 
 
-def _check(before: RunConfig, after: RunConfig, store: RunStore) -> None:
+def _check(before: RunConfig, after: RunConfig, store: ReadStore) -> None:
     old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, after))
     for key in old.keys() | new.keys():
         if old.get(key) != new.get(key) and not any(fnmatchcase(key, pattern) for pattern in _MAY_CHANGE):
@@ -68,7 +69,7 @@ def _check(before: RunConfig, after: RunConfig, store: RunStore) -> None:
         raise ConfigError("train.steps", after.train.steps, f"the run has done {done}: give as many or more")
 
 
-def _reopen(before: RunConfig, store: RunStore) -> None:
+def _reopen(before: RunConfig, store: ControlStore) -> None:
     """Reopen training: its clock goes on from its last reading, and its last evaluation becomes one during training."""
     started, ended = store.meta("train_started_s"), store.meta("train_ended_s")
     if started and ended:

@@ -33,12 +33,13 @@ from agentrl.runtime.models import engine_dtype, model_dir
 from agentrl.runtime.publisher import MemoryParcel, NotDelivered, Parcel, WeightPublisher
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
+from agentrl.store.roles import LearnerStore
 from agentrl.telemetry import Telemetry
 from agentrl.train.learner import Learner
 from agentrl.train.sender import Sender
 from agentrl.train.snapshot import take
 
-_POLL_S = 0.005
+_WAIT_S = 0.25  # the longest wait for members before the learner looks at its push again
 _WATCH_S = 1.0  # between two checks of the engines' versions while the learner waits
 _PROBE = 128  # number of tokens that the canary compares
 
@@ -57,7 +58,7 @@ def learn(path: Path) -> None:
 class _Learning:
     """The loop and its state. `learner.step_index` is the step of its weights; at most one push is under way."""
 
-    def __init__(self, run: RunDir, store: RunStore) -> None:
+    def __init__(self, run: RunDir, store: LearnerStore) -> None:
         self._run, self._store = run, store
         self._heartbeat = Heartbeat.of_process()
         self._heartbeat.mark_while(lambda: store.waits)
@@ -126,7 +127,7 @@ class _Learning:
             elif self._push is None and time.monotonic() >= self._watch_at:
                 self._send_again()
             self._heartbeat.mark()
-            time.sleep(_POLL_S)
+            self._store.wait_for_work("learner", _WAIT_S)
         raise SystemExit(0)
 
     def _publish(self, row: dict[str, Any]) -> WeightVersion:

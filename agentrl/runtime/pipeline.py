@@ -1,14 +1,14 @@
 """The run from its first process to its last, and the back-pressure between them:
 
     before ──► train ───────────────────────────────────────────► after ──► stop
-    eval       workers: admit ─► play ─► journal ─► buffer        eval
-    (learner            ▲ bound: max_lag              │
-     starts up)         └── confirm ◄─ push ◄─ step ◄─ take
+    eval       admit ─► workers: play ─► journal ─► buffer        eval
+    (learner     ▲ bound: max_lag                    │
+     starts up)  └───── confirm ◄─ push ◄─ step ◄─ take
 
-The supervisor owns the children, the phase (the store's `phase`: `eval`, `train`, `drain`, `stop`) and the deadlines;
-it never touches a token. If the tasks end before the steps do, the phase is `drain`: no task is admitted any more, and
-the learner trains the remaining groups in a last smaller batch. Evaluations during training are claimed before training
-episodes, and nothing waits for them.
+The supervisor owns the children, the phase (the store's `phase`: `eval`, `train`, `drain`, `stop`), the deadlines and
+admission; it never touches a token. If the tasks end before the steps do, the phase is `drain`: no task is left to
+admit, and the learner trains the remaining groups in a last smaller batch. Evaluations during training are claimed
+before training episodes, and nothing waits for them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from agentrl.clock import HostClock
 from agentrl.config import RunConfig
 from agentrl.errors import RunFailed, matters
 from agentrl.records import GroupState
+from agentrl.rollout.admitter import Admitter, bounds_of
 from agentrl.runtime import evaluation
 from agentrl.runtime.checkpoints import StartPoint, start_point
 from agentrl.runtime.heartbeat import Heartbeat
@@ -36,6 +37,7 @@ from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.scoring import declare
 from agentrl.runtime.sources import task_source
 from agentrl.store import RunStore, close_policy
+from agentrl.store.roles import ControlStore
 from agentrl.telemetry import Telemetry
 
 _TICK_S = 0.25
@@ -54,7 +56,7 @@ class Supervisor:
 
     run: RunDir
     config: RunConfig
-    store: RunStore
+    store: ControlStore
     telemetry: Telemetry
     processes: RunProcesses
     start: StartPoint
@@ -76,14 +78,17 @@ class Supervisor:
         self.phase = "training"
         self._enter("train")
         self._clock("train_started_s")
-        progress = _Progress(self.config.train.stall_deadline_s)
-        tasks = task_source(self.config).size
-        while not learned.is_set():
-            self._schedule_during()
-            if tasks is not None and self._played(tasks):
-                self._enter("drain")
-            progress.saw(self.store.progress(), processes=self.processes)
-            await self._tick()
+        async with trio.open_nursery() as admission:
+            tasks = task_source(self.config)
+            admission.start_soon(Admitter(self.store, tasks, bounds_of(self.config)).run)
+            progress = _Progress(self.config.train.stall_deadline_s)
+            while not learned.is_set():
+                self._schedule_during()
+                if tasks.size is not None and self._played(tasks.size):
+                    self._enter("drain")
+                progress.saw(self.store.progress(), processes=self.processes)
+                await self._tick()
+            admission.cancel_scope.cancel()
         self._clock("train_ended_s")
         self._enter("eval")
         self.phase = f"evaluating after {self.store.current_version().step} steps"

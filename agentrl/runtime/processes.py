@@ -28,7 +28,7 @@ from agentrl.runtime.models import given_model_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import Child, RestartBudget
 from agentrl.runtime.watch import Watch
-from agentrl.store import RunStore
+from agentrl.store.roles import ControlStore
 
 _LAST_WORD_S = 2.0  # how long the end of a run waits for the store's lock
 
@@ -46,7 +46,7 @@ class RunProcesses:
 
     run: RunDir
     config: RunConfig
-    store: RunStore
+    store: ControlStore
     nursery: trio.Nursery
     mark: Mapping[str, str]
     restarts: dict[str, int] = field(default_factory=dict[str, int])

@@ -21,12 +21,12 @@ from agentrl.records import POLICY, Messages, Trajectory
 from agentrl.runtime import evaluation
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.signal import PATIENCE, no_signal
-from agentrl.store import RunStore
+from agentrl.store.roles import ReadStore
 
 _PACKAGES = ("agentrl", "torch", "transformers", "gymnasium", "trio", "httpx")
 
 
-def summarise(run: RunDir, config: RunConfig, store: RunStore, *, restarts: dict[str, int]) -> dict[str, Any]:
+def summarise(run: RunDir, config: RunConfig, store: ReadStore, *, restarts: dict[str, int]) -> dict[str, Any]:
     """Write `summary.json` and return it. All times are seconds, shares are in [0, 1]. `tokens_trained` counts steps
     that changed the weights; `no_signal` says why the last steps did not change them, None if they did."""
     steps = [row.values for row in store.metrics("step")]
@@ -88,7 +88,7 @@ def _asdict(result: evaluation.EvalResult | None) -> dict[str, Any] | None:
     }
 
 
-def during(store: RunStore, config: RunConfig) -> Iterator[tuple[int, float]]:
+def during(store: ReadStore, config: RunConfig) -> Iterator[tuple[int, float]]:
     """Held-out success of the first set by step: before, during, after."""
     if not config.eval.sets:
         return
@@ -107,7 +107,7 @@ def during(store: RunStore, config: RunConfig) -> Iterator[tuple[int, float]]:
             yield step, result.success
 
 
-def plot(run: RunDir, config: RunConfig, store: RunStore) -> Path:
+def plot(run: RunDir, config: RunConfig, store: ReadStore) -> Path:
     """Draw `curves.png`: training reward and held-out success by step, staleness and waiting below."""
     import matplotlib
 
@@ -145,7 +145,7 @@ def plot(run: RunDir, config: RunConfig, store: RunStore) -> Path:
     return target
 
 
-def transcripts(run: RunDir, config: RunConfig, store: RunStore, n: int = 3) -> Path:
+def transcripts(run: RunDir, config: RunConfig, store: ReadStore, n: int = 3) -> Path:
     """Write `transcripts.md`: the same `n` held-out tasks before and after training."""
     parts = [f"# {config.name}: episodes before and after training\n"]
     for held_out in config.eval.sets[:1]:

@@ -13,9 +13,10 @@ from agentrl.errors import ScoreError, UsageError
 from agentrl.rewards.sources import Scorer, rewarder_of
 from agentrl.settings import RewardSource
 from agentrl.store import RunStore, Source
+from agentrl.store.roles import ControlStore, ReadStore
 
 
-def declare(config: RunConfig, store: RunStore) -> None:
+def declare(config: RunConfig, store: ControlStore) -> None:
     """Have training episodes wait for the sources of the run file.
 
     Raises, before anything is played, UsageError if a source cannot be imported, ConfigError if a key is not set."""
@@ -52,7 +53,7 @@ class SourceReport:
     cost: float
 
 
-def reports(store: RunStore) -> Iterator[SourceReport]:
+def reports(store: ReadStore) -> Iterator[SourceReport]:
     """One line for each version of each source."""
     scores = store.scores()
     for source, version in sorted({(one.source, one.version) for one in scores}):

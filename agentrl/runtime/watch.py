@@ -21,7 +21,7 @@ from agentrl.engine.adapters import AdapterClient
 from agentrl.engine.client import EngineClient
 from agentrl.errors import AgentRLError, EngineError
 from agentrl.runtime.engines import PAUSES, Weights, WrongWeights, fit
-from agentrl.store import RunStore
+from agentrl.store.roles import Versions
 
 _LOOK_S = 5.0  # time between two checks
 
@@ -33,7 +33,7 @@ class Watch:
 
     url: str
     config: RunConfig
-    store: RunStore
+    store: Versions
     weights: Callable[[], Weights] | None
     locks: Path
     trouble: str = ""

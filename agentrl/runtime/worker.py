@@ -32,7 +32,6 @@ from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.rundir import RunDir
-from agentrl.runtime.sources import task_source
 from agentrl.store import RunStore
 from agentrl.telemetry import Telemetry
 
@@ -70,7 +69,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> Non
         frozen=_frozen(config, store, renderer),
         experts=config.engine.routed_experts,
     )
-    worker = Worker(name, config, store, context, task_source(config))
+    worker = Worker(name, config, store, context)
     telemetry = Telemetry(store, run.metrics, name)
     heartbeat = Heartbeat.of_process()
     heartbeat.mark_while(lambda: store.waits)

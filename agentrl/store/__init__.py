@@ -14,6 +14,8 @@ async code calls them directly. Standard library and zstandard only.
     schema      tables and migrations                 database    transactions and errors
     codec       packing                               rewards     scores of turns, and episodes that wait for them
     replays     tasks lost to infrastructure failures, played again
+    roles       what each process of a run may ask of the store
+    signal      when to look at the store again     waiting     the same in a trio program
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from types import TracebackType
 from typing import Self
 
 from agentrl.errors import DiskFull, LeaseLost, StoreError, StoreVersionError
-from agentrl.store.admission import Load, admissible_groups
+from agentrl.store.admission import Bounds, Load, Room, admissible_groups
 from agentrl.store.buffer import Buffer, Expired
 from agentrl.store.closing import FULL, ClosePolicy, Full, Quorum, close_policy
 from agentrl.store.database import Database
@@ -40,11 +42,13 @@ from agentrl.store.readers import EpisodeRow, GroupResult, Readers, Restart
 from agentrl.store.recovery import Recovery, Saved
 from agentrl.store.replays import ReplayCounts, Replays
 from agentrl.store.rewards import Rewards, Scored, Source
+from agentrl.store.signal import Role, Signal
 from agentrl.store.snapshots import Snapshot, Snapshots
 
 __all__ = [
     "FULL",
     "TRAIN",
+    "Bounds",
     "Checkpoint",
     "Claim",
     "ClosePolicy",
@@ -65,6 +69,7 @@ __all__ = [
     "Released",
     "Replays",
     "Restart",
+    "Room",
     "RunStore",
     "Saved",
     "Scored",
@@ -83,6 +88,10 @@ class RunStore(
     """A run's store, opened by this process. Threads may share it; forked children may not: they open their own.
 
     `clock` gives seconds since the epoch, the same for every process of the run; a simulation passes its own."""
+
+    def __init__(self, db: Database) -> None:
+        super().__init__(db)
+        self._signals: dict[Role, Signal] = {}
 
     @classmethod
     def create(cls, path: str | Path, config_json: str, *, clock: Callable[[], float] = time.time) -> Self:
@@ -121,8 +130,23 @@ class RunStore(
         """Whether a thread of this process waits for another process's write lock now (for two minutes at most)."""
         return self._db.waits
 
+    def signal(self, role: Role) -> Signal:
+        """Tells `role` when to look at the store again, see `signal`. One for each role of this handle."""
+        if role not in self._signals:
+            self._signals[role] = Signal(self._db.path, role)
+        return self._signals[role]
+
+    def wait_for_work(self, role: Role, timeout_s: float) -> None:
+        """Block until there may be work for `role` that was not there when this last returned, or until the timeout.
+        A trio program uses `agentrl.store.waiting`."""
+        signal, until = self.signal(role), time.monotonic() + timeout_s
+        while not signal.changed() and (left_s := until - time.monotonic()) > 0:
+            time.sleep(min(signal.pause_s, left_s))
+
     def close(self) -> None:
         """Close this process's handle; no call may follow."""
+        for signal in self._signals.values():
+            signal.close()
         self._db.close()
 
     def __enter__(self) -> Self:

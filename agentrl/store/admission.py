@@ -18,6 +18,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """The bounds of admission in a run file: arguments of `admissible_groups`, and how often at most a task that
+    infrastructure lost is played again."""
+
+    group_size: int
+    groups_per_step: int
+    max_lag: int
+    max_running: int
+    steps_total: int
+    max_replays: int = 0
+
+
+class Room(NamedTuple):
+    """How many groups may start now. `replays` of them are tasks that infrastructure lost; the others are the tasks at
+    `first`, `first` + 1, …"""
+
+    groups: int
+    replays: int
+    first: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -169,6 +169,15 @@ class Database:
         return self._connection.execute(sql, parameters).fetchone()
 
 
+def read_only(path: Path) -> sqlite3.Connection:
+    """A connection that can only read: it takes no lock that a writer waits for, and changes nothing in the file."""
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    try:
+        return sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+    except sqlite3.Error as error:
+        raise named(error, path) from error
+
+
 class Part:
     """A part of the store's methods. All parts share one database, which holds the state."""
 

@@ -7,12 +7,11 @@ knows a token, a worker or the learner, nor when a group closes (see `closing`).
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 
 from agentrl.records import GroupState, MemberRecord, StopReason, Task, member_record
-from agentrl.store.admission import Load, admissible_groups
+from agentrl.store.admission import Bounds, Load, Room, admissible_groups
 from agentrl.store.codec import pack_identity, pack_record, pack_task, unpack_task
 from agentrl.store.database import Database, Part
 from agentrl.store.readers import load_scores
@@ -28,69 +27,55 @@ of the index `episodes_late`."""
 
 _ACCEPTED = (GroupState.FINISHED, GroupState.SCORED, GroupState.TAKEN, GroupState.TRAINED)
 _RUNNING = (GroupState.WAITING, GroupState.RUNNING)
-_SKIPPED = 64  # quarantined tasks that one admission skips at most
 
 
 class Groups(Part):
     """Start groups and count them."""
 
-    def admit(
-        self,
-        task_of: Callable[[int], Task],
-        *,
-        group_size: int,
-        groups_per_step: int,
-        max_lag: int,
-        max_running: int,
-        limit: int,
-        steps_total: int,
-        tasks_total: int | None = None,
-        max_replays: int = 0,
-    ) -> int:
-        """Start as many training groups as `admissible_groups` allows, at most `limit`; returns how many.
+    def admissible(self, bounds: Bounds, *, limit: int) -> Room:
+        """How many training groups may start now, at most `limit`, and which. None while no weight version is
+        confirmed. Prepare that many tasks, then `admit` them."""
+        with self._db.read():
+            return self._room(bounds, limit)[0]
 
-        `task_of(index)` gives the task of each group; the index counts 0, 1, 2, … over the whole run. It is called
-        inside the transaction, so it must be quick and must not touch the store. There are `tasks_total` tasks (None:
-        no end). Tasks whose group was lost to infrastructure come before new ones, in the order of those groups, each
-        at most `max_replays` times. Quarantined tasks are skipped. Starts none while no weight version is confirmed."""
+    def admit(self, tasks: Sequence[Task], *, first: int, bounds: Bounds, limit: int) -> int:
+        """Start training groups as `admissible` allows now: first those of tasks that infrastructure lost, in the order
+        of the lost groups, then those of `tasks`, whose indices begin at `first`. Returns how many it started.
 
-        def allowed() -> tuple[int, int]:
-            version = latest_confirmed(self._db)
-            if version is None:
-                return 0, 0
-            free = admissible_groups(
-                _load(self._db),
-                step=version.step,
-                max_lag=max_lag,
-                groups_per_step=groups_per_step,
-                group_size=group_size,
-                max_running=max_running,
-                steps_total=steps_total,
-            )
-            left = limit
-            if tasks_total is not None:
-                left = tasks_total - next_task(self._db) + len(lost_groups(self._db, max_replays))
-            return max(0, min(free, limit, left)), version.step
-
-        with self._db.read():  # most calls find nothing to do: they must not take the write lock
-            if allowed()[0] == 0:
-                return 0
+        A quarantined task is passed over. If the next task of the run is not `first`, somebody else admitted meanwhile:
+        nothing is started."""
         with self._db.write():
-            n, step = allowed()
-            again = lost_groups(self._db, max_replays)[:n]
+            room, step = self._room(bounds, limit)
+            if room.first != first:
+                return 0
+            again = lost_groups(self._db, bounds.max_replays)[: room.replays]
             for group_id in again:
-                _create_again(self._db, group_id, group_size, step)
-            index = next_task(self._db)
-            end = min(index + n + _SKIPPED, math.inf if tasks_total is None else tasks_total)
-            quarantined = {task for (task,) in self._db.rows("SELECT task FROM quarantine")}
-            started = len(again)
-            while started < n and index < end:
-                task, index = task_of(index), index + 1
-                if not quarantined or pack_identity(task) not in quarantined:
-                    _create(self._db, task, group_size, TRAIN, step)
-                    started += 1
-            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('next_task', ?)", (str(index),))
-        return started
+                _create_again(self._db, group_id, bounds.group_size, step)
+            new = tasks[: room.groups - room.replays]
+            quarantined = {task for (task,) in self._db.rows("SELECT task FROM quarantine")} if new else set[str]()
+            playable = [task for task in new if not quarantined or pack_identity(task) not in quarantined]
+            for task in playable:
+                _create(self._db, task, bounds.group_size, TRAIN, step)
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('next_task', ?)", (str(first + len(new)),))
+        return len(again) + len(playable)
+
+    def _room(self, bounds: Bounds, limit: int) -> tuple[Room, int]:
+        """The room, and the step of the weights that sample now. Inside a transaction."""
+        version, first = latest_confirmed(self._db), next_task(self._db)
+        if version is None:
+            return Room(0, 0, first), 0
+        free = admissible_groups(
+            _load(self._db),
+            step=version.step,
+            max_lag=bounds.max_lag,
+            groups_per_step=bounds.groups_per_step,
+            group_size=bounds.group_size,
+            max_running=bounds.max_running,
+            steps_total=bounds.steps_total,
+        )
+        groups = max(0, min(free, limit))
+        replays = min(groups, len(lost_groups(self._db, bounds.max_replays))) if groups else 0
+        return Room(groups, replays, first), version.step
 
     def add_groups(self, tasks: Iterable[Task], *, size: int, purpose: str) -> list[int]:
         """Start a group of `size` episodes for each task, outside admission; returns their ids. For evaluation: give

@@ -17,8 +17,8 @@ from agentrl.env import bridge
 from agentrl.env.tasks import Curriculum, Seeds, TaskSource
 from agentrl.errors import DiskFull, WornOut
 from agentrl.records import GroupState, StopReason, Task
+from agentrl.rollout.admitter import Admitter, bounds_of
 from agentrl.rollout.worker import Worker
-from agentrl.runtime.sources import task_source
 from agentrl.store import RunStore
 
 from .conftest import ScriptedEnv, done, going, said
@@ -30,12 +30,11 @@ def config(**sections: Any) -> RunConfig:
 
 @pytest.fixture
 def worker(store: RunStore, context: Any) -> Callable[..., Worker]:
-    def make(env: Callable[[Task], ScriptedEnv], tasks: TaskSource | None = None, **sections: Any) -> Worker:
+    def make(env: Callable[[Task], ScriptedEnv], **sections: Any) -> Worker:
         chosen = config(**sections)
         place = context(ScriptedEnv([]), **chosen.rollout.model_dump())
         object.__setattr__(place, "make_env", env)
-        source = tasks or task_source(chosen)
-        return Worker("w.1", chosen, store, place, source, now=trio.current_time)
+        return Worker("w.1", chosen, store, place, now=trio.current_time)
 
     return make
 
@@ -46,14 +45,18 @@ async def until(condition: Callable[[], bool]) -> None:
             await trio.sleep(1)
 
 
-async def run(worker: Worker, condition: Callable[[], bool]) -> None:
+async def run(worker: Worker, condition: Callable[[], bool], tasks: TaskSource | None = None) -> None:
+    """Run the worker, and the admitter of its run if `tasks` are there to play."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(worker.run)
+        if tasks is not None:
+            nursery.start_soon(Admitter(worker.store, tasks, bounds_of(worker.config)).run)
         await until(condition)
         worker.store.set_meta("phase", "stop")
+        nursery.cancel_scope.cancel()
 
 
-async def test_a_worker_admits_plays_and_stops_with_its_phase(
+async def test_a_worker_plays_what_is_admitted_and_stops_with_its_phase(
     store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock
 ) -> None:
     one = worker(
@@ -63,7 +66,7 @@ async def test_a_worker_admits_plays_and_stops_with_its_phase(
         train={"steps": 1},
     )
     store.set_meta("phase", "train")
-    await run(one, lambda: store.counts().get(GroupState.SCORED, 0) == 3)
+    await run(one, lambda: store.counts().get(GroupState.SCORED, 0) == 3, Seeds("test/Env"))
     assert store.counts() == {GroupState.SCORED: 3}, "one step needs three groups: no fourth is admitted"
 
 
@@ -77,9 +80,10 @@ TRAINING: dict[str, Any] = {
 async def test_no_task_is_admitted_past_the_end_of_its_source(
     store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock
 ) -> None:
-    one = worker(lambda task: ScriptedEnv([done()]), Seeds("test/Env", first_seed=5, size=3), **TRAINING)
+    one = worker(lambda task: ScriptedEnv([done()]), **TRAINING)
     store.set_meta("phase", "train")
-    await run(one, lambda: store.counts().get(GroupState.SCORED, 0) == 3)
+    tasks = Seeds("test/Env", first_seed=5, size=3)
+    await run(one, lambda: store.counts().get(GroupState.SCORED, 0) == 3, tasks)
     assert store.tasks_started() == 3, "the step has room for a fourth"
     assert [store.group(id).task.seed for id in (1, 2, 3)] == [5, 6, 7]
 
@@ -98,11 +102,11 @@ async def test_a_curriculum_sees_what_is_in_the_store_also_after_a_restart(
 
     training = {**TRAINING, "rollout": {"group_size": 2, "max_running": 2}, "buffer": {"groups_per_step": 3}}
     store.set_meta("phase", "train")
-    await run(worker(env, curriculum(), **training), lambda: store.counts().get(GroupState.SCORED, 0) == 3)
+    await run(worker(env, **training), lambda: store.counts().get(GroupState.SCORED, 0) == 3, curriculum())
     assert [store.group(id).task.seed for id in (1, 2, 3)] == [0, 1, 1]
     store.set_meta("phase", "train")
     more = {**training, "train": {"steps": 2}, "buffer": {"groups_per_step": 3, "max_lag": 1}}
-    await run(worker(env, curriculum(), **more), lambda: store.counts().get(GroupState.SCORED, 0) == 6)
+    await run(worker(env, **more), lambda: store.counts().get(GroupState.SCORED, 0) == 6, curriculum())
     assert [store.group(id).task.seed for id in (4, 5, 6)] == [1, 1, 1]
     assert [(one.id, one.plays, one.success) for one in store.results(after=4)] == [(5, 2, 0.5), (6, 2, 0.5)]
 
@@ -281,7 +285,7 @@ async def test_a_task_that_infrastructure_lost_is_played_again_by_the_next_admis
         train={"steps": 1},
     )
     store.set_meta("phase", "train")
-    await run(one, lambda: store.counts().get(GroupState.SCORED, 0) == 2)
+    await run(one, lambda: store.counts().get(GroupState.SCORED, 0) == 2, Seeds("test/Env"))
     assert store.counts() == {GroupState.FAILED: 1, GroupState.SCORED: 2}
     assert made == [0, 0, 0, 0, 1, 1]
     assert store.replays(2).played == 1

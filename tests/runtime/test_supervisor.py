@@ -16,7 +16,7 @@ from trio.testing import MockClock
 
 from agentrl.config import parse
 from agentrl.engine.fleet import Fleet
-from agentrl.errors import RunFailed
+from agentrl.errors import RunFailed, matters
 from agentrl.records import StopReason, WeightVersion
 from agentrl.runtime.checkpoints import StartPoint
 from agentrl.runtime.models import model_dir
@@ -78,10 +78,12 @@ async def until_it_fails(
     async with trio.open_nursery() as nursery:
         for other in others:
             nursery.start_soon(other)
-        with pytest.raises(RunFailed) as failed, trio.fail_after(within_s):
+        with pytest.raises(BaseExceptionGroup) as failed, trio.fail_after(within_s):
             await supervisor.train()
         nursery.cancel_scope.cancel()
-    return str(failed.value), trio.current_time()
+    why = matters(failed.value)
+    assert isinstance(why, RunFailed)
+    return str(why), trio.current_time()
 
 
 async def test_law_4_a_run_in_which_only_metrics_are_written_fails_by_its_stall_deadline(

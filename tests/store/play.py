@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from agentrl.env.tasks import TaskSource
 from agentrl.records import Messages, RoutedExperts, Step, StopReason, Task, Turn, VersionSpan
-from agentrl.store import Claim, Partial, RunStore
+from agentrl.rollout.admitter import Admitter
+from agentrl.store import Bounds, Claim, Partial, RunStore
 
 START: Messages = ({"role": "user", "content": "mend it"},)
 
@@ -24,16 +27,31 @@ def task(index: int) -> Task:
     return Task(index=index, env="test/Env-v0", seed=100 + index)
 
 
-def admit(store: RunStore, **changes: Any) -> int:
-    settings: dict[str, Any] = {
-        "group_size": 2,
-        "groups_per_step": 2,
-        "max_lag": 1,
-        "max_running": 1000,
-        "limit": 1000,
-        "steps_total": 1000,
-    }
-    return store.admit(task, **(settings | changes))
+class Tasks(TaskSource):
+    """The tasks that a function makes, `size` of them."""
+
+    def __init__(self, make: Callable[[int], Task], size: int | None = None) -> None:
+        self._make, self.size = make, size
+
+    def task(self, index: int) -> Task:
+        return self._make(index)
+
+
+def bounds(**changes: Any) -> Bounds:
+    settings = {"group_size": 2, "groups_per_step": 2, "max_lag": 1, "max_running": 1000, "steps_total": 1000}
+    return Bounds(**(settings | changes))
+
+
+def admit(
+    store: RunStore,
+    make: Callable[[int], Task] = task,
+    *,
+    limit: int = 1000,
+    tasks_total: int | None = None,
+    **changes: Any,
+) -> int:
+    """What the admitter of a run does at once."""
+    return Admitter(store, Tasks(make, tasks_total), bounds(**changes)).admit(limit)
 
 
 def serve(store: RunStore, step: int) -> int:

@@ -180,14 +180,6 @@ def test_tasks_count_on_after_a_restart(store: RunStore) -> None:
 
 def test_a_task_that_cannot_be_made_admits_nothing(store: RunStore) -> None:
     with pytest.raises(ZeroDivisionError):
-        store.admit(
-            lambda index: task(index // (1 - index)),
-            group_size=2,
-            groups_per_step=2,
-            max_lag=1,
-            max_running=100,
-            limit=100,
-            steps_total=10,
-        )
+        admit(store, lambda index: task(index // (1 - index)))
     assert store.counts() == {}
     assert admit(store) == 4

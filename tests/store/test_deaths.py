@@ -98,9 +98,7 @@ def test_a_quarantined_task_is_listed_and_not_admitted_again(store: RunStore) ->
         return Task(index=index, env="test/Env-v0", seed=100 + index % 3, options={"level": 2})
 
     def more(n: int) -> int:
-        return store.admit(
-            endless, group_size=2, groups_per_step=2, max_lag=99, max_running=99, limit=n, steps_total=99
-        )
+        return admit(store, endless, max_lag=99, max_running=99, limit=n, steps_total=99)
 
     assert more(3) == 3
     Workers(store, {3, 4}).until_all_ended()
@@ -118,10 +116,7 @@ def test_a_quarantined_task_is_listed_and_not_admitted_again(store: RunStore) ->
 def test_where_nothing_but_quarantined_tasks_is_left_nothing_is_admitted(store: RunStore) -> None:
     admit(store, limit=1)
     Workers(store, {1, 2}).until_all_ended()
-    started = store.admit(
-        lambda index: task(0), group_size=2, groups_per_step=2, max_lag=99, max_running=99, limit=9, steps_total=99
-    )
-    assert started == 0
+    assert admit(store, lambda index: task(0), max_lag=99, max_running=99, limit=9, steps_total=99) == 0
 
 
 def test_it_is_claimed_last_after_a_death(store: RunStore) -> None:

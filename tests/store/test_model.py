@@ -36,7 +36,7 @@ from .model import (
     STEPS,
     Model,
 )
-from .play import START, Clock, answer, part, task, turn
+from .play import START, Clock, admit, answer, part, task, turn
 
 
 def snapshot(store: RunStore) -> dict[str, Any]:
@@ -154,8 +154,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(limit=st.integers(1, 3), crash=crashes)
     def admit(self, limit: int, crash: Crash) -> None:
         self.both(
-            lambda: self.store.admit(
-                task,
+            lambda: admit(
+                self.store,
                 group_size=SIZE,
                 groups_per_step=BATCH,
                 max_lag=MAX_LAG,

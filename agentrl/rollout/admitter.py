@@ -1,0 +1,77 @@
+"""Admission: which tasks start next. One per run, in the supervisor.
+
+It owns the task source, and the curriculum that learns from results. The store alone decides how many groups may start,
+and holds the position in the source: an admitter that was killed anywhere is followed by one that goes on from there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import trio
+
+from agentrl.config import RunConfig
+from agentrl.env.tasks import Curriculum, TaskSource
+from agentrl.errors import DiskFull
+from agentrl.store.admission import Bounds
+from agentrl.store.roles import AdmissionStore
+from agentrl.store.waiting import wait_for_work
+
+_SKIPPED = 64  # quarantined tasks that one admission skips at most
+_LOOK_S = 1.0  # admission looks so often even if nothing changed
+_DISK_S = 1.0
+
+
+def bounds_of(config: RunConfig) -> Bounds:
+    """The bounds of admission in a run file."""
+    return Bounds(
+        group_size=config.rollout.group_size,
+        groups_per_step=config.buffer.groups_per_step,
+        max_lag=config.buffer.max_lag,
+        max_running=config.rollout.max_running,
+        steps_total=config.train.steps,
+        max_replays=config.rollout.max_replays,
+    )
+
+
+@dataclass(slots=True)
+class Admitter:
+    """Starts groups of the tasks of `tasks`, as many as `bounds` allow."""
+
+    store: AdmissionStore
+    tasks: TaskSource
+    bounds: Bounds
+    _seen: int = 0  # the last group that the curriculum has seen
+
+    async def run(self) -> None:
+        """Admit for ever, whenever there may be room. On a full disk, try again."""
+        while True:
+            try:
+                while self.admit(self.bounds.groups_per_step):
+                    await trio.lowlevel.checkpoint()
+            except DiskFull:
+                await trio.sleep(_DISK_S)
+            await wait_for_work(self.store, "control", _LOOK_S)
+
+    def admit(self, limit: int) -> int:
+        """Start at most `limit` groups; returns how many. Tasks that infrastructure lost come first, then new ones."""
+        self._observe()
+        started = passed = 0
+        while started < limit and passed < _SKIPPED:
+            room = self.store.admissible(self.bounds, limit=limit - started)
+            end = room.first + room.groups - room.replays
+            end = end if self.tasks.size is None else min(end, self.tasks.size)
+            tasks = [self.tasks.task(index) for index in range(room.first, end)]
+            if not tasks and not room.replays:
+                break
+            admitted = self.store.admit(tasks, first=room.first, bounds=self.bounds, limit=limit - started)
+            started, passed = started + admitted, passed + room.groups - admitted
+        return started
+
+    def _observe(self) -> None:
+        if not isinstance(self.tasks, Curriculum):
+            return
+        for result in self.store.results(self._seen):
+            self._seen = result.id
+            if result.plays:
+                self.tasks.observe(result.task, result.success, plays=result.plays)

@@ -1,0 +1,23 @@
+"""Waiting for work in a trio program: the caller's tasks go on meanwhile. Knows no store, only its signals."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import trio
+
+from agentrl.store.signal import Role, Signal
+
+
+class Signalling(Protocol):
+    """A store that tells of changes."""
+
+    def signal(self, role: Role) -> Signal: ...
+
+
+async def wait_for_work(store: Signalling, role: Role, timeout_s: float) -> None:
+    """Return as soon as there may be work for `role` that was not there when this last returned; or at the timeout."""
+    signal = store.signal(role)
+    with trio.move_on_after(timeout_s):
+        while not signal.changed():  # noqa: ASYNC110  (other processes write; no event tells of it)
+            await trio.sleep(signal.pause_s)

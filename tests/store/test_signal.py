@@ -1,0 +1,126 @@
+"""Waiting for work: woken by what one may act on, whichever process wrote it; nearly free while nothing happens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from agentrl.records import StopReason
+from agentrl.store import RunStore
+from agentrl.store.signal import Role, Signal
+from agentrl.store.waiting import wait_for_work
+
+from .play import START, admit, answer, play_all, serve, task, turn
+
+
+@pytest.fixture
+def signals(store: RunStore) -> dict[Role, Signal]:
+    """Of every role, all of them silent."""
+    found = {role: store.signal(role) for role in ("rollout", "learner", "control", "reward")}
+    assert all(signal.changed() for signal in found.values()), "the first look is one"
+    assert not any(signal.changed() for signal in found.values())
+    return found
+
+
+def told(signals: dict[Role, Signal]) -> set[str]:
+    return {role for role, signal in signals.items() if signal.changed()}
+
+
+EVERYBODY = {"rollout", "learner", "control", "reward"}
+
+
+def test_a_journaled_turn_wakes_neither_learner_nor_admission(store: RunStore, signals: dict[Role, Signal]) -> None:
+    admit(store)
+    claim = store.claim("w", 1, lease_s=30.0)[0]
+    store.begin(claim.episode_id, claim.fence, START)
+    told(signals)
+    store.journal_turn(claim.episode_id, claim.fence, turn(0, 1))
+    store.journal_step(claim.episode_id, claim.fence, 0, answer(0))
+    assert told(signals) == {"rollout", "reward"}
+
+
+def test_an_episode_that_ends_wakes_everybody(store: RunStore, signals: dict[Role, Signal]) -> None:
+    admit(store)
+    play_all(store, turns=1)
+    assert told(signals) == EVERYBODY
+    assert told(signals) == set()
+
+
+def test_new_weights_and_a_phase_wake_admission(store: RunStore, signals: dict[Role, Signal]) -> None:
+    serve(store, 1)
+    assert "control" in told(signals)
+    store.set_meta("phase", "drain")
+    assert told(signals) == EVERYBODY
+
+
+def test_a_group_that_expires_without_an_ending_wakes_admission(store: RunStore, signals: dict[Role, Signal]) -> None:
+    admit(store, max_lag=0)
+    play_all(store, turns=1)
+    told(signals)
+    assert store.take(5, 2, max_lag=0) is None, "all of it is too old for step 5"
+    assert {"control", "learner"} <= told(signals)
+
+
+def test_a_group_that_closes_by_its_deadline_wakes_the_learner(store: RunStore, signals: dict[Role, Signal]) -> None:
+    admit(store, limit=1, group_size=3)
+    claims = store.claim("w", 3, lease_s=30.0, now=1000.0)
+    for claim in claims[:2]:
+        store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+    told(signals)
+    assert store.expire(2000.0, 100.0).closed == (1,)
+    assert "learner" in told(signals)
+
+
+def test_a_write_of_another_process_ends_the_wait(store: RunStore, path: Path) -> None:
+    store.wait_for_work("learner", 60.0)  # the first one is a look
+    code = "import sys; from agentrl.store import RunStore; RunStore.open(sys.argv[1]).set_meta('phase', 'stop')"
+    started = time.monotonic()
+    with subprocess.Popen([sys.executable, "-c", code, str(path)]) as other:
+        store.wait_for_work("learner", 60.0)
+        assert store.meta("phase") == "stop"
+        assert time.monotonic() - started < 60.0
+        assert other.wait(60) == 0
+
+
+def test_a_write_of_this_process_ends_the_wait(store: RunStore) -> None:
+    store.wait_for_work("learner", 60.0)
+    writer = threading.Thread(target=lambda: store.set_meta("phase", "stop"))
+    started = time.monotonic()
+    writer.start()
+    store.wait_for_work("learner", 60.0)
+    assert time.monotonic() - started < 30.0
+    writer.join()
+
+
+async def test_the_wait_ends_at_its_timeout_and_looks_seldom(
+    store: RunStore, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await wait_for_work(store, "rollout", 60.0)
+    looks = 0
+    really = Signal.changed
+
+    def changed(signal: Signal) -> bool:
+        nonlocal looks
+        looks += 1
+        return really(signal)
+
+    monkeypatch.setattr(Signal, "changed", changed)
+    started = trio.current_time()
+    await wait_for_work(store, "rollout", 60.0)
+    assert trio.current_time() - started == pytest.approx(60.0)
+    assert looks < 60.0 / 0.02 + 20, "at most fifty times a second, each one statement"
+
+
+async def test_what_is_written_between_two_waits_is_not_missed(store: RunStore, autojump_clock: MockClock) -> None:
+    await wait_for_work(store, "rollout", 60.0)
+    store.add_groups([task(0)], size=1, purpose="eval")
+    started = trio.current_time()
+    await wait_for_work(store, "rollout", 60.0)
+    assert trio.current_time() == started
