@@ -81,8 +81,9 @@ class Deaths(Part):
 
     def release_all(self) -> int:
         """Free all running episodes, as every worker is gone (the whole run was restarted); returns how many there
-        were. No death is counted, and their groups' deadlines start anew when they go on. If the last attempt ended any
-        episode, a new attempt begins, so that its failures do not count against the new one's budget."""
+        were. No death is counted, and their groups' deadlines start anew when they go on. Episodes that wait for reward
+        sources were played already: they go on waiting, and their deadlines start anew too. If the last attempt ended
+        any episode, a new attempt begins, so that its failures do not count against the new one's budget."""
         with self._db.write():
             self._db.execute(
                 "UPDATE meta SET value = CAST(value AS INTEGER) + 1 WHERE key = 'attempt'"
@@ -90,7 +91,10 @@ class Deaths(Part):
             )
             self._db.execute("DELETE FROM leases")
             forget_starts(self._db)
-            cursor = self._db.execute("UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running'")
+            self._db.execute("UPDATE endings SET time_s = ?", (self._db.clock(),))
+            cursor = self._db.execute(
+                "UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running' AND holder IS NOT NULL"
+            )
         return cursor.rowcount
 
     def quarantined(self) -> list[Quarantined]:

@@ -141,7 +141,8 @@ class Journal(Versions):
                 (printable(reason), self._db.clock(), episode_id),
             )
             self._db.execute("UPDATE episodes SET trial = ?, start = NULL WHERE id = ?", (trial + 1, episode_id))
-            self._db.execute("DELETE FROM unscored WHERE episode_id = ?", (episode_id,))
+            for table in ("unscored", "endings"):
+                self._db.execute(f"DELETE FROM {table} WHERE episode_id = ?", (episode_id,))
             drop_partial(self._db, episode_id)
             drop_snapshot(self._db, episode_id)
 

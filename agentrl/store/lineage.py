@@ -102,7 +102,7 @@ class Lineage(Part):
     def _hold_back(self, first: float) -> None:
         self._db.execute(
             "UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running' AND evaluation = 0"
-            " AND group_id >= ?",
+            " AND holder IS NOT NULL AND group_id >= ?",
             (first,),
         )
         forget_starts(self._db, first, purpose=TRAIN)

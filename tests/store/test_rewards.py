@@ -118,13 +118,28 @@ def test_who_played_an_episode_that_waits_has_it_no_longer(store: RunStore) -> N
 def test_after_a_restart_of_the_run_an_episode_goes_on_waiting(store: RunStore, clock: Clock) -> None:
     store.declare_sources([PRM])
     play_all(store)
-    clock.now += 5.0
+    clock.now += 5000.0  # nobody could score it while no run was there
     store.release_all()
-    for claim in store.claim("anew", 2, lease_s=30.0):
-        play(store, claim)  # all its turns are there: it is only finished, once more
-    clock.now += 6.0
-    assert set(store.expire_sources(clock.now)) == {"prm"}, "its deadline counts from when it was played"
+    store.rollback(0, ahead=0)
+    assert store.claim("anew", 2, lease_s=30.0) == [], "it was played, and nobody plays it again"
+    assert store.expire_sources(clock.now + 10.0) == {}
+    assert set(store.expire_sources(clock.now + 10.1)) == {"prm"}
     assert sound(store)
+
+
+def test_an_episode_that_starts_anew_is_not_ended_by_the_end_that_waited_for_sources(store: RunStore) -> None:
+    store.declare_sources([PRM])
+    play_all(store)
+    store._db.execute("UPDATE episodes SET state = 'waiting'")  # pyright: ignore[reportPrivateUsage]  # as it once was after a restart
+    claim, _ = store.claim("anew", 2, lease_s=30.0)
+    store.restart_episode(claim.episode_id, claim.fence, "cannot replay")
+    assert sound(store)
+    store.begin(claim.episode_id, claim.fence, START)
+    store.journal_turn(claim.episode_id, claim.fence, turn(0, 1, step=answer(0)))
+    assert store.score(turn_id(claim.episode_id, 1, 0), "prm", 1.0)
+    assert store.trajectory(claim.episode_id).stop_reason is None, "it is in the middle of its second life"
+    store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.TIME_LIMIT, outcome=0.0, success=False)
+    assert store.trajectory(claim.episode_id).outcome == 0.0
 
 
 @pytest.mark.parametrize(("late", "rewarded"), [("neutral", (0.0, 0.25)), ("partial", (0.5, 0.25))])
