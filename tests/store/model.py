@@ -10,6 +10,12 @@ from typing import Any
 SIZE, BATCH, MAX_LAG, MAX_RUNNING, STEPS = 3, 2, 1, 11, 8
 LEASE_S, DEADLINE_S = 10.0, 100.0
 QUORUM, QUORUM_AFTER_S = 2, 5.0
+MAX_REPLAYS = 1
+SKIPPED = 64  # quarantined tasks that one admission skips at most
+SOURCES = {"judge": (1.0, 30.0, "drop"), "prm": (0.5, 15.0, "partial"), "style": (2.0, 20.0, "neutral")}
+"""Reward sources: weight, deadline, rule for late scores."""
+
+FAILURES = ("engine_failed", "env_failed")
 
 
 @dataclass
@@ -32,6 +38,13 @@ class Episode:
     late: bool = False
     taken: int | None = None
     dropped: str | None = None
+    waits: set[tuple[int, str]] = field(default_factory=set)  # turn, source that has yet to score it
+    held: tuple[float, str, float | None] | None = None  # since when, stop, outcome: played, and not scored
+    snapshot: int | None = None  # turn
+
+    def end(self, state: str, stop: str, now: float, outcome: float | None = None) -> None:
+        self.state, self.stop, self.outcome, self.ended, self.holder = state, stop, outcome, now, None
+        self.waits, self.held, self.snapshot = set(), None, None
 
     @property
     def stuck(self) -> bool:
@@ -51,18 +64,21 @@ class Episode:
 
     @property
     def in_loss(self) -> bool:
-        return self.stop not in (None, "engine_failed", "env_failed", "expired") and self.outcome is not None
+        return self.stop not in (None, "expired", *FAILURES) and self.outcome is not None
 
 
 @dataclass
 class Group:
     purpose: str
     admitted_at: int
+    task: int
+    replay_of: int | None = None
+    replays: int = 0
     state: str = "waiting"
     reason: str | None = None
     started: float | None = None
     taken: int | None = None
-    record: dict[int, float | None] | None = None  # member -> outcome
+    record: dict[int, tuple[float | None, list[float]]] | None = None  # member -> outcome, reward of each turn
 
     @property
     def open(self) -> bool:
@@ -79,6 +95,11 @@ class Model:
     checkpoints: list[int] = field(default_factory=list)
     next_task: int = 0
     learner: int = 0
+    sources: list[str] = field(default_factory=lambda: list(SOURCES))
+    scores: dict[tuple[int, int, int, str, int], tuple[float, bool]] = field(default_factory=dict)
+    """episode, trial, turn, source, version -> value, counts"""
+
+    quarantined: set[int] = field(default_factory=set)
 
     # --- questions
 
@@ -94,11 +115,18 @@ class Model:
 
     def snapshot(self) -> dict[str, Any]:
         return {
-            "groups": {id: (g.purpose, g.state, g.reason, g.taken, g.record) for id, g in self.groups.items()},
+            "groups": {
+                id: (g.purpose, g.state, g.reason, g.taken, g.replay_of, g.replays, g.record)
+                for id, g in self.groups.items()
+            },
             "episodes": {
                 id: (e.state, e.fence, e.trial, e.begun, e.stop, e.outcome, tuple(e.turns), e.aside, e.partial * e.open)
                 for id, e in self.episodes.items()
             },
+            "scores": self.scores,
+            "waits": {(id, *wait) for id, e in self.episodes.items() for wait in e.waits},
+            "held": {id: e.held for id, e in self.episodes.items() if e.held},
+            "snapshots": {id: e.snapshot for id, e in self.episodes.items() if e.snapshot is not None},
             "members": {id: (e.late, e.taken, e.dropped) for id, e in self.episodes.items()},
             "lineage": {id: e.taken for id, e in self.episodes.items() if e.taken is not None and e.dropped is None},
             "versions": self.versions,
@@ -108,26 +136,48 @@ class Model:
 
     # --- calls
 
-    def add(self, purpose: str, size: int) -> None:
+    def add(self, purpose: str, size: int, task: int, replay_of: int | None = None) -> None:
         group = len(self.groups) + 1
-        self.groups[group] = Group(purpose, self.step)
+        replays = 0 if replay_of is None else self.groups[replay_of].replays + 1
+        self.groups[group] = Group(purpose, self.step, task, replay_of, replays)
         for _ in range(size):
             self.episodes[len(self.episodes) + 1] = Episode(group, purpose != "train")
+
+    def lost(self) -> list[int]:
+        again = {group.replay_of for group in self.groups.values()}
+        return [
+            id
+            for id, group in self.groups.items()
+            if group.purpose == "train"
+            and group.state in ("expired", "failed")
+            and group.reason in ("deadline", *FAILURES)
+            and group.replays < MAX_REPLAYS
+            and id not in again
+            and group.task not in self.quarantined
+        ]
 
     def admit(self, limit: int) -> int:
         train = [group for group in self.groups.values() if group.purpose == "train"]
         alive = [group for group in train if group.state not in ("expired", "failed")]
-        running = sum(episode.open and not episode.evaluation for episode in self.episodes.values())
+        running = sum(e.open and not e.evaluation and not e.held for e in self.episodes.values())
         n = min(
             limit,
             -((running - MAX_RUNNING) // SIZE),  # also if a part of the group has to wait for places
             (MAX_LAG + self.step + 1) * BATCH - len(alive),
             STEPS * BATCH - len(alive),
         )
-        for _ in range(n):
-            self.add("train", SIZE)
+        if n <= 0:
+            return 0
+        again = self.lost()[:n]
+        for group in again:
+            self.add("train", SIZE, self.groups[group].task, group)
+        started, end = len(again), self.next_task + n + SKIPPED
+        while started < n and self.next_task < end:
+            if self.next_task not in self.quarantined:
+                self.add("train", SIZE, self.next_task)
+                started += 1
             self.next_task += 1
-        return max(0, n)
+        return started
 
     def claim(self, worker: str, limit: int) -> list[tuple[int, int, int]]:
         free: list[tuple[bool, bool, bool, int]] = []
@@ -169,8 +219,17 @@ class Model:
     def turn(self, id: int, fence: int, made_at: int) -> str:
         if not self.held(id, fence):
             return "lost"
-        self.episodes[id].partial = 0
-        self.episodes[id].turns.append((made_at, False))
+        episode = self.episodes[id]
+        episode.partial = 0
+        if not episode.evaluation:
+            episode.waits |= {(len(episode.turns), source) for source in self.sources}
+        episode.turns.append((made_at, False))
+        return "done"
+
+    def keep_snapshot(self, id: int, fence: int) -> str:
+        if not self.held(id, fence):
+            return "lost"
+        self.episodes[id].snapshot = len(self.episodes[id].turns)
         return "done"
 
     def answer(self, id: int, fence: int) -> str:
@@ -186,15 +245,77 @@ class Model:
         episode = self.episodes[id]
         episode.aside += len(episode.turns)
         episode.trial, episode.begun, episode.turns, episode.partial = episode.trial + 1, False, [], 0
+        episode.waits, episode.held, episode.snapshot = set(), None, None
         return "done"
 
     def finish(self, id: int, fence: int, stop: str, outcome: float | None) -> str:
         if not self.held(id, fence):
             return "lost"
         episode = self.episodes[id]
-        episode.state, episode.stop, episode.outcome, episode.ended = "finished", stop, outcome, self.now
-        self.close_if_ended(episode.group)
+        if episode.waits and stop not in FAILURES and outcome is not None:
+            episode.held = (self.now, stop, outcome)
+            episode.holder, episode.fence = None, episode.fence + 1
+        else:
+            self.end(id, stop, outcome)
         return "done"
+
+    def end(self, id: int, stop: str, outcome: float | None) -> None:
+        self.episodes[id].end("finished", stop, self.now, outcome)
+        self.close_if_ended(self.episodes[id].group)
+
+    def end_if_scored(self, id: int) -> None:
+        episode = self.episodes[id]
+        if episode.held and not episode.waits:
+            self.end(id, *episode.held[1:])
+
+    def score(self, id: int, trial: int, turn: int, source: str, version: int, value: float) -> bool:
+        key, episode = (id, trial, turn, source, version), self.episodes[id]
+        if key in self.scores:
+            return False
+        counts = version == 1 and trial == episode.trial and (turn, source) in episode.waits
+        self.scores[key] = (value, counts)
+        if counts:
+            episode.waits.remove((turn, source))
+            self.end_if_scored(id)
+        return True
+
+    def expire_sources(self) -> None:
+        overdue = [
+            (id, SOURCES[source][2] != "drop", source)
+            for id, e in self.episodes.items()
+            for source in {source for _, source in e.waits}
+            if e.held and e.held[0] + SOURCES[source][1] < self.now
+        ]
+        for id, _, source in sorted(overdue):
+            episode, late = self.episodes[id], SOURCES[source][2]
+            if not episode.held:
+                continue
+            if late == "drop":
+                self.end(id, "env_failed", None)
+                continue
+            if late == "neutral":
+                for key, (value, _) in self.scores.items():
+                    if (key[0], key[1], key[3]) == (id, episode.trial, source):
+                        self.scores[key] = (value, False)
+            episode.waits = {wait for wait in episode.waits if wait[1] != source}
+            self.end_if_scored(id)
+
+    def undeclare(self, source: str) -> None:
+        self.sources.remove(source)
+        for id, episode in self.episodes.items():
+            before = len(episode.waits)
+            episode.waits = {wait for wait in episode.waits if wait[1] != source}
+            if len(episode.waits) < before:
+                self.end_if_scored(id)
+
+    def rewards(self, id: int) -> list[float]:
+        """Of each turn: its answer's, and what the declared sources said of it, by their weights."""
+        episode = self.episodes[id]
+        rewards = [0.25 * index * answered for index, (_, answered) in enumerate(episode.turns)]
+        for (of, trial, turn, source, _), (value, counts) in self.scores.items():
+            if (of, trial) == (id, episode.trial) and counts and source in self.sources:
+                rewards[turn] += SOURCES[source][0] * value
+        return rewards
 
     def close_if_ended(self, group: int) -> None:
         if self.groups[group].open and not any(member.open for member in self.members(group)):
@@ -202,10 +323,15 @@ class Model:
 
     def close(self, id: int) -> None:
         group, members = self.groups[id], self.members(id)
-        record = {place: member.outcome for place, member in enumerate(members) if member.in_loss}
+        ids = [one for one, episode in self.episodes.items() if episode.group == id]
+        record = {
+            place: (member.outcome, self.rewards(one))
+            for place, (one, member) in enumerate(zip(ids, members, strict=True))
+            if member.in_loss
+        }
         if group.purpose == "train" and len(record) < 2:
             group.state = "failed"
-            failed = [member.stop for member in members if member.stop in ("engine_failed", "env_failed")]
+            failed = [member.stop for member in members if member.stop in FAILURES]
             group.reason = max(sorted(set(failed), key=failed.index), key=failed.count) if failed else "no_outcome"
         else:
             group.state, group.record = "scored", record if group.purpose == "train" else None
@@ -234,13 +360,14 @@ class Model:
         for id in over:
             for member in self.members(id):
                 if member.open:
-                    member.state, member.stop = "expired", "expired"
+                    member.end("expired", "expired", self.now)
             if self.groups[id].purpose == "train":
                 self.groups[id].state, self.groups[id].reason = "expired", "deadline"
             else:
                 self.close_if_ended(id)
         for member in late:
-            member.state, member.stop, member.dropped = "expired", "expired", "deadline"
+            member.end("expired", "expired", self.now)
+            member.dropped = "deadline"
 
     def publish(self) -> int:
         self.versions.append((self.learner, False))
@@ -296,7 +423,8 @@ class Model:
             episode.deaths += 1
         self.release(worker)
         for guilty in [e for e in stuck if e.deaths >= 3]:
-            guilty.state, guilty.stop, guilty.holder = "finished", "env_failed", None
+            guilty.end("finished", "env_failed", self.now)
+            self.quarantined.add(self.groups[guilty.group].task)
             self.close_if_ended(guilty.group)
             for other in self.episodes.values():
                 if other.group != guilty.group:
@@ -312,6 +440,9 @@ class Model:
         for worker in ("a", "b"):
             self.release(worker)
         self.roll_back(attempt)
+        for episode in self.episodes.values():
+            if episode.held:
+                episode.held = (self.now, *episode.held[1:])
         for id, group in self.groups.items():
             if group.state == "running" or any(member.late and member.open for member in self.members(id)):
                 group.started = None
@@ -331,4 +462,4 @@ class Model:
                     group.state, group.reason = "expired", "undone"
                 for member in self.members(id):
                     if member.open:
-                        member.state, member.stop = "expired", "expired"
+                        member.end("expired", "expired", self.now)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from agentrl.records import StopReason
-from agentrl.store import RunStore, Source
+from agentrl.store import RunStore, Snapshot, Source
 from agentrl.store.audit import audit
 
 from .fuse import Fuse, Killed
-from .play import START, Clock, admit, answer, play, play_all, serve, task, turn
+from .play import START, Clock, admit, answer, part, play, play_all, serve, task, turn
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,7 @@ HELD_WRITES: dict[str, Callable[[RunStore], Any]] = {
     "score": lambda store: store.score("1.0.1", "prm", 1.0),
     "expire_sources": lambda store: store.expire_sources(1e6),
     "declare_sources": lambda store: store.declare_sources([]),
+    "release_all": lambda store: store.release_all(),
 }
 
 WRITES: dict[str, Callable[[RunStore], Any]] = {
@@ -72,6 +73,8 @@ WRITES: dict[str, Callable[[RunStore], Any]] = {
     "release_all": lambda store: store.release_all(),
     "begin": lambda store: store.begin(17, 1, ()),
     "journal_turn": lambda store: store.journal_turn(17, 1, turn(0, 1, step=answer(0))),
+    "journal_partial": lambda store: store.journal_partial(17, 1, part(turn(0, 1, 5), 0, 2)),
+    "keep_snapshot": lambda store: store.keep_snapshot(16, 1, Snapshot(turn=0, data=b"box")),
     "journal_step": lambda store: store.journal_step(16, 1, 1, answer(1)),
     "restart_episode": lambda store: store.restart_episode(16, 1, "cannot replay"),
     "finish": lambda store: store.finish(16, 1, stop_reason=StopReason.TIME_LIMIT, outcome=0.0, success=False),
