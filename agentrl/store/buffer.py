@@ -124,7 +124,8 @@ class Buffer(Part):
             (TRAIN,),
         )
         late = self._db.rows(
-            f"SELECT {columns} FROM (SELECT * FROM episodes WHERE {LATE}) e JOIN groups g ON g.id = e.group_id"
+            f"SELECT {columns} FROM (SELECT * FROM episodes INDEXED BY episodes_late WHERE {LATE}) e"
+            " CROSS JOIN groups g ON g.id = e.group_id"
             " WHERE g.state <> 'scored' AND e.stop_reason IS NOT NULL ORDER BY e.id"
         )
 
@@ -174,9 +175,8 @@ class Buffer(Part):
 
     def _due(self, now: float, deadline_s: float, policy: ClosePolicy) -> Expired:
         running = self._db.rows(
-            "SELECT g.id, g.purpose, g.size, g.n_scored, g.started_s FROM group_counts c"
-            " CROSS JOIN groups g ON g.purpose = c.purpose AND g.state = c.state"
-            " WHERE c.state = 'running' AND c.n > 0 AND g.started_s < ? ORDER BY g.id",
+            "SELECT id, purpose, size, n_scored, started_s FROM groups INDEXED BY groups_running"
+            " WHERE state = 'running' AND started_s < ? ORDER BY id",
             (now - deadline_s,),
         )
         closed = {id for id, purpose, size, n, _ in running if purpose == TRAIN and n >= enough(size)}

@@ -141,7 +141,8 @@ class Deaths(Part):
         )
         close_if_ended(self._db, group_id, now)
         self._db.execute(
-            "UPDATE episodes SET deaths = 0, died_at = NULL"
-            " WHERE deaths > 0 AND state IN ('waiting', 'running') AND group_id <> ?",
+            "UPDATE episodes SET deaths = 0, died_at = NULL WHERE group_id <> ? AND id IN"
+            " (SELECT id FROM episodes WHERE state = 'waiting' AND deaths > 0"
+            " UNION ALL SELECT id FROM episodes WHERE state = 'running' AND deaths > 0)",
             (group_id,),
         )

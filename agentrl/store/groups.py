@@ -205,8 +205,9 @@ def close(db: Database, group_id: int, now: float) -> None:
 def forget_starts(db: Database, first: float = 0, purpose: str | None = None) -> None:
     """Reset the start time of groups (of `purpose`) with open members, from id `first` on; the next claim sets it."""
     db.execute(
-        "UPDATE groups SET started_s = NULL WHERE id >= ?1 AND purpose = COALESCE(?2, purpose) AND (state = 'running'"
-        f" OR id IN (SELECT group_id FROM episodes WHERE {LATE} AND state IN ('waiting', 'running')))",
+        "UPDATE groups SET started_s = NULL WHERE +id >= ?1 AND purpose = COALESCE(?2, purpose) AND id IN"
+        " (SELECT id FROM groups WHERE state = 'running'"
+        f" UNION ALL SELECT group_id FROM episodes WHERE {LATE} AND state IN ('waiting', 'running'))",
         (first, purpose),
     )
 

@@ -42,19 +42,25 @@ class Claim:
 
 
 # Evaluation first, then episodes of dead workers, then the oldest group's; last, in the same order, those suspected of
-# a worker's death. ?1 now, ?2 holder, ?3 limit. CROSS JOIN makes SQLite begin with the few leases instead of the many
-# running episodes.
+# a worker's death. ?1 now, ?2 holder, ?3 limit, ?4 the first training group that is too early. CROSS JOIN makes SQLite
+# begin with the few leases instead of the many running episodes. However many wait, only ?3 of each kind are read out.
 _CLAIMABLE = """
-SELECT id, deaths, iif(evaluation, 0, group_id) FROM (
+SELECT id, deaths, group_id FROM (
     SELECT * FROM (
         SELECT id, group_id, evaluation, 1 AS fresh, 0 AS deaths FROM episodes WHERE state = 'waiting' AND deaths = 0
             ORDER BY evaluation DESC, id LIMIT ?3)
     UNION ALL
     SELECT id, group_id, evaluation, 1, deaths FROM episodes WHERE state = 'waiting' AND deaths > 0
     UNION ALL
+    SELECT * FROM (
+        SELECT e.id, e.group_id, e.evaluation, 0, 0 FROM leases l CROSS JOIN episodes e ON e.holder = l.holder
+            WHERE l.until_s < ?1 AND l.holder <> ?2 AND e.state = 'running' AND e.deaths = 0
+                AND (e.evaluation OR e.group_id < ?4)
+            ORDER BY e.evaluation DESC, e.id LIMIT ?3)
+    UNION ALL
     SELECT e.id, e.group_id, e.evaluation, 0, e.deaths FROM leases l CROSS JOIN episodes e ON e.holder = l.holder
-        WHERE l.until_s < ?1 AND l.holder <> ?2 AND e.state = 'running'
-) ORDER BY deaths > 0, evaluation DESC, fresh, id
+        WHERE l.until_s < ?1 AND l.holder <> ?2 AND e.state = 'running' AND e.deaths > 0
+) WHERE evaluation OR group_id < ?4 ORDER BY deaths > 0, evaluation DESC, fresh, id
 """
 
 _APART = 2  # from so many deaths on, an episode is played apart from others like it
@@ -86,18 +92,18 @@ class Leases(Part):
                 return []
         with self._db.write():
             holder = self._renew(worker, now + lease_s)
-            ids = self._claimable(worker, limit, now, ahead)
+            found = self._claimable(worker, limit, now, ahead)
             self._db.execute_many(
                 "UPDATE episodes SET state = 'running', holder = ?, fence = fence + 1,"
                 " started_s = COALESCE(started_s, ?) WHERE id = ?",
-                [(holder, now, id) for id in ids],
+                [(holder, now, id) for id, _ in found],
             )
             self._db.execute_many(
                 "UPDATE groups SET state = iif(state = 'waiting', 'running', state), started_s = COALESCE(started_s, ?)"
-                " WHERE id = (SELECT group_id FROM episodes WHERE id = ?)",
-                [(now, id) for id in ids],
+                " WHERE id = ? AND (state = 'waiting' OR started_s IS NULL)",
+                [(now, group_id) for group_id in {group_id for _, group_id in found}],
             )
-            return [self._load(id) for id in ids]
+            return [self._load(id) for id, _ in found]
 
     def reload(self, claim: Claim) -> Claim:
         """The same claim with what was journaled since. Raises LeaseLost if the episode is no longer held."""
@@ -124,18 +130,18 @@ class Leases(Part):
             )
         return cursor.rowcount
 
-    def _claimable(self, worker: str, limit: int, now: float, ahead: int | None) -> list[int]:
-        """A worker plays only one episode with two deaths or more at a time: if it dies, that episode is to blame."""
-        holder = self._holder(worker)
-        found = self._db.rows(_CLAIMABLE, (now, holder, limit))
-        if found and ahead is not None:
+    def _claimable(self, worker: str, limit: int, now: float, ahead: int | None) -> list[tuple[int, int]]:
+        """Ids of episodes and their groups. A worker plays only one episode with two deaths or more at a time: if it
+        dies, that episode is to blame."""
+        holder, end = self._holder(worker), math.inf
+        if ahead is not None:
             version = latest_confirmed(self._db)
             end = too_early(self._db, 0 if version is None else version.step, ahead)
-            found = [row for row in found if row[2] < end]
+        found = self._db.rows(_CLAIMABLE, (now, holder, limit, end))
         apart = [id for id, deaths, _ in found if deaths >= _APART]
         if apart and not self._db.rows(_PLAYS_ONE_APART, (holder,)):
             del apart[0]
-        return [id for id, *_ in found if id not in apart][:limit]
+        return [(id, group_id) for id, _, group_id in found if id not in apart][:limit]
 
     def _holder(self, worker: str) -> str:
         return f"{worker}/{self._life}"
@@ -163,8 +169,8 @@ class Leases(Part):
             fence=fence,
             trial=trial,
             start=None if start is None else unpack_messages(start),
-            turns=load_turns(self._db, episode_id),
-            partial=load_partial(self._db, episode_id),
+            turns=() if start is None else load_turns(self._db, episode_id),
+            partial=None if start is None else load_partial(self._db, episode_id),
         )
 
 
@@ -172,8 +178,10 @@ def too_early(db: Database, step: int, ahead: int) -> float:
     """The id of the first training group after the first `ahead` that a learner at `step` has yet to train; infinity if
     there is none. Inside a transaction."""
     row = db.row(
-        "SELECT id FROM groups WHERE purpose = ? AND (state IN ('waiting', 'running', 'finished', 'scored')"
-        " OR (state = 'taken' AND taken_step > ?)) ORDER BY id LIMIT 1 OFFSET ?",
+        "SELECT id FROM (SELECT id FROM groups"
+        " WHERE purpose = ?1 AND state IN ('waiting', 'running', 'finished', 'scored')"
+        " UNION ALL SELECT id FROM groups WHERE purpose = ?1 AND state = 'taken' AND taken_step > ?2)"
+        " ORDER BY id LIMIT 1 OFFSET ?3",
         (TRAIN, step, ahead),
     )
     return math.inf if row is None else row[0]

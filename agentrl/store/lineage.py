@@ -121,7 +121,7 @@ class Lineage(Part):
         now = self._db.clock()
         of_later = "purpose <> 'train' AND purpose NOT LIKE 'undone-%' AND started_step > ?"
         for (episode_id,) in self._db.rows(
-            "SELECT e.id FROM groups g JOIN episodes e ON e.group_id = g.id"
+            "SELECT e.id FROM groups g INDEXED BY groups_evaluating CROSS JOIN episodes e ON e.group_id = g.id"
             f" WHERE {of_later} AND e.state IN ('waiting', 'running')",
             (step,),
         ):
@@ -152,14 +152,13 @@ class Lineage(Part):
         oldest = step - keep_steps
         with self._db.read():
             rows = self._db.rows(
-                "SELECT id FROM (SELECT id FROM groups WHERE tokens_dropped = 0 AND state = 'trained'"
-                " AND taken_step <= ?1 UNION ALL SELECT id FROM groups WHERE tokens_dropped = 0 AND started_step <= ?1"
-                " AND (state IN ('expired', 'failed') OR (state = 'scored' AND purpose <> 'train'))) g"
-                " WHERE NOT EXISTS (SELECT 1 FROM episodes e WHERE e.group_id = g.id AND e.late = 1"
-                "  AND COALESCE(e.taken_step, iif(e.dropped IS NULL, 9e18, 0)) > ?1)",
+                "SELECT id FROM groups INDEXED BY groups_with_tokens WHERE tokens_dropped = 0 AND state = 'trained'"
+                " AND taken_step <= ?1 UNION ALL SELECT id FROM groups INDEXED BY groups_with_tokens"
+                " WHERE tokens_dropped = 0 AND started_step <= ?1"
+                " AND (state IN ('expired', 'failed') OR (state = 'scored' AND purpose <> 'train'))",
                 (oldest,),
             )
-        dropped = [id for (id,) in rows if _share(id) >= keep_sample]
+            dropped = [id for (id,) in rows if _share(id) >= keep_sample and not self._late_after(id, oldest)]
         for at in range(0, len(dropped), _RETAIN_BATCH):
             batch = [(id,) for id in dropped[at : at + _RETAIN_BATCH]]
             with self._db.write():
@@ -171,6 +170,15 @@ class Lineage(Part):
                     )
                 self._db.execute_many("UPDATE groups SET tokens_dropped = 1 WHERE id = ?", batch)
         return len(dropped)
+
+    def _late_after(self, group_id: int, step: int) -> bool:
+        """Whether a late member of a group was trained after `step`, or may still be."""
+        row = self._db.row(
+            "SELECT 1 FROM episodes WHERE group_id = ? AND late = 1"
+            " AND COALESCE(taken_step, iif(dropped IS NULL, 9e18, 0)) > ? LIMIT 1",
+            (group_id, step),
+        )
+        return row is not None
 
 
 _RETAIN_BATCH = 64  # groups a transaction, so that no journal waits long for the write lock

@@ -71,8 +71,6 @@ class Recovery(Part):
     def _unknown(self, saved: Sequence[Saved]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(episode, step) pairs of which the store knows neither a take nor a loss, and (group, step) pairs of groups
         that it does not have."""
-        known = {id for (id,) in self._db.rows("SELECT episode_id FROM lineage WHERE undone_attempt IS NULL")}
-        known |= {id for (id,) in self._db.rows("SELECT episode_id FROM lost_members")}
         lost = {id for (id,) in self._db.rows("SELECT group_id FROM lost")}
         episodes: list[tuple[int, int]] = []
         groups: list[tuple[int, int]] = []
@@ -90,7 +88,15 @@ class Recovery(Part):
                     for id, stop_reason, outcome in members
                     if stop_reason is None or scored(stop_reason, outcome)
                 ]
-        return [(id, step) for id, step in episodes if id not in known], groups
+        return [(id, step) for id, step in episodes if not self._knows(id)], groups
+
+    def _knows(self, episode_id: int) -> bool:
+        row = self._db.row(
+            "SELECT 1 FROM lineage WHERE episode_id = ?1 AND undone_attempt IS NULL"
+            " UNION ALL SELECT 1 FROM lost_members WHERE episode_id = ?1 LIMIT 1",
+            (episode_id,),
+        )
+        return row is not None
 
     def _gap(self, saved: Sequence[Saved]) -> bool:
         """Whether the checkpoints begin after the last one that the store knows."""

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from agentrl.store.codec import pack_identity, unpack_task
 from agentrl.store.database import Database, Part
 
-# Word for word the condition of the index `groups_lost`: infrastructure ended the group, so its task taught nothing.
+# Word for word the condition of the index `groups_lost`: infrastructure ended the group, so its task taught nothing,
+# and it was not played again.
 _LOST = (
     "purpose = 'train' AND state IN ('expired', 'failed')"
-    " AND reason IN ('engine_failed', 'sandbox_failed', 'env_failed', 'deadline')"
+    " AND reason IN ('engine_failed', 'sandbox_failed', 'env_failed', 'deadline') AND played_again = 0"
 )
 
 
@@ -35,10 +36,7 @@ class ReplayCounts(Part):
         """Count replays, past and to come, with at most `max_replays` per task. A quarantined task is given up."""
         with self._db.read():
             played = self._db.row("SELECT COUNT(*) FROM groups WHERE replay_of IS NOT NULL")
-            lost = self._db.row(
-                f"SELECT COUNT(*) FROM groups g INDEXED BY groups_lost WHERE {_LOST}"
-                " AND NOT EXISTS (SELECT 1 FROM groups r WHERE r.replay_of = g.id)"
-            )
+            lost = self._db.row(f"SELECT COUNT(*) FROM groups INDEXED BY groups_lost WHERE {_LOST}")
             waiting = len(lost_groups(self._db, max_replays))
         assert played is not None and lost is not None
         return Replays(played=played[0], waiting=waiting, given_up=lost[0] - waiting)
@@ -49,8 +47,7 @@ def lost_groups(db: Database, max_replays: int) -> list[int]:
     if not max_replays:
         return []
     rows = db.rows(
-        f"SELECT id, task FROM groups g INDEXED BY groups_lost WHERE {_LOST} AND replays < ?"
-        " AND NOT EXISTS (SELECT 1 FROM groups r WHERE r.replay_of = g.id) ORDER BY id",
+        f"SELECT id, task FROM groups INDEXED BY groups_lost WHERE {_LOST} AND replays < ? ORDER BY id",
         (max_replays,),
     )
     quarantined = {task for (task,) in db.rows("SELECT task FROM quarantine")} if rows else set[str]()

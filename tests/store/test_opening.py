@@ -13,11 +13,11 @@ import pytest
 
 from agentrl.errors import DiskFull, StoreError, StoreVersionError, UsageError
 from agentrl.records import Step
-from agentrl.store import RunStore, schema
+from agentrl.store import Replays, RunStore, schema
 from agentrl.store.audit import audit
 
 from .older import old_group, older_store
-from .play import START, admit, answer, play_all, serve, turn
+from .play import START, Clock, admit, answer, play_all, serve, turn
 
 
 def columns(path: Path) -> dict[str, set[str]]:
@@ -135,6 +135,24 @@ def test_an_older_stores_groups_become_the_lineage_of_their_members(path: Path) 
         assert store.lineage(2) == []
         assert store.ready_count() == 2
         assert audit(store).violations == []
+
+
+def test_an_older_store_says_which_lost_groups_were_played_again(path: Path) -> None:
+    """Groups 1 and 2 were lost, 3 plays 1 again and was lost too."""
+    tasks = [json.dumps({"index": 0, "env": "e", "seed": seed}) for seed in (7, 8, 7)]
+    lost = [f"('train', '{task}', 1, 'failed', 'engine_failed', 0, 0, " for task in tasks]
+    older_store(
+        path,
+        12,
+        "INSERT INTO groups (purpose, task, size, state, reason, started_step, admitted_s, replays, replay_of)"
+        f" VALUES {lost[0]} 0, NULL), {lost[1]} 0, NULL), {lost[2]} 1, 1);",
+    )
+    with RunStore.open(path, clock=Clock()) as store:
+        assert store.replays(2) == Replays(played=1, waiting=2, given_up=0)
+        assert store.replays(1) == Replays(played=1, waiting=1, given_up=1)
+        assert admit(store, limit=2, max_replays=2) == 2
+        assert [row.task.seed for row in store.episodes("train")][-4:] == [8, 8, 7, 7]
+        assert store.replays(2) == Replays(played=3, waiting=0, given_up=0)
 
 
 def test_a_store_of_the_first_schema_has_one_learning_role_in_every_turn(path: Path) -> None:
