@@ -24,8 +24,9 @@ class RewardSource(Section):
     """Who says what single turns are worth, beside the environment. See `docs/rewards.md`."""
 
     source: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # its name, in tables and records; `env` is the environment's
-    kind: Literal["callable", "prm", "judge"]  # a function of yours, a reward model, a chat model with a rubric
-    call: str | None = None  # callable: module:name of (trajectory up to the turn) -> float
+    kind: Literal["callable", "shaping", "prm", "judge"]  # a function, changes of one, a reward model, a chat model
+    call: str | None = None  # callable, shaping: module:name of (trajectory up to the turn) -> float
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0  # shaping: of its formula; returns are undiscounted, so take 1
     url: str | None = None  # prm, judge: the server; a /v1 at the end is taken off
     model: str | None = None  # by which the server knows the model; default: its only one
     api_key_env: str | None = None  # the environment variable with the key that the server asks for
@@ -52,10 +53,13 @@ class RewardSource(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        needed = {"callable": ("call",), "prm": ("url",), "judge": ("url", "rubric")}[self.kind]
+        needed = {"callable": ("call",), "shaping": ("call",), "prm": ("url",), "judge": ("url", "rubric")}[self.kind]
         for name in needed:
             if not getattr(self, name):
                 raise ConfigError(f"rewards.{name}", getattr(self, name), f"a source of kind {self.kind!r} needs it")
+        if self.kind == "shaping" and self.late == "partial":
+            hint = "a part of the differences of a potential adds up to a reward: give 'drop' or 'neutral'"
+            raise ConfigError("rewards.late", self.late, hint)
         if self.source == "env":
             raise ConfigError("rewards.source", "env", "this is the environment itself: choose another name")
         return self

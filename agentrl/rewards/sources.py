@@ -7,15 +7,13 @@ turns wait, and what holds when a source is late. Knows no environment and no ru
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import logging
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, Protocol
 
 import httpx
@@ -23,11 +21,12 @@ import trio
 
 from agentrl.engine.scoring import ScoringClient
 from agentrl.errors import DiskFull, ScoreError
-from agentrl.records import Trajectory
+from agentrl.records import StopReason, Trajectory
 from agentrl.registry import load_reference
+from agentrl.rewards.contents import Known
 from agentrl.rewards.judge import Judge
 from agentrl.rewards.reward_model import RewardModel
-from agentrl.rewards.transcripts import messages_of
+from agentrl.rewards.shaping import Shaping
 from agentrl.settings import RewardSource
 
 TurnRewarder = Callable[[Trajectory], "float | Awaitable[float]"]
@@ -36,7 +35,6 @@ TurnRewarder = Callable[[Trajectory], "float | Awaitable[float]"]
 _IDLE_S: Final = 0.05  # between looks for turns that wait
 _PAUSE_S: Final = 0.5  # before a second attempt; twice as long before each further one
 _OWN_SHARE: Final = 0.9  # of a call's deadline, after which a client ends it itself: it can say what a server answered
-_CACHED: Final = 4096  # contents that are remembered
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +42,7 @@ log = logging.getLogger(__name__)
 class Desk(Protocol):
     """What a scorer needs of the run store."""
 
-    def awaiting(self, source: str, limit: int, *, skip: Iterable[str] = ()) -> list[str]: ...
+    def awaiting(self, source: str, limit: int, *, skip: Iterable[str] = (), settled: bool = False) -> list[str]: ...
     def trajectory(self, episode_id: int) -> Trajectory: ...
     def score(
         self,
@@ -63,8 +61,12 @@ def rewarder_of(settings: RewardSource, *, transport: httpx.AsyncBaseTransport |
     `transport` takes the place of the network.
 
     Raises UsageError for a reference that cannot be imported."""
-    if settings.kind == "callable":
-        return load_reference(settings.call or "")
+    if settings.kind in ("callable", "shaping"):
+        own: TurnRewarder = load_reference(settings.call or "")
+        if settings.kind == "callable":
+            return own
+        threads = trio.CapacityLimiter(settings.concurrency)
+        return Shaping(lambda state: _called(own, state, threads), settings.gamma)
     client = ScoringClient(
         settings.url or "",
         model=settings.model,
@@ -83,11 +85,14 @@ def rewarder_of(settings: RewardSource, *, transport: httpx.AsyncBaseTransport |
     return of_action
 
 
-def until(trajectory: Trajectory, turn: str) -> Trajectory:
-    """The episode as it was after a turn. Raises LookupError for a turn that is not in it."""
+def until(trajectory: Trajectory, turn: str, *, settled: bool = False) -> Trajectory:
+    """The episode as it was after a turn. If it is `settled` whether the turn's role acts again, and it does not, the
+    episode has a stop reason. Raises LookupError for a turn that is not in it."""
     for at, one in enumerate(trajectory.turns):
         if one.id == turn:
-            return replace(trajectory, turns=trajectory.turns[: at + 1], stop_reason=None, outcome=None, success=None)
+            over = settled and all(later.role != one.role for later in trajectory.turns[at + 1 :])
+            reason = StopReason.DONE if over else None
+            return replace(trajectory, turns=trajectory.turns[: at + 1], stop_reason=reason, outcome=None, success=None)
     raise LookupError(f"episode {trajectory.episode_id} has no turn {turn} any more")
 
 
@@ -102,11 +107,16 @@ class Scorer:
     ask: TurnRewarder
     _under_way: set[str] = field(default_factory=set[str])
     _failed: dict[str, float] = field(default_factory=dict[str, float])  # and until when it is left alone
-    _known: OrderedDict[bytes, float] = field(default_factory=OrderedDict[bytes, float])
+    _known: Known = field(default_factory=Known)
     _threads: trio.CapacityLimiter = field(init=False)  # its own: one that hangs takes none from the environments
 
     def __post_init__(self) -> None:
         self._threads = trio.CapacityLimiter(self.settings.concurrency)
+
+    @property
+    def _settled(self) -> bool:
+        """Whether a turn is scored only once it is known whether its role acts again."""
+        return self.settings.kind == "shaping"
 
     async def serve(self) -> None:
         """Score turns until cancelled. A turn is asked for once, however long the answer takes."""
@@ -116,7 +126,8 @@ class Scorer:
                 now = trio.current_time()
                 self._failed = {turn: until_s for turn, until_s in self._failed.items() if until_s > now}
                 skip = self._under_way | self._failed.keys()
-                for turn in self.store.awaiting(self.settings.source, free, skip=skip) if free else []:
+                awaiting = partial(self.store.awaiting, self.settings.source, free, skip=skip)
+                for turn in awaiting(settled=self._settled) if free else []:
                     self._under_way.add(turn)
                     nursery.start_soon(self._serve_one, turn)
                 await trio.sleep(_IDLE_S)
@@ -133,14 +144,12 @@ class Scorer:
     async def score(self, turn: str, *, version: int | None = None) -> float:
         """Ask what a turn is worth, and write it down. Raises ScoreError where every attempt failed, LookupError if the
         turn's episode began anew meanwhile."""
-        seen = until(self.store.trajectory(int(turn.split(".")[0])), turn)
-        content, started = _content(seen), time.monotonic()
-        value, cost = self._known.get(content), 0.0
+        seen = until(self.store.trajectory(int(turn.split(".")[0])), turn, settled=self._settled)
+        started = time.monotonic()
+        value, cost = self._known.get(seen), 0.0
         if value is None:
             value, cost = await self._asked(seen)
-            self._known[content] = value
-            if len(self._known) > _CACHED:
-                self._known.popitem(last=False)
+            self._known.keep(seen, value)
         took_s = time.monotonic() - started
         self.store.score(turn, self.settings.source, value, version=version, took_s=took_s, cost=cost)
         return value
@@ -171,10 +180,3 @@ async def _called(ask: TurnRewarder, seen: Trajectory, threads: trio.CapacityLim
     else:
         answer = await trio.to_thread.run_sync(ask, seen, abandon_on_cancel=True, limiter=threads)
     return float(await answer if inspect.isawaitable(answer) else answer)
-
-
-def _content(seen: Trajectory) -> bytes:
-    """What a source sees, as a key: the task and all that was said."""
-    task = seen.task
-    said = [task.env, task.seed, dict(task.kwargs), dict(task.options), messages_of(seen)]
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()

@@ -23,6 +23,12 @@ from agentrl.store.journal import Ending, end_as, held_ending
 
 Late = Literal["drop", "neutral", "partial"]
 
+_SETTLED = (
+    "EXISTS (SELECT 1 FROM turns n WHERE n.episode_id = t.episode_id AND n.trial = t.trial AND n.idx > t.idx"
+    " AND n.role = t.role) OR EXISTS (SELECT 1 FROM endings h WHERE h.episode_id = t.episode_id)"
+)
+"""In SQL, of a turn: it is known whether its role acts again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
@@ -77,14 +83,16 @@ class Rewards(Part):
             rows = self._db.rows("SELECT source, version, weight, deadline_s, late FROM sources ORDER BY source")
         return [Source(name=name, version=n, weight=w, deadline_s=s, late=late) for name, n, w, s, late in rows]
 
-    def awaiting(self, source: str, limit: int, *, skip: Iterable[str] = ()) -> list[str]:
+    def awaiting(self, source: str, limit: int, *, skip: Iterable[str] = (), settled: bool = False) -> list[str]:
         """At most `limit` ids of turns that `source` has yet to score, oldest first, without those in `skip`. A turn is
-        among them as soon as its environment has answered."""
+        among them as soon as its environment has answered; with `settled`, as soon as its role has acted again, or the
+        episode was played to its end."""
         left_out = frozenset(skip)
         with self._db.read():
             rows = self._db.rows(
                 "SELECT t.episode_id, t.trial, t.idx FROM unscored u JOIN turns t ON t.id = u.turn_id"
-                " JOIN steps s ON s.turn_id = t.id WHERE u.source = ? ORDER BY u.turn_id LIMIT ?",
+                " JOIN steps s ON s.turn_id = t.id WHERE u.source = ?"
+                f" AND ({_SETTLED if settled else '1'}) ORDER BY u.turn_id LIMIT ?",
                 (source, limit + len(left_out)),
             )
         ids = (turn_id(*row) for row in rows)

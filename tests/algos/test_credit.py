@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -106,7 +107,13 @@ def logprob_grads(theta: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
     return torch.stack(probabilities), scores
 
 
-def expected_estimate(members: int, baseline: str, scale: str, weight: float) -> tuple[Tensor, Tensor]:
+def expected_estimate(
+    members: int,
+    baseline: str,
+    scale: str,
+    weight: float,
+    rewards: Callable[[Path], list[float]] = rewards,
+) -> tuple[Tensor, Tensor]:
     """(exact expectation of the group estimator over all groups, exact policy gradient), by enumeration."""
     generator = torch.Generator().manual_seed(3)
     theta = torch.randn(HORIZON, ACTIONS, ACTIONS, generator=generator, dtype=torch.float64, requires_grad=True)

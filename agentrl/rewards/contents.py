@@ -1,0 +1,35 @@
+"""What an episode holds, as a key, and the values that were given for it lately. Knows no source."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Final
+
+from agentrl.records import Trajectory
+from agentrl.rewards.transcripts import messages_of
+
+_MOST: Final = 4096  # contents that are remembered
+
+
+@dataclass(slots=True)
+class Known:
+    """Values by the content of an episode so far: task, all that was said, whether it is over. The oldest ones go."""
+
+    _values: OrderedDict[bytes, float] = field(default_factory=OrderedDict[bytes, float])
+
+    def get(self, seen: Trajectory) -> float | None:
+        return self._values.get(_content(seen))
+
+    def keep(self, seen: Trajectory, value: float) -> None:
+        self._values[_content(seen)] = value
+        if len(self._values) > _MOST:
+            self._values.popitem(last=False)
+
+
+def _content(seen: Trajectory) -> bytes:
+    task = seen.task
+    said = [task.env, task.seed, dict(task.kwargs), dict(task.options), messages_of(seen), seen.stop_reason]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()

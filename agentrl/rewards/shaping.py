@@ -1,0 +1,48 @@
+"""Potential-based shaping: a turn earns what it changes in a potential of the episode.
+
+    F[t] = gamma * phi(s[t + 1]) - phi(s[t])
+
+`s[t]` is the episode before turn t. phi is the user's potential less its value at the start of the episode, and 0 at
+the end, however the episode ends. Rewards of this form change no optimal policy (Ng, Harada and Russell 1999, theorem
+1) where returns are discounted by the same gamma. With gamma = 1 an episode's rewards add up to 0, and the reward to go
+from turn t is -phi(s[t]): a baseline that the turn's action has no part in.
+
+In an episode of several roles, s[t] is what the role's own last turn led to. Knows no store and no settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+from agentrl.records import Trajectory
+from agentrl.rewards.contents import Known
+
+
+@dataclass(slots=True)
+class Shaping:
+    """The reward of the last turn of an episode so far; its `stop_reason` says whether the role acts again.
+    `potential` is asked once for each state of an episode, the start without any turn too."""
+
+    potential: Callable[[Trajectory], Awaitable[float]]
+    gamma: float = 1.0
+    _known: Known = field(default_factory=Known)
+
+    async def __call__(self, seen: Trajectory) -> float:
+        turns, role = seen.turns, seen.turns[-1].role
+        own = [at for at, turn in enumerate(turns) if turn.role == role]
+        before = await self._phi(seen, own[-2] + 1) if len(own) > 1 else 0.0
+        after = await self._phi(seen, len(turns)) if seen.stop_reason is None else 0.0
+        return self.gamma * after - before
+
+    async def _phi(self, seen: Trajectory, turns: int) -> float:
+        """The potential after so many turns, counted from the start."""
+        return await self._asked(seen, turns) - await self._asked(seen, 0)
+
+    async def _asked(self, seen: Trajectory, turns: int) -> float:
+        state = replace(seen, turns=seen.turns[:turns], stop_reason=None)
+        value = self._known.get(state)
+        if value is None:
+            value = await self.potential(state)
+            self._known.keep(state, value)
+        return value
