@@ -16,6 +16,8 @@ from agentrl.env.oracles import judge
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("agentrl/Calculator-v0", {}),
     ("agentrl/Calculator-v0", {"terms": 1, "largest": 9, "tool_format": "react"}),
+    ("agentrl/Combination-v0", {}),
+    ("agentrl/Combination-v0", {"dials": 1}),
     ("agentrl/Nim-v0", {}),
     ("agentrl/Nim-v0", {"opponent": "random", "heaps": 5}),
     ("agentrl/Retrieval-v0", {}),
@@ -28,6 +30,7 @@ MADE: dict[str, dict[str, Any]] = {
     "Blackjack": {},
     "Calculator": {},
     "CodeRepair": {},
+    "Combination": {},
     "FrozenLake": {},
     "Gymnasium": {"env": "CliffWalking-v1"},
     "Harbor": {},

@@ -1,0 +1,91 @@
+"""A lock of several dials, one a turn: a task whose outcome says nothing of which turn was right or wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from agentrl.env import EpisodeLimits, ToolEnv
+from agentrl.env.oracles import Oracle, say, script
+from agentrl.errors import UsageError
+
+Pair = tuple[int, int]
+_CARRY: Final = 10  # sums from here on have a second digit
+
+
+class Combination(ToolEnv):
+    """`agentrl/Combination-v0`: `dials` sums of two digits, one a turn; the policy writes the last digit of each.
+
+    Outcome: 1 if all dials are right, else 0. Process reward of a turn: 1 / `dials` if its dial is right. A wrong dial
+    does not end the episode, and nothing that the policy reads tells whether a dial was right. Reset option `sums`: the
+    pairs of digits themselves."""
+
+    blocking = False
+    replayable = True
+
+    def __init__(self, *, dials: int = 5, **settings: Any) -> None:
+        if dials < 1:
+            raise UsageError(f"dials = {dials}: give 1 or more")
+        self._dials = dials
+        super().__init__(**{"limits": EpisodeLimits(turns=dials), **settings})
+
+    def make_task(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        drawn = self.np_random.integers(0, 10, size=(self._dials, 2)).tolist()
+        sums = options.get("sums", drawn)
+        if len(sums) != self._dials:
+            raise UsageError(f"sums has {len(sums)} pairs: give {self._dials}, one a dial")
+        return {"sums": sums}
+
+    def prompt(self, task: Mapping[str, Any]) -> str:
+        self._sums: list[Pair] = [(int(a), int(b)) for a, b in task["sums"]]
+        self._right = self._set = 0
+        return opening(self._sums)
+
+    def on_text(self, text: str) -> str | None:
+        if text.strip() == answer(self._sums[self._set]):
+            self._right += 1
+            self.reward(1 / self._dials)
+        self._set += 1
+        if self._set == self._dials:
+            self.finish()
+            return None
+        return shown(self._sums[self._set])
+
+    def grade(self) -> bool:
+        return self._right == self._dials
+
+    def oracles(self) -> list[Oracle]:
+        right = [answer(pair) for pair in self._sums]
+        wrong = str((int(right[0]) + 1) % 10)
+        return [
+            Oracle("gold", 1.0, script(*right)),
+            Oracle("the first dial wrong", 0.0, script(wrong, *right[1:])),
+            Oracle("no-op", 0.0, say("")),
+        ]
+
+
+def opening(sums: Sequence[Pair]) -> str:
+    """The first message: how many dials, and the first one."""
+    return f"{len(sums)} dials\n{shown(sums[0])}"
+
+
+def shown(pair: Pair) -> str:
+    """The message of a dial."""
+    return f"{pair[0]} + {pair[1]}"
+
+
+def answer(pair: Pair) -> str:
+    """The last digit of a sum."""
+    return str(sum(pair) % 10)
+
+
+def apprentice(pair: Pair, rng: random.Random, *, plain: float = 0.85, carry: float = 0.3, slip: float = 0.5) -> str:
+    """What somebody writes who is mostly wrong where a sum has two digits: right with probability `plain` or `carry`;
+    there one too many with probability `slip`; else any digit."""
+    right, drawn = int(answer(pair)), rng.random()
+    if sum(pair) < _CARRY:
+        return str(right if drawn < plain else rng.randrange(10))
+    if drawn < carry:
+        return str(right)
+    return str((right + 1) % 10 if drawn < carry + slip else rng.randrange(10))
