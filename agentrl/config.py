@@ -10,14 +10,13 @@ import difflib
 import json
 import os
 import tomllib
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from agentrl.errors import ConfigError, UsageError
-from agentrl.settings import Count, Positive, RewardSource, check_sources
+from agentrl.settings import Buffer, Count, Positive, RewardSource, check_sources
 from agentrl.settings import Section as _Section
 
 MAX_LORA_RANK = 512  # that vLLM takes
@@ -193,23 +192,6 @@ class EngineSettings(_Section):
         return self
 
 
-class Buffer(_Section):
-    """How far generation may run ahead, and what the store keeps. The learner takes the oldest scored groups first."""
-
-    groups_per_step: Count = 16  # groups that one optimizer step learns from
-    max_lag: Annotated[int, Field(ge=0)] = 4  # optimizer steps; 0 is synchronous training
-    close: Literal["full", "quorum"] = "full"  # when a group closes: with its last member, or with a quorum
-    quorum: Annotated[int, Field(ge=2)] = 7  # scored members that close a group; the others are trained when they end
-    quorum_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0  # that it then waits for the others
-    keep_steps: Annotated[int, Field(ge=0)] = 50  # trained groups of so many last steps keep their token arrays
-    keep_sample: Annotated[float, Field(ge=0, le=1)] = 0.02  # and this share of the older ones
-
-    @property
-    def groups_ahead(self) -> int:
-        """How many groups may be under way or buffered, from the learner's step on, within `max_lag`."""
-        return (self.max_lag + 1) * self.groups_per_step
-
-
 class Algo(_Section):
     """The loss. Names are those of the papers that the docstrings of `agentrl.algos` cite."""
 
@@ -355,6 +337,9 @@ class RunConfig(_Section):
                 buffer.quorum,
                 f"must be at most rollout.group_size = {rollout.group_size}, or no quorum is ever reached",
             )
+        if buffer.skip_without_signal and self.algo.baseline == "none":
+            hint = "without a baseline, members that earn the same are a signal too: leave it out, or set algo.baseline"
+            raise ConfigError("buffer.skip_without_signal", True, hint)
         if self.train.tokens_per_batch < rollout.max_context:
             raise ConfigError(
                 "train.tokens_per_batch",
@@ -465,10 +450,7 @@ def to_json(config: RunConfig) -> str:
 
 def from_json(text: str) -> RunConfig:
     """Read what `to_json` wrote."""
-    document = json.loads(text)
-    with suppress(KeyError, TypeError):
-        del document["buffer"]["order"]  # in runs that began when it could be set, to its one value
-    return parse(document)
+    return parse(json.loads(text))
 
 
 def _config_error(error: ValidationError) -> ConfigError:

@@ -1,8 +1,8 @@
-"""Ids to entry points: environments, tools, sandbox backends, models, per-token columns, algorithms.
+"""Ids to entry points: environments, tools, sandbox backends, models, per-token columns, algorithms, orders of groups.
 
 A package offers things under the entry-point groups `agentrl.environments`, `agentrl.tools`, `agentrl.sandboxes`,
-`agentrl.models`, `agentrl.columns`, `agentrl.algorithms`; a program may also `register` at run time. Nothing is
-imported before its first use.
+`agentrl.models`, `agentrl.columns`, `agentrl.algorithms`, `agentrl.orders`; a program may also `register` at run time.
+Nothing is imported before its first use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 
 from agentrl.errors import UnknownIdError, UsageError, boundary
 
-Kind = Literal["environments", "tools", "sandboxes", "models", "columns", "algorithms"]
+Kind = Literal["environments", "tools", "sandboxes", "models", "columns", "algorithms", "orders"]
 Target = str | Callable[..., Any]
 
 _registered: dict[tuple[Kind, str], Target] = {}

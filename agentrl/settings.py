@@ -1,7 +1,9 @@
-"""What the sections of the run file are made of, and the section of reward sources. `agentrl.config` has the others."""
+"""What the sections of the run file are made of, and the sections of reward sources and of the buffer. `agentrl.config`
+has the others."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
@@ -18,6 +20,32 @@ class Section(BaseModel):
     """A table of the run file: unknown keys are refused, and nothing changes after it was read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Buffer(Section):
+    """How far generation may run ahead, which groups the learner takes, and what the store keeps."""
+
+    groups_per_step: Count = 16  # groups that one optimizer step learns from
+    max_lag: Annotated[int, Field(ge=0)] = 4  # optimizer steps; 0 is synchronous training
+    order: Annotated[str, Field(min_length=1)] = "oldest"  # of groups: windowed, freshest, prioritised, module:Class
+    window: Annotated[float, Field(gt=0, le=1)] = 0.3  # of order windowed: the share of groups it takes from
+    skip_without_signal: bool = False  # groups in which no turn has an advantage leave, and others take their place
+    skip_at_most: Positive = 4.0  # times groups_per_step, for one step: then it takes groups without signal as well
+    close: Literal["full", "quorum"] = "full"  # when a group closes: with its last member, or with a quorum
+    quorum: Annotated[int, Field(ge=2)] = 7  # scored members that close a group; the others are trained when they end
+    quorum_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0  # that it then waits for the others
+    keep_steps: Annotated[int, Field(ge=0)] = 50  # trained groups of so many last steps keep their token arrays
+    keep_sample: Annotated[float, Field(ge=0, le=1)] = 0.02  # and this share of the older ones
+
+    @property
+    def groups_ahead(self) -> int:
+        """How many groups may be under way or buffered, from the learner's step on, within `max_lag`."""
+        return (self.max_lag + 1) * self.groups_per_step
+
+    @property
+    def skips(self) -> int:
+        """The most groups without signal that leave for one step."""
+        return math.ceil(self.skip_at_most * self.groups_per_step) if self.skip_without_signal else 0
 
 
 class RewardSource(Section):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,15 +172,6 @@ def test_a_file_that_is_not_toml_says_so(tmp_path: Path) -> None:
 def test_json_carries_the_whole_configuration() -> None:
     parsed = config.parse({**MINIMAL, "eval": {"sets": [{"name": "a", "n": 3}]}, "train": {"betas": [0.8, 0.9]}})
     assert config.from_json(config.to_json(parsed)) == parsed
-
-
-def test_the_configuration_of_a_run_that_began_with_a_setting_that_is_gone_is_read() -> None:
-    parsed = config.parse(MINIMAL)
-    document = json.loads(config.to_json(parsed))
-    document["buffer"]["order"] = "oldest"
-    assert config.from_json(json.dumps(document)) == parsed
-    with pytest.raises(ConfigError, match="no such key"):
-        config.parse({**MINIMAL, "buffer": {"order": "oldest"}})
 
 
 def test_the_page_of_all_keys_is_that_of_the_code() -> None:

@@ -28,6 +28,7 @@ _NUMBERS = (
     (r"Annotated\[float, Field\(allow_inf_nan=False\)\]", "number"),
     (r"Annotated\[float, Field\(ge=0, le=1\)\]", "number from 0 to 1"),
     (r"Annotated\[float, Field\(ge=0, lt=1\)\]", "number from 0, below 1"),
+    (r"Annotated\[float, Field\(gt=0, le=1\)\]", "number above 0, up to 1"),
     (r"Annotated\[str, .*\]", "text"),
     (r"list\[Annotated\[str, .*\]\]", "list of texts"),
     (r"list\[str\]", "list of texts"),

@@ -30,6 +30,7 @@ from agentrl.runtime.checkpoints import start_point
 from agentrl.runtime.heartbeat import BEAT_S, Heartbeat
 from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import engine_dtype, model_dir
+from agentrl.runtime.orders import returns_of, take_order
 from agentrl.runtime.publisher import MemoryParcel, NotDelivered, Parcel, WeightPublisher
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
@@ -72,6 +73,7 @@ class _Learning:
         self._telemetry = Telemetry(store, run.metrics, "learner")
         sync = self._config.sync
         sender = Sender(sync, self._learner.model.device) if sync == "nccl" or sync == "ipc" else None
+        self._order, self._returns = take_order(self._config), returns_of(self._config)
         self._publisher = WeightPublisher(self._config, sender, locks=run.locks)
         self._saved_at = time.monotonic()
         self._watch_at = time.monotonic() if sender is not None else math.inf
@@ -103,7 +105,8 @@ class _Learning:
             report = learner.step(groups, step_of=self._store.step_of, undone=self._store.is_undone)
             busy_s = time.perf_counter() - busy
             idle_s += self._settle()
-            row = {**asdict(report), "idle_s": idle_s, "busy_s": busy_s, "groups": [group.id for group in groups]}
+            taken = [group.id for group in groups if not group.skipped]
+            row = {**asdict(report), "idle_s": idle_s, "busy_s": busy_s, "groups": taken}
             version = self._publish(row)
             self._heartbeat.mark()
             if self._is_time(learner.step_index):
@@ -113,11 +116,19 @@ class _Learning:
 
     def _take(self) -> tuple[list[Group], float] | None:
         """The next batch and how long the learner waited for it, in seconds; None if no task is left."""
-        started, size = time.perf_counter(), self._config.buffer.groups_per_step
+        buffer = self._config.buffer
+        started, size = time.perf_counter(), buffer.groups_per_step
         while (phase := self._store.meta("phase")) != "stop":
             if phase == "drain":
                 size = min(size, self._store.ready_count())  # 0: only late members
-            groups = self._store.take(self._learner.step_index + 1, size, max_lag=self._config.buffer.max_lag)
+            groups = self._store.take(
+                self._learner.step_index + 1,
+                size,
+                max_lag=buffer.max_lag,
+                order=self._order,
+                returns=self._returns,
+                skip_at_most=buffer.skips,
+            )
             if groups is not None:
                 return groups, time.perf_counter() - started
             if size == 0:

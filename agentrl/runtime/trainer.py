@@ -22,6 +22,7 @@ from agentrl.protocols import Rewarder
 from agentrl.registration import make
 from agentrl.runtime import defaults, evaluation, extending, report
 from agentrl.runtime.models import given_model_dir, model_dir
+from agentrl.runtime.orders import take_order
 from agentrl.runtime.pipeline import Interrupted, Supervisor, run_to_end
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.sources import first_tasks, task_source
@@ -118,6 +119,7 @@ def check_startable(config: RunConfig) -> None:
         check_sender(config.sync, untested=config.engine.untested_vllm)
     if config.engine.gpus:
         check_gpus([gpu for own in config.engine.gpus for gpu in own])
+    take_order(config)
     Renderer(model_dir(config.model))
     registry.resolve("environments", config.env.id)
     task_source(config).task(0)

@@ -15,7 +15,8 @@ async code calls them directly. Standard library and zstandard only.
     codec       packing                               rewards     scores of turns, and episodes that wait for them
     replays     tasks lost to infrastructure failures, played again
     roles       what each process of a run may ask of the store
-    signal      when to look at the store again     waiting     the same in a trio program
+    signal      when to look at the store again       waiting     the same in a trio program
+    orders      which closed groups a step takes      returns     advantages of a closed group (both pure)
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ from agentrl.store.journal import Journal
 from agentrl.store.leases import Claim, Leases
 from agentrl.store.lineage import Checkpoint, Lineage
 from agentrl.store.metrics import Failures, LengthBias, Lengths, Metric, Metrics
+from agentrl.store.orders import Freshest, Oldest, Pick, Prioritised, Ready, TakeOrder, Windowed
 from agentrl.store.partials import Partial
 from agentrl.store.readers import EpisodeRow, GroupResult, Readers, Restart
 from agentrl.store.recovery import Recovery, Saved
 from agentrl.store.replays import ReplayCounts, Replays
+from agentrl.store.returns import Returns
 from agentrl.store.rewards import Rewards, Scored, Source
 from agentrl.store.signal import Role, Signal
 from agentrl.store.snapshots import Snapshot, Snapshots
@@ -56,6 +59,7 @@ __all__ = [
     "EpisodeRow",
     "Expired",
     "Failures",
+    "Freshest",
     "Full",
     "GroupResult",
     "LeaseLost",
@@ -63,12 +67,17 @@ __all__ = [
     "Lengths",
     "Load",
     "Metric",
+    "Oldest",
     "Partial",
+    "Pick",
+    "Prioritised",
     "Quarantined",
     "Quorum",
+    "Ready",
     "Released",
     "Replays",
     "Restart",
+    "Returns",
     "Room",
     "RunStore",
     "Saved",
@@ -77,6 +86,8 @@ __all__ = [
     "Source",
     "StoreError",
     "StoreVersionError",
+    "TakeOrder",
+    "Windowed",
     "admissible_groups",
     "close_policy",
 ]

@@ -80,6 +80,7 @@ KINDS = {
     "episode_held": 4,  # an episode is held although it has ended or waits for no reward source
     "group_stuck": 4,  # an open group without open members, or a closed one with an open member that is not late
     "trained_stale": 5,  # an episode in the lineage with no token within the lag bound of its take
+    "skipped_with_signal": 2,  # a group left as without signal that had some, or is not gone
     "drop_without_reason": 5,  # an expired or failed group without a reason
     "orphan_row": 0,  # a row whose owner does not exist
     "bookkeeping": 0,  # counters or summaries that disagree with the rows
@@ -100,6 +101,7 @@ def audit(store: RunStore, checkpoints: Path | None = None) -> AuditReport:
         _check_ends,
         _check_lineage,
         _check_records,
+        _check_skipped,
         _check_lag,
         _check_file,
     )
@@ -343,6 +345,31 @@ def _check_records(db: Database, report: AuditReport) -> None:
         }
         if recorded != members[group]:
             report.breach("record_disagrees", f"group {group} recorded {recorded}, its members are {members[group]}")
+
+
+def _check_skipped(db: Database, report: AuditReport) -> None:
+    """Check that a group that left without signal is gone, and that no turn in its record has an advantage: the return
+    at each turn is the mean of the siblings' (of one that had stopped, its outcome)."""
+    config = json.loads(db.rows("SELECT value FROM meta WHERE key = 'config'")[0][0])
+    weight = config.get("algo", {}).get("process_weight", 1.0)
+    roles = config.get("rollout", {}).get("roles", {})
+    for group, state, reason, packed in db.rows(
+        "SELECT id, state, reason, record FROM groups WHERE skipped_step NOT NULL OR reason = 'no_signal'"
+    ):
+        where = f"group {group} left as without signal"
+        if (state, reason) != ("expired", "no_signal"):
+            report.breach("skipped_with_signal", f"{where} and is {state} ({reason})")
+        members = list(json.loads(packed or "{}").values())
+        for role in {role for one in members for role in one["rewards"] if roles.get(role, "trained") == "trained"}:
+            outcome = [one["outcomes"].get(role, one["outcome"]) for one in members]
+            rewards = [one["rewards"].get(role, []) for one in members]
+            for turn in range(max(map(len, rewards))):
+                returns = [o + weight * math.fsum(own[turn:]) for o, own in zip(outcome, rewards, strict=True)]
+                mean = math.fsum(returns) / len(returns)
+                alive = [value for value, own in zip(returns, rewards, strict=True) if turn < len(own)]
+                if any(abs(value - mean) > 1e-6 for value in alive):
+                    report.breach("skipped_with_signal", f"{where}: turn {turn} of {role!r} returned {returns}")
+                    break
 
 
 def _check_checkpoints(db: Database, report: AuditReport, folder: Path | None) -> None:

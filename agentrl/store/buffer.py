@@ -4,6 +4,7 @@ A member is trained once (law 2): taking it and writing it into the lineage is o
 one live lineage row an episode. A group is taken after it has closed; its record says what its members are judged
 against. A member that ends later is taken in a later step. The learner leaves out tokens that are too old for a step
 (law 5); a member without any token young enough leaves here as stale, and its outcome stays in its group's record.
+Which of the closed groups a step takes is an order's choice (see `orders`); groups without signal may leave untrained.
 """
 
 from __future__ import annotations
@@ -16,14 +17,21 @@ from typing import NamedTuple
 from agentrl.errors import StoreError
 from agentrl.records import Group, GroupState, StopReason
 from agentrl.store.closing import FULL, ClosePolicy
-from agentrl.store.database import Part
+from agentrl.store.codec import unpack_record
+from agentrl.store.database import Database, Part
 from agentrl.store.groups import LATE, TRAIN, close, close_if_ended, enough, scored
 from agentrl.store.journal import end_episode
+from agentrl.store.orders import OLDEST, Pick, Ready, TakeOrder
 from agentrl.store.readers import load_group
+from agentrl.store.returns import Returns, strength
 from agentrl.store.versions import lag
 
 STALE = "stale"
 DEADLINE = "deadline"
+NO_SIGNAL = "no_signal"
+
+
+_RETURNS = Returns()
 
 
 class Expired(NamedTuple):
@@ -42,6 +50,7 @@ class _Ended:
     id: int
     group_id: int
     scored: bool
+    lag: int
     fresh: bool
 
     @property
@@ -50,47 +59,79 @@ class _Ended:
 
 
 class _Offer(NamedTuple):
-    """What a step may take: groups, oldest admitted first; ids of groups with no member to train; late members."""
+    """What a step may take: groups, oldest admitted first; ids of groups with no member to train; late members; ids of
+    groups to skip for want of signal. `ready` describes `groups` to an order."""
 
-    groups: list[list[_Ended]]
+    groups: dict[int, list[_Ended]]
     stale: list[int]
     late: list[_Ended]
+    silent: list[int]
+    ready: list[Ready]
 
 
 class Buffer(Part):
     """Take members for a learner step; close groups, and expire what waits too long."""
 
-    def take(self, step: int, n: int, *, max_lag: int) -> list[Group] | None:
-        """Take what optimizer step `step` trains: `n` closed groups, oldest admitted first, and all late members of
-        earlier groups that have been scored since, which do not count towards `n`. If fewer groups remain, the result
-        is None and nothing is taken. With `n` = 0 only late members are taken; None if there are none.
+    def __init__(self, db: Database) -> None:
+        super().__init__(db)
+        self._strengths: dict[tuple[int, Returns], float] = {}  # of closed groups: their records never change
+
+    def take(
+        self,
+        step: int,
+        n: int,
+        *,
+        max_lag: int,
+        order: TakeOrder = OLDEST,
+        returns: Returns = _RETURNS,
+        skip_at_most: int = 0,
+    ) -> list[Group] | None:
+        """Take what optimizer step `step` trains: `n` closed groups that `order` chooses, and all late members of
+        earlier groups that have been scored since, which do not count towards `n`. If the order chooses fewer, the
+        result is None and nothing is taken. With `n` = 0 only late members are taken; None if there are none.
 
         Each `Group` holds only the members of this step, and the record that they are judged against. A group whose
         members are all too old for `max_lag` expires first, whether or not enough groups remain (see `versions` for how
-        lag counts). Raises StoreError if members were already taken for this step or a later one: after a crash,
-        `rollback` puts them back."""
+        lag counts). So do, for each step, up to `skip_at_most` groups whose `returns` give no signal: they come with
+        the step, marked as skipped, so that their outcomes are reported. Beyond that number such groups are taken as
+        any other, so that a run with nothing left to learn still ends.
+
+        Raises StoreError if members were already taken for this step or a later one: after a crash, `rollback` puts
+        them back."""
         with self._db.read():  # a waiting learner asks often: without work it must not take the write lock
-            offer = self._offer(step, max_lag)
-        if not _enough(offer, n) and not offer.stale:
+            offer = self._offer(step, max_lag, returns, skip_at_most)
+            under_way = self._under_way() if n else []
+        picks: Sequence[Pick] = []
+        if len(offer.ready) >= n > 0:
+            picks = order.choose(offer.ready, n, under_way=under_way, step=step)
+        enough = len(picks) >= n and (n > 0 or any(one.trains for one in offer.late))
+        if not enough and not offer.stale and not offer.silent:
             return None
         now = self._db.clock()
         with self._db.write(durable=True):  # before it is trained: a checkpoint may survive a loss of power
-            offer = self._offer(step, max_lag)
+            offer = self._offer(step, max_lag, returns, skip_at_most)
             self._expire(offer.stale, STALE, now)
-            if not _enough(offer, n):
+            self._expire(offer.silent, NO_SIGNAL, now)
+            self._db.execute_many(
+                "UPDATE groups SET skipped_step = ? WHERE id = ?", [(step, group_id) for group_id in offer.silent]
+            )
+            if not enough:
                 return None
-            taken = offer.groups[:n]
-            members = [member for group in taken for member in group] + offer.late
+            taken = {pick.group_id: offer.groups[pick.group_id] for pick in picks}
+            members = [member for group in taken.values() for member in group] + offer.late
             self._leave(members, step, max_lag, now)
             self._db.execute_many(
                 "UPDATE groups SET state = 'taken', taken_step = ? WHERE id = ?",
-                [(step, group[0].group_id) for group in taken],
+                [(step, group_id) for group_id in taken],
             )
         late: defaultdict[int, list[_Ended]] = defaultdict(list)
         for member in offer.late:
             late[member.group_id].append(member)
         with self._db.read():
-            groups = [self._taken(members) for members in (*taken, *late.values())]
+            groups = [replace(self._taken(taken[pick.group_id]), weight=pick.weight) for pick in picks]
+            groups += [self._taken(members) for members in late.values()]
+            skipped = self._db.rows("SELECT id FROM groups WHERE skipped_step = ? ORDER BY id", (step,))
+            groups += [self._skipped(group_id) for (group_id,) in skipped]
         return [group for group in groups if group.trajectories or group.left_out]
 
     def expire(self, now: float, group_deadline_s: float, *, close_policy: ClosePolicy = FULL) -> Expired:
@@ -113,13 +154,13 @@ class Buffer(Part):
                 self._db.execute("UPDATE episodes SET dropped = ? WHERE id = ?", (DEADLINE, episode_id))
         return due
 
-    def _offer(self, step: int, max_lag: int) -> _Offer:
+    def _offer(self, step: int, max_lag: int, returns: Returns, skip_at_most: int) -> _Offer:
         later = self._db.row("SELECT MAX(step) FROM lineage WHERE undone_attempt IS NULL AND step >= ?", (step,))
         if later is not None and later[0] is not None:
             raise StoreError(f"step {step}: members were taken for step {later[0]} already: roll back first")
         columns = "e.id, e.group_id, e.stop_reason, e.outcome, e.newest_step"
         buffered = self._db.rows(
-            f"SELECT {columns} FROM groups g JOIN episodes e ON e.group_id = g.id"
+            f"SELECT {columns}, g.closed_s FROM groups g JOIN episodes e ON e.group_id = g.id"
             " WHERE g.purpose = ? AND g.state = 'scored' AND e.stop_reason IS NOT NULL ORDER BY g.id, e.id",
             (TRAIN,),
         )
@@ -130,16 +171,54 @@ class Buffer(Part):
         )
 
         def ended(id: int, group_id: int, stop_reason: str, outcome: float | None, newest: int | None) -> _Ended:
-            return _Ended(id, group_id, scored(stop_reason, outcome), lag(step, newest) <= max_lag)
+            behind = lag(step, newest)
+            return _Ended(id, group_id, scored(stop_reason, outcome), behind, behind <= max_lag)
 
-        groups: defaultdict[int, list[_Ended]] = defaultdict(list)
-        for row in buffered:
-            groups[row[1]].append(ended(*row))
+        members: defaultdict[int, list[_Ended]] = defaultdict(list)
+        closed_s: dict[int, float] = {}
+        for *row, at in buffered:
+            members[row[1]].append(ended(*row))
+            closed_s[row[1]] = at
+        groups = {id: own for id, own in members.items() if any(one.trains for one in own)}
+        self._weigh(groups, returns)
+        skips = skip_at_most - self._skips(step) if skip_at_most else 0
+        silent = [id for id in groups if not self._strengths[id, returns]][: max(0, skips)]
         return _Offer(
-            groups=[members for members in groups.values() if any(one.trains for one in members)],
-            stale=[id for id, members in groups.items() if not any(one.trains for one in members)],
+            groups=groups,
+            stale=[id for id in members if id not in groups],
             late=[ended(*row) for row in late],
+            silent=silent,
+            ready=[
+                Ready(
+                    group_id=id,
+                    closed_s=closed_s[id],
+                    lag=min(one.lag for one in own if one.trains),
+                    strength=self._strengths[id, returns],
+                )
+                for id, own in groups.items()
+                if id not in silent
+            ],
         )
+
+    def _weigh(self, groups: Iterable[int], returns: Returns) -> None:
+        """Keep the strengths of these groups: of those that are new, from their records."""
+        known = self._strengths
+        self._strengths = {(id, returns): known.get((id, returns), 1.0) for id in groups}
+        for id in [id for id in groups if (id, returns) not in known]:
+            row = self._db.row("SELECT record FROM groups WHERE id = ?", (id,))
+            if row is not None and row[0] is not None:  # closed by an older agentrl: taken to have signal
+                self._strengths[id, returns] = strength(unpack_record(row[0]), returns)
+
+    def _skips(self, step: int) -> int:
+        row = self._db.row("SELECT COUNT(*) FROM groups WHERE skipped_step = ?", (step,))
+        return 0 if row is None else row[0]
+
+    def _under_way(self) -> list[int]:
+        """Ids of the training groups that have not closed, in the order of admission."""
+        rows = self._db.rows(
+            "SELECT id FROM groups WHERE purpose = ? AND state IN ('waiting', 'running') ORDER BY id", (TRAIN,)
+        )
+        return [id for (id,) in rows]
 
     def _leave(self, members: Iterable[_Ended], step: int, max_lag: int, now: float) -> None:
         """Move members out with `step`: into its lineage, or as stale. A late one that is not scored is dropped."""
@@ -172,6 +251,13 @@ class Buffer(Part):
             left_out=tuple(one for one in group.trajectories if one.episode_id not in trains),
             record=record,
         )
+
+    def _skipped(self, group_id: int) -> Group:
+        rows = self._db.rows(
+            "SELECT id FROM episodes WHERE group_id = ? AND late = 0 AND stop_reason IS NOT NULL", (group_id,)
+        )
+        group = load_group(self._db, group_id, [id for (id,) in rows])
+        return replace(group, trajectories=(), left_out=group.trajectories, skipped=True)
 
     def _due(self, now: float, deadline_s: float, policy: ClosePolicy) -> Expired:
         running = self._db.rows(
@@ -214,7 +300,3 @@ class Buffer(Part):
             )
             if expired.rowcount == 0:
                 close_if_ended(self._db, group_id, now)
-
-
-def _enough(offer: _Offer, n: int) -> bool:
-    return len(offer.groups) >= n if n else any(one.trains for one in offer.late)

@@ -67,8 +67,8 @@ class Lineage(Part):
     def rollback(self, step: int, *, ahead: int | None = None) -> int:
         """Go back to checkpoint `step` (0: the weights that the run started with); returns the new attempt.
 
-        All that came after it is undone: its groups are scored again, late members wait again, its lineage,
-        checkpoints, versions and metrics are flagged with the new attempt, and its evaluations are renamed
+        All that came after it is undone: its groups, taken or skipped, are scored again, late members wait again, its
+        lineage, checkpoints, versions and metrics are flagged with the new attempt, and its evaluations are renamed
         ("undone-2:eval:…"), so that they run anew.
         With `ahead`, groups beyond the first `ahead` yet to be trained (see `claim`) are taken from their workers, and
         go on when their turn comes: played now, they would be stale by then.
@@ -93,6 +93,11 @@ class Lineage(Part):
                 "UPDATE groups SET taken_step = NULL, state = iif(tokens_dropped, 'expired', 'scored'),"
                 " reason = iif(tokens_dropped, ?, NULL) WHERE taken_step > ? AND state IN ('taken', 'trained')",
                 (TOKENS_DROPPED, step),
+            )
+            self._db.execute(
+                "UPDATE groups SET skipped_step = NULL, state = iif(tokens_dropped, state, 'scored'),"
+                " reason = iif(tokens_dropped, reason, NULL) WHERE skipped_step > ?",
+                (step,),
             )
             self._undo_evaluations(step, attempt)
             if ahead is not None:

@@ -26,9 +26,11 @@ from agentrl.store.closing import FULL, ClosePolicy
 from agentrl.store.deaths import Quarantined, Released
 from agentrl.store.lineage import Checkpoint
 from agentrl.store.metrics import Failures, LengthBias, Metric, Waits
+from agentrl.store.orders import OLDEST, TakeOrder
 from agentrl.store.readers import EpisodeRow, GroupResult, Restart
 from agentrl.store.recovery import Saved
 from agentrl.store.replays import Replays
+from agentrl.store.returns import Returns
 from agentrl.store.rewards import Scored, Source
 from agentrl.store.signal import Role, Signal
 
@@ -115,7 +117,16 @@ class LearnerStore(StartStore, Recorder, Protocol):
     def meta(self, key: str) -> str | None: ...
     def set_meta(self, key: str, value: str) -> None: ...
     def ready_count(self) -> int: ...
-    def take(self, step: int, n: int, *, max_lag: int) -> list[Group] | None: ...
+    def take(
+        self,
+        step: int,
+        n: int,
+        *,
+        max_lag: int,
+        order: TakeOrder = OLDEST,
+        returns: Returns = ...,
+        skip_at_most: int = 0,
+    ) -> list[Group] | None: ...
     def wait_for_work(self, role: Role, timeout_s: float) -> None: ...
     def retain(self, step: int, *, keep_steps: int, keep_sample: float) -> int: ...
 

@@ -8,7 +8,7 @@ k to k + 1, so a new store runs all of them. A store is made in one transaction:
     groups       one row per group of sibling episodes: task, purpose, state, reason; counted by triggers; `record`,
                  which its members are judged against, is written once when it closes; `replay_of` names the lost
                  group whose task this group plays again, as replay number `replays` of the task; a trigger notes
-                 there that it was `played_again`
+                 there that it was `played_again`; `skipped_step` is the step for which a group left without signal
     leases       which process holds a lease, and until when
     episodes     one row per member: its worker (holder, fence), how it ended, whether its group closed before it did
                  (late), the step in which it left the buffer, and why it left untrained (dropped)
@@ -368,6 +368,11 @@ CREATE INDEX groups_lost ON groups (replays, id) WHERE purpose = 'train' AND sta
     AND reason IN ('engine_failed', 'sandbox_failed', 'env_failed', 'deadline') AND played_again = 0;
 """
 
+_SKIPPED = """
+ALTER TABLE groups ADD COLUMN skipped_step INTEGER;
+CREATE INDEX groups_skipped ON groups (skipped_step) WHERE skipped_step IS NOT NULL;
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _ROLES,
@@ -382,6 +387,7 @@ MIGRATIONS: tuple[str, ...] = (
     _SCORE_COUNTS,
     _REPLAYS,
     _LOOKUPS,
+    _SKIPPED,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

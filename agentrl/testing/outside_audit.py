@@ -161,6 +161,13 @@ class OutsideAuditor:
                 " OR g.state NOT IN ('expired', 'failed') OR r.replays <> g.replays + 1"
                 " OR (SELECT COUNT(*) FROM groups s WHERE s.replay_of = g.id) > 1",
             )
+        if _has(db, "groups", "skipped_step"):
+            self._none(
+                db,
+                "law 2: skipped, and has not left: group",
+                "SELECT id FROM groups WHERE skipped_step IS NOT NULL"
+                " AND (state <> 'expired' OR reason IS NOT 'no_signal' OR record IS NULL)",
+            )
         unended = "e.id = l.episode_id" if member else "e.group_id = l.group_id"
         self._none(
             db,

@@ -109,7 +109,7 @@ class Learner:
             )
             for group in groups
         ]
-        updates = [self._lay(part) for part in self._minibatches(ready)]
+        updates = [self._lay(part) for part in self._minibatches([one for one in ready if not one.skipped])]
         watch.lap("pack")
         tally = Tally()
         several = len(updates) * train.epochs > 1

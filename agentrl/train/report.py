@@ -36,6 +36,7 @@ class StepReport:
     # the data
     group_count: int  # taken in this step; groups that only have late members in it do not count
     groups_without_signal: int
+    groups_skipped: int  # these left without signal, untrained; their episodes are only in the means below
     episodes: int
     episodes_late: int  # of these, those that ended after their group had closed
     episodes_left_out: int  # infrastructure failed them (law 3)
@@ -113,6 +114,7 @@ def summarise(
 ) -> StepReport:
     """The report of step number `step`. `cap` is the bound of the importance weights."""
     groups = [group for group in ready if not group.taken_before]
+    skipped = [group for group in ready if group.skipped]
     stale = sum((group.stale for group in ready), Counter[int]())
     rows = [row for group in ready for row in group.rows]
     lag_S = torch.cat([row.columns["lag"] for row in rows]) if rows else torch.zeros(0, dtype=torch.long)
@@ -136,7 +138,8 @@ def summarise(
         lr=lr,
         group_count=len(groups),
         groups_without_signal=sum(not any(row.has_signal for row in group.rows) for group in groups),
-        episodes=len(outcomes) - sum(group.members_stale for group in ready),
+        groups_skipped=len(skipped),
+        episodes=len(outcomes) - sum(group.members_stale for group in ready) - sum(len(g.outcomes) for g in skipped),
         episodes_late=sum(group.late for group in ready),
         episodes_left_out=sum(group.left_out for group in ready),
         episodes_stale=sum(group.members_stale for group in ready),

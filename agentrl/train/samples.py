@@ -80,7 +80,8 @@ class GroupRows:
     are only counted in `left_out`. `stale` counts, by lag, sampled tokens beyond the lag bound, which no row scores;
     `members_stale` members have no other tokens, and only report their outcome. `late` members ended after their group
     had closed; if it was `taken_before`, in an earlier step, all are late. `cut` says of each turn whether it ended by
-    its length and not by the policy."""
+    its length and not by the policy. A `skipped` group trains nothing and only reports; `weight` multiplies the share
+    of the loss that its tokens have."""
 
     group_id: int
     rows: tuple[Row, ...]
@@ -93,6 +94,8 @@ class GroupRows:
     late: int = 0
     taken_before: bool = False
     cut: tuple[bool, ...] = ()
+    skipped: bool = False
+    weight: float = 1.0
 
 
 def group_rows(
@@ -130,7 +133,7 @@ def group_rows(
                 if fresh is not None:
                     rows.append(fresh)
     for member in group.left_out:
-        if member.scored:
+        if member.scored and not group.skipped:
             for span in (span for turn in member.turns if turn.learns for span in turn.spans):
                 stale[lag_of(span.version)] += span.end - span.start
     return GroupRows(
@@ -141,21 +144,24 @@ def group_rows(
         successes=tuple(member.success for member in told if member.success is not None),
         left_out=len(group.trajectories) + len(group.left_out) - len(told),
         stale=stale,
-        members_stale=len(told) - len(trained),
+        members_stale=0 if group.skipped else len(told) - len(trained),
         late=0 if record is None else sum(member.member not in record for member in trained),
         taken_before=group.state is GroupState.EXPIRED or (group.taken_step or math.inf) <= step_now,
         cut=tuple(turn.finish == "length" for member in told for turn in member.turns if turn.learns),
+        skipped=group.skipped,
+        weight=group.weight,
     )
 
 
 def weigh(groups: Sequence[GroupRows], kind: Normalise) -> list[list[Row]]:
-    """The rows of each group with their tokens' shares of one update's loss, which sum to 1 over all of them."""
+    """The rows of each group with their tokens' shares of one update's loss, which sum to 1 over all of them; the
+    group's weight then multiplies each."""
     rows = [row for group in groups for row in group.rows]
     if not rows:
         return [[] for _ in groups]
     episode = torch.cat([torch.full_like(row.place_S, row.episode_id) for row in rows])
     weights = iter(token_weights(episode, kind).split([len(row.place_S) for row in rows]))
-    return [[row.having(weight=next(weights)) for row in group.rows] for group in groups]
+    return [[row.having(weight=next(weights) * group.weight) for row in group.rows] for group in groups]
 
 
 def _advantages(group: Group, algo: Algo) -> list[Tensor]:

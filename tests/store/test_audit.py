@@ -125,6 +125,12 @@ BREACHES = {
     "taken before the checkpoint": ("lineage_broken", "UPDATE groups SET state = 'taken' WHERE id = 1", ()),
     "evaluation trained": ("lineage_broken", "UPDATE groups SET state = 'taken', taken_step = 2 WHERE id = 9", ()),
     "trained unfinished": ("trained_unfinished", "UPDATE episodes SET state = 'running' WHERE id = 1", ()),
+    "skipped with signal": (
+        "skipped_with_signal",
+        "UPDATE groups SET state = 'expired', reason = 'no_signal', skipped_step = 1, record = ? WHERE id = 5",
+        (json.dumps({m: {"outcome": m, "outcomes": {}, "rewards": {"policy": [0.0]}} for m in (0, 1)}),),
+    ),
+    "skipped, and still there": ("skipped_with_signal", "UPDATE groups SET skipped_step = 1 WHERE id = 5", ()),
     # law 3
     "trained of what infrastructure ended": (
         "trained_unscored",

@@ -1,0 +1,35 @@
+"""The order in which a run's learner takes groups, by its settings. Owns the names of the orders."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from agentrl import registry
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError, UnknownIdError
+from agentrl.store import Freshest, Oldest, Prioritised, Returns, TakeOrder, Windowed
+
+
+def take_order(config: RunConfig) -> TakeOrder:
+    """The order that `buffer.order` names: one of ours, or what the registered id or reference makes when called
+    without arguments. Raises ConfigError for an unknown name."""
+    match config.buffer.order:
+        case "oldest":
+            return Oldest()
+        case "windowed":
+            return Windowed(config.buffer.window)
+        case "freshest":
+            return Freshest()
+        case "prioritised":
+            return Prioritised(seed=config.seed)
+        case id:
+            try:
+                return cast(TakeOrder, registry.resolve("orders", id)())
+            except UnknownIdError:
+                hint = "give oldest, windowed, freshest, prioritised, a registered order, or the module:Class of yours"
+                raise ConfigError("buffer.order", id, hint) from None
+
+
+def returns_of(config: RunConfig) -> Returns:
+    """What the run's returns are made of."""
+    return Returns(process_weight=config.algo.process_weight, frozen=frozenset(config.rollout.frozen_roles()))

@@ -1,0 +1,133 @@
+"""Which of the closed groups a learner's step takes: small objects with one rule each, pure, their bias stated.
+
+An order sees when groups closed, how old their tokens are and how much signal they carry; never the store or a token.
+Late members need no order: each step takes all of them. Groups that an order leaves behind too long leave as stale
+(law 5); with `oldest` these are the fewest.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class Ready(NamedTuple):
+    """A closed group that may be taken: its id (groups are admitted in the order of their ids), when it closed, the lag
+    of its youngest token in steps, and its `strength` (mean |advantage|, see `returns`)."""
+
+    group_id: int
+    closed_s: float
+    lag: int
+    strength: float
+
+
+class Pick(NamedTuple):
+    """A group to take. `weight` multiplies its share of the loss."""
+
+    group_id: int
+    weight: float = 1.0
+
+
+class TakeOrder(Protocol):
+    """Chooses the groups of a step."""
+
+    def choose(self, ready: Sequence[Ready], n: int, *, under_way: Sequence[int], step: int) -> Sequence[Pick]:
+        """`n` of the groups in `ready`, which are in the order of admission; fewer: the learner waits, and asks again.
+        `under_way` are the ids of groups that have not closed, in the same order; `step` is the step that is to train.
+        Called often and outside any transaction; the same arguments give the same answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Oldest:
+    """The closed groups that were admitted first.
+
+    Bias: none in what is trained as long as each group is taken before it grows stale, which admission sees to; slow
+    groups only come later than fast ones that were admitted with them. If more groups close than are trained, slow
+    ones are favoured: of what has closed they are the oldest."""
+
+    def choose(self, ready: Sequence[Ready], n: int, *, under_way: Sequence[int], step: int) -> Sequence[Pick]:
+        return [Pick(one.group_id) for one in ready[:n]]
+
+
+@dataclass(frozen=True, slots=True)
+class Windowed:
+    """The oldest of the closed groups within a window: the first `fraction` of all groups not yet taken, closed or not,
+    and at least `n` of them. The window moves on only when the groups at its head are taken (Forge, MiniMax 2026).
+
+    Bias: less towards fast groups than `Oldest`, since one outside the window waits for the slow ones before it; at
+    `fraction` 1 it is `Oldest`. The price is the learner's waiting for them."""
+
+    fraction: float = 0.3
+
+    def choose(self, ready: Sequence[Ready], n: int, *, under_way: Sequence[int], step: int) -> Sequence[Pick]:
+        waiting = sorted([*(one.group_id for one in ready), *under_way])
+        window = set(waiting[: max(n, math.ceil(self.fraction * len(waiting)))])
+        inside = [Pick(one.group_id) for one in ready if one.group_id in window]
+        return inside[:n]
+
+
+@dataclass(frozen=True, slots=True)
+class Freshest:
+    """The closed groups whose youngest tokens are the newest; among equals, those that closed last.
+
+    Bias: towards whatever has just been sampled. If generation is ahead, groups left behind grow stale and are lost,
+    and slow groups are among them more often than fast ones: short episodes win. It has the smallest lag of all."""
+
+    def choose(self, ready: Sequence[Ready], n: int, *, under_way: Sequence[int], step: int) -> Sequence[Pick]:
+        newest = sorted(ready, key=lambda one: (one.lag, -one.closed_s, -one.group_id))
+        return [Pick(one.group_id) for one in newest[:n]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prioritised:
+    """Groups drawn at random, in proportion to their mean |advantage|, with the correction that makes this unbiased.
+
+    Of N closed groups, group i is taken with probability p_i (systematic sampling; p_i sum to n), and its share of the
+    loss is multiplied by n / (N p_i). The expected gradient of a step is then the mean over all N, as if it were drawn
+    evenly (Horvitz and Thompson 1952; the correction of prioritised replay, Schaul et al. 2016, at full strength).
+    `floor` of the mean |advantage| is added to each, so that no group waits for ever and no weight exceeds
+    (1 + floor) / floor.
+
+    Bias: none in the expected gradient of a step over what waits, up to the loss being a mean over tokens. Over a run,
+    weak groups wait longer, and grow stale more often."""
+
+    seed: int = 0
+    floor: float = 0.1
+
+    def choose(self, ready: Sequence[Ready], n: int, *, under_way: Sequence[int], step: int) -> Sequence[Pick]:
+        if len(ready) < n:
+            return []
+        chance = inclusion(self._sizes(ready), n)
+        draw = random.Random(f"{self.seed}/{step}")
+        mixed = draw.sample(range(len(ready)), len(ready))
+        picks: list[Pick] = []
+        at, mark = 0.0, draw.random()  # marks at distance 1: each group covers a stretch as long as its probability
+        for place in mixed:
+            at += chance[place]
+            if at > mark or (place == mixed[-1] and len(picks) < n):  # the last one: sums may be short by rounding
+                picks.append(Pick(ready[place].group_id, n / (len(ready) * chance[place])))
+                mark += 1.0
+        return sorted(picks[:n])
+
+    def _sizes(self, ready: Sequence[Ready]) -> list[float]:
+        mean = sum(one.strength for one in ready) / len(ready)
+        return [one.strength + self.floor * mean if mean else 1.0 for one in ready]
+
+
+def inclusion(sizes: Sequence[float], n: int) -> list[float]:
+    """The probability of each of several things, of which `n` are drawn in proportion to their sizes; none above 1."""
+    certain: set[int] = set()
+    while True:
+        rest = sum(size for place, size in enumerate(sizes) if place not in certain)
+        scale = (n - len(certain)) / rest if rest else 0.0
+        new = {place for place, size in enumerate(sizes) if place not in certain and scale * size >= 1.0}
+        if not new:
+            return [1.0 if place in certain else scale * size for place, size in enumerate(sizes)]
+        certain |= new
+
+
+OLDEST = Oldest()

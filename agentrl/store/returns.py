@@ -1,0 +1,68 @@
+"""Which groups carry signal: those in which some turn of a member has an advantage.
+
+Owns the advantages of a closed group as its record gives them, in plain Python (the learner computes its own, in
+torch). Never knows a token, nor what becomes of a group without signal.
+
+Such a group adds exactly 0 to the policy gradient, so leaving it out changes no expected direction. The groups that
+take its place make the step longer, by one over the share of groups with signal (dynamic sampling, DAPO: Yu et al.
+2025, section 3.2). A KL or entropy term would have had a gradient; it is then over the other groups alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from agentrl.records import MemberRecord
+
+_ROUNDING = 1e-9  # as in the learner: sums of equal rewards in another order differ by less
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returns:
+    """What a return is made of: the weight of process rewards beside the outcome, and the roles that do not learn."""
+
+    process_weight: float = 1.0
+    frozen: frozenset[str] = frozenset()
+
+
+def advantages(
+    record: Mapping[int, MemberRecord], returns: Returns, late: Mapping[int, MemberRecord] | None = None
+) -> dict[int, list[float]]:
+    """The advantages of each member's learning turns, role by role, before any scale. Members of the record are judged
+    by the others in it (leave-one-out), `late` members by all of them. Without a judge, all are 0."""
+    found: dict[int, list[float]] = {member: [] for member in (*record, *(late or {}))}
+    for role in {role for one in record.values() for role in one.rewards} - returns.frozen:
+        own = {member: _to_go(one, role, returns.process_weight) for member, one in record.items()}
+        for member, values in own.items():
+            others = [(record[other].outcome_of(role), each) for other, each in own.items() if other != member]
+            found[member] += _above(values, others)
+        judges = [(record[member].outcome_of(role), each) for member, each in own.items()]
+        for member, one in (late or {}).items():
+            found[member] += _above(_to_go(one, role, returns.process_weight), judges)
+    return found
+
+
+def strength(record: Mapping[int, MemberRecord], returns: Returns) -> float:
+    """The mean of |advantage| over the turns of a group's members. 0 means that it has no signal."""
+    sizes = [abs(one) for own in advantages(record, returns).values() for one in own]
+    return 0.0 if max(sizes, default=0.0) <= _ROUNDING else sum(sizes) / len(sizes)
+
+
+def _to_go(member: MemberRecord, role: str, weight: float) -> list[float]:
+    """The return of a role from each of its turns on: its outcome, and the weighted rewards still to come."""
+    total, found = member.outcome_of(role), list[float]()
+    for reward in reversed(member.rewards.get(role, ())):
+        total += weight * reward
+        found.append(total)
+    return found[::-1]
+
+
+def _above(values: list[float], judges: list[tuple[float, list[float]]]) -> list[float]:
+    """Each value less the mean of the judges' at the same turn; one that had stopped has its outcome there."""
+    if not judges:
+        return [0.0] * len(values)
+    return [
+        value - sum(own[at] if at < len(own) else outcome for outcome, own in judges) / len(judges)
+        for at, value in enumerate(values)
+    ]

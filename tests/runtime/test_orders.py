@@ -1,0 +1,82 @@
+"""The settings of the buffer reach the store: the order of groups, and what is skipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from store.play import admit, play, serve
+
+from agentrl import config as configuration
+from agentrl import registry
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.runtime import learner as module
+from agentrl.runtime.heartbeat import Heartbeat
+from agentrl.runtime.orders import returns_of, take_order
+from agentrl.store import Freshest, Oldest, Prioritised, RunStore, Windowed
+
+
+class Mine(Oldest):
+    """An order of a user."""
+
+
+def run_config(**buffer: Any) -> RunConfig:
+    return configuration.parse({"model": "m", "env": {"id": "test/none"}, "seed": 7, "buffer": buffer})
+
+
+def test_an_order_is_found_by_its_name_or_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    assert take_order(run_config()) == Oldest()
+    assert take_order(run_config(order="windowed", window=0.5)) == Windowed(0.5)
+    assert take_order(run_config(order="freshest")) == Freshest()
+    assert take_order(run_config(order="prioritised")) == Prioritised(seed=7)
+    assert isinstance(take_order(run_config(order=f"{__name__}:Mine")), Mine)
+    registry.register("orders", "mine", Mine)
+    assert isinstance(take_order(run_config(order="mine")), Mine)
+
+
+def test_an_unknown_order_is_refused_with_the_names_that_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"buffer\.order = 'newest': give oldest, windowed, freshest, prioritised"):
+        take_order(run_config(order="newest"))
+
+
+def test_skipping_needs_a_baseline() -> None:
+    with pytest.raises(ConfigError, match=r"buffer\.skip_without_signal = True: without a baseline"):
+        configuration.parse(
+            {
+                "model": "m",
+                "env": {"id": "test/none"},
+                "algo": {"baseline": "none"},
+                "buffer": {"skip_without_signal": True},
+            }
+        )
+
+
+def test_returns_are_those_of_the_run_file() -> None:
+    document = {"model": "m", "env": {"id": "test/none"}, "algo": {"process_weight": 0.25}}
+    config = configuration.parse({**document, "rollout": {"roles": {"judge": "frozen", "solver": "trained"}}})
+    found = returns_of(config)
+    assert (found.process_weight, found.frozen) == (0.25, {"judge"})
+
+
+def test_the_learner_takes_by_the_settings_of_the_buffer(tmp_path: Path) -> None:
+    config = run_config(groups_per_step=1, order="freshest", skip_without_signal=True)
+    learning: Any = object.__new__(module._Learning)
+    with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
+        serve(store, 0)
+        admit(store, limit=3)
+        for claim in store.claim("w", 6, lease_s=1e6):
+            play(store, claim, outcome=float(claim.group_id == 3 or claim.member))
+        learning.__dict__.update(
+            _config=config,
+            _store=store,
+            _learner=SimpleNamespace(step_index=0),
+            _heartbeat=Heartbeat(),
+            _order=take_order(config),
+            _returns=returns_of(config),
+        )
+        groups, _ = learning._take()
+    assert [(one.id, one.skipped) for one in groups] == [(2, False), (3, True)]
