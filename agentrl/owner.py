@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 
 import trio
@@ -82,11 +82,18 @@ class Janitor:
     has `mark` in its environment. Make the janitor before anything that it has to remove."""
 
     def __init__(
-        self, folder: Path, *, patience_s: float = 0.0, keep_open: Sequence[int] = (), remover: Sequence[str] = ()
+        self,
+        folder: Path,
+        *,
+        patience_s: float = 0.0,
+        keep_open: Sequence[int] = (),
+        remover: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """Marked processes have `patience_s` seconds to end by themselves. `keep_open` are descriptors, such as locks,
         that stay open until all is gone. `remover` is a command that removes other resources of the owner; its last
-        argument is the owner's label, and it fails as long as it found something to remove."""
+        argument is the owner's label, it has `variables` in its environment, and it fails as long as it found something
+        to remove."""
         self.mark = {_MARK: str(folder)}
         self._patience_s = patience_s
         arguments = [str(folder), _MARK, control_group(folder.name), str(round(patience_s / 0.1))]
@@ -96,7 +103,7 @@ class Janitor:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
-            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **(variables or {})},
             pass_fds=keep_open,
             start_new_session=True,
         )

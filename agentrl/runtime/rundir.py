@@ -20,9 +20,10 @@ import hashlib
 import os
 import shutil
 import stat
+import sys
 import tempfile
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,13 +155,23 @@ class RunDir:
         scratch = self.scratch
         for left in scratch.parent.glob(f"{_scratch_prefix()}*"):
             _reap(left)
-        janitor = Janitor(scratch, patience_s=_PATIENCE_S, keep_open=[lock])
+        frees, variables = self._frees_engines()
+        janitor = Janitor(scratch, patience_s=_PATIENCE_S, keep_open=[lock], remover=frees, variables=variables)
         try:
             self.make_scratch()
             yield janitor.mark
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
             janitor.close()
+
+    def _frees_engines(self) -> tuple[Sequence[str], Mapping[str, str]]:
+        """The command, and its variables, that frees engines of somebody else which the run leaves paused."""
+        engine = self.config().engine
+        if not engine.urls:
+            return (), {}
+        key = engine.api_key_env
+        keys = {key: os.environ[key]} if key and key in os.environ else {}
+        return [sys.executable, "-m", "agentrl.runtime.attached", str(self.path.resolve())], keys
 
     def make_scratch(self) -> None:
         """Make an empty scratch space that is ours alone; files of an earlier start are removed."""

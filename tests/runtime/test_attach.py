@@ -6,19 +6,27 @@ Against a fake server; a real vLLM is attached in tests/engine_vllm/test_attach.
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import trio
 from safetensors.numpy import save_file
 
 from agentrl import config as configuration
+from agentrl.engine.client import EngineClient
 from agentrl.errors import ConfigError, UsageError
 from agentrl.records import WeightVersion
+from agentrl.runtime import attached
 from agentrl.runtime.engines import Weights, attach
-from agentrl.testing.http import listening
+from agentrl.runtime.rundir import RunDir
+from agentrl.testing.http import in_thread, listening
 from agentrl.testing.vllm_server import FakeVLLM
 
 FIRST = WeightVersion(version=3, step=0)
@@ -115,3 +123,67 @@ async def test_a_stock_server_is_refused_with_the_whole_command(server: FakeVLLM
         "--worker-extension-cls agentrl.engine.vllm.plugin.worker.WorkerExtension "
         "--enable-lora --max-lora-rank 8 --dtype float32"
     )
+
+
+def attached_run(tmp_path: Path, url: str) -> RunDir:
+    """A run at step 0 that is attached to an engine, with a small model."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    save_file({"w": np.zeros(3, dtype=np.float32)}, model / "model.safetensors")
+    document = {"model": str(model), "env": {"id": "e"}, "engine": {"kind": "vllm", "urls": [url]}}
+    return RunDir.create(tmp_path / "run", configuration.parse(document))
+
+
+async def left_paused(url: str) -> None:
+    """A pusher died in the middle: the engine is paused, and its weights are half loaded."""
+    async with aclosing(EngineClient(url)) as client:
+        await client.call("POST", "/pause", params={"mode": "keep"}, deadline_s=5)
+        await client.call("POST", "/start_weight_update", deadline_s=5)
+
+
+async def test_an_engine_that_a_dead_run_left_paused_gets_whole_weights_and_goes_on(
+    server: FakeVLLM, tmp_path: Path
+) -> None:
+    run = attached_run(tmp_path, server.url)
+    assert await attached.free(run) == [], "it is not paused: nothing is sent to it"
+    assert server.weights == "base"
+    await left_paused(server.url)
+    assert await attached.free(run) == [f"{server.url} was left paused: it has the weights of step 0 now and goes on"]
+    assert not server.paused
+    assert server.weights == str(tmp_path / "model" / "model.safetensors")
+
+
+async def test_an_engine_that_cannot_be_freed_is_named_with_what_to_type(server: FakeVLLM, tmp_path: Path) -> None:
+    run = attached_run(tmp_path, server.url)
+    await left_paused(server.url)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (line,) = await attached.free(run)
+    assert line.startswith(f"{server.url} may still be paused (")
+    assert line.endswith(f"go on with agentrl train --resume {run.path}, or restart it")
+
+
+SUPERVISOR = """
+import sys, time
+from pathlib import Path
+from agentrl.runtime.rundir import RunDir
+run = RunDir(Path(sys.argv[1]))
+with run.lock() as lock, run.owned_scratch(lock):
+    print("up", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_law_4_a_pause_does_not_outlive_a_run_that_is_killed_whole(tmp_path: Path, how: signal.Signals) -> None:
+    fake = FakeVLLM()
+    with in_thread(fake) as served:
+        run = attached_run(tmp_path, served.url)
+        with subprocess.Popen([sys.executable, "-c", SUPERVISOR, run.path], stdout=subprocess.PIPE) as supervisor:
+            assert supervisor.stdout is not None and supervisor.stdout.readline()
+            trio.run(left_paused, served.url)
+            assert fake.paused
+            supervisor.send_signal(how)
+        with run.lock():  # the janitor gives it back when it has done its work
+            assert not fake.paused
+    assert "was left paused: it has the weights of step 0" in (run.logs / "attached.log").read_text()
