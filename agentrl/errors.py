@@ -14,7 +14,7 @@ AgentRLError
 │   │                          ├── EngineTimeout       ├── EngineRefusal
 │   │                          ├── WeightSyncError     └── CanaryMismatch
 │   │                          └── ScoreError
-│   ├── SandboxError           ├── SandboxUnavailable
+│   ├── SandboxError           ├── SandboxUnavailable  └── BoxBusy
 │   ├── EnvError               an environment's own code raised
 │   ├── HostBusy               this machine did not have a slot in time
 │   └── StoreError             ├── LeaseLost           ├── DiskFull
@@ -121,6 +121,13 @@ class SandboxError(InfrastructureError):
 
 class SandboxUnavailable(SandboxError):
     """This machine cannot make such a box; the text says what to install."""
+
+
+class BoxBusy(SandboxError):
+    """The box cannot be packed while `running` processes run in it; later it may."""
+
+    def __init__(self, running: int) -> None:
+        super().__init__(f"processes run in the box ({running}), and a copy of its files would not restore them")
 
 
 class EnvError(InfrastructureError):

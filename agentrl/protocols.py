@@ -183,6 +183,22 @@ class Sandbox(Protocol):
     async def close(self) -> None: ...
 
 
+@runtime_checkable
+class PackableSandbox(Protocol):
+    """A box whose files can go on in another box, maybe on another host. Only files: both raise `BoxBusy`, a
+    SandboxError, while processes run in the box."""
+
+    async def pack(self, most_bytes: int) -> bytes:
+        """All that the box's commands have written, as at most `most_bytes` bytes. Raises SandboxPathError if it comes
+        to more, or the files exceed the bounds of the box."""
+        ...
+
+    async def unpack(self, data: bytes) -> None:
+        """Replace the box's files by those of a packed box of this backend. The bytes may be hostile: they cannot lead
+        out of the box. Raises SandboxError if they are damaged, SandboxPathError if they do not fit."""
+        ...
+
+
 class SandboxBackend(Protocol):
     """Makes boxes. `name` is its registry id; `create` raises `SandboxUnavailable`, which says what to install."""
 

@@ -1,17 +1,74 @@
-"""Trees as tar archives, for boxes whose files this host cannot reach. An archive that a box packed is hostile."""
+"""Trees as tar archives, for boxes whose files this host cannot reach. An archive that a box packed is hostile.
+
+A packed box of such a backend is `agentrl2` and a zstandard stream: u16 length · folder of the box · u64 length · tar.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import struct
 import tarfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Final
+
+import zstandard
 
 from agentrl.errors import SandboxError, SandboxPathError
 from agentrl.sandbox.folder import Budget, Folder, stays_inside
 
 OVERHEAD = 1 << 20
 """Bytes that headers and padding may add to an archive of small files."""
+
+
+_MAGIC: Final = b"agentrl2"
+_PART: Final = struct.Struct("<H")
+_SIZE: Final = struct.Struct("<Q")
+_LEVEL: Final = 1
+_WINDOW: Final = 8 << 20  # memory that reading a stream may take
+
+
+def join(parts: Mapping[str, bytes], most_bytes: int) -> bytes:
+    """The tars of a box's folders as one packed box. The entry of the folder itself, which may be another user's, is
+    left out. Raises SandboxPathError if they come to more than `most_bytes`."""
+    compressor = zstandard.ZstdCompressor(level=_LEVEL).compressobj()
+    data = bytearray(_MAGIC)
+    for folder, tar in parts.items():
+        name = folder.encode()
+        inner = memoryview(tar)[512 if tar.startswith(b"./\0") else 0 :]
+        data += compressor.compress(_PART.pack(len(name)) + name + _SIZE.pack(len(inner)))
+        data += compressor.compress(inner)
+    data += compressor.flush()
+    if len(data) > most_bytes:
+        raise SandboxPathError(f"the files of the box come to more than {most_bytes} bytes, packed")
+    return bytes(data)
+
+
+def split(data: bytes, folders: Sequence[str], limit: int) -> Iterator[tuple[str, bytes]]:
+    """Folder and tar, one after the other, of what `join` made. Raises SandboxError if it is something else or names
+    other folders than `folders`, SandboxPathError for a tar of more than `limit` bytes."""
+    if not data.startswith(_MAGIC):
+        raise SandboxError("these bytes are no packed box of this backend")
+    left = list(folders)
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_reader(data[len(_MAGIC) :]) as stream:
+            while length := stream.read(_PART.size):
+                name = stream.read(_PART.unpack(length)[0]).decode(errors="replace")
+                if name not in left:
+                    raise SandboxError(f"the packed box is damaged: a folder {name[:40]!r} too many")
+                left.remove(name)
+                size = _SIZE.unpack(stream.read(_SIZE.size))[0]
+                if size > limit:
+                    raise SandboxPathError(f"the packed box exceeds {limit} bytes")
+                tar = stream.read(size)
+                if len(tar) < size:
+                    raise SandboxError("the packed box is damaged: it ends too early")
+                yield name, tar
+    except (zstandard.ZstdError, struct.error) as error:
+        raise SandboxError(f"the packed box is damaged: {error}") from error
+    if left:
+        raise SandboxError(f"the packed box is damaged: it ends without {left[0]}")
 
 
 def pack(source: Path, limit: int) -> bytes:

@@ -21,6 +21,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import trio
 
@@ -255,6 +256,12 @@ class BubblewrapBox(WorkBox):
         await self._end_processes()
         await self._snapshots.put_back(snapshot, self._work)
         await trio.to_thread.run_sync(self._place.clear_tmp)
+
+    def _roots(self) -> dict[str, Path]:
+        return {"work": self._place.work, "tmp": self._place.tmp, "shm": self._place.shm}
+
+    def _processes(self) -> int:
+        return len(self._running)
 
     async def fork(self) -> BubblewrapBox:
         """A new box with a copy of the work folder; processes are not copied."""

@@ -21,7 +21,7 @@ from typing import Protocol
 import trio
 
 from agentrl.clock import policy_time
-from agentrl.errors import SandboxError, SandboxPathError, SandboxUnavailable
+from agentrl.errors import BoxBusy, SandboxError, SandboxPathError, SandboxUnavailable
 from agentrl.owner import OwnedFolder
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox import archive
@@ -34,11 +34,13 @@ from agentrl.sandbox.scripts import (
     ENTER,
     MARK,
     PACK,
+    PACK_FOLDER,
     READ,
     REFUSED,
     SWEEP_ALL,
     SWEEP_OTHERS,
     UNPACK,
+    UNPACK_FOLDER,
     WRITE_FILE,
     checked_path,
     is_text,
@@ -50,6 +52,7 @@ ENV = {"HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
 _POLL_S = 0.2  # how often a silent command is asked whether it still runs
 _END_S = 10.0  # for a killed command to be gone
 _FILE_S = 60.0  # for one of our own commands
+_WRITABLE = (WORKSPACE, "/tmp", "/dev/shm")
 _OWN_PROCESSES = 2  # the engine's process 1 and what it waits for
 
 
@@ -402,6 +405,34 @@ class Container:
     async def _unpack(self, data: bytes) -> None:
         await self._must_own("the work folder", CLEAR)
         await self._must_own("the work folder", UNPACK, ".", stdin=data)
+
+    async def pack(self, most_bytes: int) -> bytes:
+        """All that commands have written, for `unpack` of another box. Held in memory: tars of up to eight times
+        `most_bytes`. Raises BoxBusy."""
+        bound = min(8 * most_bytes, 2 * self.spec.limits.disk_bytes) + archive.OVERHEAD
+        parts, full = dict.fromkeys(_WRITABLE, b""), {WORKSPACE}
+        for at, folder in enumerate(_WRITABLE):
+            if folder in full:
+                self._must_be_still()
+                code, tar, words = await self._own(PACK_FOLDER, folder, str(bound), *_WRITABLE[at + 1 :], limit=bound)
+                if code != 0 or len(tar) >= bound:
+                    raise SandboxPathError(f"{folder!r} cannot be packed: its files are too large, or not readable")
+                parts[folder] = tar
+                full.update(words.decode(errors="replace").split("\n"))
+        return await trio.to_thread.run_sync(archive.join, parts, most_bytes)
+
+    async def unpack(self, data: bytes) -> None:
+        """Replace what commands have written by the files of a box that was packed. Raises BoxBusy."""
+        self._must_be_still()
+        await self._must_own("the work folder", CLEAR)
+        for folder, tar in archive.split(data, _WRITABLE, 2 * self.spec.limits.disk_bytes + archive.OVERHEAD):
+            if tar:
+                await self._must_own(folder, UNPACK_FOLDER, folder, stdin=tar)
+
+    def _must_be_still(self) -> None:
+        self._must_be_open()
+        if self._running:
+            raise BoxBusy(len(self._running))
 
     async def snapshot(self) -> str:
         """Keep a copy of the work folder until this box closes."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agentrl.errors import SandboxError
-from agentrl.protocols import BoxProcess, ExecResult, Sandbox
+from agentrl.protocols import BoxProcess, ExecResult, PackableSandbox, Sandbox
 
 
 class CurrentBox:
@@ -56,6 +56,18 @@ class CurrentBox:
 
     async def fork(self) -> Sandbox:
         return await self._live().fork()
+
+    async def pack(self, most_bytes: int) -> bytes:
+        return await self._packable().pack(most_bytes)
+
+    async def unpack(self, data: bytes) -> None:
+        await self._packable().unpack(data)
+
+    def _packable(self) -> PackableSandbox:
+        box = self._live()
+        if not isinstance(box, PackableSandbox):
+            raise SandboxError(f"boxes of the kind {type(box).__name__} cannot be packed: they have no pack and unpack")
+        return box
 
     async def close(self) -> None:
         box, self.box = self.box, None

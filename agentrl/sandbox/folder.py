@@ -28,10 +28,10 @@ WORKSPACE = "/workspace"
 _HOST_FAULTS = frozenset({errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EBADF, errno.ESTALE, errno.EROFS})
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _MAX_LINKS = 40
-_MAX_DEPTH = 100
+MAX_DEPTH = 100  # folders in folders, of a tree that is copied
 _MAX_ENTRIES = 1 << 16
 _CHUNK = 1 << 20
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(slots=True)
@@ -235,7 +235,7 @@ class Folder:
                 os.mkdir(name, 0o755, dir_fd=parent)
                 if self.owner:
                     os.chown(name, *self.owner, dir_fd=parent, follow_symlinks=False)
-        return os.open(name, _DIRECTORY, dir_fd=parent)
+        return os.open(name, DIRECTORY, dir_fd=parent)
 
     def _own(self, fd: int) -> None:
         if self.owner:
@@ -250,14 +250,21 @@ class Folder:
         """Name an operating system's error once, as the box's doing or the host's."""
         if self._fd < 0:
             raise SandboxError("the box is closed")
-        try:
+        with faults_of(path, bounded=self.bounded):
             yield
-        except OSError as error:
-            host = error.errno in _HOST_FAULTS or (error.errno in _NO_SPACE and not self.bounded)
-            kind = SandboxError if host else SandboxPathError
-            raise kind(f"{path!r}: {os.strerror(error.errno or 0)}") from error
-        except ValueError as error:  # NUL bytes, lone surrogates
-            raise SandboxPathError(f"{path!r} is no path: {error}") from error
+
+
+@contextmanager
+def faults_of(path: str, *, bounded: bool) -> Generator[None]:
+    """Name an operating system's error once, as the box's doing or the host's; `bounded`: a full disk is the box's."""
+    try:
+        yield
+    except OSError as error:
+        host = error.errno in _HOST_FAULTS or (error.errno in _NO_SPACE and not bounded)
+        kind = SandboxError if host else SandboxPathError
+        raise kind(f"{path!r}: {os.strerror(error.errno or 0)}") from error
+    except ValueError as error:  # NUL bytes, lone surrogates
+        raise SandboxPathError(f"{path!r} is no path: {error}") from error
 
 
 def usage(*roots: Path) -> float:
@@ -311,8 +318,8 @@ def _copy_tree(
     depth: int = 0,
 ) -> None:
     """Copy folder to folder by descriptor: regular files, folders, links; modes (no setuid) and times are kept."""
-    if depth > _MAX_DEPTH:
-        raise SandboxPathError(f"the tree is deeper than {_MAX_DEPTH} folders")
+    if depth > MAX_DEPTH:
+        raise SandboxPathError(f"the tree is deeper than {MAX_DEPTH} folders")
     for name in os.listdir(origin):
         status = os.stat(name, dir_fd=origin, follow_symlinks=False)
         mode = stat.S_IMODE(status.st_mode) & 0o777
@@ -330,9 +337,9 @@ def _copy_tree(
         elif stat.S_ISDIR(status.st_mode):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=into)
-            inner_origin = os.open(name, _DIRECTORY, dir_fd=origin)
+            inner_origin = os.open(name, DIRECTORY, dir_fd=origin)
             try:
-                inner_into = os.open(name, _DIRECTORY, dir_fd=into)
+                inner_into = os.open(name, DIRECTORY, dir_fd=into)
                 try:
                     _copy_tree(
                         inner_origin,

@@ -172,6 +172,9 @@ class ProcessBox(WorkBox):
         await self._end_processes()
         await self._snapshots.put_back(snapshot, self._work)
 
+    def _processes(self) -> int:
+        return len(self._running)
+
     async def fork(self) -> ProcessBox:
         """A new box with a copy of the work folder; processes are not copied."""
         self._must_be_open()

@@ -66,8 +66,15 @@ cat > "$p" || exit REFUSED
 """.replace("WORKSPACE", WORKSPACE).replace("REFUSED", str(REFUSED))
 )
 UNPACK = WRITE + f'tar -xpf - -C "$d" || exit {REFUSED}'
+PACK_FOLDER = """
+cd "$1" && tar -cf - . | head -c "$2"
+shift 2
+for folder do [ -z "$(ls -A "$folder" 2>/dev/null)" ] || echo "$folder" >&2; done
+"""
+"""Packs the first folder; says on stderr which of the others hold something."""
+UNPACK_FOLDER = f'tar -xpf - -C "$1" || exit {REFUSED}'
 CLEAR = """
-for folder in /workspace /tmp; do
+for folder in /workspace /tmp /dev/shm; do
   cd "$folder" && chmod -R u+rwX . 2>/dev/null; find . -mindepth 1 -maxdepth 1 -exec rm -rf -- {} + ; done
 [ -z "$(ls -A /workspace)" ]
 """

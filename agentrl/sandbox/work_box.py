@@ -9,8 +9,9 @@ from pathlib import Path
 
 import trio
 
-from agentrl.errors import SandboxError
+from agentrl.errors import BoxBusy, SandboxError
 from agentrl.sandbox.folder import Folder
+from agentrl.sandbox.packing import pack, unpack
 from agentrl.sandbox.snapshots import Snapshots
 
 
@@ -42,6 +43,46 @@ class WorkBox:
         """Copy a file or tree of the work folder to the host; links that could lead out are left behind."""
         self._must_be_open()
         await trio.to_thread.run_sync(self._work.download, source, target)
+
+    async def pack(self, most_bytes: int) -> bytes:
+        """The files of the box as bytes (see `packing`), for `unpack` of another box, maybe on another host."""
+        self._must_be_still()
+        return await trio.to_thread.run_sync(
+            lambda: pack(
+                self._roots(),
+                most_bytes=most_bytes,
+                limit=self._work.limit,
+                still=trio.from_thread.check_cancelled,
+            )
+        )
+
+    async def unpack(self, data: bytes) -> None:
+        """Replace the files of the box by those of a box that was packed."""
+        self._must_be_still()
+        work = self._work
+        await trio.to_thread.run_sync(
+            lambda: unpack(
+                data,
+                self._roots(),
+                limit=work.limit,
+                owner=work.owner,
+                bounded=work.bounded,
+                still=trio.from_thread.check_cancelled,
+            )
+        )
+
+    def _roots(self) -> dict[str, Path]:
+        """The folders that the box's processes may write to, by name."""
+        return {"work": self._work.root}
+
+    def _processes(self) -> int:
+        """How many commands run in the box."""
+        raise NotImplementedError
+
+    def _must_be_still(self) -> None:
+        self._must_be_open()
+        if running := self._processes():
+            raise BoxBusy(running)
 
     async def snapshot(self) -> str:
         """Keep a copy of the work folder until this box closes; its id, good for every box of this backend."""

@@ -7,6 +7,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from agentrl.errors import BoxBusy
+from agentrl.protocols import PackableSandbox, Sandbox
 from agentrl.testing.sandbox.case import Bench, Case, case, must_fail, must_refuse, output
 
 _ALL_BYTES = bytes(range(256))
@@ -227,3 +229,82 @@ async def _(bench: Bench) -> None:
             assert await output(twin, "cat f") == "1"
         finally:
             await twin.close()
+
+
+# --- packed boxes: a promise only of backends whose boxes have `pack` and `unpack` ------------------------------------
+
+_MOST = 4 << 20
+
+
+def _packable(box: Sandbox) -> PackableSandbox | None:
+    return box if isinstance(box, PackableSandbox) else None
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """a packed box goes on in another: content, modes, links, second names, pipes and odd names, after its own end"""
+    make = r"""
+        mkdir -p d/empty; printf '#!/bin/sh\necho ran\n' > d/run; chmod 711 d/run; ln -s d/run link; ln d/run second
+        ln -s /etc/passwd out; mkfifo pipe; echo odd > "$(printf 'new\nline \377')"; chmod 500 d
+        [ -z "$TMPDIR" ] || echo kept > "$TMPDIR/kept"
+    """
+    see = r"""
+        find . | LC_ALL=C sort | od -c; ./link; stat -c '%a %h' d/run second; readlink link out; stat -c %F pipe
+        stat -c '%a %Y' d; cat new*; cat "${TMPDIR:-.}/kept" """
+    async with bench.box(files={"f": _ALL_BYTES}) as box, bench.box(files={"gone": b"1"}) as other:
+        if (first := _packable(box)) is None or (second := _packable(other)) is None:
+            return
+        await output(box, make)
+        seen, data = await output(box, see), await first.pack(_MOST)
+        await box.close()
+        for _ in range(2):
+            await second.unpack(data)
+            assert await output(other, see) == seen
+            assert await other.read("f") == _ALL_BYTES
+            await must_refuse(other.read("gone"))
+            await output(other, "chmod 700 d; rm -rf d f; echo new > gone")
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """a box in which a process runs is not packed, and says so; once it has ended it is"""
+    async with bench.box(files={"f": b"1"}) as box:
+        if (packable := _packable(box)) is None:
+            return
+        process = await box.start(["sleep", "600"])
+        for call in (packable.pack(_MOST), packable.unpack(b"")):
+            try:
+                await call
+            except BoxBusy as error:
+                assert "process" in str(error)
+            else:
+                raise AssertionError("a box was copied under a running process")
+        await process.kill()
+        assert await packable.pack(_MOST)
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """a box that holds more than may be packed says so: SandboxPathError, also one that only looks large"""
+    async with bench.box() as box:
+        if (packable := _packable(box)) is None:
+            return
+        await output(box, "head -c 2000000 /dev/urandom > random")
+        await must_refuse(packable.pack(1 << 20))
+        await output(box, "rm random; truncate -s 60M a; cp --sparse=always a b; ln a c; truncate -s 60M d e f")
+        await must_refuse(packable.pack(1 << 20))
+        await output(box, "rm ?; echo 1 > a")
+        assert await packable.pack(1 << 20)
+
+
+@promise()
+async def _(bench: Bench) -> None:
+    """bytes that are no packed box are SandboxError, and the box can be used after it"""
+    async with bench.box() as box:
+        if (packable := _packable(box)) is None:
+            return
+        data = await packable.pack(_MOST)
+        for hostile in (b"", b"PK" + data, data[: len(data) // 2], data[:8] + os.urandom(100)):
+            await must_fail(packable.unpack(hostile))
+        await packable.unpack(data)
+        assert await output(box, "ls") == ""
