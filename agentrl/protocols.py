@@ -82,6 +82,14 @@ class SnapshotEnv(Protocol):
 
 
 @runtime_checkable
+class BoundedSnapshots(Protocol):
+    """An environment that must know ahead how large a snapshot may be: `snapshot_bytes`, set before the reset; with 0
+    none is taken."""
+
+    snapshot_bytes: int
+
+
+@runtime_checkable
 class KeyedEnv(Protocol):
     """An environment that gets the id of the next action: `action_id`, set before each step, is unique in its run and
     the same if another worker repeats the action. A service that uses it as an idempotency key does its work once."""

@@ -81,6 +81,9 @@ class Env(gymnasium.Env[Messages, str]):
     """The action that comes, by a name that is unique in its run; the driver sets it before each step. Another worker
     repeats an action under the same name: give it as an idempotency key to services whose work is slow or dear."""
 
+    snapshot_bytes: int = 4 << 20
+    """The most bytes that a snapshot may have; 0: none will be asked for. The driver sets it before the reset."""
+
     _loop: LoopThread | None = None
     _abandoned: trio.Event | None = None
 

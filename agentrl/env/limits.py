@@ -79,6 +79,15 @@ class Meter:
                 self._before_s, self._step = self.seconds, None
 
     @property
+    def used(self) -> tuple[float, float, float]:
+        """Tokens, seconds and tool seconds so far, for `resume` of another instance."""
+        return float(self.tokens), self.seconds, self.tool_seconds
+
+    def resume(self, tokens: float, seconds: float, tool_seconds: float) -> None:
+        """Go on from where another meter stood."""
+        self.tokens, self._before_s, self.tool_seconds = int(tokens), seconds, tool_seconds
+
+    @property
     def seconds(self) -> float:
         """The seconds that its steps have taken."""
         return self._before_s + (self._step.seconds if self._step is not None else 0.0)

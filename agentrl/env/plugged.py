@@ -85,6 +85,13 @@ class Plugged:
         """The box of the running episode; its methods raise SandboxError while there is none."""
         return self._own or self._box
 
+    @property
+    def current(self) -> CurrentBox | None:
+        """The box of the episode if it has one that records what it is asked, else None."""
+        if self._own is not None:
+            return self._own if isinstance(self._own, CurrentBox) else None
+        return self._box if self._needs_box else None
+
     @asynccontextmanager
     async def fresh(self, carry: Sequence[str]) -> AsyncGenerator[Sandbox]:
         """Another box of the same kind, closed at the end of the block, with the files `carry` of the episode's box. A

@@ -19,10 +19,11 @@ from gymnasium.error import ResetNeeded
 from agentrl.clock import policy_seconds_left, policy_time, watch
 from agentrl.env import bridge
 from agentrl.env.calls import CallResult, failed, said, tool_messages
-from agentrl.env.core import CLOSE_DEADLINE_S, Env, Info, ResetResult, StepResult
+from agentrl.env.core import CLOSE_DEADLINE_S, Info, ResetResult, StepResult
 from agentrl.env.dialects import get_format
 from agentrl.env.limits import EpisodeLimits, Fault, Meter, ParsePolicy, settings_as
 from agentrl.env.plugged import Named, Plugged
+from agentrl.env.resuming import Recorded
 from agentrl.env.tool_calls import Malformed, ToolCall
 from agentrl.env.tools import (
     ArgumentCheck,
@@ -44,6 +45,7 @@ from agentrl.errors import (
 )
 from agentrl.protocols import Sandbox, Tool, ToolResult
 from agentrl.records import Json, Message, Messages, StopReason
+from agentrl.sandbox.current import CurrentBox
 
 T = TypeVar("T")
 MaybeAwaitable = T | Awaitable[T]
@@ -76,7 +78,7 @@ class _Episode:
     faults: dict[Fault, int] = field(default_factory=lambda: {"structural": 0, "content": 0})
 
 
-class ToolEnv(Env):
+class ToolEnv(Recorded):
     """An environment whose actions are tool calls. Write `prompt`, `@tool` methods and `grade`; each of the hooks may
     be `def` or `async def`. Plain ones run in a thread unless `blocking = False`.
 
@@ -246,6 +248,7 @@ class ToolEnv(Env):
         self._seed = seed
         self.task = self.make_task(dict(options or {}))
         episode = self._episode = _Episode(Meter(self.limits), busy=True)
+        past = self._begin_past(seed, options)
         self._needs_teardown = True
         await self._hook(self.setup, self.task)
         for offered in await self._plugged.open():
@@ -255,6 +258,7 @@ class ToolEnv(Env):
         told = [self.system or "", self._format.instructions(self.schemas) if self._tools else ""]
         if any(told):
             opening = (Message(role="system", content="\n\n".join(filter(None, told))), *opening)
+        past.began(opening)
         episode.busy = False
         info, episode.info = episode.info, {}
         return opening, info
@@ -267,7 +271,9 @@ class ToolEnv(Env):
             raise UsageError(f"action is a {type(action).__name__}, not text")
         episode.busy, episode.reward, episode.info = True, 0.0, {}
         with episode.meter.step():
-            return await self._play_turn(episode, action)
+            answer = await self._play_turn(episode, action)
+        self._acted(action, answer)
+        return answer
 
     async def _play_turn(self, episode: _Episode, action: str) -> StepResult:
         parsed = self._format.parse(action) if self._tools else None
@@ -315,6 +321,12 @@ class ToolEnv(Env):
         await self._end_episode()
 
     # --- inside
+
+    def _recorded_box(self) -> CurrentBox | None:
+        return self._plugged.current
+
+    def _meter(self) -> Meter | None:
+        return None if self._episode is None or self._episode.busy else self._episode.meter
 
     def _live(self) -> _Episode:
         if self._episode is None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
@@ -31,7 +30,7 @@ import trio
 from agentrl.config import Rollout
 from agentrl.engine.renderer import Renderer
 from agentrl.env import answers, bridge
-from agentrl.errors import DiskFull, EnvError, InfrastructureError, PolicyFault, StoreError, boundary
+from agentrl.errors import EnvError, InfrastructureError, PolicyFault, StoreError, boundary
 from agentrl.protocols import AsyncEnv, Engine, GenerateRequest, KeyedEnv, Rewarder, SnapshotEnv
 from agentrl.records import (
     POLICY,
@@ -48,7 +47,8 @@ from agentrl.records import (
 from agentrl.rollout.guard import Guard, TimeUp, one_line, reason_of
 from agentrl.rollout.replay import replay, replay_after
 from agentrl.rollout.sampling import sample
-from agentrl.store import Claim, Partial, RunStore, Snapshot
+from agentrl.rollout.saving import keep_snapshot, prepare
+from agentrl.store import Claim, Partial, RunStore
 
 _SMALL: Final = 1 << 15  # characters; tokenizing so few takes a moment
 
@@ -207,6 +207,7 @@ class _Episode:
             if not reason:
                 return await self._go_on()
             reason = f"{reason}; and of its snapshot: {unrestored}" if unrestored else reason
+            reason = "; ".join(filter(None, (reason, store.unsaved(claim.episode_id))))
             store.restart_episode(claim.episode_id, claim.fence, reason)
             self._turns, self._begun, self._trial = [], None, self._trial + 1
             self._guard.seconds = 0.0
@@ -217,6 +218,7 @@ class _Episode:
     async def _make(self) -> AsyncEnv:
         env: AsyncEnv = await self._guard("make", lambda: _call(self._context.make_env, self._claim.task))
         self._env = env
+        prepare(env, self._context.settings)
         return env
 
     async def _go_on(self) -> Ending | None:
@@ -243,23 +245,10 @@ class _Episode:
             return one_line(error)
 
     async def _snapshot(self) -> None:
-        """Keep a snapshot of the environment if it offers them. If that fails, it is not asked again: the turns can
-        still be replayed, and the policy may have caused the failure."""
-        settings, env, claim = self._context.settings, self._env, self._claim
-        every = settings.snapshot_every_turns
-        if not (self._snapshots and every and isinstance(env, SnapshotEnv) and env.has_snapshots):
-            return
-        if len(self._turns) % every:
-            return
-        data: object = None
-        with suppress(InfrastructureError):
-            data = await self._guard("snapshot", env.snapshot)
-        if not isinstance(data, bytes) or len(data) > settings.max_snapshot_bytes:
-            self._snapshots = False
-            return
-        snapshot = Snapshot(turn=len(self._turns) - 1, data=data, seconds=self._guard.seconds)
-        with suppress(DiskFull):  # the next journal call raises it
-            self._context.store.keep_snapshot(claim.episode_id, claim.fence, snapshot)
+        """Keep a snapshot of the environment if it is due; if that failed once, it is not asked again."""
+        env, context, turn = self._env, self._context, len(self._turns) - 1
+        if self._snapshots and env is not None:
+            self._snapshots = await keep_snapshot(env, self._guard, context.store, context.settings, self._claim, turn)
 
     async def _replay(self, env: AsyncEnv) -> str:
         """Bring a fresh environment to where the journal stands. Returns "", or the reason if it cannot."""

@@ -46,8 +46,10 @@ def join(parts: Mapping[str, bytes], most_bytes: int) -> bytes:
 
 
 def split(data: bytes, folders: Sequence[str], limit: int) -> Iterator[tuple[str, bytes]]:
-    """Folder and tar, one after the other, of what `join` made. Raises SandboxError if it is something else or names
-    other folders than `folders`, SandboxPathError for a tar of more than `limit` bytes."""
+    """Folder and tar, one after the other where there is one, of what `join` made.
+
+    Raises SandboxError if it is something else or names other folders than `folders`, SandboxPathError for a tar of
+    more than `limit` bytes."""
     if not data.startswith(_MAGIC):
         raise SandboxError("these bytes are no packed box of this backend")
     left = list(folders)
@@ -64,7 +66,8 @@ def split(data: bytes, folders: Sequence[str], limit: int) -> Iterator[tuple[str
                 tar = stream.read(size)
                 if len(tar) < size:
                     raise SandboxError("the packed box is damaged: it ends too early")
-                yield name, tar
+                if tar:
+                    yield name, tar
     except (zstandard.ZstdError, struct.error) as error:
         raise SandboxError(f"the packed box is damaged: {error}") from error
     if left:

@@ -52,7 +52,7 @@ ENV = {"HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
 _POLL_S = 0.2  # how often a silent command is asked whether it still runs
 _END_S = 10.0  # for a killed command to be gone
 _FILE_S = 60.0  # for one of our own commands
-_WRITABLE = (WORKSPACE, "/tmp", "/dev/shm")
+_WRITABLE: tuple[str, ...] = (WORKSPACE, "/tmp", "/dev/shm")
 _OWN_PROCESSES = 2  # the engine's process 1 and what it waits for
 
 
@@ -407,8 +407,7 @@ class Container:
         await self._must_own("the work folder", UNPACK, ".", stdin=data)
 
     async def pack(self, most_bytes: int) -> bytes:
-        """All that commands have written, for `unpack` of another box. Held in memory: tars of up to eight times
-        `most_bytes`. Raises BoxBusy."""
+        """All that commands have written, for `unpack` of another box; in memory, tars of up to eight times as much."""
         bound = min(8 * most_bytes, 2 * self.spec.limits.disk_bytes) + archive.OVERHEAD
         parts, full = dict.fromkeys(_WRITABLE, b""), {WORKSPACE}
         for at, folder in enumerate(_WRITABLE):
@@ -422,12 +421,11 @@ class Container:
         return await trio.to_thread.run_sync(archive.join, parts, most_bytes)
 
     async def unpack(self, data: bytes) -> None:
-        """Replace what commands have written by the files of a box that was packed. Raises BoxBusy."""
+        """Replace what commands have written by the files of a box that was packed."""
         self._must_be_still()
         await self._must_own("the work folder", CLEAR)
         for folder, tar in archive.split(data, _WRITABLE, 2 * self.spec.limits.disk_bytes + archive.OVERHEAD):
-            if tar:
-                await self._must_own(folder, UNPACK_FOLDER, folder, stdin=tar)
+            await self._must_own(folder, UNPACK_FOLDER, folder, stdin=tar)
 
     def _must_be_still(self) -> None:
         self._must_be_open()

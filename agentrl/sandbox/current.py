@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import base64
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 
 from agentrl.errors import SandboxError
 from agentrl.protocols import BoxProcess, ExecResult, PackableSandbox, Sandbox
+from agentrl.sandbox.tape import Tape, bytes_of_json, result_as_json, result_of_json
 
 
 class CurrentBox:
     """Stands for the box of the running episode: set `box` when an episode opens one. Satisfies `Sandbox`; raises
-    SandboxError while there is none. Closing it closes the box."""
+    SandboxError while there is none. Closing it closes the box. With a `tape` it records what it is asked, or answers
+    as recorded."""
 
     box: Sandbox | None = None
+    tape: Tape | None = None
 
     def _live(self) -> Sandbox:
         if self.box is None:
             raise SandboxError("no episode has a box now")
         return self.box
+
+    def _unrecorded(self, what: str) -> Sandbox:
+        if self.tape is not None:
+            self.tape.flaw = self.tape.flaw or what
+        return self._live()
 
     async def exec(
         self,
@@ -29,33 +39,57 @@ class CurrentBox:
         env: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> ExecResult:
-        return await self._live().exec(argv, stdin=stdin, cwd=cwd, env=env, timeout_s=timeout_s)
+        box = self._live()
+
+        async def run() -> ExecResult:
+            return await box.exec(argv, stdin=stdin, cwd=cwd, env=env, timeout_s=timeout_s)
+
+        if self.tape is None:
+            return await run()
+        about = list(argv), blake2b(stdin).digest(), cwd, sorted((env or {}).items()), timeout_s
+        return await self.tape.ask("exec", about, run, result_of_json, result_as_json)
 
     async def start(
         self, argv: Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None
     ) -> BoxProcess:
-        return await self._live().start(argv, cwd=cwd, env=env)
+        box = self._unrecorded("a process was started in its box, which no copy of its files restores")
+        return await box.start(argv, cwd=cwd, env=env)
 
     async def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
-        return await self._live().read(path, most_bytes=most_bytes)
+        box = self._live()
+        if self.tape is None:
+            return await box.read(path, most_bytes=most_bytes)
+
+        async def read() -> bytes:
+            return await box.read(path, most_bytes=most_bytes)
+
+        return await self.tape.ask("read", (path, most_bytes), read, bytes_of_json, _text)
 
     async def write(self, path: str, data: bytes) -> None:
-        await self._live().write(path, data)
+        box = self._live()
+        await self._done("write", (path, blake2b(data).digest()), lambda: box.write(path, data))
 
     async def upload(self, source: Path, target: str) -> None:
-        await self._live().upload(source, target)
+        box = self._live()
+        await self._done("upload", (str(source), target), lambda: box.upload(source, target))
+
+    async def _done(self, what: str, about: object, do: Callable[[], Awaitable[None]]) -> None:
+        if self.tape is None:
+            await do()
+        else:
+            await self.tape.ask(what, about, do, _nothing, _nothing)
 
     async def download(self, source: str, target: Path) -> None:
-        await self._live().download(source, target)
+        await self._unrecorded("its environment downloaded from the box").download(source, target)
 
     async def snapshot(self) -> str:
-        return await self._live().snapshot()
+        return await self._unrecorded("its environment took a copy of the box").snapshot()
 
     async def restore(self, snapshot: str) -> None:
-        await self._live().restore(snapshot)
+        await self._unrecorded("its environment took a copy of the box").restore(snapshot)
 
     async def fork(self) -> Sandbox:
-        return await self._live().fork()
+        return await self._unrecorded("its environment forked the box").fork()
 
     async def pack(self, most_bytes: int) -> bytes:
         return await self._packable().pack(most_bytes)
@@ -73,3 +107,11 @@ class CurrentBox:
         box, self.box = self.box, None
         if box is not None:
             await box.close()
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _nothing(_: object) -> None:
+    return None

@@ -149,6 +149,7 @@ _OWNERS = (
     ("restarts", "episode_id", "episodes"),
     ("partials", "episode_id", "episodes"),
     ("snapshots", "episode_id", "episodes"),
+    ("unsaved", "episode_id", "episodes"),
     ("lineage", "episode_id", "episodes"),
 )
 
@@ -260,7 +261,7 @@ def _check_ends(db: Database, report: AuditReport) -> None:
             report.breach("bookkeeping", f"episode {episode} ended without a stop reason")
         if stop_reason in _ENV_ENDED and unanswered:
             report.breach("turns_lost", f"episode {episode}: {stop_reason} without its environment's last answer")
-    for table, what in (("partials", "a turn under way"), ("snapshots", "a snapshot")):
+    for table, what in (("partials", "a turn under way"), ("snapshots", "a snapshot"), ("unsaved", "a note")):
         ids = f"SELECT DISTINCT episode_id FROM {table}"
         for (episode,) in db.rows(f"SELECT id FROM episodes WHERE ended_s NOT NULL AND id IN ({ids})"):
             report.breach("bookkeeping", f"episode {episode} ended with {what}")

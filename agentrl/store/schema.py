@@ -23,6 +23,7 @@ k to k + 1, so a new store runs all of them. A store is made in one transaction:
     endings      the ending of an episode that waits for sources: it counts as running until they have scored it
     partials     the turn under way of a running episode, one row per write of new tokens
     snapshots    the newest state of a running episode's environment, if it gives one
+    unsaved      since which turn, and why, a running episode's environment gives no snapshot
     restarts     why and when an episode started anew; its earlier trial's turns stay, never trained
     outages      failures of one cause at one time, and how many episodes had ended well before
     quarantine   tasks that killed their workers, and are not admitted again
@@ -373,6 +374,12 @@ ALTER TABLE groups ADD COLUMN skipped_step INTEGER;
 CREATE INDEX groups_skipped ON groups (skipped_step) WHERE skipped_step IS NOT NULL;
 """
 
+_UNSAVED = """
+CREATE TABLE unsaved (
+    episode_id INTEGER PRIMARY KEY REFERENCES episodes, turn INTEGER NOT NULL, reason TEXT NOT NULL
+) STRICT;
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _ROLES,
@@ -388,6 +395,7 @@ MIGRATIONS: tuple[str, ...] = (
     _REPLAYS,
     _LOOKUPS,
     _SKIPPED,
+    _UNSAVED,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

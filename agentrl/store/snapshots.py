@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from agentrl.store.codec import printable
 from agentrl.store.database import Database, Part
 from agentrl.store.leases import check_fence
 
@@ -38,7 +39,21 @@ class Snapshots(Part):
             row = self._db.row("SELECT turn, seconds, data FROM snapshots WHERE episode_id = ?", (episode_id,))
         return None if row is None else Snapshot(turn=row[0], seconds=row[1], data=row[2])
 
+    def note_unsaved(self, episode_id: int, fence: int, turn: int, reason: str) -> None:
+        """Note that no snapshot can be taken from `turn` on, and why; the one before it stays. Raises LeaseLost if the
+        episode is no longer held under `fence`."""
+        with self._db.write():
+            check_fence(self._db, episode_id, fence)
+            self._db.execute("INSERT OR IGNORE INTO unsaved VALUES (?, ?, ?)", (episode_id, turn, printable(reason)))
+
+    def unsaved(self, episode_id: int) -> str:
+        """Why no snapshot of a running episode was taken any more; empty if there is no such reason."""
+        with self._db.read():
+            row = self._db.row("SELECT turn, reason FROM unsaved WHERE episode_id = ?", (episode_id,))
+        return "" if row is None else f"no snapshot from turn {row[0]} on: {row[1]}"
+
 
 def drop_snapshot(db: Database, episode_id: int) -> None:
     """Forget an episode's snapshot: it begins anew, or is over."""
-    db.execute("DELETE FROM snapshots WHERE episode_id = ?", (episode_id,))
+    for table in ("snapshots", "unsaved"):
+        db.execute(f"DELETE FROM {table} WHERE episode_id = ?", (episode_id,))

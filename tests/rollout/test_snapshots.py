@@ -192,6 +192,48 @@ async def test_law_3_an_environment_whose_snapshot_fails_goes_on_and_is_not_aske
     assert store.trajectory(claim.episode_id).outcome == 1.0
 
 
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [
+        (hang, "test/Env: snapshot took over 20 s"),
+        (fail, "test/Env: snapshot raised RuntimeError: a bug"),
+        (large, "it has 1001 bytes, more than rollout.max_snapshot_bytes"),
+        (of_another_kind, "it is a str, not bytes"),
+    ],
+)
+async def test_an_episode_that_cannot_be_saved_nor_replayed_begins_anew_with_both_reasons(
+    store: RunStore, context: Any, dying: Any, trouble: Any, words: str, autojump_clock: MockClock
+) -> None:
+    class Once(Saving):
+        replayable = False
+
+    first, settings = Once(), {"step_deadline_s": 20, "max_snapshot_bytes": 1000}
+    first.snapshot = trouble
+    claim = await dying(2, first, **settings)
+    assert store.unsaved(claim.episode_id) == f"no snapshot from turn 0 on: {words}"
+    await play(claim, context(Once(), **settings))
+    (restart,) = store.restarts(claim.episode_id)
+    assert restart.reason == f"test/Env does not promise to be replayable; no snapshot from turn 0 on: {words}"
+    assert store.unsaved(claim.episode_id) == ""
+
+
+async def test_an_environment_is_told_before_its_reset_how_large_a_snapshot_may_be(
+    context: Any, claim_one: Any
+) -> None:
+    told = list[int]()
+
+    class Told(Saving):
+        snapshot_bytes = -1
+
+        async def areset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            told.append(self.snapshot_bytes)
+            return await super().areset(seed=seed, options=options)
+
+    await play(claim_one(), context(Told(), max_snapshot_bytes=1000))
+    await play(claim_one(), context(Told(), snapshot_every_turns=0))
+    assert told == [1000, 0]
+
+
 async def test_no_snapshot_is_taken_where_none_is_wanted_or_offered(context: Any, claim_one: Any) -> None:
     never, other = Saving(), Saving()
     other.has_snapshots = False

@@ -1,0 +1,116 @@
+"""What an environment asked its box, and the answers: another instance is given the same ones, and no work is repeated.
+
+Owns the calls that are answered from a record and those that no record can answer. Never knows the environment.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Sequence
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+import trio
+
+from agentrl.errors import EnvError, SandboxError, SandboxPathError
+from agentrl.protocols import ExecResult
+from agentrl.records import Json
+
+T = TypeVar("T")
+
+
+class Tape:
+    """The calls so far, in the order of their answers. While it `plays`, calls are answered from it, by what was asked:
+    an answer is given once, the oldest first."""
+
+    def __init__(self, most_bytes: int, entries: Sequence[tuple[str, Json]] | None = None) -> None:
+        """`most_bytes` bounds the answers; 0: none are kept. With another tape's `entries` it plays until `end`."""
+        self.entries: list[tuple[str, Json]] = []
+        self.flaw = "" if most_bytes else "no snapshots were wanted when the episode began"
+        self.plays = entries is not None
+        self._most, self._size = most_bytes, 0
+        self._waiting: defaultdict[str, deque[Json]] = defaultdict(deque)
+        for key, answer in entries or ():
+            self._waiting[key].append(answer)
+
+    async def ask(
+        self, what: str, about: object, do: Callable[[], Awaitable[T]], read: Callable[[Json], T], write: Any
+    ) -> T:
+        """The answer of `do()` to the call `what` with the arguments `about`, or the recorded one; `read` and `write`
+        turn answers from and into JSON."""
+        key = blake2b(repr((what, about)).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        if self.plays:
+            return await self._answer(key, what, about, read)
+        try:
+            answer = await do()
+        except SandboxPathError as error:
+            self._keep(key, {"refused": str(error)})
+            raise
+        except BaseException:
+            self.flaw = self.flaw or f"its box gave no answer to {what}: the call was cut short, or the host failed"
+            raise
+        self._keep(key, {"answer": write(answer)})
+        return answer
+
+    def end(self) -> None:
+        """From now on the box itself answers. Raises EnvError if calls of the record were not made again."""
+        self.plays = False
+        if left := sum(map(len, self._waiting.values())):
+            raise EnvError(f"the environment did not ask its box {left} of the things that it had asked before")
+
+    def _keep(self, key: str, answer: Json) -> None:
+        self._size += len(key) + len(repr(answer))
+        if self._size > self._most and not self.flaw:
+            self.flaw = f"the answers of its box come to more than {self._most} bytes"
+        if self.flaw:
+            self.entries.clear()
+        else:
+            self.entries.append((key, answer))
+
+    async def _answer(self, key: str, what: str, about: Any, read: Callable[[Json], T]) -> T:
+        await trio.lowlevel.checkpoint()
+        if not self._waiting[key]:
+            shown = f"{what} {about[0]!r}"[:200]
+            raise EnvError(f"the environment asked its box for something that it had not asked before: {shown}")
+        answer = self._waiting[key].popleft()
+        self._keep(key, answer)
+        if "refused" in answer:
+            raise SandboxPathError(answer["refused"])
+        return read(answer["answer"])
+
+
+def result_as_json(result: ExecResult) -> Json:
+    """An `ExecResult` for `result_of_json`."""
+    output = [base64.b64encode(data).decode() for data in (result.stdout, result.stderr)]
+    return [result.exit_code, *output, result.timed_out, result.oom, result.truncated, result.duration_s]
+
+
+def result_of_json(said: Json) -> ExecResult:
+    """Raises EnvError if it is none."""
+    try:
+        code, stdout, stderr, timed_out, oom, truncated, duration_s = said
+        return ExecResult(
+            exit_code=int(code),
+            stdout=base64.b64decode(stdout),
+            stderr=base64.b64decode(stderr),
+            timed_out=bool(timed_out),
+            oom=bool(oom),
+            truncated=bool(truncated),
+            duration_s=float(duration_s),
+        )
+    except (TypeError, ValueError) as error:
+        raise EnvError(f"the snapshot is damaged: a command's result: {error}") from error
+
+
+def bytes_of_json(said: Json) -> bytes:
+    """Raises EnvError if they are none."""
+    try:
+        return base64.b64decode(said)
+    except (TypeError, ValueError) as error:
+        raise EnvError(f"the snapshot is damaged: a file: {error}") from error
+
+
+def unsaved(what: str) -> SandboxError:
+    """The error of a box whose state no snapshot can hold."""
+    return SandboxError(f"the box cannot be saved: {what}")
