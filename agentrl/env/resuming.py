@@ -68,9 +68,9 @@ class Past:
             raise EnvError(f"turn {at} was answered differently")
 
     def written(self, meter: Sequence[float]) -> bytes:
-        """The record, without the files; `meter` is what the episode has used. Raises SandboxError if it has no end."""
-        if self.tape.flaw:
-            raise unsaved(self.tape.flaw)
+        """The record, without the files; `meter` is what the episode has used. Raises SandboxError without one."""
+        if flaw := self.tape.flaw or ("a copy of its box is open" if self.tape.copies_open else ""):
+            raise unsaved(flaw)
         document = {
             "seed": self.seed,
             "options": dict(self.options),
@@ -84,17 +84,17 @@ class Past:
 
 
 class Recorded(Env):
-    """Snapshots for a class whose episodes have a box that records what it is asked. The class calls `_begin_past` and
-    `Past.began` in its reset, and `_acted` after each step."""
+    """Snapshots for a class whose episodes have a box that records what it is asked. The class calls `_begin_record`
+    and `Past.began` in its reset, and `_record_action` after each step."""
 
-    _past: Past | None = None
-    _again: Past | None = None
+    _record: Past | None = None
+    _record_again: Past | None = None
 
-    def _recorded_box(self) -> CurrentBox | None:
+    def _record_box(self) -> CurrentBox | None:
         """The box of its episodes; None if they have none."""
         raise NotImplementedError
 
-    def _meter(self) -> Meter | None:
+    def _record_meter(self) -> Meter | None:
         """The meter of an episode that stands between two steps; None if there is none."""
         raise NotImplementedError
 
@@ -102,11 +102,11 @@ class Recorded(Env):
     def has_snapshots(self) -> bool:
         """Whether the class wrote its own, or its episodes have a box."""
         own = [getattr(type(self), name) is not getattr(Recorded, name) for name in ("snapshot", "restore")]
-        return all(own) if any(own) else self._recorded_box() is not None
+        return all(own) if any(own) else self._record_box() is not None
 
     async def snapshot(self) -> bytes:
         """What was done so far, and the files of the box. Raises SandboxError if they cannot tell where it stands."""
-        past, meter, box = self._past, self._meter(), self._recorded_box()
+        past, meter, box = self._record, self._record_meter(), self._record_box()
         if past is None or meter is None or box is None:
             raise EnvError(f"{type(self).__name__} has no episode with a box that stands between two steps")
         record = past.written(meter.used)
@@ -115,34 +115,34 @@ class Recorded(Env):
     async def restore(self, snapshot: bytes) -> None:
         """Do again what was done, with the box's answers of then, and put the files into a box. Raises EnvError if it
         comes out otherwise."""
-        past = self._again = read_past(snapshot, self.snapshot_bytes)
+        past = self._record_again = read_past(snapshot, self.snapshot_bytes)
         try:
             await self.areset(seed=past.seed, options=past.options)
             for action in past.actions:
                 self.action_cut, self.action_id = action.cut, action.id
                 await self.astep(action.text)
         finally:
-            self._again = None
+            self._record_again = None
         past.tape.end()
-        box, meter = self._recorded_box(), self._meter()
-        if self._past is None or meter is None or box is None:
+        box, meter = self._record_box(), self._record_meter()
+        if self._record is None or meter is None or box is None:
             raise EnvError(f"{type(self).__name__} has no episode with a box after it was restored")
-        self._past.again = None
+        self._record.again = None
         meter.resume(*past.meter)
         await box.unpack(past.files)
 
-    def _begin_past(self, seed: int | None, options: Mapping[str, Json] | None) -> Past:
-        again = self._again
+    def _begin_record(self, seed: int | None, options: Mapping[str, Json] | None) -> Past:
+        again = self._record_again
         tape = Tape(_EXPANDS * self.snapshot_bytes) if again is None else again.tape
-        self._past = Past(tape, seed, dict(options or {}), again=again)
-        if (box := self._recorded_box()) is not None:
+        self._record = Past(tape, seed, dict(options or {}), again=again)
+        if (box := self._record_box()) is not None:
             box.tape = tape
-        return self._past
+        return self._record
 
-    def _acted(self, action: str, answer: StepResult) -> None:
+    def _record_action(self, action: str, answer: StepResult) -> None:
         observation, _, terminated, truncated, _ = answer
-        assert self._past is not None
-        self._past.acted(action, cut=self.action_cut, id=self.action_id, answer=(observation, terminated, truncated))
+        assert self._record is not None
+        self._record.acted(action, cut=self.action_cut, id=self.action_id, answer=(observation, terminated, truncated))
 
 
 def read_past(data: bytes, snapshot_bytes: int) -> Past:

@@ -248,7 +248,7 @@ class ToolEnv(Recorded):
         self._seed = seed
         self.task = self.make_task(dict(options or {}))
         episode = self._episode = _Episode(Meter(self.limits), busy=True)
-        past = self._begin_past(seed, options)
+        past = self._begin_record(seed, options)
         self._needs_teardown = True
         await self._hook(self.setup, self.task)
         for offered in await self._plugged.open():
@@ -272,7 +272,7 @@ class ToolEnv(Recorded):
         episode.busy, episode.reward, episode.info = True, 0.0, {}
         with episode.meter.step():
             answer = await self._play_turn(episode, action)
-        self._acted(action, answer)
+        self._record_action(action, answer)
         return answer
 
     async def _play_turn(self, episode: _Episode, action: str) -> StepResult:
@@ -322,10 +322,10 @@ class ToolEnv(Recorded):
 
     # --- inside
 
-    def _recorded_box(self) -> CurrentBox | None:
+    def _record_box(self) -> CurrentBox | None:
         return self._plugged.current
 
-    def _meter(self) -> Meter | None:
+    def _record_meter(self) -> Meter | None:
         return None if self._episode is None or self._episode.busy else self._episode.meter
 
     def _live(self) -> _Episode:

@@ -19,6 +19,7 @@ class CurrentBox:
 
     box: Sandbox | None = None
     tape: Tape | None = None
+    _copy = ""  # which copy of the box it is, on the tape
 
     def _live(self) -> Sandbox:
         if self.box is None:
@@ -39,15 +40,13 @@ class CurrentBox:
         env: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> ExecResult:
-        box = self._live()
-
         async def run() -> ExecResult:
-            return await box.exec(argv, stdin=stdin, cwd=cwd, env=env, timeout_s=timeout_s)
+            return await self._live().exec(argv, stdin=stdin, cwd=cwd, env=env, timeout_s=timeout_s)
 
         if self.tape is None:
             return await run()
         about = list(argv), blake2b(stdin).digest(), cwd, sorted((env or {}).items()), timeout_s
-        return await self.tape.ask("exec", about, run, result_of_json, result_as_json)
+        return await self.tape.ask(f"{self._copy}exec", about, run, result_of_json, result_as_json)
 
     async def start(
         self, argv: Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None
@@ -56,28 +55,24 @@ class CurrentBox:
         return await box.start(argv, cwd=cwd, env=env)
 
     async def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
-        box = self._live()
-        if self.tape is None:
-            return await box.read(path, most_bytes=most_bytes)
-
         async def read() -> bytes:
-            return await box.read(path, most_bytes=most_bytes)
+            return await self._live().read(path, most_bytes=most_bytes)
 
-        return await self.tape.ask("read", (path, most_bytes), read, bytes_of_json, _text)
+        if self.tape is None:
+            return await read()
+        return await self.tape.ask(f"{self._copy}read", (path, most_bytes), read, bytes_of_json, _text)
 
     async def write(self, path: str, data: bytes) -> None:
-        box = self._live()
-        await self._done("write", (path, blake2b(data).digest()), lambda: box.write(path, data))
+        await self._done("write", (path, blake2b(data).digest()), lambda: self._live().write(path, data))
 
     async def upload(self, source: Path, target: str) -> None:
-        box = self._live()
-        await self._done("upload", (str(source), target), lambda: box.upload(source, target))
+        await self._done("upload", (str(source), target), lambda: self._live().upload(source, target))
 
     async def _done(self, what: str, about: object, do: Callable[[], Awaitable[None]]) -> None:
         if self.tape is None:
             await do()
         else:
-            await self.tape.ask(what, about, do, _nothing, _nothing)
+            await self.tape.ask(self._copy + what, about, do, _nothing, _nothing)
 
     async def download(self, source: str, target: Path) -> None:
         await self._unrecorded("its environment downloaded from the box").download(source, target)
@@ -89,7 +84,16 @@ class CurrentBox:
         await self._unrecorded("its environment took a copy of the box").restore(snapshot)
 
     async def fork(self) -> Sandbox:
-        return await self._unrecorded("its environment forked the box").fork()
+        if self.tape is None:
+            return await self._live().fork()
+        copy = CurrentBox()
+
+        async def fork() -> None:
+            copy.box = await self._live().fork()
+
+        await self._done("fork", (), fork)
+        copy.tape, copy._copy = self.tape, self.tape.copied()
+        return copy
 
     async def pack(self, most_bytes: int) -> bytes:
         return await self._packable().pack(most_bytes)
@@ -105,6 +109,9 @@ class CurrentBox:
 
     async def close(self) -> None:
         box, self.box = self.box, None
+        if self._copy and self.tape is not None:
+            self.tape.copies_open -= 1
+            self.tape = None
         if box is not None:
             await box.close()
 

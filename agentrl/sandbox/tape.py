@@ -29,6 +29,8 @@ class Tape:
         self.entries: list[tuple[str, Json]] = []
         self.flaw = "" if most_bytes else "no snapshots were wanted when the episode began"
         self.plays = entries is not None
+        self.copies_open = 0
+        self._copies = 0
         self._most, self._size = most_bytes, 0
         self._waiting: defaultdict[str, deque[Json]] = defaultdict(deque)
         for key, answer in entries or ():
@@ -53,6 +55,11 @@ class Tape:
         self._keep(key, {"answer": write(answer)})
         return answer
 
+    def copied(self) -> str:
+        """The name of a copy of the box that was just made: calls to it begin with it."""
+        self._copies, self.copies_open = self._copies + 1, self.copies_open + 1
+        return f"copy {self._copies}: "
+
     def end(self) -> None:
         """From now on the box itself answers. Raises EnvError if calls of the record were not made again."""
         self.plays = False
@@ -71,7 +78,7 @@ class Tape:
     async def _answer(self, key: str, what: str, about: Any, read: Callable[[Json], T]) -> T:
         await trio.lowlevel.checkpoint()
         if not self._waiting[key]:
-            shown = f"{what} {about[0]!r}"[:200]
+            shown = " ".join([what, *(repr(each) for each in about[:1])])[:200]
             raise EnvError(f"the environment asked its box for something that it had not asked before: {shown}")
         answer = self._waiting[key].popleft()
         self._keep(key, answer)

@@ -25,6 +25,11 @@ class Packable(FakeSandbox):
         self.files[f"made-{len(self.commands)}"] = b"1"
         return ExecResult(exit_code=0, stdout=secrets.token_bytes(8).hex().encode(), stderr=b"\xff")
 
+    async def fork(self) -> Packable:
+        twin = Packable(SandboxSpec())
+        twin.files = dict(self.files)
+        return twin
+
     async def pack(self, most_bytes: int) -> bytes:
         data = repr(sorted(self.files.items())).encode()
         if len(data) > most_bytes:
@@ -161,6 +166,32 @@ async def test_a_box_in_which_a_process_was_started_is_not_saved_and_says_so() -
     await env.astep(call("serve"))
     with pytest.raises(SandboxError, match="a process was started in its box"):
         await env.snapshot()
+
+
+async def test_copies_of_the_box_are_answered_from_the_record_too_and_none_may_be_open() -> None:
+    class Measured(Boxed):
+        async def after_turn(self, results: Any) -> float:
+            copy = await self.box.fork()
+            await copy.write("probe", b"1")
+            found = (await copy.exec(["measure"])).stdout
+            await copy.close()
+            return float(int(found, 16) % 7)
+
+    class Open(Boxed):
+        async def after_turn(self, results: Any) -> None:
+            self.copy = await self.box.fork()
+
+    env, twin = await begun(RUN, RUN, make=Measured), Measured()
+    await twin.restore(await env.snapshot())
+    assert twin.real.files == env.real.files and "probe" not in env.real.files
+    for each in (env, twin):
+        await each.astep(RUN)
+        assert await each.snapshot()
+    left = await begun(RUN, make=Open)
+    with pytest.raises(SandboxError, match="a copy of its box is open"):
+        await left.snapshot()
+    await left.copy.close()
+    assert await left.snapshot()
 
 
 async def test_a_box_that_cannot_be_packed_says_so() -> None:
