@@ -334,10 +334,11 @@ def validate(
 @app.command("list")
 def list_ids(
     kind: Annotated[
-        Literal["environments", "tools", "sandboxes", "models"] | None, typer.Argument(help="Only of this kind")
+        Literal["environments", "tools", "sandboxes", "models", "columns", "algorithms"] | None,
+        typer.Argument(help="Only of this kind"),
     ] = None,
 ) -> None:
-    """List the installed environments, tools, sandboxes and models."""
+    """List the installed environments, tools, sandboxes, models, per-token columns and algorithms."""
     from agentrl.runtime.catalogue import KINDS, entries
 
     table = Table("kind", "id", "what it is")

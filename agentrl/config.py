@@ -6,17 +6,19 @@ in the names (`_s` seconds, `_mb` megabytes). Defaults are those of a laptop.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
-from agentrl.errors import ConfigError, UsageError
-from agentrl.settings import Buffer, Count, Positive, RewardSource, check_sources
+from agentrl import registry
+from agentrl.algos.algorithm import Algorithm
+from agentrl.algos.grpo import GRPO
+from agentrl.errors import ConfigError, UnknownIdError, UsageError
+from agentrl.settings import Buffer, Count, Positive, RewardSource, check_sources, config_error
 from agentrl.settings import Section as _Section
 
 MAX_LORA_RANK = 512  # that vLLM takes
@@ -77,7 +79,7 @@ class Rollout(_Section):
     """How episodes run."""
 
     workers: Count = 1  # processes that play episodes
-    group_size: Annotated[int, Field(ge=2)] = 8  # episodes of one task that are judged beside each other
+    group_size: Count = 8  # episodes of one task; an algorithm that compares them needs 2
     max_running: Count = 128  # episodes at once, all workers together
     max_turns: Count | None = None  # of an episode; without it as many as the environment allows
     max_tokens_per_turn: Count = 64  # a longer turn is cut, and the environment told
@@ -192,22 +194,6 @@ class EngineSettings(_Section):
         return self
 
 
-class Algo(_Section):
-    """The loss. Names are those of the papers that the docstrings of `agentrl.algos` cite."""
-
-    baseline: Literal["leave_one_out", "group_mean", "none"] = "leave_one_out"  # what an outcome is compared with
-    scale: Literal["none", "std"] = "none"  # whether advantages are divided by the spread of their group
-    clip_low: Positive = 0.2  # PPO: the ratio may fall by so much
-    clip_high: Positive = 0.28  # and rise by so much
-    importance: Literal["token", "none"] = "token"  # behaviour -> proximal correction
-    importance_cap: Positive = 2.0  # its weights are cut off here
-    normalise: Literal["token", "sequence"] = "token"  # what weighs the same in the mean
-    process_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0  # 0 switches process rewards off
-    kl_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of a penalty on leaving the reference
-    kl_gradient: Literal["k3", "k2"] = "k3"  # k3 pulls along KL(reference || policy), k2 along KL(policy || reference)
-    entropy_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # bonus on the entropy of the policy
-
-
 class Train(_Section):
     """The optimizer and its budgets."""
 
@@ -279,7 +265,7 @@ class RunConfig(_Section):
     rewards: list[RewardSource] = Field(default_factory=list[RewardSource])
     engine: EngineSettings = EngineSettings()
     buffer: Buffer = Buffer()
-    algo: Algo = Algo()
+    algo: SerializeAsAny[Algorithm] = Field(default_factory=GRPO)  # one of the algorithms, by its `kind`
     train: Train = Train()
     eval: Evaluation = Evaluation()
 
@@ -296,6 +282,22 @@ class RunConfig(_Section):
     def syncs_memory(self) -> bool:
         """Whether new weights go from memory to memory, and no file holds them."""
         return self.sync in ("nccl", "ipc")
+
+    @field_validator("algo", mode="before")
+    @classmethod
+    def _of_algorithm(cls, given: Any) -> Any:
+        """A table becomes the algorithm that its `kind` names: GRPO, if it names none."""
+        if not isinstance(given, dict):
+            return given
+        table = cast("dict[str, Any]", given)
+        try:
+            kind = algorithm(str(table.get("kind", "grpo")))
+        except UnknownIdError as error:
+            raise ConfigError("algo.kind", table["kind"], str(error)) from None
+        try:
+            return kind.model_validate(table)
+        except ValidationError as error:
+            raise config_error(error, kind, ("algo",)) from None
 
     @model_validator(mode="before")
     @classmethod
@@ -337,8 +339,8 @@ class RunConfig(_Section):
                 buffer.quorum,
                 f"must be at most rollout.group_size = {rollout.group_size}, or no quorum is ever reached",
             )
-        if buffer.skip_without_signal and self.algo.baseline == "none":
-            hint = "without a baseline, members that earn the same are a signal too: leave it out, or set algo.baseline"
+        if buffer.skip_without_signal and not self.algo.compares:
+            hint = "the algorithm compares no siblings, so members that earn the same are a signal too: leave it out"
             raise ConfigError("buffer.skip_without_signal", True, hint)
         if self.train.tokens_per_batch < rollout.max_context:
             raise ConfigError(
@@ -346,8 +348,11 @@ class RunConfig(_Section):
                 self.train.tokens_per_batch,
                 f"must be at least rollout.max_context = {rollout.max_context}, or a row does not fit a batch",
             )
-        if buffer.max_lag > 0 and self.algo.importance == "none" and self.algo.kl_weight > 0:
+        if buffer.max_lag > 0 and not self.algo.corrects and self.algo.slots.frozen:
             raise ConfigError("algo.importance", "none", "a KL penalty on stale tokens needs importance = 'token'")
+        if self.algo.compares and rollout.group_size < 2:
+            hint = f"algo.kind = {self.algo.kind!r} compares siblings: give at least 2, or an algorithm with a critic"
+            raise ConfigError("rollout.group_size", rollout.group_size, hint)
         if self.engine.sync not in ("auto", "full") and self.engine.kind == "embedded":
             raise ConfigError("engine.sync", self.engine.sync, "the embedded engine takes whole files: give 'auto'")
         if self.engine.routed_experts and self.engine.kind == "embedded":
@@ -439,7 +444,7 @@ def parse(document: dict[str, Any], *, folder: Path = Path()) -> RunConfig:
     try:
         config = RunConfig.model_validate(document)
     except ValidationError as error:
-        raise _config_error(error) from None
+        raise config_error(error, RunConfig) from None
     return config.model_copy(update={"tasks": [table.beside(folder) for table in config.tasks]})
 
 
@@ -453,28 +458,6 @@ def from_json(text: str) -> RunConfig:
     return parse(json.loads(text))
 
 
-def _config_error(error: ValidationError) -> ConfigError:
-    first = error.errors()[0]
-    path = first["loc"]
-    field = ".".join(str(part) for part in path)
-    if first["type"] == "extra_forbidden":
-        known = _keys_of(path[:-1])
-        near = difflib.get_close_matches(str(path[-1]), known, n=1)
-        hint = f"no such key; did you mean {near[0]!r}?" if near else f"no such key; known: {', '.join(sorted(known))}"
-        return ConfigError(field, first["input"], hint)
-    if first["type"] == "missing":
-        return ConfigError(field, None, "required: give it a value")
-    return ConfigError(field, first["input"], first["msg"])
-
-
-def _keys_of(path: tuple[int | str, ...]) -> list[str]:
-    model: Any = RunConfig
-    for part in path:
-        if isinstance(part, int):
-            continue
-        annotation = model.model_fields[part].annotation
-        if get_origin(annotation) is not None:  # a list of sections, or a section that may be left out
-            annotation = get_args(annotation)[0]
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            model = annotation
-    return list(model.model_fields)
+def algorithm(kind: str) -> type[Algorithm]:
+    """The class of an algorithm: ours, or one that a package offers. Raises UnknownIdError."""
+    return cast("type[Algorithm]", registry.resolve("algorithms", kind))

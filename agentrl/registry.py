@@ -22,7 +22,9 @@ from agentrl.errors import UnknownIdError, UsageError, boundary
 Kind = Literal["environments", "tools", "sandboxes", "models", "columns", "algorithms", "orders"]
 Target = str | Callable[..., Any]
 
-_registered: dict[tuple[Kind, str], Target] = {}
+_registered: dict[tuple[Kind, str], Target] = {
+    ("algorithms", "grpo"): "agentrl.algos.grpo:GRPO",
+}
 
 
 def register(kind: Kind, id: str, target: Target) -> None:

@@ -3,12 +3,13 @@ has the others."""
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agentrl.errors import ConfigError
 
@@ -102,3 +103,29 @@ def check_sources(sources: Sequence[RewardSource], *, stall_deadline_s: float) -
         if one.deadline_s >= stall_deadline_s:
             hint = f"must be below train.stall_deadline_s = {stall_deadline_s:g}, or a silent source ends the run"
             raise ConfigError("rewards.deadline_s", one.deadline_s, hint)
+
+
+def config_error(error: ValidationError, model: type[BaseModel], section: tuple[str, ...] = ()) -> ConfigError:
+    """The first thing wrong with a document of `model`, which is the run file's `section`: field, value and hint."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in (*section, *first["loc"]))
+    if first["type"] == "extra_forbidden":
+        known, last = _keys_of(model, first["loc"][:-1]), str(first["loc"][-1])
+        near = difflib.get_close_matches(last, known, n=1)
+        hint = f"no such key; did you mean {near[0]!r}?" if near else f"no such key; known: {', '.join(sorted(known))}"
+        return ConfigError(field, first["input"], hint)
+    if first["type"] == "missing":
+        return ConfigError(field, None, "required: give it a value")
+    return ConfigError(field, first["input"], first["msg"])
+
+
+def _keys_of(model: Any, path: tuple[int | str, ...]) -> list[str]:
+    for part in path:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        if get_origin(annotation) is not None:  # a list of sections, or a section that may be left out
+            annotation = get_args(annotation)[0]
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            model = annotation
+    return list(model.model_fields)

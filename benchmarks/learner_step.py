@@ -27,7 +27,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.config import Algo, EnvSource, Rollout, RunConfig, Train
+from agentrl.algos.grpo import GRPO
+from agentrl.config import EnvSource, Rollout, RunConfig, Train
 from agentrl.records import Group, GroupState, Step, StopReason, Task, Trajectory, Turn, VersionSpan
 from agentrl.train.learner import Learner
 from agentrl.train.samples import Row, group_rows, weigh
@@ -125,7 +126,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--tokens-per-batch", type=int, default=Train().tokens_per_batch)
     chosen = parser.parse_args()
-    algo = Algo(importance="none")
+    algo = GRPO(importance="none")
     groups = make_groups(chosen.groups, chosen.members, chosen.prompt)
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), chosen.layers, chosen.width)
@@ -139,7 +140,7 @@ def main() -> None:
         learner = Learner(config, Path(folder))
         module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
     ready = [group_rows(group, algo, step_of=lambda _: 0, step_now=0, max_lag=0) for group in groups]
-    rows = [row for part in weigh(ready, algo.normalise) for row in part]
+    rows = [row for part in weigh([ready], algo)[0] for row in part]
     by_length = sorted(rows, key=lambda row: len(row.token_ids))
     longest = len(by_length[-1].token_ids)
     reports = []

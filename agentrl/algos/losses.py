@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Normalise = Literal["token", "sequence"]
+Normalise = Literal["token", "sequence", "constant"]
 KLGradient = Literal["k3", "k2"]
 
 
@@ -54,13 +54,18 @@ def kl_penalty(logprobs_T: Tensor, reference_T: Tensor, gradient: KLGradient = "
     return k3_T.detach() + k2_T - k2_T.detach()
 
 
-def token_weights(sequence_T: Tensor, kind: Normalise) -> Tensor:
-    """Each token's share of the loss; the shares sum to 1: [T]. `sequence_T` numbers the episode of each token.
+def token_weights(sequence_T: Tensor, kind: Normalise, divisor: int = 1) -> Tensor:
+    """Each token's share of the loss: [T]. `sequence_T` numbers the episode of each token.
 
     `token`: every token the same (DAPO, section 3.3: long episodes count by their length). `sequence`: every episode
-    the same, with equal shares for its tokens (GRPO, Shao et al. 2024, section 4.1)."""
+    the same, with equal shares for its tokens (GRPO, Shao et al. 2024, section 4.1). In both the shares sum to 1, and
+    both turn the gradient away from that of the expected return, since an episode's share depends on lengths: the
+    policy's own and its siblings'. `constant`: 1 / (episodes * divisor), whatever the lengths (Dr. GRPO, Liu et al.
+    2025, section 3.1): the true direction."""
     if kind == "token" or not len(sequence_T):
         return torch.full(sequence_T.shape, 1.0 / max(len(sequence_T), 1), device=sequence_T.device)
+    if kind == "constant":
+        return torch.full(sequence_T.shape, 1.0 / (len(torch.unique(sequence_T)) * divisor), device=sequence_T.device)
     _, place_T, length_S = torch.unique(sequence_T, return_inverse=True, return_counts=True)
     return 1.0 / (length_S[place_T] * len(length_S))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from agentrl import registry
+from agentrl.columns import column
 from agentrl.errors import UnknownIdError, UsageError
 
 KINDS: tuple[registry.Kind, ...] = get_args(registry.Kind)
@@ -61,6 +62,8 @@ def find(id: str) -> Entry:
 
 
 def _entry(kind: registry.Kind, id: str) -> Entry:
+    if kind == "columns":
+        return Entry(kind, id, "", repr(column(id)), ())
     try:
         maker: Any = registry.resolve(kind, id)
     except UsageError as error:

@@ -12,16 +12,18 @@ import json
 import re
 import tokenize
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from agentrl import config
+from agentrl import config, registry
+from agentrl.algos.algorithm import Algorithm
 
 _NUMBERS = (
     (r"Positive", "number above 0"),
+    (r"Weight", "number from 0"),
     (r"Count", "integer from 1"),
     (r"Annotated\[int, Field\(ge=(\d+)\)\]", r"integer from \1"),
     (r"Annotated\[float, Field\(ge=0, allow_inf_nan=False\)\]", "number from 0"),
@@ -63,8 +65,9 @@ def page() -> str:
         "# Run file",
         "",
         "Every key, its default and what it means. Made by `agentrl keys --page`: the meanings are the comments of",
-        "`agentrl/config.py`. On the command line a key is `--set rollout.group_size=16`; `[]` marks a table that may",
-        "stand several times (`[[eval.sets]]`).",
+        "`agentrl/config.py`, and for `algo` of the files in `agentrl/algos/`; those of one begin with its kind.",
+        "On the command line a key is `--set rollout.group_size=16`; `[]` marks a table that may stand several times",
+        "(`[[eval.sets]]`).",
         "",
         "| key | value | default | meaning |",
         "| --- | --- | --- | --- |",
@@ -89,12 +92,28 @@ def _of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
             continue
         name, field = node.target.id, section.model_fields[node.target.id]
         inner = _section_of(field.annotation)
-        if inner is not None:
+        if inner is Algorithm:
+            yield from _algorithms(f"{prefix}{name}.")
+        elif inner is not None:
             several = "[]" if "list" in ast.unparse(node.annotation) else ""
             yield from _of(inner, f"{prefix}{name}{several}.")
-            continue
-        meaning = comments.get(node.end_lineno or node.lineno, "")
-        yield Key(prefix + name, _kind(ast.unparse(node.annotation)), _default(field), meaning)
+        else:
+            meaning = comments.get(node.end_lineno or node.lineno, "")
+            yield Key(prefix + name, _kind(ast.unparse(node.annotation)), _default(field), meaning)
+
+
+def _algorithms(prefix: str) -> Iterator[Key]:
+    """The keys of all algorithms, then those of each, whose meaning begins with its kind."""
+    kinds = {kind: config.algorithm(kind) for kind in registry.ids("algorithms")}
+    names = ", ".join(f"`{json.dumps(kind)}`" for kind in kinds)
+    for key in _of(Algorithm, prefix):
+        yield replace(key, kind=names, default='"grpo"') if key.name == f"{prefix}kind" else key
+    for kind, found in kinds.items():
+        bases = [base for base in reversed(found.__mro__) if issubclass(base, Algorithm) and base is not Algorithm]
+        own = {key.name: key for base in bases for key in _of(base, prefix) if key.name != f"{prefix}kind"}
+        for key in own.values():
+            default = _default(found.model_fields[key.name.removeprefix(prefix)])
+            yield replace(key, default=default, meaning=f"`{kind}`: {key.meaning}")
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:

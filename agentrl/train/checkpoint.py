@@ -7,7 +7,8 @@ the reader decides what follows from it.
         config.json, tokenizer*, …   copied from the model's folder, so that an engine can serve this one
         model.safetensors            weights, an adapter merged into them
         adapter/                     the adapter alone, in PEFT's format, if one is trained
-        optimizer.pt                 optimizer and random state
+        critic/                      the critic's own weights, if one is trained
+        optimizer.pt                 optimizers and random state
         state.json                   step, episodes trained since the previous checkpoint, step by step
 """
 
@@ -22,7 +23,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -31,8 +32,11 @@ from agentrl.errors import RunFailed
 from agentrl.train import lora
 from agentrl.train.export import export_weights
 
-ADAPTER = "adapter"
-"""The folder in a checkpoint that holds the adapter, where one is trained."""
+if TYPE_CHECKING:
+    from agentrl.train.critic import Critic
+
+ADAPTER, CRITIC = "adapter", "critic"
+"""The folders in a checkpoint that hold the adapter and the critic, where one is trained."""
 
 _OPTIMIZER, _WEIGHTS = "optimizer.pt", "model.safetensors"
 _COPIED = frozenset({".json", ".jinja", ".model", ".txt"})
@@ -56,7 +60,8 @@ def save(
     *,
     module: Any,
     model_folder: Path,
-    optimizer: Mapping[str, Any],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    critic: Critic | None = None,
     keep: int,
     progress: Callable[[], None] = lambda: None,
 ) -> Path:
@@ -81,7 +86,10 @@ def save(
     if lora.has_adapter(module):
         lora.save(module, draft / ADAPTER)
     rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
-    torch.save({"optimizer": dict(optimizer), "rng": rng}, draft / _OPTIMIZER)
+    if critic is not None:
+        critic.save(draft / CRITIC)
+    states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
+    torch.save({"optimizers": states, "rng": rng}, draft / _OPTIMIZER)
     progress()
     (draft / STATE).write_text(json.dumps(asdict(state), indent=2))
     for file in draft.rglob("*"):
@@ -106,10 +114,17 @@ def read_state(folder: Path) -> CheckpointState:
     )
 
 
-def load(folder: Path, optimizer: torch.optim.Optimizer) -> CheckpointState:
-    """Put a checkpoint's optimizer and random state in place; its weights are loaded as those of any model folder."""
+def load(
+    folder: Path, optimizers: Mapping[str, torch.optim.Optimizer], critic: Critic | None = None
+) -> CheckpointState:
+    """Put a checkpoint's critic, optimizers and random state in place; the policy's weights are loaded as those of any
+    model folder. Raises ModelError if it has no such critic."""
     blob = cast("dict[str, Any]", torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True))
-    optimizer.load_state_dict(blob["optimizer"])
+    if critic is not None:
+        critic.load(folder / CRITIC)
+    states = blob.get("optimizers") or {"policy": blob["optimizer"]}  # an older agentrl had one
+    for name, optimizer in optimizers.items():
+        optimizer.load_state_dict(states[name])
     torch.set_rng_state(blob["rng"]["cpu"])
     if blob["rng"]["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(blob["rng"]["cuda"])

@@ -146,12 +146,16 @@ class PolicyModel:
         """Token ids that the model knows: 0 to `vocab` - 1."""
         return self.module.config.get_text_config().vocab_size
 
+    def logits(self, pack: Pack) -> Tensor:
+        """What the output layer says [P, V] at `predictors_P`, computed in `dtype`."""
+        amp = torch.autocast(self.device.type, self.dtype) if self.dtype != torch.float32 else nullcontext()
+        with amp:
+            return _logits(self.module, pack.token_ids_N, pack.depth_N, pack.branches, pack.predictors_P)
+
     def logprobs(self, pack: Pack, *, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """Log-prob [K] of each scored token and entropy [K] at its place, in nats, under softmax(logits /
         temperature), the distribution that was sampled from. Logits are computed for `predictors_P` only."""
-        amp = torch.autocast(self.device.type, self.dtype) if self.dtype != torch.float32 else nullcontext()
-        with amp:
-            logits_PV = _logits(self.module, pack.token_ids_N, pack.depth_N, pack.branches, pack.predictors_P)
+        logits_PV = self.logits(pack)
         logprobs_PV = functional.log_softmax(logits_PV.float() / temperature, -1)
         with nullcontext() if entropy_grad else torch.no_grad():
             entropy_P = -(logprobs_PV.exp() * logprobs_PV).sum(-1)

@@ -20,7 +20,7 @@ seeing each other. The depth of a node is its position id.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -63,6 +63,10 @@ class Pack:
     target_K: Tensor  # token ids
     columns: Mapping[str, Tensor]  # [K, ...] by name: those of the rows
     row_tokens: int  # tokens of the same rows without sharing
+
+    def having(self, columns: Mapping[str, Tensor]) -> Pack:
+        """The pack with these columns, [K, ...] each."""
+        return replace(self, columns={**self.columns, **columns})
 
 
 def build_tree(rows: Sequence[Row]) -> Tree:

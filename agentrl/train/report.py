@@ -9,16 +9,17 @@ Owns the numbers and their names, which are those of the metrics file. Never com
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from agentrl.algos.algorithm import Loss
 from agentrl.algos.corrections import Mismatch, gauges
 from agentrl.train.packing import Pack
-from agentrl.train.samples import GroupRows
+from agentrl.train.samples import GroupRows, Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,7 @@ class StepReport:
     mismatch_max: float | None
     mismatch: Mapping[str, Mismatch]  # by kind of token, see `corrections.mismatch_by_kind`
     entropy: float | None
+    algorithm: Mapping[str, float]  # what the algorithm itself measures, a mean over the updates
     seconds: Mapping[str, float]
 
 
@@ -95,12 +97,15 @@ class Tally:
     proximal: list[Tensor] = field(default_factory=list[Tensor])
     clipped: list[Tensor] = field(default_factory=list[Tensor])
     entropy: list[Tensor] = field(default_factory=list[Tensor])
+    gauges: defaultdict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
 
-    def passed(self, pack: Pack, proximal_K: Tensor, clipped_K: Tensor, entropy_K: Tensor) -> None:
+    def passed(self, pack: Pack, proximal_K: Tensor, entropy_K: Tensor, loss: Loss) -> None:
         """Record a pass."""
         self.packs.append(pack)
         self.proximal.append(proximal_K.detach())
-        self.clipped.append(clipped_K.detach())
+        self.clipped.append(loss.clipped_K.detach())
+        for name, value in loss.gauges.items():
+            self.gauges[name] += float(value.detach())
         self.entropy.append(entropy_K.detach())
 
     def updated(self, loss: float, grad_norm: float) -> None:
@@ -110,15 +115,22 @@ class Tally:
 
 
 def summarise(
-    step: int, ready: Sequence[GroupRows], tally: Tally, *, lr: float, cap: float, seconds: Mapping[str, float]
+    step: int,
+    ready: Sequence[GroupRows],
+    laid: Sequence[Pack],
+    tally: Tally,
+    *,
+    lr: float,
+    cap: float,
+    seconds: Mapping[str, float],
 ) -> StepReport:
-    """The report of step number `step`. `cap` is the bound of the importance weights."""
+    """The report of step number `step`. `laid` are the step's passes, `cap` bounds the importance weights."""
     groups = [group for group in ready if not group.taken_before]
     skipped = [group for group in ready if group.skipped]
     stale = sum((group.stale for group in ready), Counter[int]())
     rows = [row for group in ready for row in group.rows]
     lag_S = torch.cat([row.columns["lag"] for row in rows]) if rows else torch.zeros(0, dtype=torch.long)
-    advantage_S = torch.cat([row.columns["advantage"] for row in rows]) if rows else torch.zeros(0)
+    advantage_S = _advantages(rows, laid)
     outcomes = [outcome for group in ready for outcome in group.outcomes]
     process = [reward for group in ready for reward in group.process]
     rewards = [a + b for a, b in zip(outcomes, process, strict=True)]
@@ -169,8 +181,16 @@ def summarise(
         mismatch_max=fresh.max if fresh else None,
         mismatch=mismatch,
         entropy=float(torch.cat(tally.entropy).mean()) if tally.entropy else None,
+        algorithm={name: value / len(tally.losses) for name, value in tally.gauges.items()},
         seconds=dict(seconds),
     )
+
+
+def _advantages(rows: Sequence[Row], laid: Sequence[Pack]) -> Tensor:
+    """Those of all scored tokens if they were known before the passes, else those of the passes."""
+    early = [row.columns["advantage"] for row in rows if "advantage" in row.columns]
+    late = [pack.columns["advantage"] for pack in laid if "advantage" in pack.columns]
+    return torch.cat(early or late) if early or late else torch.zeros(0)
 
 
 def _mean(values: Sequence[float]) -> float | None:

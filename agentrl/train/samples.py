@@ -1,4 +1,4 @@
-"""Groups become rows of tokens: the scored tokens, their advantages, and the versions that sampled them.
+"""Groups become rows of tokens: the scored tokens, what their turns earned, and the versions that sampled them.
 
 Converts a `records.Group` to per-token tensors. Never knows the model, nor how rows are laid out for a pass.
 
@@ -26,11 +26,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from agentrl.algos.algorithm import ROUNDING, Algorithm, Siblings
 from agentrl.algos.corrections import Origin
-from agentrl.algos.credit import turn_advantages
-from agentrl.algos.losses import Normalise, token_weights
+from agentrl.algos.losses import token_weights
 from agentrl.columns import Column, filled, known
-from agentrl.config import Algo
 from agentrl.records import Group, GroupState, Trajectory, Turn, VersionSpan
 
 StepOf = Callable[[int], int]
@@ -39,15 +38,15 @@ StepOf = Callable[[int], int]
 Undone = Callable[[int], bool]
 """Whether a restart abandoned the future that a weight version belongs to."""
 
-_ROUNDING = 1e-9  # sums of equal rewards in another order differ by less
-
 
 BUILT_IN: Final = {
     "behaviour": torch.float32,  # log-prob in nats under the policy that sampled
     "lag": torch.int64,  # optimizer steps since the weights that sampled
     "origin": torch.int64,  # of `corrections.Origin`
-    "advantage": torch.float32,
-    "weight": torch.float32,  # share of the loss; 1 until `weigh` has seen all rows of an update
+    "episode": torch.int64,  # its id
+    "role": torch.int64,  # number of the role that acted, within the episode
+    "turn": torch.int64,  # index within the episode
+    "weight": torch.float32,  # share of the loss; 1 until `weigh` has seen all rows of a step
 }
 """The columns that the learner makes itself, by name."""
 
@@ -62,7 +61,7 @@ class Row:
     episode_id: int
     token_ids: tuple[int, ...]
     place_S: Tensor  # int64
-    columns: Mapping[str, Tensor]  # [S, ...] by name: `BUILT_IN`, and those that `agentrl.columns` knows
+    columns: Mapping[str, Tensor]  # [S, ...] by name: `BUILT_IN`, the algorithm's, those of `agentrl.columns`
 
     def having(self, **columns: Tensor) -> Row:
         """The row with these columns, [S, ...] each."""
@@ -70,8 +69,9 @@ class Row:
 
     @property
     def has_signal(self) -> bool:
-        """Whether any token has an advantage beyond rounding."""
-        return bool((self.columns["advantage"].abs() > _ROUNDING).any())
+        """Whether any token has an advantage beyond rounding, or may get one in the passes."""
+        advantage_S = self.columns.get("advantage")
+        return advantage_S is None or bool((advantage_S.abs() > ROUNDING).any())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class GroupRows:
 
 def group_rows(
     group: Group,
-    algo: Algo,
+    algo: Algorithm,
     *,
     step_of: StepOf,
     step_now: int,
@@ -108,7 +108,7 @@ def group_rows(
     undone: Undone = lambda _: False,
     keeps_kv: bool = True,
 ) -> GroupRows:
-    """Rows and advantages of one group (laws 3 and 5).
+    """Rows of one group, with the columns that the algorithm prepares from its rewards (laws 3 and 5).
 
     The lag of a token is max(0, step_now - step_of(its version)); a token with lag > max_lag is not scored. `keeps_kv`:
     after a weight update engines go on with the keys and values that they have."""
@@ -126,9 +126,9 @@ def group_rows(
     told = trained + [member for member in group.left_out if member.scored]
     rows: list[Row] = []
     stale: Counter[int] = Counter()
-    for trajectory, advantage_T in zip(group.trajectories, _advantages(group, algo), strict=True):
+    for trajectory, prepared in zip(group.trajectories, _prepared(group, algo), strict=True):
         if trajectory.scored:
-            for row in _rows(trajectory, advantage_T, lag_of, origin_of):
+            for row in _rows(trajectory, prepared, lag_of, origin_of):
                 fresh = _within(row, max_lag, stale)
                 if fresh is not None:
                     rows.append(fresh)
@@ -153,19 +153,21 @@ def group_rows(
     )
 
 
-def weigh(groups: Sequence[GroupRows], kind: Normalise) -> list[list[Row]]:
-    """The rows of each group with their tokens' shares of one update's loss, which sum to 1 over all of them; the
-    group's weight then multiplies each."""
-    rows = [row for group in groups for row in group.rows]
+def weigh(parts: Sequence[Sequence[GroupRows]], algo: Algorithm) -> list[list[list[Row]]]:
+    """The rows of each group of each update of a step, with their tokens' shares of the loss. The losses of the updates
+    average to the loss of the step, however it is divided. A group's weight multiplies the shares of its tokens."""
+    rows = [row for part in parts for group in part for row in group.rows]
     if not rows:
-        return [[] for _ in groups]
-    episode = torch.cat([torch.full_like(row.place_S, row.episode_id) for row in rows])
-    weights = iter(token_weights(episode, kind).split([len(row.place_S) for row in rows]))
-    return [[row.having(weight=next(weights) * group.weight) for row in group.rows] for group in groups]
+        return [[[] for _ in part] for part in parts]
+    shares = token_weights(torch.cat([row.columns["episode"] for row in rows]), algo.normalise, algo.divisor)
+    weights = iter((shares * len(parts)).split([len(row.place_S) for row in rows]))
+    return [
+        [[row.having(weight=next(weights) * group.weight) for row in group.rows] for group in part] for part in parts
+    ]
 
 
-def _advantages(group: Group, algo: Algo) -> list[Tensor]:
-    """Advantage of each trajectory's turns, [T] each; 0 for turns of frozen policies.
+def _prepared(group: Group, algo: Algorithm) -> list[dict[str, Tensor]]:
+    """What the algorithm says of each trajectory's turns, [T] each by name; 0 for turns of frozen policies.
 
     Members in the record are judged against each other; a late one, which is not in it, against all of these."""
     members = group.trajectories
@@ -177,7 +179,7 @@ def _advantages(group: Group, algo: Algo) -> list[Tensor]:
     judged = {place: member.record for place, member in zip(places, members, strict=True) if member.scored}
     records = judged | judges
     scored_G, judges_G = (torch.tensor([place in those for place in range(size)]) for those in (records, judges))
-    advantages = [torch.zeros(len(member.turns), dtype=torch.float64) for member in members]
+    prepared: list[dict[str, Tensor]] = [{} for _ in members]
     for role in dict.fromkeys(turn.role for member in members for turn in member.turns if turn.learns):
         rewards = [records[place].rewards.get(role, ()) if place in records else () for place in range(size)]
         turns_G = torch.tensor([len(own) for own in rewards])
@@ -185,38 +187,38 @@ def _advantages(group: Group, algo: Algo) -> list[Tensor]:
         for place, own in enumerate(rewards):
             rewards_GT[place, : len(own)] = torch.tensor(own, dtype=torch.float64)
         outcomes = [records[place].outcome_of(role) if place in records else 0.0 for place in range(size)]
-        of_role_GT = turn_advantages(
-            torch.tensor(outcomes, dtype=torch.float64),
-            rewards_GT,
-            turns_G,
-            scored_G,
-            baseline=algo.baseline,
-            scale=algo.scale,
-            process_weight=algo.process_weight,
+        siblings = Siblings(
+            outcomes_G=torch.tensor(outcomes, dtype=torch.float64),
+            rewards_GT=rewards_GT,
+            turns_G=turns_G,
+            scored_G=scored_G,
             judges_G=judges_G,
         )
-        for place, member, advantage_T in zip(places, members, advantages, strict=True):
-            own = [turn.index for turn in member.turns if turn.role == role]
-            if place in records:
-                advantage_T[own] = of_role_GT[place, : len(own)]
-    return advantages
+        for name, of_role_GT in algo.prepare(siblings).items():
+            for place, member, columns in zip(places, members, prepared, strict=True):
+                column_T = columns.setdefault(name, torch.zeros(len(member.turns), dtype=torch.float64))
+                own = [turn.index for turn in member.turns if turn.role == role]
+                if place in records:
+                    column_T[own] = of_role_GT[place, : len(own)]
+    return prepared
 
 
 def _rows(
     trajectory: Trajectory,
-    advantage_T: Tensor,
+    prepared: Mapping[str, Tensor],
     lag_of: Callable[[int], int],
     origin_of: Callable[[Turn, VersionSpan], Origin],
 ) -> list[Row]:
     """All rows of an episode. Raises ValueError for a turn without any context: nothing predicts its first token."""
     turns, named = trajectory.turns, known()
+    roles = list(dict.fromkeys(turn.role for turn in turns))
     continued = {turn.parent for turn in turns}
     seen: set[int] = set()
     rows: list[Row] = []
     for leaf in (turn for turn in turns if turn.index not in continued):
         token_ids: list[int] = []
         place: list[int] = []
-        values: dict[str, list[float]] = {name: [] for name in (*BUILT_IN, *named)}
+        values: dict[str, list[float]] = {name: [] for name in (*BUILT_IN, *prepared, *named)}
         for turn in _path(turns, leaf):
             token_ids += turn.prompt_ids
             if not token_ids and turn.token_ids:
@@ -232,7 +234,11 @@ def _rows(
             for span in turn.spans:
                 values["lag"] += [lag_of(span.version)] * (span.end - span.start)
                 values["origin"] += [origin_of(turn, span)] * (span.end - span.start)
-            values["advantage"] += [float(advantage_T[turn.index])] * n
+            values["episode"] += [trajectory.episode_id] * n
+            values["role"] += [roles.index(turn.role)] * n
+            values["turn"] += [turn.index] * n
+            for name, column_T in prepared.items():
+                values[name] += [float(column_T[turn.index])] * n
             values["weight"] += [1.0] * n
             for name in named:
                 values[name] += filled(name, turn.columns, n)
@@ -250,8 +256,8 @@ def _rows(
 
 
 def _tensor(name: str, numbers: Sequence[float], named: Mapping[str, Column]) -> Tensor:
-    if name in BUILT_IN:
-        return torch.tensor(numbers, dtype=BUILT_IN[name])
+    if name not in named:
+        return torch.tensor(numbers, dtype=BUILT_IN.get(name, torch.float32))
     column = named[name]
     return torch.tensor(numbers, dtype=getattr(torch, column.dtype)).reshape(-1, *column.shape)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from agentrl import columns, registry
+from agentrl.algos.grpo import GRPO
 from agentrl.columns import Column
-from agentrl.config import Algo
 from agentrl.engine.stitching import Stitcher
 from agentrl.engine.wire import ChunkParser
 from agentrl.errors import EngineError, StoreError, UsageError
@@ -57,7 +57,7 @@ async def test_a_registered_column_is_in_the_pack_after_a_round_trip_through_the
         await play(claim_one(), context(env, engine, checkpoint_tokens=4))
     (row, *_) = store.episodes("train")
     group = store.group(row.group_id)
-    rows = group_rows(group, Algo(baseline="none"), step_of=store.step_of, step_now=0, max_lag=0).rows
+    rows = group_rows(group, GRPO(baseline="none"), step_of=store.step_of, step_now=0, max_lag=0).rows
     (pack,) = packs([rows], 4096)
     told, untold = (sum(len(turn.token_ids) for turn in member.turns) for member in group.trajectories)
     ids_K = pack.target_K

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import Algo
+from agentrl.algos.grpo import GRPO
 from agentrl.engine.renderer import Renderer
 from agentrl.errors import PolicyFault, SandboxPathError
 from agentrl.records import StopReason, context_ids
@@ -76,7 +76,7 @@ async def test_a_given_role_is_played_by_its_own_engine_and_never_trained(
     assert (len(learning.requests), len(frozen.requests)) == (4, 4)
     assert audit(store).violations == []
     group = store.group(trajectory.group_id)
-    rows = group_rows(group, Algo(baseline="none"), step_of=store.step_of, step_now=0, max_lag=0).rows
+    rows = group_rows(group, GRPO(baseline="none"), step_of=store.step_of, step_now=0, max_lag=0).rows
     assert [len(row.place_S) for row in rows] == [
         sum(len(turn.token_ids) for turn in member.turns if turn.role == "ann") for member in group.trajectories
     ]

@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+from agentrl.algos.grpo import GRPO
 from agentrl.cli import _evaluation_config
-from agentrl.config import Algo, parse
+from agentrl.config import parse
 from agentrl.errors import ConfigError
 from agentrl.ports import free_port
 from agentrl.records import GroupState, StopReason
@@ -62,7 +63,7 @@ def test_law_3_a_broken_host_leaves_loss_and_baseline_a_missing_file_stays(tmp_p
                     assert message["content"] == "error: 'gone.txt': No such file or directory"
                     assert (member.stop_reason, member.outcome) == (StopReason.DONE, len(member.turns[-1].text) / 100)
                     kept += 1
-            rows = group_rows(group, Algo(), step_of=store.step_of, step_now=1, max_lag=9)
+            rows = group_rows(group, GRPO(), step_of=store.step_of, step_now=1, max_lag=9)
             scored = [member for member in group.trajectories if member.scored]
             assert {row.episode_id for row in rows.rows} <= {member.episode_id for member in scored}
             for row in rows.rows:  # the baseline is that of the scored siblings alone

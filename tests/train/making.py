@@ -17,7 +17,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from agentrl.config import Algo, Buffer, EnvSource, Rollout, RunConfig, Train
+from agentrl.algos.grpo import GRPO
+from agentrl.config import Buffer, EnvSource, Rollout, RunConfig, Train
 from agentrl.records import Group, GroupState, Step, StopReason, Task, Trajectory, Turn, VersionSpan
 
 VOCAB = 23
@@ -164,7 +165,7 @@ def random_group(id: int, seed: int, *, members: int = 4, vocab: int = VOCAB) ->
 
 def run_config(
     *,
-    algo: Algo | None = None,
+    algo: GRPO | None = None,
     train: Train | None = None,
     buffer: Buffer | None = None,
     rollout: Rollout | None = None,
@@ -174,7 +175,7 @@ def run_config(
         model="unused",
         seed=seed,
         env=EnvSource(id="test/none"),
-        algo=algo or Algo(),
+        algo=algo or GRPO(),
         train=train or Train(warmup_steps=0),
         buffer=buffer or Buffer(),
         rollout=rollout or Rollout(),

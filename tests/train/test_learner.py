@@ -11,7 +11,8 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
-from agentrl.config import Algo, Buffer, Rollout, RunConfig, Train
+from agentrl.algos.grpo import GRPO
+from agentrl.config import Buffer, Rollout, RunConfig, Train
 from agentrl.errors import ConfigError, RunFailed
 from agentrl.records import Group, StopReason, VersionSpan
 from agentrl.train.learner import Learner
@@ -85,14 +86,14 @@ def tree_gradients(
 @pytest.mark.parametrize(
     "algo",
     [
-        Algo(),
-        Algo(normalise="sequence", importance="none", process_weight=0.0),
-        Algo(kl_weight=0.1, entropy_weight=0.05, importance_cap=1.2),
+        GRPO(),
+        GRPO(normalise="sequence", importance="none", process_weight=0.0),
+        GRPO(kl_weight=0.1, entropy_weight=0.05, importance_cap=1.2),
     ],
     ids=["default", "sequence", "penalties"],
 )
 @pytest.mark.parametrize("budget", [30, 4096])
-def test_trees_train_as_rows(qwen3_dir: Path, algo: Algo, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_train_as_rows(qwen3_dir: Path, algo: GRPO, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [random_group(id, seed=id + 10) for id in range(1, 5)]
     config = run_config(
         algo=algo,
@@ -270,7 +271,7 @@ def test_the_mismatch_of_fresh_tokens_is_that_of_one_version_alone(qwen3_dir: Pa
 def test_several_updates_stay_near_the_policy_of_the_steps_start(qwen3_dir: Path) -> None:
     train = Train(lr=3e-2, warmup_steps=0, epochs=6)
     wide, narrow = (
-        Learner(run_config(train=train, algo=Algo(clip_low=clip, clip_high=clip)), qwen3_dir) for clip in (1e6, 0.05)
+        Learner(run_config(train=train, algo=GRPO(clip_low=clip, clip_high=clip)), qwen3_dir) for clip in (1e6, 0.05)
     )
     moved: list[float] = []
     for learner in (wide, narrow):

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from agentrl.config import Algo, Train
+from agentrl.algos.grpo import GRPO
+from agentrl.config import Train
 from agentrl.errors import ModelError
 from agentrl.train import model
 from agentrl.train.learner import Learner
@@ -117,7 +118,7 @@ def test_the_reference_of_an_adapter_is_the_model_below_it_and_no_second_one(
     load = model._load  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(model, "_load", lambda path: loaded.append(path) or load(path))
     train = Train(warmup_steps=0, lr=1e-2, lora_rank=RANK, gradient_checkpointing=checkpointing)
-    penalised = run_config(algo=Algo(kl_weight=0.5), train=train, seed=3)
+    penalised = run_config(algo=GRPO(kl_weight=0.5), train=train, seed=3)
     one = Learner(penalised, folder)
     assert loaded == [folder]
     two = Learner(penalised, folder, reference_dir=elsewhere)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from agentrl.algos.corrections import Origin
-from agentrl.config import Algo
+from agentrl.algos.grpo import GRPO
 from agentrl.records import Group, Step, StopReason, Trajectory, Turn, VersionSpan
 from agentrl.train.samples import GroupRows, group_rows, weigh
 
@@ -17,7 +17,7 @@ from .making import episode, group_of, random_group, turn
 
 def rows_of(group: Group, *, max_lag: int = 100, step_now: int = 0, **algo: object) -> GroupRows:
     return group_rows(
-        group, Algo.model_validate(algo), step_of=lambda version: version, step_now=step_now, max_lag=max_lag
+        group, GRPO.model_validate(algo), step_of=lambda version: version, step_now=step_now, max_lag=max_lag
     )
 
 
@@ -168,7 +168,7 @@ def test_tokens_tell_what_besides_their_age_sets_them_apart(keeps_kv: bool, orig
     group = group_of([episode(0, [over_weights(3, 3, 5, 9)], 1.0), episode(1, [turn(0, [1], [2])], 0.0)])
     got = group_rows(
         group,
-        Algo(),
+        GRPO(),
         step_of=lambda version: version,
         step_now=8,
         max_lag=100,
@@ -210,12 +210,12 @@ def test_process_rewards_can_be_switched_off() -> None:
 def test_weights_are_shares_of_the_whole_update() -> None:
     two = [turn(0, [1], [2, 3]), turn(1, [9], [4], parent=None)]  # one episode, two rows
     groups = [rows_of(group_of([episode(0, two, 1.0), episode(1, [turn(0, [1], [2])], 0.0)]))]
-    (rows,) = weigh(groups, "sequence")
+    (rows,) = weigh([groups], GRPO(normalise="sequence"))[0]
     assert [len(row.columns["weight"]) for row in rows] == [2, 1, 1]
     assert torch.cat([row.columns["weight"] for row in rows]).tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
-    (rows,) = weigh(groups, "token")
+    (rows,) = weigh([groups], GRPO())[0]
     assert torch.cat([row.columns["weight"] for row in rows]).tolist() == pytest.approx([0.25] * 4)
-    assert weigh([rows_of(group_of([]))], "token") == [[]]
+    assert weigh([[rows_of(group_of([]))]], GRPO()) == [[[]]]
 
 
 def test_what_ended_by_its_length_is_told_of_the_turns_that_learn() -> None:
@@ -287,7 +287,7 @@ def test_what_is_left_out_has_no_share_of_the_updates_loss() -> None:
     mixed = replace(turn(0, [1], [2, 3, 4]), spans=(VersionSpan(1, 0, 2), VersionSpan(8, 2, 3)))
     sibling_of = episode(1, [turn(0, [1], [5, 6, 7], version=8)], 0.0)
     rows = rows_of(group_of([episode(0, [mixed], 1.0), sibling_of]), step_now=8, max_lag=1)
-    (weighed,) = weigh([rows], "token")
+    (weighed,) = weigh([[rows]], GRPO())[0]
     assert torch.cat([row.columns["weight"] for row in weighed]).tolist() == [0.25] * 4
-    (weighed,) = weigh([rows], "sequence")
+    (weighed,) = weigh([[rows]], GRPO(normalise="sequence"))[0]
     assert torch.cat([row.columns["weight"] for row in weighed]).tolist() == pytest.approx([0.5, 1 / 6, 1 / 6, 1 / 6])

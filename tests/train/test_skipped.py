@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from agentrl.algos.grpo import GRPO
 from agentrl.algos.losses import Normalise
-from agentrl.config import Algo
 from agentrl.records import Group, GroupState
 from agentrl.store.returns import Returns, advantages, strength
 from agentrl.train.learner import Learner
@@ -19,7 +19,7 @@ from .making import episode, group_of, random_group, run_config, tiny_qwen3, tur
 
 
 def rows_of(group: Group, **algo: object) -> GroupRows:
-    settings = Algo.model_validate(algo)
+    settings = GRPO.model_validate(algo)
     return group_rows(group, settings, step_of=lambda version: 0, step_now=0, max_lag=9)
 
 
@@ -67,7 +67,8 @@ def test_skipped_groups_leave_the_minibatches_even(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["token", "sequence"])
 def test_a_groups_weight_multiplies_its_share_of_the_loss(kind: Normalise) -> None:
     groups = [rows_of(replace(random_group(id, seed=id), weight=weight)) for id, weight in ((1, 1.0), (2, 2.5))]
-    plain = weigh([rows_of(random_group(id, seed=id)) for id in (1, 2)], kind)
-    for weight, rows, without in zip((1.0, 2.5), weigh(groups, kind), plain, strict=True):
+    algo = GRPO(normalise=kind)
+    (plain,) = weigh([[rows_of(random_group(id, seed=id)) for id in (1, 2)]], algo)
+    for weight, rows, without in zip((1.0, 2.5), weigh([groups], algo)[0], plain, strict=True):
         for row, one in zip(rows, without, strict=True):
             torch.testing.assert_close(row.columns["weight"], weight * one.columns["weight"])

@@ -1,0 +1,142 @@
+"""What an algorithm is: an object with its settings as fields and four methods, which a learner calls in this order.
+
+    prepare      what is known of a group before any forward pass, from its rewards alone
+    (forward)    the learner computes what `ahead` asks for, over all tokens of the step, with the models of `slots`
+    advantages   what is known of the tokens of a step after that pass
+    loss         the loss of one pass, from the columns of its tokens and what its forward pass says of them
+
+Knows tensors, never models, rows or files. An algorithm of yours derives from `Algorithm` and is offered under the
+entry-point group `agentrl.algorithms`; `[algo] kind` names it. Its fields are its settings: the run file's `[algo]`.
+
+This module loads without torch, since every process of a run reads the settings; so does the file of each algorithm,
+which imports the functions that it needs inside its methods.
+
+Columns are tensors [N, ...] by name, one entry for each of N scored tokens. The learner's own:
+
+    behaviour    log-prob in nats under the policy that sampled
+    weight       share of the loss; those of a step sum to its number of updates
+    lag, origin  optimizer steps since the weights that sampled; a number of `corrections.Origin`
+    episode, role, turn   numbers that say where the token is; tokens of a turn are in order
+    proximal     log-prob under the policy at the start of the step
+    values       if `slots` has a critic: its value before the token, at the start of the step
+    reference    if `slots` has such a frozen model: log-prob under it; likewise any other, under its name
+    and those that `agentrl.columns` knows, and that `prepare` and `advantages` return
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+Trunk = Literal["own", "shared"]
+
+ROUNDING = 1e-9  # sums of equal rewards in another order differ by less
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Siblings:
+    """What the members of a group earned, as one role sees it: `_G` members, `_T` turns of the role. Rewards are
+    float64; anything past `turns_G` is 0. `scored_G` says who takes part, `judges_G` who may form a baseline."""
+
+    outcomes_G: Tensor
+    rewards_GT: Tensor
+    turns_G: Tensor
+    scored_G: Tensor
+    judges_G: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slots:
+    """The models besides the policy. `frozen` ones, such as `reference` and `teacher`, by name: the folder of each, or
+    None for the model that the run began with. A critic has a value head on a trunk of its own, or on the policy's; its
+    learning rate is `critic_lr` (default: the policy's)."""
+
+    frozen: Mapping[str, str | None] = field(default_factory=dict[str, "str | None"])
+    critic: Trunk | None = None
+    critic_lr: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """What a pass with gradients says of its tokens: log-probs in nats, entropies, and values if there is a critic."""
+
+    logprobs_K: Tensor
+    entropy_K: Tensor
+    values_K: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """`total` is the scalar to minimise; those of an update's passes add up. `clipped_K` says where a clip cut the
+    gradient. `gauges` are scalars that add up likewise and are reported by name."""
+
+    total: Tensor
+    clipped_K: Tensor
+    gauges: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
+
+
+class Algorithm(BaseModel):
+    """An algorithm and its settings. Immutable; without state between steps."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    kind: Any  # which algorithm
+    process_weight: Weight = 1.0  # 0 switches process rewards off
+    importance_cap: Positive = 2.0  # importance weights, behaviour -> proximal, are cut off here
+    normalise: Literal["token", "sequence", "constant"] = "token"  # what weighs the same in the mean, see `divisor`
+    divisor: Count = 256  # normalise = "constant": an episode's sum is divided by so many tokens, whatever its length
+
+    @property
+    def slots(self) -> Slots:
+        """The models that it needs besides the policy."""
+        return Slots()
+
+    @property
+    def ahead(self) -> bool:
+        """Whether `advantages` needs a forward pass over the step before its first update."""
+        return False
+
+    @property
+    def entropy_gradient(self) -> bool:
+        """Whether its loss differentiates the entropy."""
+        return False
+
+    @property
+    def compares(self) -> bool:
+        """Whether it judges an episode by its siblings, so that a group needs two members."""
+        return False
+
+    @property
+    def corrects(self) -> bool:
+        """Whether it weighs stale tokens by their importance."""
+        return True
+
+    def prepare(self, siblings: Siblings) -> dict[str, Tensor]:
+        """Columns of the turns of a group, each [G, T], before any forward pass; float32 once they are columns."""
+        raise NotImplementedError
+
+    def matters(self, tokens: Mapping[str, Tensor]) -> bool:
+        """Whether a row can move any weights. A row that cannot is counted in the normalisation, but not computed."""
+        return True
+
+    def advantages(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """More columns of all tokens of a step, after the forward pass that `ahead` asks for."""
+        return {}
+
+    def trained(self, step: int) -> tuple[str, ...]:
+        """The names of the models that step number `step` (from 0) updates."""
+        return ("policy",) if self.slots.critic is None else ("policy", "critic")
+
+    def loss(self, tokens: Mapping[str, Tensor], outputs: Outputs, step: int) -> Loss:
+        """The loss of one pass of step number `step`."""
+        raise NotImplementedError

@@ -1,0 +1,94 @@
+"""The critic: the value of the text before each scored token, by a linear head on a language model's last layer.
+
+Owns the head, and the trunk if it is the critic's own. Never knows returns, losses or optimizers.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from agentrl.errors import ModelError
+from agentrl.train.model import PolicyModel
+from agentrl.train.packing import Pack
+
+_FILE = "critic.safetensors"
+
+
+class Critic:
+    """Values of a pack's tokens. A trunk of its own begins as the policy does; a shared one is the policy, and learns
+    from both losses. The head begins at 0, so that a new critic says 0 of everything."""
+
+    def __init__(self, trunk: PolicyModel, *, own: bool) -> None:
+        """If `own`, `trunk` loses its output layer."""
+        self._trunk, self.own = trunk, own
+        output: Any = trunk.module.get_output_embeddings()
+        self.head = nn.Linear(output.in_features, 1, device=trunk.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        if own:
+            trunk.module.set_output_embeddings(nn.Identity())
+
+    @contextmanager
+    def listening(self) -> Generator[list[Tensor]]:
+        """Inside, each pass of the trunk leaves the input of its output layer [1, P, H]."""
+        heard: list[Tensor] = []
+        layer: Any = self._trunk.module.get_output_embeddings()
+
+        def hear(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            heard.append(inputs[0])
+
+        hook = layer.register_forward_pre_hook(hear)
+        try:
+            yield heard
+        finally:
+            hook.remove()
+
+    def values(self, pack: Pack, heard: list[Tensor]) -> Tensor:
+        """The value [K] of the text before each scored token. `heard` is what a pass of a shared trunk left; a trunk of
+        its own runs one here."""
+        if self.own:
+            with self.listening() as heard:
+                self._trunk.logits(pack)
+        (hidden_1PH,) = heard
+        return self.head(hidden_1PH[0].float())[:, 0][pack.predictor_K]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that only the critic trains."""
+        return [*(self._trunk.parameters() if self.own else ()), *self.head.parameters()]
+
+    def save(self, folder: Path) -> None:
+        """Write its own parameters into a new folder."""
+        folder.mkdir()
+        save_file({name: tensor.detach().contiguous() for name, tensor in self._tensors().items()}, folder / _FILE)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote. Raises ModelError if it is not there or of another shape."""
+        try:
+            tensors = load_file(folder / _FILE)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"no critic in {str(folder)!r} ({error}): was another algo.kind trained?") from error
+        own = self._tensors()
+        wrong = own.keys() ^ tensors.keys() or {name for name in own if own[name].shape != tensors[name].shape}
+        if wrong:
+            raise ModelError(
+                f"the critic in {str(folder)!r} is another one: {sorted(wrong)[0]} (algo.trunk, train.lora_rank)"
+            )
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        trunk = self._trunk.module.named_parameters() if self.own else ()
+        named = {f"trunk.{name}": p for name, p in trunk if p.requires_grad}
+        return {**named, **{f"head.{name}": p for name, p in self.head.named_parameters()}}

@@ -1,0 +1,124 @@
+"""The models of a learner by name: the policy, the frozen ones and the critic that its algorithm asks for.
+
+Owns them, their optimizers, and what a checkpoint keeps of those besides the policy. Never knows a loss.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.algos.algorithm import Outputs
+from agentrl.config import RunConfig, Train
+from agentrl.errors import RunFailed
+from agentrl.train import lora
+from agentrl.train.critic import Critic
+from agentrl.train.model import PolicyModel
+from agentrl.train.packing import Pack
+
+REFERENCE = "reference"
+
+
+class Models:
+    """`policy` is the model that engines get. `optimizers` has one for each model that is trained: `policy`, and
+    `critic` if there is one."""
+
+    def __init__(
+        self, config: RunConfig, model_dir: Path, device: torch.device | str, *, reference_dir: Path | None
+    ) -> None:
+        """Raises ModelError for a folder that cannot be used."""
+        train, slots = config.train, config.algo.slots
+        self._config, self._temperature = config, config.rollout.temperature
+        self.policy = self._load(model_dir, device, adapter=train if train.lora_rank else None)
+        self._frozen: dict[str, PolicyModel | None] = {}  # None: the policy with its adapter switched off
+        for name, folder in slots.frozen.items():
+            chosen = Path(folder) if folder else reference_dir if name == REFERENCE and reference_dir else model_dir
+            below = bool(train.lora_rank) and chosen == model_dir
+            self._frozen[name] = None if below else self._load(chosen, device)
+        self.optimizers = {"policy": self._optimizer(self.policy.parameters(), train.lr)}
+        self._lr = {"policy": train.lr}
+        self.critic: Critic | None = None
+        if slots.critic is not None:
+            own = slots.critic == "own"
+            trunk = self._load(model_dir, device, adapter=train if train.lora_rank else None) if own else self.policy
+            self.critic = Critic(trunk, own=own)
+            self._lr["critic"] = slots.critic_lr or train.lr
+            self.optimizers["critic"] = self._optimizer(self.critic.parameters(), self._lr["critic"])
+
+    def _load(self, folder: Path, device: torch.device | str, adapter: Train | None = None) -> PolicyModel:
+        train = self._config.train
+        return PolicyModel(
+            folder,
+            device=device,
+            dtype=torch.bfloat16 if train.dtype == "bfloat16" else torch.float32,
+            checkpointing=train.gradient_checkpointing,
+            compiled=train.compile,
+            adapter=adapter,
+        )
+
+    def _optimizer(self, parameters: Sequence[nn.Parameter], lr: float) -> torch.optim.AdamW:
+        train = self._config.train
+        return torch.optim.AdamW(parameters, lr=lr, betas=train.betas, weight_decay=train.weight_decay)
+
+    # --- passes ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def ahead(self, pack: Pack) -> dict[str, Tensor]:
+        """Columns of a pass under the models as they are now: `proximal`, and `values` if there is a critic."""
+        outputs = self.forward(pack, entropy_grad=False)
+        columns = {"proximal": outputs.logprobs_K}
+        return columns if outputs.values_K is None else {**columns, "values": outputs.values_K}
+
+    def forward(self, pack: Pack, *, entropy_grad: bool) -> Outputs:
+        """What policy and critic say of a pass, with gradients."""
+        critic = self.critic
+        with nullcontext([]) if critic is None or critic.own else critic.listening() as heard:
+            logprobs_K, entropy_K = self.policy.logprobs(pack, temperature=self._temperature, entropy_grad=entropy_grad)
+        values_K = None if critic is None else critic.values(pack, heard)
+        return Outputs(logprobs_K=logprobs_K, entropy_K=entropy_K, values_K=values_K)
+
+    @torch.no_grad()
+    def frozen(self, pack: Pack) -> dict[str, Tensor]:
+        """The log-probs of a pass under each frozen model, by its name."""
+        columns: dict[str, Tensor] = {}
+        for name, model in self._frozen.items():
+            if model is not None:
+                columns[name] = model.logprobs(pack, temperature=self._temperature)[0]
+                continue
+            with lora.switched_off(self.policy.module):
+                columns[name] = self.policy.logprobs(pack, temperature=self._temperature)[0]
+        return columns
+
+    # --- updates --------------------------------------------------------------------------------------------------
+
+    def update(self, names: Sequence[str], *, warmth: float, loss: float, step: int) -> float:
+        """One optimizer step of the named models from the gradients at hand, and no gradients after it. `warmth` scales
+        the learning rates. Returns the norm of the gradient of the first of them, before it was clipped.
+
+        Raises RunFailed if a gradient is not finite; no weight has changed then."""
+        norms = {name: self._clip(name) for name in names}
+        if not all(map(math.isfinite, norms.values())):
+            self._forget()
+            raise RunFailed(f"step {step}: the gradient is not finite (loss {loss}); lower train.lr")
+        for name in names:
+            for group in self.optimizers[name].param_groups:
+                group["lr"] = self._lr[name] * warmth
+            self.optimizers[name].step()
+        self._forget()
+        return norms[names[0]]
+
+    def _clip(self, name: str) -> float:
+        parameters = self.policy.parameters() if self.critic is None or name == "policy" else self.critic.parameters()
+        return float(nn.utils.clip_grad_norm_(parameters, self._config.train.grad_clip))
+
+    def _forget(self) -> None:
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
