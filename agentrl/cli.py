@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from agentrl.episodes_cli import add_commands
 from agentrl.errors import AgentRLError, UsageError
 from agentrl.rewards_cli import rescore, rewards
 
@@ -36,6 +37,7 @@ _new = typer.Typer(no_args_is_help=True, help="Start a package of your own.")
 app.add_typer(_new, name="new")
 app.command()(rewards)
 app.command()(rescore)
+add_commands(app)
 _UNWRAPPED = 10_000  # columns
 _SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")]
 

@@ -208,6 +208,8 @@ class _Episode:
                 return await self._go_on()
             reason = f"{reason}; and of its snapshot: {unrestored}" if unrestored else reason
             reason = "; ".join(filter(None, (reason, store.unsaved(claim.episode_id))))
+            if claim.fork_turn is not None:  # its siblings begin at that turn
+                raise EnvError(f"a fork cannot be brought to turn {len(claim.turns)}: {reason}")
             store.restart_episode(claim.episode_id, claim.fence, reason)
             self._turns, self._begun, self._trial = [], None, self._trial + 1
             self._guard.seconds = 0.0

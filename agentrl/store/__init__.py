@@ -33,6 +33,7 @@ from agentrl.store.buffer import Buffer, Expired
 from agentrl.store.closing import FULL, ClosePolicy, Full, Quorum, close_policy
 from agentrl.store.database import Database
 from agentrl.store.deaths import Deaths, Quarantined, Released
+from agentrl.store.forks import Forks
 from agentrl.store.groups import TRAIN, Groups
 from agentrl.store.journal import Journal
 from agentrl.store.leases import Claim, Leases
@@ -94,7 +95,19 @@ __all__ = [
 
 
 class RunStore(
-    Groups, Leases, Deaths, Journal, Snapshots, Buffer, Lineage, Recovery, Rewards, Metrics, Readers, ReplayCounts
+    Groups,
+    Forks,
+    Leases,
+    Deaths,
+    Journal,
+    Snapshots,
+    Buffer,
+    Lineage,
+    Recovery,
+    Rewards,
+    Metrics,
+    Readers,
+    ReplayCounts,
 ):
     """A run's store, opened by this process. Threads may share it; forked children may not: they open their own.
 

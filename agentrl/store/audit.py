@@ -74,6 +74,7 @@ KINDS = {
     "trained_twice": 2,  # more than one live lineage row for an episode
     "lineage_broken": 2,  # taken or trained without a lineage row, or the reverse; trained without a checkpoint
     "checkpoint_disagrees": 2,  # a checkpoint's folder lists other episodes than the lineage of its steps
+    "fork_broken": 2,  # a fork that trains turns of its origin, has others than it, or began anew
     "trained_unfinished": 2,  # an episode in the lineage that had not ended
     "trained_unscored": 3,  # an episode in the lineage that is not scored, or has too few siblings to compare with
     "record_disagrees": 3,  # a group's record differs from its scored members (late ones left out)
@@ -99,6 +100,7 @@ def audit(store: RunStore, checkpoints: Path | None = None) -> AuditReport:
         _check_owners,
         _check_turns,
         _check_ends,
+        _check_forks,
         _check_lineage,
         _check_records,
         _check_skipped,
@@ -286,6 +288,27 @@ def _check_ends(db: Database, report: AuditReport) -> None:
             report.breach("group_stuck", f"group {group} is {state} with {unfinished} members not ended")
         if group_open and late:
             report.breach("group_stuck", f"group {group} is {state}, and {late} of its members are late")
+
+
+def _check_forks(db: Database, report: AuditReport) -> None:
+    """Check that the turns of a fork before its own are those of its origin, and are context only."""
+    for episode, trial, fork_turn, learned, n, other in db.rows(
+        "SELECT e.id, e.trial, g.fork_turn, MIN(iif(t.learns, t.idx, NULL)), COUNT(t.id),"
+        " MIN(iif(o.id IS NULL OR (t.text, t.spans, t.n_prompt, t.n_tokens) IS NOT (o.text, o.spans, o.n_prompt,"
+        " o.n_tokens) OR (g.tokens_dropped = 0 AND k.data <> l.data), t.idx, NULL)) FROM groups g"
+        " JOIN episodes e ON e.group_id = g.id"
+        " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = 0 AND t.idx < g.fork_turn"
+        " LEFT JOIN turns o ON o.episode_id = g.fork_of AND o.trial = g.fork_trial AND o.idx = t.idx"
+        " LEFT JOIN tokens k ON k.turn_id = t.id LEFT JOIN tokens l ON l.turn_id = o.id"
+        " WHERE g.fork_of NOT NULL GROUP BY e.id"
+    ):
+        where = f"episode {episode}, a fork"
+        if learned is not None:
+            report.breach("fork_broken", f"{where}, trains turn {learned} of its origin")
+        if other is not None:
+            report.breach("fork_broken", f"{where}: its turn {other} is not that of its origin")
+        if trial or n != fork_turn:
+            report.breach("fork_broken", f"{where} at turn {fork_turn}, has {n} turns of its origin or was begun anew")
 
 
 def _check_lineage(db: Database, report: AuditReport) -> None:

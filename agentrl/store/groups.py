@@ -55,7 +55,7 @@ class Groups(Part):
             quarantined = {task for (task,) in self._db.rows("SELECT task FROM quarantine")} if new else set[str]()
             playable = [task for task in new if not quarantined or pack_identity(task) not in quarantined]
             for task in playable:
-                _create(self._db, task, bounds.group_size, TRAIN, step)
+                create_group(self._db, task, bounds.group_size, TRAIN, step)
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('next_task', ?)", (str(first + len(new)),))
         return len(again) + len(playable)
 
@@ -83,7 +83,7 @@ class Groups(Part):
         with self._db.write():
             version = latest_confirmed(self._db)
             step = 0 if version is None else version.step
-            return [_create(self._db, task, size, purpose, step) for task in tasks]
+            return [create_group(self._db, task, size, purpose, step) for task in tasks]
 
     def rename_purpose(self, purpose: str, new: str) -> None:
         """Give the groups of an evaluation another purpose."""
@@ -141,7 +141,8 @@ def _load(db: Database) -> Load:
     )
 
 
-def _create(db: Database, task: Task, size: int, purpose: str, step: int) -> int:
+def create_group(db: Database, task: Task, size: int, purpose: str, step: int) -> int:
+    """Start a group and its waiting members; its id. `step` is that of the weights that sample now."""
     cursor = db.execute(
         "INSERT INTO groups (purpose, task, size, state, started_step, admitted_s) VALUES (?, ?, ?, 'waiting', ?, ?)",
         (purpose, pack_task(task), size, step, db.clock()),
@@ -158,7 +159,7 @@ def _create_again(db: Database, lost: int, size: int, step: int) -> None:
     row = db.row("SELECT task, replays FROM groups WHERE id = ?", (lost,))
     assert row is not None
     task, replays = row
-    group_id = _create(db, unpack_task(task), size, TRAIN, step)
+    group_id = create_group(db, unpack_task(task), size, TRAIN, step)
     db.execute("UPDATE groups SET replay_of = ?, replays = ? WHERE id = ?", (lost, replays + 1, group_id))
 
 

@@ -136,6 +136,11 @@ class Journal(Versions):
         set aside with the reason (`restarts` reads them); they are counted and never trained."""
         with self._db.write():
             trial = check_fence(self._db, episode_id, fence)
+            if self._db.row(
+                "SELECT 1 FROM episodes e JOIN groups g ON g.id = e.group_id WHERE e.id = ? AND g.fork_of NOT NULL",
+                (episode_id,),
+            ):
+                raise StoreError(f"episode {episode_id}: a fork cannot start anew, its siblings begin at a later turn")
             self._db.execute(
                 "INSERT INTO restarts SELECT id, trial, start, ?, ? FROM episodes WHERE id = ?",
                 (printable(reason), self._db.clock(), episode_id),

@@ -26,7 +26,7 @@ from agentrl.store.versions import latest_confirmed
 class Claim:
     """An episode to play or to continue. `turns` are those already journaled, the last one perhaps without its step;
     `partial` holds the tokens of the next turn if it was interrupted; `start` is None if the episode has not begun.
-    Every journal call takes `fence`."""
+    Every journal call takes `fence`. In a fork, turns from `fork_turn` on are its own (see `forks`)."""
 
     episode_id: int
     group_id: int
@@ -39,6 +39,7 @@ class Claim:
     start: Messages | None
     turns: tuple[Turn, ...]
     partial: Partial | None = None
+    fork_turn: int | None = None
 
 
 # Evaluation first, then episodes of dead workers, then the oldest group's; last, in the same order, those suspected of
@@ -153,12 +154,12 @@ class Leases(Part):
 
     def _load(self, episode_id: int) -> Claim:
         row = self._db.row(
-            "SELECT e.group_id, e.member, g.size, g.task, g.purpose, e.fence, e.trial, e.start"
+            "SELECT e.group_id, e.member, g.size, g.task, g.purpose, e.fence, e.trial, e.start, g.fork_turn"
             " FROM episodes e JOIN groups g ON g.id = e.group_id WHERE e.id = ?",
             (episode_id,),
         )
         assert row is not None
-        group_id, member, size, task, purpose, fence, trial, start = row
+        group_id, member, size, task, purpose, fence, trial, start, fork_turn = row
         return Claim(
             episode_id=episode_id,
             group_id=group_id,
@@ -171,6 +172,7 @@ class Leases(Part):
             start=None if start is None else unpack_messages(start),
             turns=() if start is None else load_turns(self._db, episode_id),
             partial=None if start is None else load_partial(self._db, episode_id),
+            fork_turn=fork_turn,
         )
 
 

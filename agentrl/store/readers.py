@@ -101,13 +101,14 @@ class Readers(Part):
             return load_group(self._db, group_id)
 
     def results(self, after: int = 0) -> list[GroupResult]:
-        """Training groups with ids above `after` in the order of admission, up to the first that is still open. So a
-        reader that goes on from its last id sees the same groups in the same order as one that starts anew."""
+        """Training groups with ids above `after` in the order of admission, up to the first that is still open; no
+        forks. A reader that goes on from its last id sees the same groups in the same order as one that starts
+        anew."""
         with self._db.read():
             rows = self._db.rows(
                 "SELECT g.id, g.task, COUNT(e.success), COALESCE(AVG(e.success), 0.0) FROM groups g"
                 " JOIN episodes e ON e.group_id = g.id AND e.late = 0"
-                " WHERE +g.purpose = ?1 AND g.id > ?2 AND g.id < COALESCE("
+                " WHERE +g.purpose = ?1 AND g.fork_of IS NULL AND g.id > ?2 AND g.id < COALESCE("
                 "(SELECT MIN(id) FROM groups WHERE purpose = ?1 AND state IN ('waiting', 'running')), 9e18)"
                 " GROUP BY g.id ORDER BY g.id",
                 ("train", after),

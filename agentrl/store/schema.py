@@ -380,6 +380,12 @@ CREATE TABLE unsaved (
 ) STRICT;
 """
 
+_FORKS = """
+ALTER TABLE groups ADD COLUMN fork_of INTEGER REFERENCES episodes;
+ALTER TABLE groups ADD COLUMN fork_trial INTEGER;
+ALTER TABLE groups ADD COLUMN fork_turn INTEGER;
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _ROLES,
@@ -396,6 +402,7 @@ MIGRATIONS: tuple[str, ...] = (
     _LOOKUPS,
     _SKIPPED,
     _UNSAVED,
+    _FORKS,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 
