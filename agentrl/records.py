@@ -72,6 +72,9 @@ Finish = Literal["stop", "length", "abort"]
 POLICY = "policy"
 """The role of an environment that names none."""
 
+ENV = "env"
+"""The environment as a source of rewards."""
+
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
@@ -228,7 +231,7 @@ class Turn:
     @property
     def rewards(self) -> dict[str, float]:
         """The turn's reward from each source; `env` is the environment, once it has answered."""
-        return {**({} if self.step is None else {"env": self.step.reward}), **self.scores}
+        return {**({} if self.step is None else {ENV: self.step.reward}), **self.scores}
 
     @property
     def reward(self) -> float:
@@ -246,35 +249,68 @@ class MemberRecord:
     """A scored member's rewards, for the baseline of its siblings: exact, so that any estimator can be computed.
 
     `rewards` has one process reward for each turn of a role, in order; `outcomes` has the outcome rewards of roles with
-    their own. It holds no tokens."""
+    their own. In a run with reward sources, `streams` has by role and source the rewards that `rewards` sums up, before
+    their `weights` (those of the environment are called `env`, with weight 1). It holds no tokens."""
 
     outcome: float
     outcomes: Mapping[str, float]
     rewards: Mapping[str, tuple[float, ...]]
+    streams: Mapping[str, Mapping[str, tuple[float, ...]]] = field(
+        default_factory=dict[str, Mapping[str, tuple[float, ...]]]
+    )
+    weights: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def outcome_of(self, role: str) -> float:
         """The outcome reward of a role: its own, else the episode's."""
         return self.outcomes.get(role, self.outcome)
 
+    def streams_of(self, role: str) -> Mapping[str, tuple[float, ...]]:
+        """The process rewards of a role's turns by source."""
+        return self.streams.get(role, {ENV: self.rewards.get(role, ())})
+
+
+Earned = tuple[str, float, Mapping[str, float], Mapping[str, float]]
+"""What one turn earned: the role that acted, its reward from the environment, the rewards of other roles for this turn,
+and the scores of other sources."""
+
 
 def member_record(
-    outcome: float, outcomes: Mapping[str, float], turns: Iterable[tuple[str, float, Mapping[str, float]]]
+    outcome: float, outcomes: Mapping[str, float], turns: Iterable[Earned], weights: Mapping[str, float]
 ) -> MemberRecord:
-    """The record of a member. Each turn, in order, is the role that acted, its reward, and the rewards of other roles
-    for this turn; these are added to the other role's last turn (a role that has not acted yet gets nothing)."""
-    rewards: dict[str, list[float]] = {}
-    for actor, reward, others in turns:
-        for role, own in rewards.items():
+    """The record of a member, from its turns in order and the weights of the run's sources. The reward of another role
+    is added to that role's last turn (a role that has not acted yet gets nothing)."""
+    streams: dict[str, dict[str, list[float]]] = {}
+    for actor, reward, others, scores in turns:
+        for role, own in streams.items():
             if role != actor:
-                own[-1] += float(others.get(role, 0.0))
-        rewards.setdefault(actor, []).append(reward)
-    return MemberRecord(outcome=outcome, outcomes=outcomes, rewards={role: tuple(own) for role, own in rewards.items()})
+                own[ENV][-1] += float(others.get(role, 0.0))
+        of_actor = streams.setdefault(actor, {source: [] for source in (ENV, *sorted(weights))})
+        for source, values in of_actor.items():
+            values.append(reward if source == ENV else scores.get(source, 0.0))
+    return MemberRecord(
+        outcome=outcome,
+        outcomes=outcomes,
+        rewards={role: _weighted(own, weights) for role, own in streams.items()},
+        streams={
+            role: {source: tuple(values) for source, values in own.items()} for role, own in streams.items() if weights
+        },
+        weights=dict(weights),
+    )
+
+
+def _weighted(streams: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> tuple[float, ...]:
+    """The weighted sum of a role's streams, turn by turn."""
+    sources = sorted(weights)
+    return tuple(
+        env + sum(weights[source] * value for source, value in zip(sources, values, strict=True))
+        for env, *values in zip(streams[ENV], *(streams[source] for source in sources), strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """An episode as far as it went. `outcome` is its outcome reward, None until scored; `outcomes` has those of its
-    roles if the environment gives each its own."""
+    roles if the environment gives each its own. `weights` are those of the run's reward sources."""
 
     episode_id: int
     group_id: int
@@ -286,6 +322,7 @@ class Trajectory:
     outcome: float | None = None
     success: bool | None = None
     outcomes: Mapping[str, float] = field(default_factory=dict[str, float])
+    weights: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def scored(self) -> bool:
@@ -296,9 +333,15 @@ class Trajectory:
     def record(self) -> MemberRecord:
         """The record that this trajectory would give for the baseline of its siblings."""
         turns = (
-            (turn.role, turn.reward, turn.step.rewards if turn.step else dict[str, float]()) for turn in self.turns
+            (
+                turn.role,
+                turn.step.reward if turn.step else 0.0,
+                turn.step.rewards if turn.step else dict[str, float](),
+                turn.scores,
+            )
+            for turn in self.turns
         )
-        return member_record(self.outcome or 0.0, self.outcomes, turns)
+        return member_record(self.outcome or 0.0, self.outcomes, turns, self.weights)
 
     @property
     def rewards(self) -> tuple[float, ...]:

@@ -260,6 +260,11 @@ def unpack_record(text: str) -> dict[int, MemberRecord]:
             outcome=one["outcome"],
             outcomes=one["outcomes"],
             rewards={role: tuple(rewards) for role, rewards in one["rewards"].items()},
+            streams={
+                role: {source: tuple(values) for source, values in own.items()}
+                for role, own in one.get("streams", {}).items()
+            },
+            weights=one.get("weights", {}),
         )
         for member, one in json.loads(text).items()
     }

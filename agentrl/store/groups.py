@@ -14,7 +14,7 @@ from agentrl.records import GroupState, MemberRecord, StopReason, Task, member_r
 from agentrl.store.admission import Bounds, Load, Room, admissible_groups
 from agentrl.store.codec import pack_identity, pack_record, pack_task, unpack_task
 from agentrl.store.database import Database, Part
-from agentrl.store.readers import load_scores
+from agentrl.store.readers import load_scores, source_weights
 from agentrl.store.replays import lost_groups
 from agentrl.store.versions import latest_confirmed
 
@@ -226,11 +226,12 @@ def _record(db: Database, episode_id: int, outcome: float, outcomes: str) -> Mem
         f" LEFT JOIN steps s ON s.turn_id = t.id WHERE {last_trial} ORDER BY t.idx",
         (episode_id,),
     )
-    _, scores = load_scores(db, last_trial, (episode_id,))
+    scores, _ = load_scores(db, last_trial, (episode_id,))
     return member_record(
         outcome,
         json.loads(outcomes),
-        [(role, reward + scores.get(index, 0.0), json.loads(others)) for index, role, reward, others in turns],
+        [(role, reward, json.loads(others), scores.get(index, {})) for index, role, reward, others in turns],
+        source_weights(db),
     )
 
 

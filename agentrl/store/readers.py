@@ -202,6 +202,7 @@ def load_trajectories(db: Database, where: str, parameters: Sequence[int]) -> li
         f" FROM episodes e JOIN groups g ON g.id = e.group_id WHERE {where} ORDER BY e.id",
         parameters,
     )
+    weights = source_weights(db)
     return [
         Trajectory(
             episode_id=id,
@@ -214,6 +215,7 @@ def load_trajectories(db: Database, where: str, parameters: Sequence[int]) -> li
             outcome=outcome,
             success=None if success is None else bool(success),
             outcomes=json.loads(outcomes),
+            weights=weights,
         )
         for id, group_id, member, task, start, stop_reason, outcome, success, outcomes in episodes
     ]
@@ -239,6 +241,11 @@ def load_scores(
         scores[index][source] = value
         sums[index] += weight * value
     return scores, sums
+
+
+def source_weights(db: Database) -> dict[str, float]:
+    """The weights of the declared sources, inside a transaction."""
+    return dict(db.rows("SELECT source, weight FROM sources ORDER BY source"))
 
 
 def _turns(db: Database, where: str, parameters: Sequence[int]) -> Iterator[Turn]:

@@ -68,6 +68,8 @@ def test_a_group_is_scored_once_its_sources_have_said_of_every_turn(store: RunSt
     assert group.record is not None
     assert [group.record[one.member] for one in group.trajectories] == [one.record for one in group.trajectories]
     assert group.record[1].rewards == {"policy": (0.0, 0.25 + 0.5 + 6.0)}, "siblings are judged against the same sum"
+    assert group.record[1].streams == {"policy": {"env": (0.0, 0.25), "prm": (1.0, 1.0), "style": (-0.25, 3.0)}}
+    assert group.record[1].weights == {"prm": 0.5, "style": 2.0}, "and a late member on the same scale"
 
 
 def test_turns_are_scored_while_their_episode_goes_on_and_wait_for_the_answer(store: RunStore) -> None:

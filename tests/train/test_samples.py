@@ -71,7 +71,9 @@ def test_a_masked_turn_stays_in_context_and_out_of_the_loss() -> None:
 
 def test_a_turns_reward_is_the_environments_and_the_weighted_sum_of_what_sources_said() -> None:
     scored = replace(turn(0, [1], [2], reward=0.25), scores={"prm": 3.0}, score=1.5)
-    group = group_of([episode(0, [scored], 1.0), episode(1, [turn(0, [1], [3], reward=0.5)], 1.0)])
+    weights = {"prm": 0.5}
+    members = [episode(0, [scored], 1.0), episode(1, [turn(0, [1], [3], reward=0.5)], 1.0)]
+    group = group_of([replace(member, weights=weights) for member in members])
     rows = rows_of(group)
     assert [row.columns["advantage"].tolist() for row in rows.rows] == [[1.25], [-1.25]]
     assert rows.process == (1.75, 0.5)
