@@ -31,7 +31,7 @@ async def play(said, **kwargs):
 async def test_a_dial_pays_at_once_and_only_all_of_them_open_the_lock():
     read, rewards, info = await play(RIGHT)
     assert read[1:] == ["3 + 5", "0 + 0", "9 + 9", "5 + 5"] and read[0].endswith("7 + 4")
-    assert rewards == [0.2] * 5
+    assert rewards == [1.0] * 5
     assert (info["outcome"], info["success"]) == (1.0, True)
 
 
@@ -39,13 +39,13 @@ async def test_a_wrong_dial_is_not_told_and_does_not_end_the_episode():
     right, _, _ = await play(RIGHT)
     read, rewards, info = await play(["1", " 8 ", "18", "", "0"])
     assert read == right
-    assert rewards == [0.2, 0.2, 0.0, 0.0, 0.2]
+    assert rewards == [1.0, 1.0, 0.0, 0.0, 1.0]
     assert (info["outcome"], info["success"]) == (0.0, False)
 
 
 async def test_the_number_of_dials_is_a_setting():
     _, rewards, info = await play(RIGHT[:2], dials=2)
-    assert rewards == [0.5, 0.5] and info["success"]
+    assert rewards == [1.0, 1.0] and info["success"]
     with pytest.raises(UsageError, match="dials = 0: give 1 or more"):
         agentrl.make("agentrl/Combination-v0", dials=0)
     with pytest.raises(UsageError, match="sums has 5 pairs: give 4"):

@@ -17,8 +17,8 @@ _CARRY: Final = 10  # sums from here on have a second digit
 class Combination(ToolEnv):
     """`agentrl/Combination-v0`: `dials` sums of two digits, one a turn; the policy writes the last digit of each.
 
-    Outcome: 1 if all dials are right, else 0. Process reward of a turn: 1 / `dials` if its dial is right. A wrong dial
-    does not end the episode, and nothing that the policy reads tells whether a dial was right. Reset option `sums`: the
+    Outcome: 1 if all dials are right, else 0. Process reward of a turn: 1 if its dial is right. A wrong dial does not
+    end the episode, and nothing that the policy reads tells whether a dial was right. Reset option `sums`: the
     pairs of digits themselves."""
 
     blocking = False
@@ -45,7 +45,7 @@ class Combination(ToolEnv):
     def on_text(self, text: str) -> str | None:
         if text.strip() == answer(self._sums[self._set]):
             self._right += 1
-            self.reward(1 / self._dials)
+            self.reward(1.0)
         self._set += 1
         if self._set == self._dials:
             self.finish()
