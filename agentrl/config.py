@@ -350,8 +350,8 @@ class RunConfig(_Section):
             )
         if buffer.max_lag > 0 and not self.algo.corrects and self.algo.slots.frozen:
             raise ConfigError("algo.importance", "none", "a KL penalty on stale tokens needs importance = 'token'")
-        if self.algo.compares and rollout.group_size < 2:
-            hint = f"algo.kind = {self.algo.kind!r} compares siblings: give at least 2, or an algorithm with a critic"
+        if rollout.group_size < (least := self.algo.least_members):
+            hint = f"algo.kind = {self.algo.kind!r} compares siblings: give at least {least}, or another algorithm"
             raise ConfigError("rollout.group_size", rollout.group_size, hint)
         if self.engine.sync not in ("auto", "full") and self.engine.kind == "embedded":
             raise ConfigError("engine.sync", self.engine.sync, "the embedded engine takes whole files: give 'auto'")

@@ -209,3 +209,16 @@ def test_an_engine_is_not_taken_for_hung_while_it_may_take_weights() -> None:
         config.parse(document)
     engine = config.parse({**document, "engine": {"admin_deadline_s": 90, "liveness_deadline_s": 90}}).engine
     assert engine.mending_deadline_s == 90 + 90 + engine.start_deadline_s
+
+
+@pytest.mark.parametrize(
+    ("algo", "group_size", "said"),
+    [
+        ({"source_scale": "leave_one_out"}, 2, r"rollout\.group_size = 2: .*compares siblings: give at least 3"),
+        ({"source_scale": "std", "scale": "std"}, 8, r"scale = 'std' and source_scale = 'std': leave one of them out"),
+    ],
+)
+def test_a_scale_of_sources_that_cannot_be_is_refused(algo: dict[str, str], group_size: int, said: str) -> None:
+    document = {"model": "agentrl/tiny-coder", "env": {"id": "x"}, "algo": algo, "rollout": {"group_size": group_size}}
+    with pytest.raises(ConfigError, match=said):
+        config.parse(document)

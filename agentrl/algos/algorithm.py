@@ -46,13 +46,16 @@ ROUNDING = 1e-9  # sums of equal rewards in another order differ by less
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Siblings:
     """What the members of a group earned, as one role sees it: `_G` members, `_T` turns of the role. Rewards are
-    float64; anything past `turns_G` is 0. `scored_G` says who takes part, `judges_G` who may form a baseline."""
+    float64; anything past `turns_G` is 0. `scored_G` says who takes part, `judges_G` who may form a baseline.
+    `rewards_GT` is the sum over `_K` sources of `streams_KGT` times `weights_K`."""
 
     outcomes_G: Tensor
     rewards_GT: Tensor
     turns_G: Tensor
     scored_G: Tensor
     judges_G: Tensor
+    streams_KGT: Tensor
+    weights_K: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +116,13 @@ class Algorithm(BaseModel):
 
     @property
     def compares(self) -> bool:
-        """Whether it judges an episode by its siblings, so that a group needs two members."""
+        """Whether it judges an episode by its siblings, so that a group needs `least_members`."""
         return False
+
+    @property
+    def least_members(self) -> int:
+        """The least size of a group that it can learn from."""
+        return 2 if self.compares else 1
 
     @property
     def corrects(self) -> bool:

@@ -11,7 +11,9 @@ clip does nothing: this is then REINFORCE with a leave-one-out baseline and trun
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import model_validator
 
 from agentrl.algos.algorithm import ROUNDING, Algorithm, Loss, Outputs, Positive, Siblings, Slots, Weight
 
@@ -25,6 +27,9 @@ class GRPO(Algorithm):
     kind: Literal["grpo"] = "grpo"
     baseline: Literal["leave_one_out", "group_mean", "none"] = "leave_one_out"  # what an outcome is compared with
     scale: Literal["none", "std"] = "none"  # whether advantages are divided by the spread of their group
+    source_scale: Literal["none", "std", "leave_one_out"] = (
+        "none"  # or outcome and each reward source by its own spread
+    )
     clip_low: Positive = 0.2  # PPO: the ratio may fall by so much
     clip_high: Positive = 0.28  # and rise by so much
     importance: Literal["token", "none"] = "token"  # behaviour -> proximal correction
@@ -45,12 +50,37 @@ class GRPO(Algorithm):
         return self.baseline != "none"
 
     @property
+    def least_members(self) -> int:
+        return 3 if self.source_scale == "leave_one_out" else super().least_members  # one sibling has no spread
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.source_scale != "none" and self.scale != "none":
+            raise ValueError(f"scale = {self.scale!r} and source_scale = {self.source_scale!r}: leave one of them out")
+        return self
+
+    @property
     def corrects(self) -> bool:
         return self.importance != "none"
 
     def prepare(self, siblings: Siblings) -> dict[str, Tensor]:
         from agentrl.algos.credit import turn_advantages
+        from agentrl.algos.streams import stream_advantages
 
+        if self.source_scale != "none":
+            return {
+                "advantage": stream_advantages(
+                    siblings.outcomes_G,
+                    siblings.streams_KGT,
+                    siblings.weights_K,
+                    siblings.turns_G,
+                    siblings.scored_G,
+                    baseline=self.baseline,
+                    scale=self.source_scale,
+                    process_weight=self.process_weight,
+                    judges_G=siblings.judges_G,
+                )
+            }
         advantages_GT = turn_advantages(
             siblings.outcomes_G,
             siblings.rewards_GT,

@@ -4,6 +4,9 @@ Owns the scale of each stream. A stream with large or noisy numbers else drowns 
 rewards with one sum look the same. Never knows what a stream is. See `credit` for the shapes.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaves parts of its signatures untyped)
+
 from __future__ import annotations
 
 from typing import Literal

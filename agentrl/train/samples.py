@@ -30,7 +30,7 @@ from agentrl.algos.algorithm import ROUNDING, Algorithm, Siblings
 from agentrl.algos.corrections import Origin
 from agentrl.algos.losses import token_weights
 from agentrl.columns import Column, filled, known
-from agentrl.records import Group, GroupState, Trajectory, Turn, VersionSpan
+from agentrl.records import ENV, Group, GroupState, MemberRecord, Trajectory, Turn, VersionSpan
 
 StepOf = Callable[[int], int]
 """The optimizer step that made a weight version."""
@@ -193,6 +193,7 @@ def _prepared(group: Group, algo: Algorithm) -> list[dict[str, Tensor]]:
             turns_G=turns_G,
             scored_G=scored_G,
             judges_G=judges_G,
+            **_streams(records, next(iter((judges or records).values())), role, rewards_GT),
         )
         for name, of_role_GT in algo.prepare(siblings).items():
             for place, member, columns in zip(places, members, prepared, strict=True):
@@ -201,6 +202,20 @@ def _prepared(group: Group, algo: Algorithm) -> list[dict[str, Tensor]]:
                 if place in records:
                     column_T[own] = of_role_GT[place, : len(own)]
     return prepared
+
+
+def _streams(
+    records: Mapping[int, MemberRecord], first: MemberRecord, role: str, rewards_GT: Tensor
+) -> dict[str, Tensor]:
+    """The rewards of a role's turns by source, and the weights of `first`, which are those of all judges."""
+    weights = {ENV: 1.0, **first.weights}
+    streams_KGT = torch.zeros(len(weights), *rewards_GT.shape, dtype=torch.float64)
+    for place, record in records.items():
+        streams = record.streams_of(role)
+        for stream_GT, source in zip(streams_KGT, weights, strict=True):
+            own = streams.get(source, ())
+            stream_GT[place, : len(own)] = torch.tensor(own, dtype=torch.float64)
+    return {"streams_KGT": streams_KGT, "weights_K": torch.tensor(list(weights.values()), dtype=torch.float64)}
 
 
 def _rows(
