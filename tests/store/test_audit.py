@@ -125,6 +125,11 @@ BREACHES = {
     "taken before the checkpoint": ("lineage_broken", "UPDATE groups SET state = 'taken' WHERE id = 1", ()),
     "evaluation trained": ("lineage_broken", "UPDATE groups SET state = 'taken', taken_step = 2 WHERE id = 9", ()),
     "trained unfinished": ("trained_unfinished", "UPDATE episodes SET state = 'running' WHERE id = 1", ()),
+    "a fork that trains its origin's turns": (
+        "fork_broken",
+        "UPDATE groups SET fork_of = 3, fork_trial = 0, fork_turn = 1 WHERE id = 1",
+        (),
+    ),
     "skipped with signal": (
         "skipped_with_signal",
         "UPDATE groups SET state = 'expired', reason = 'no_signal', skipped_step = 1, record = ? WHERE id = 5",

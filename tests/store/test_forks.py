@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import Algo
+from agentrl.algos.grpo import GRPO
 from agentrl.errors import StoreError, UsageError
 from agentrl.records import GroupState, StopReason, turn_id
 from agentrl.store import Claim, RunStore, Snapshot
@@ -58,10 +58,12 @@ def test_law_2_only_what_a_fork_sampled_itself_enters_the_loss(store: RunStore) 
         play(store, claim, turns=3 + n, outcome=float(n))
     (group,) = store.take(2, 1, max_lag=1) or []
     assert group.id == group_id and group.record is not None and len(group.record) == 3
-    rows = group_rows(group, Algo(), step_of=store.step_of, step_now=1, max_lag=1).rows
+    rows = group_rows(group, GRPO(), step_of=store.step_of, step_now=1, max_lag=1).rows
     assert [len(row.place_S) for row in rows] == [3, 6, 9], "three tokens for each turn from turn 2 on"
     assert all(int(row.place_S[0]) == 3 + 3 + 3 + 3 + 3 for row in rows), "after two turns and the third one's prompt"
-    assert [one.outcome for one in group.record.values()] == [0.0, 1.0, 2.0], "a baseline of their own"
+    assert [one.outcome for one in group.record.values()] == [0.0, 1.0, 2.0]
+    advantages = [float(row.columns["advantage"][-1]) for row in rows]
+    assert advantages[0] < 0 < advantages[2], "a baseline of their own"
     clean(store)
 
 
