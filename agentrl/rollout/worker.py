@@ -22,6 +22,7 @@ from agentrl.store.waiting import wait_for_work
 
 _LOOK_S = 1.0  # a worker looks so often for episodes of expired leases, of which no write tells
 _DISK_WAIT_S = 60.0
+_AT_ONCE = 16  # episodes that start before the loop's other tasks run again
 
 
 @dataclass(slots=True)
@@ -73,8 +74,9 @@ class Worker:
                 await self._ended.wait()
 
     def _fill(self, nursery: trio.Nursery) -> bool:
-        """Start as many episodes as may start; returns whether any did."""
-        free = self.capacity - len(self._running)
+        """Start some of the episodes that may start, so that those that run are not kept waiting; returns whether any
+        did."""
+        free = min(self.capacity - len(self._running), _AT_ONCE)
         if free <= 0:
             return False
         claims = self.store.claim(

@@ -28,6 +28,7 @@ from agentrl.records import Task
 from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.worker import Worker
 from agentrl.runtime import scoring
+from agentrl.runtime.garbage import collect_after_growth, spare_old_objects
 from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import model_dir
@@ -51,6 +52,7 @@ def serve(path: Path, index: int) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir
     config = run.config()
     name = f"worker-{index}.{os.getpid()}"  # a lease belongs to one process of a worker
+    spare_old_objects()
     trio.run(_serve, run, config, name, index == 0, clock=HostClock())
 
 
@@ -76,6 +78,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> Non
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(heartbeat.beat)
+            nursery.start_soon(collect_after_growth)
             nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
             nursery.start_soon(lambda: fleet.control(start=_concurrency(config)))
             nursery.start_soon(report, fleet, telemetry, store)

@@ -70,6 +70,24 @@ async def test_a_worker_plays_what_is_admitted_and_stops_with_its_phase(
     assert store.counts() == {GroupState.SCORED: 3}, "one step needs three groups: no fourth is admitted"
 
 
+async def test_many_free_places_are_filled_a_few_at_a_time(
+    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock
+) -> None:
+    """Other tasks of the loop run between claims: the episodes that run are not kept waiting. (Trio runs the tasks of a
+    round in any order, so a task may see the claims of two rounds.)"""
+    store.add_groups([Task(index=k, env="test/Env", seed=k) for k in range(40)], size=2, purpose="train")
+    one = worker(lambda task: ScriptedEnv([trio.sleep_forever]), rollout={"max_running": 80})
+    running: list[int] = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(one.run)
+        while not running or running[-1] < 80:
+            assert len(running) < 1000
+            await trio.lowlevel.checkpoint()
+            running.append(len(one._running))  # pyright: ignore[reportPrivateUsage]
+        nursery.cancel_scope.cancel()
+    assert max(after - before for before, after in itertools.pairwise([0, *running])) <= 32
+
+
 TRAINING: dict[str, Any] = {
     "rollout": {"group_size": 2, "max_running": 4},
     "buffer": {"groups_per_step": 4, "max_lag": 0},

@@ -1,0 +1,44 @@
+"""Python's garbage collector in a process with thousands of running episodes.
+
+By default it looks through every live object again and again: with 4,000 episodes that stops the loop for half a
+second, and takes a fifth of the CPU time. An episode leaves next to no cycles, so most garbage goes without it. Here
+young objects are still looked through, in small steps; all objects are only after the process has grown.
+
+Owns the collector's settings of this process; never knows an episode.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+
+import trio
+
+GROWTH_BYTES = 512 << 20
+"""Memory that garbage in old objects may take, at most, before all objects are looked through."""
+
+_YOUNG, _MIDDLE, _NEVER = 500, 5, 1 << 30  # a look at the young ones then takes some ms
+_LOOK_S = 10.0
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def spare_old_objects() -> None:
+    """From now on leave old objects alone; call it once all modules are imported."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG, _MIDDLE, _NEVER)
+
+
+async def collect_after_growth() -> None:
+    """Look through all objects whenever the process has grown by `GROWTH_BYTES` since the last time."""
+    last = peak_bytes()
+    while True:
+        await trio.sleep(_LOOK_S)
+        if peak_bytes() - last >= GROWTH_BYTES:
+            gc.collect()
+            last = peak_bytes()

@@ -1,0 +1,160 @@
+"""A worker's loop with 100 to 10,000 running episodes: its longest delay, CPU a turn with the journal, memory.
+
+    agentrl bench running [--episodes 100 1000 4000 10000] [--per-second 300] [--seconds 20] [--out FILE.json]
+
+One worker plays against an engine in its own process that samples nothing and takes a lognormal time, so long that all
+episodes together make `--per-second` turns a second. Each number of episodes has a process of its own. A task of the
+loop asks for 5 ms of sleep again and again. Its delay is measured twice: the seconds by which it was late, which a busy
+machine adds to, and the CPU time that the loop's thread used meanwhile. `start_…` are of the time until all episodes
+run, the others of the `--seconds` after one more mean turn. Prints the table of episodes.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import trio
+from _running_shape import TEXT, TOKENS, Lines, Waits, write_tokenizer
+
+from agentrl.config import RunConfig
+from agentrl.engine.renderer import Renderer
+from agentrl.protocols import Chunk, GenerateRequest
+from agentrl.records import Task
+from agentrl.rollout.episode import RolloutContext
+from agentrl.rollout.worker import Worker
+from agentrl.runtime.garbage import collect_after_growth, spare_old_objects
+from agentrl.store import FULL, RunStore
+from agentrl.testing.engine import FakeEngine
+
+SIZE, SLEEP_S = 8, 0.005
+
+
+class Slow(FakeEngine):
+    """Each turn takes a drawn time, in chunks."""
+
+    def __init__(self, renderer: Renderer, waits: Waits) -> None:
+        tokens = [*renderer._encode(TEXT)]  # pyright: ignore[reportPrivateUsage]
+        tokens += [tokens[0]] * (TOKENS - len(tokens))
+        super().__init__(lambda request: tokens, version=1, chunk_tokens=TOKENS // 4)
+        self._waits = waits
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        self._chunk_s = self._waits.draw() / 4
+        self.requests.clear()
+        async for chunk in super().stream(request):
+            yield chunk
+
+
+class Delays:
+    """The worst delays of the loop since the last `reset`, in seconds: late, and CPU of the thread."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.late_s = self.cpu_s = 0.0
+
+    async def watch(self) -> None:
+        while True:
+            began, cpu = time.perf_counter(), time.thread_time()
+            await trio.sleep(SLEEP_S)
+            self.late_s = max(self.late_s, time.perf_counter() - began - SLEEP_S)
+            self.cpu_s = max(self.cpu_s, time.thread_time() - cpu)
+
+
+def memory_kib() -> int:
+    """Resident memory of this process."""
+    words = Path("/proc/self/status").read_text().split()
+    return int(words[words.index("VmRSS:") + 1])
+
+
+async def play(store: RunStore, folder: Path, n: int, per_second: float, seconds: float) -> dict[str, Any]:
+    """Play with `n` running episodes for some seconds after all have begun."""
+    renderer = Renderer(write_tokenizer(folder / "model"))
+    settings = {"max_running": n, "max_context": 4096, "group_size": SIZE, "turn_deadline_s": 600.0}
+    config = RunConfig.model_validate(
+        {"model": "none", "env": {"id": "bench:Lines"}, "rollout": settings, "buffer": {"groups_per_step": 1 << 20}}
+    )
+    engine = Slow(renderer, Waits(n, n / per_second))
+    context = RolloutContext(
+        engine=engine, renderer=renderer, store=store, settings=config.rollout, make_env=lambda _: Lines()
+    )
+    worker = Worker("worker", config, store, context)
+    delays, found = Delays(), dict[str, Any]()
+    began_kib, began, cpu = memory_kib(), time.perf_counter(), time.process_time()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(worker.run)
+        nursery.start_soon(collect_after_growth)
+        nursery.start_soon(delays.watch)
+        while len(worker._running) < n:  # noqa: ASYNC110  # pyright: ignore[reportPrivateUsage]
+            await trio.sleep(0.01)
+        found |= {"start_s": time.perf_counter() - began, "start_late_s": delays.late_s, "start_cpu_s": delays.cpu_s}
+        found["start_cpu_ms_an_episode"] = 1000 * (time.process_time() - cpu) / n
+        await trio.sleep(1.5 * n / per_second)  # until turns no longer end together
+        delays.reset()
+        turns, cpu = store.progress()[0], time.process_time()
+        looks: list[float] = []
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            await trio.sleep(0.5)
+            look = time.thread_time()
+            store.expire(time.time(), 3600.0, close_policy=FULL)
+            looks.append(time.thread_time() - look)
+        spent, turns = time.process_time() - cpu, store.progress()[0] - turns
+        found |= {"late_s": delays.late_s, "cpu_s": delays.cpu_s, "turns_s": turns / seconds}
+        found |= {"cpu_ms_a_turn": 1000 * spent / turns, "expire_ms": 1000 * max(looks)}
+        found["kib_an_episode"] = (memory_kib() - began_kib) / n
+        nursery.cancel_scope.cancel()
+    return {"episodes": n, **{key: round(value, 3) for key, value in found.items()}}
+
+
+def one(n: int, per_second: float, seconds: float) -> dict[str, Any]:
+    """The figures of one number of episodes."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with RunStore.create(folder / "store.sqlite", "{}") as store:
+            store.confirm_version(store.mint_version(0))
+            groups = n // SIZE + int(per_second * 4 * seconds) // SIZE + 1
+            store.add_groups(
+                [Task(index=k, env="bench:Lines", seed=k) for k in range(groups)], size=SIZE, purpose="train"
+            )
+            spare_old_objects()  # as a worker's process does
+            return trio.run(play, store, folder, n, per_second, seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, nargs="+", default=[100, 1000, 4000, 10_000])
+    parser.add_argument("--per-second", type=float, default=300.0, help="turns a second of all episodes together")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--one", action="store_true", help="only the first number, in this process")
+    parser.add_argument("--out", type=Path, help="write the JSON here too")
+    chosen = parser.parse_args()
+    if chosen.one:
+        print(json.dumps(one(chosen.episodes[0], chosen.per_second, chosen.seconds)))
+        return
+    figures: list[dict[str, Any]] = []
+    rest = ["--one", "--per-second", str(chosen.per_second), "--seconds", str(chosen.seconds)]
+    for n in chosen.episodes:
+        command = [sys.executable, __file__, "--episodes", str(n), *rest]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        figures.append(json.loads(done.stdout))
+    names = [name for name in figures[0] if name != "episodes"]
+    heads = [f"{one['episodes']:,}" for one in figures]
+    print(f"| | {' | '.join(heads)} |\n|---|{'---|' * len(figures)}")
+    for name in names:
+        print(f"| {name} | {' | '.join(str(one[name]) for one in figures)} |")
+    if chosen.out:
+        chosen.out.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
