@@ -21,6 +21,7 @@ from rich.table import Table
 from agentrl.episodes_cli import add_commands
 from agentrl.errors import AgentRLError, UsageError
 from agentrl.rewards_cli import rescore, rewards
+from agentrl.simulate_cli import simulate
 
 if TYPE_CHECKING:
     from agentrl.config import RunConfig
@@ -38,6 +39,7 @@ app.add_typer(_new, name="new")
 app.command()(rewards)
 app.command()(rescore)
 add_commands(app)
+app.command()(simulate)
 _UNWRAPPED = 10_000  # columns
 _SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")]
 

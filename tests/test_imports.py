@@ -49,13 +49,13 @@ class Rule:
 
 OURS = tuple(SOURCE_ROOTS)
 LEARNING = ("agentrl.rollout", "agentrl.store", "agentrl.train", "agentrl.runtime")
-CLIENT_SIDE = ("agentrl.rollout", "agentrl.store", "agentrl.env", "agentrl.engine")
+CLIENT_SIDE = ("agentrl.rollout", "agentrl.store", "agentrl.env", "agentrl.engine", "agentrl.simulate")
 SERVER_SIDE = ("agentrl.engine.embedded", "agentrl.engine.vllm.plugin")  # what runs inside an engine's process
 RULES = (
     Rule("records is standard library only", ("agentrl.records", "agentrl.errors"), OURS, may=("agentrl.errors",)),
     Rule("algos imports nothing of agentrl", ("agentrl.algos",), OURS, may=("agentrl.algos",)),
     Rule(
-        "rollout, store, env and the client side of engine never import torch or ray",
+        "rollout, store, env, simulate and the client side of engine never import torch or ray",
         CLIENT_SIDE,
         ("torch", "safetensors.torch", "ray"),
         unless=SERVER_SIDE,

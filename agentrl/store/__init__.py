@@ -14,6 +14,7 @@ async code calls them directly. Standard library and zstandard only.
     schema      tables and migrations                 database    transactions and errors
     codec       packing                               rewards     scores of turns, and episodes that wait for them
     replays     tasks lost to infrastructure failures, played again
+    durations   how long episodes, turns and pushes took
     roles       what each process of a run may ask of the store
     signal      when to look at the store again       waiting     the same in a trio program
     orders      which closed groups a step takes      returns     advantages of a closed group (both pure)
@@ -33,6 +34,7 @@ from agentrl.store.buffer import Buffer, Expired
 from agentrl.store.closing import FULL, ClosePolicy, Full, Quorum, close_policy
 from agentrl.store.database import Database
 from agentrl.store.deaths import Deaths, Quarantined, Released
+from agentrl.store.durations import Durations, EpisodeTimes
 from agentrl.store.forks import Forks
 from agentrl.store.groups import TRAIN, Groups
 from agentrl.store.journal import Journal
@@ -58,6 +60,7 @@ __all__ = [
     "ClosePolicy",
     "DiskFull",
     "EpisodeRow",
+    "EpisodeTimes",
     "Expired",
     "Failures",
     "Freshest",
@@ -108,6 +111,7 @@ class RunStore(
     Metrics,
     Readers,
     ReplayCounts,
+    Durations,
 ):
     """A run's store, opened by this process. Threads may share it; forked children may not: they open their own.
 

@@ -1,0 +1,9 @@
+"""What a run would do with other slots, another lag bound or another way to close groups, in virtual time.
+
+    service      how long episodes and steps take: given, or measured in a finished run
+    memory       the store's rules on groups, in memory
+    policies     ours, and those of other systems
+    simulation   one run in virtual time
+
+Standard library and the store only.
+"""

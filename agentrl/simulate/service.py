@@ -1,0 +1,189 @@
+"""How long things take: episodes and optimizer steps as distributions, given by the user or measured in a run.
+
+Owns the random draws. Never knows a group's state or the learner's clock. All times are in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple, Protocol
+
+from agentrl.errors import UsageError
+
+
+class Play(NamedTuple):
+    """One episode. `turns` are (start, end, tokens) of each turn, in seconds since the episode's start; tokens are
+    sampled evenly between the two. `scored`: it enters the loss and its group's baseline."""
+
+    duration_s: float
+    turns: tuple[tuple[float, float, int], ...]
+    tokens: int  # of all turns
+    scored: bool = True
+
+
+class Episodes(Protocol):
+    """Where a group's episodes come from."""
+
+    def group(self, size: int, chance: Random) -> list[Play]:
+        """The episodes of one group."""
+        ...
+
+
+class Steps(Protocol):
+    """What optimizer steps take."""
+
+    def seconds(self, tokens: int, chance: Random) -> float:
+        """Of one step that trains so many tokens."""
+        ...
+
+    def sped_up(self, times: float) -> Steps:
+        """The same on a learner so many times as fast."""
+        ...
+
+
+_TOKENS_A_MEAN = 50  # tokens of an episode of mean length: enough to tell its parts apart
+
+
+class Draw(Protocol):
+    """A random number of seconds."""
+
+    def __call__(self, chance: Random) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Lognormal:
+    mu: float
+    sigma: float
+
+    def __call__(self, chance: Random) -> float:
+        return chance.lognormvariate(self.mu, self.sigma)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pareto:
+    least: float
+    alpha: float
+
+    def __call__(self, chance: Random) -> float:
+        return self.least * chance.paretovariate(self.alpha)
+
+
+@dataclass(frozen=True, slots=True)
+class _Same:
+    value: float
+
+    def __call__(self, chance: Random) -> float:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    factors: tuple[Draw, ...]
+
+    def __call__(self, chance: Random) -> float:
+        return math.prod(factor(chance) for factor in self.factors)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Episodes that sample tokens from start to end and take independent times, cut at `deadline_s`."""
+
+    draw: Draw
+    mean_s: float
+    deadline_s: float = math.inf
+
+    def group(self, size: int, chance: Random) -> list[Play]:
+        return [self._play(min(self.draw(chance), self.deadline_s)) for _ in range(size)]
+
+    def _play(self, duration_s: float) -> Play:
+        tokens = max(1, round(duration_s / self.mean_s * _TOKENS_A_MEAN))
+        return Play(duration_s, ((0.0, duration_s, tokens),), tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Every step takes the same time."""
+
+    step_s: float
+
+    def seconds(self, tokens: int, chance: Random) -> float:
+        return self.step_s
+
+    def sped_up(self, times: float) -> Constant:
+        return Constant(self.step_s / times)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Episodes of a finished run: a drawn group's, so that siblings stay as alike as they were."""
+
+    groups: Sequence[Sequence[Play]]
+
+    def group(self, size: int, chance: Random) -> list[Play]:
+        found = list(chance.choice(self.groups))
+        chance.shuffle(found)
+        return found[:size] + chance.choices(found, k=max(0, size - len(found)))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSteps:
+    """Steps of a finished run: a straight line through seconds by tokens, times a drawn deviation from it."""
+
+    base_s: float
+    token_s: float
+    deviations: Sequence[float]
+
+    def seconds(self, tokens: int, chance: Random) -> float:
+        return (self.base_s + self.token_s * tokens) * chance.choice(self.deviations)
+
+    def sped_up(self, times: float) -> MeasuredSteps:
+        return MeasuredSteps(self.base_s / times, self.token_s / times, self.deviations)
+
+    @classmethod
+    def fit(cls, steps: Sequence[tuple[int, float]]) -> MeasuredSteps:
+        """Through (tokens, seconds) by least squares. Neither base nor slope is below 0."""
+        n = len(steps)
+        mean_tokens, mean_s = sum(tokens for tokens, _ in steps) / n, sum(seconds for _, seconds in steps) / n
+        spread = sum((tokens - mean_tokens) ** 2 for tokens, _ in steps)
+        slope = sum((tokens - mean_tokens) * (seconds - mean_s) for tokens, seconds in steps) / spread if spread else 0
+        slope = min(max(slope, 0.0), mean_s / mean_tokens if mean_tokens else 0.0)
+        base = max(mean_s - slope * mean_tokens, 0.0)
+        fitted = [base + slope * tokens for tokens, _ in steps]
+        deviations = [seconds / line if line else 1.0 for line, (_, seconds) in zip(fitted, steps, strict=True)]
+        return cls(base, slope, deviations)
+
+
+_FORMS = "lognormal:SIGMA[:MEAN_S], pareto:ALPHA[:MEAN_S], constant:MEAN_S, or a product such as lognormal:1*pareto:1.5"
+
+
+def parse_episodes(text: str, *, deadline_s: float = math.inf) -> Given:
+    """Episodes that take `text`'s distribution of seconds; the mean is 1 s where it is not given. A product is that of
+    independent factors, such as two roles' tails. Raises UsageError."""
+    factors = [_factor(part.strip(), text) for part in text.split("*")]
+    draws = tuple(draw for draw, _ in factors)
+    mean_s = math.prod(mean for _, mean in factors)
+    return Given(draws[0] if len(draws) == 1 else _Product(draws), mean_s, deadline_s)
+
+
+def _factor(part: str, whole: str) -> tuple[Draw, float]:
+    kind, *texts = part.split(":")
+    numbers = [float(text) for text in texts if re.fullmatch(r"\d+(\.\d*)?|\.\d+", text)]
+    if len(numbers) != len(texts) or any(number <= 0 for number in numbers):
+        raise UsageError(f"--episode {whole!r}: its numbers must be above 0; give {_FORMS}")
+    match kind, numbers:
+        case "lognormal", [sigma, *rest] if len(rest) <= 1:
+            mean = rest[0] if rest else 1.0
+            return _Lognormal(math.log(mean) - sigma * sigma / 2, sigma), mean
+        case "pareto", [alpha, *rest] if len(rest) <= 1:
+            if alpha <= 1:
+                raise UsageError(f"--episode {whole!r}: a Pareto tail of alpha {alpha:g} has no mean; give one above 1")
+            mean = rest[0] if rest else 1.0
+            return _Pareto(mean * (alpha - 1) / alpha, alpha), mean
+        case "constant", [mean]:
+            return _Same(mean), mean
+        case _:
+            raise UsageError(f"--episode {whole!r} is not known: give {_FORMS}")

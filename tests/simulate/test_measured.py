@@ -1,0 +1,99 @@
+"""The times of a finished run, read back from its store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from agentrl.errors import UsageError
+from agentrl.records import StopReason, Task, Turn, VersionSpan
+from agentrl.simulate.measured import measure
+from agentrl.simulate.service import MeasuredSteps
+from agentrl.store import RunStore
+from agentrl.store.admission import Bounds
+
+BOUNDS = Bounds(group_size=2, groups_per_step=2, max_lag=9, max_running=100, steps_total=100)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def finished(path: Path, *, groups: int, steps: int, clock: Clock | None = None) -> RunStore:
+    """Each group has an episode of 3 s and one of 5 s, whose turn begins after 1 s and ends 1 s before its end. Group k
+    starts at 100 k s. A step of 10 s for 20 tokens comes every 14 s; the learner waits 3 s for it."""
+    clock = clock or Clock()
+    store = RunStore.create(path / "store.sqlite", "{}", clock=clock)
+    version = store.mint_version(0)
+    clock.now += 0.5
+    store.confirm_version(version)
+    for k in range(groups):
+        start = 1100.0 + 100 * k
+        store.admit([Task(index=k, env="t", seed=k)], first=k, bounds=BOUNDS, limit=1)
+        for claim, seconds in zip(store.claim("w", 2, lease_s=1e9, now=start), (3.0, 5.0), strict=True):
+            clock.now = start + seconds
+            turn = Turn(
+                index=0,
+                parent=None,
+                prompt_ids=(1,),
+                token_ids=(2,) * 4,
+                logprobs=(-1.0,) * 4,
+                spans=(VersionSpan(version.version, 0, 4),),
+                finish="stop",
+                text="",
+                started_s=start + 1,
+                ended_s=start + seconds - 1,
+            )
+            store.begin(claim.episode_id, claim.fence, ({"role": "user", "content": ""},))
+            store.journal_turn(claim.episode_id, claim.fence, turn)
+            store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=1.0, success=None)
+    for step in range(1, steps + 1):
+        clock.now = 5000.0 + 14 * step
+        store.record("step", step, {"idle_s": 3.0, "busy_s": 10.0, "tokens_scored": 20})
+    return store
+
+
+def test_a_run_gives_its_episodes_turn_by_turn_and_its_steps(tmp_path: Path) -> None:
+    with finished(tmp_path, groups=8, steps=10) as store:
+        run = measure(store, start_up=2)
+    assert run.idle == pytest.approx(3 / 13)
+    assert (run.push_s, run.between_s) == (pytest.approx(0.5), pytest.approx(1.0))
+    assert run.steps.seconds(20, Random(0)) == pytest.approx(10.0)
+    plays = run.episodes.group(2, Random(0))
+    assert sorted(play.duration_s for play in plays) == [3.0, 5.0]
+    assert {play.turns for play in plays} == {((1.0, 2.0, 4),), ((1.0, 4.0, 4),)}
+    assert all(play.scored and play.tokens == 4 for play in plays)
+
+
+def test_groups_of_the_last_moments_are_left_out_because_only_their_short_episodes_have_ended(tmp_path: Path) -> None:
+    clock = Clock()
+    with finished(tmp_path, groups=8, steps=10, clock=clock) as store:
+        clock.now = 1806.0  # the episodes before took 5 s at most, and ended at 1805 s
+        store.admit([Task(index=8, env="t", seed=8)], first=8, bounds=BOUNDS, limit=1)
+        for claim in store.claim("w", 2, lease_s=1e9, now=1806.0):
+            clock.now = 1807.0
+            store.finish(claim.episode_id, claim.fence, stop_reason=StopReason.DONE, outcome=1.0, success=None)
+        found = measure(store, start_up=0).episodes.groups
+    assert len(found) == 8
+
+
+def test_a_run_too_short_to_say_anything_is_one_clear_line(tmp_path: Path) -> None:
+    says = "8 finished groups and 2 steps after the first 2; a simulation needs 4"
+    with finished(tmp_path, groups=8, steps=4) as store, pytest.raises(UsageError, match=says):
+        measure(store, start_up=2)
+
+
+def test_steps_are_a_line_through_what_was_measured() -> None:
+    steps = MeasuredSteps.fit([(100, 3.0), (200, 5.0), (300, 7.0)])
+    assert steps.seconds(400, Random(0)) == pytest.approx(9.0)
+    assert steps.sped_up(2).seconds(400, Random(0)) == pytest.approx(4.5)
+
+
+def test_steps_that_got_shorter_with_more_tokens_have_no_slope() -> None:
+    steps = MeasuredSteps.fit([(100, 4.0), (200, 2.0)])
+    assert {round(steps.seconds(10**6, Random(seed)), 6) for seed in range(9)} == {4.0, 2.0}

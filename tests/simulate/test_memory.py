@@ -1,0 +1,149 @@
+"""The rules in memory are those of the run store: on random schedules both admit, close, take and drop the same."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from agentrl.records import GroupState, StopReason, Task, Turn, VersionSpan
+from agentrl.simulate.memory import Member, MemoryBuffer, ids
+from agentrl.simulate.policies import WindowedFifo
+from agentrl.store import FULL, Claim, ClosePolicy, Quorum, RunStore
+from agentrl.store.admission import Bounds
+from agentrl.store.orders import OLDEST, Windowed
+
+DEADLINE_S = 50.0
+
+
+class Pair:
+    """A real store and the rules in memory, driven side by side; every answer is compared."""
+
+    def __init__(self, folder: str, policy: ClosePolicy, windowed: bool, seen: Counter[str], bounds: Bounds) -> None:
+        self.now = 1000.0
+        self.store = RunStore.create(Path(folder) / "store.sqlite", "{}", clock=lambda: self.now)
+        self.memory = WindowedFifo() if windowed else MemoryBuffer()
+        self.order = Windowed(0.3) if windowed else OLDEST
+        self.policy, self.bounds = policy, bounds
+        self.step = 0
+        self.playing: list[tuple[Claim, Member, int]] = []
+        self.seen = seen
+        self.serve()
+
+    def serve(self) -> None:
+        version = self.store.mint_version(self.step)
+        self.store.confirm_version(version)
+        self.memory.step = self.step
+
+    def admit(self) -> None:
+        first = self.store.tasks_started()
+        tasks = [Task(index=first + ahead, env="t", seed=0) for ahead in range(50)]
+        n = self.store.admit(tasks, first=first, bounds=self.bounds, limit=50)
+        assert n == len(self.memory.admit(self.bounds))
+
+    def claim(self, limit: int) -> None:
+        claims = self.store.claim("worker", limit, lease_s=1e9, now=self.now)
+        members = self.memory.claim(limit, self.now)
+        assert [claim.episode_id for claim in claims] == ids(members)
+        self.playing += [(claim, member, self.step) for claim, member in zip(claims, members, strict=True)]
+        for claim in claims:
+            self.store.begin(claim.episode_id, claim.fence, ({"role": "user", "content": ""},))
+
+    def finish(self, at: int, scored: bool, old: bool) -> None:
+        claim, member, oldest = self.playing.pop(at % len(self.playing))
+        if member.ended:  # it expired
+            return
+        newest = oldest if old else self.step
+        made = {self.store.step_of(version): version for version in range(1, self.step + 2)}
+        spans = (VersionSpan(made[oldest], 0, 1), VersionSpan(made[newest], 1, 2))
+        turn = Turn(
+            index=0,
+            parent=None,
+            prompt_ids=(1,),
+            token_ids=(2, 2),
+            logprobs=(-1.0, -1.0),
+            spans=spans if newest != oldest else (VersionSpan(made[oldest], 0, 2),),
+            finish="stop",
+            text="",
+        )
+        self.store.journal_turn(claim.episode_id, claim.fence, turn)
+        reason = StopReason.DONE if scored else StopReason.ENV_FAILED
+        outcome = 1.0 if scored else None
+        self.store.finish(claim.episode_id, claim.fence, stop_reason=reason, outcome=outcome, success=None)
+        group = member.group
+        self.memory.finish(member, self.now, newest=newest, oldest=oldest, scored=scored)
+        if scored and group.running and len(group.scored_s) == self.policy.at_least:
+            self.memory.quorate(group)
+
+    def expire(self) -> None:
+        wanted = self.store.expire(self.now, DEADLINE_S, close_policy=self.policy)
+        assert self.memory.expire(self.now, DEADLINE_S, close_policy=self.policy) == wanted
+        for what, found in zip(("closed early", "group expired", "member expired"), wanted, strict=True):
+            self.seen[what] += len(found)
+
+    def take(self, n: int) -> None:
+        expired = self.memory.counts[GroupState.EXPIRED]
+        wanted = self.store.take(self.step + 1, n, max_lag=self.bounds.max_lag, order=self.order)
+        found = self.memory.take(self.step + 1, n, max_lag=self.bounds.max_lag)
+        assert (found is None) == (wanted is None)
+        self.seen["group stale"] += self.memory.counts[GroupState.EXPIRED] - expired
+        for ours, theirs in zip(found or [], wanted or [], strict=True):
+            assert ours.group.id == theirs.id
+            assert ids(ours.trained) == [one.episode_id for one in theirs.trajectories]
+            assert ids(ours.left_out) == [one.episode_id for one in theirs.left_out]
+            assert theirs.record is not None
+            record = {member.id for place, member in enumerate(ours.group.members) if place in theirs.record}
+            assert record == ours.group.recorded
+            self.seen["trained"] += len(ours.trained)
+            self.seen["trained late"] += sum(member.late for member in ours.trained)
+            self.seen["left out"] += len(ours.left_out)
+        if wanted is not None:
+            self.step += 1
+            self.serve()
+
+    def compare(self) -> None:
+        assert {state: n for state, n in self.memory.counts.items() if n} == self.store.counts()
+
+
+def play(seed: int, seen: Counter[str]) -> None:
+    chance = random.Random(seed)
+    size = chance.randint(1, 4)
+    quorums = [Quorum(k, chance.choice([0.0, 5.0])) for k in range(2, size + 1)]
+    with tempfile.TemporaryDirectory() as folder:
+        pair = Pair(
+            folder,
+            chance.choice([FULL, *quorums]),
+            chance.random() < 0.3,
+            seen,
+            Bounds(
+                group_size=size,
+                groups_per_step=chance.randint(1, 3),
+                max_lag=chance.randint(0, 2),
+                max_running=chance.randint(size, 12),
+                steps_total=chance.randint(3, 30),
+            ),
+        )
+        for _ in range(chance.randint(20, 80)):
+            pair.now += chance.choice([0.0, 1.0, 7.0, 60.0])
+            match chance.choice(["admit", "claim", "finish", "finish", "finish", "expire", "take"]):
+                case "admit":
+                    pair.admit()
+                case "claim":
+                    pair.claim(chance.randint(1, 12))
+                case "finish" if pair.playing:
+                    pair.finish(chance.randrange(99), scored=chance.random() < 0.8, old=chance.random() < 0.5)
+                case "take":
+                    pair.take(chance.randint(0, pair.bounds.groups_per_step))
+                case _:
+                    pair.expire()
+            pair.compare()
+        pair.store.close()
+
+
+def test_on_any_schedule_the_rules_in_memory_decide_as_the_store_does() -> None:
+    seen = Counter[str]()
+    for seed in range(100):
+        play(seed, seen)
+    met = {"trained", "trained late", "left out", "closed early", "group expired", "member expired", "group stale"}
+    assert met <= {what for what, n in seen.items() if n >= 5}, seen

@@ -1,0 +1,120 @@
+"""Simulated runs whose numbers can be worked out by hand, and what our policy promises under heavy tails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from agentrl.simulate.policies import Policy, others, ours, parse_close
+from agentrl.simulate.service import Constant, Play, parse_episodes
+from agentrl.simulate.simulation import Found, Simulation, World
+from agentrl.store import FULL, ClosePolicy, Quorum
+
+SIZE = 8
+LAG = 4
+
+
+def world(spec: str, slots: int, *, step_s: float, groups: int | None = None) -> World:
+    """Episodes of mean 1 s, and by default as many a step as there are slots."""
+    return World(
+        episodes=parse_episodes(spec, deadline_s=300.0),
+        learner=Constant(step_s),
+        slots=slots,
+        group_size=SIZE,
+        groups_per_step=groups or slots // SIZE,
+        group_deadline_s=600.0,
+    )
+
+
+def run(where: World, policy: Policy, *, steps: int = 40, seed: int = 1) -> Found:
+    return Simulation(where, policy, steps=steps, start_up=policy.max_lag + 4, seed=seed).run()
+
+
+def quorum(text: str) -> Policy:
+    return ours(LAG, [parse_close(text, SIZE)])[0]
+
+
+def test_a_synchronous_run_of_equal_episodes_waits_for_each_of_them() -> None:
+    """One second of waiting before each step of two."""
+    found = run(world("constant:1", 64, step_s=2.0), Policy(name="", max_lag=0))
+    assert found.idle == pytest.approx(1 / 3)
+    assert found.episodes_s == pytest.approx(64 / 3)
+    assert (found.age_mean, found.tokens_discarded, found.tokens_unavoidable) == (0, 0, 0)
+
+
+def test_a_step_ahead_the_learner_never_waits_and_every_token_is_one_step_old() -> None:
+    found = run(world("constant:1", 64, step_s=2.0), Policy(name="", max_lag=1))
+    assert found.idle == pytest.approx(0)
+    assert found.of_bound == pytest.approx(1)
+    assert (found.age_mean, found.age_p99) == (1, 1)
+
+
+def test_weights_on_their_way_keep_a_synchronous_run_waiting() -> None:
+    found = run(replace(world("constant:1", 64, step_s=2.0), push_s=1.0), Policy(name="", max_lag=0))
+    assert found.idle == pytest.approx(2 / 4)
+
+
+class OneSlow:
+    """The last member of each group takes 20 s, its siblings one."""
+
+    def group(self, size: int, chance: Random) -> list[Play]:
+        return [Play(s, ((0.0, s, round(20 * s)),), round(20 * s)) for s in [*[1.0] * (size - 1), 20.0]]
+
+
+@pytest.mark.parametrize(("close", "waits"), [(FULL, True), (Quorum(7, 0.0), False)])
+def test_one_slow_member_in_eight_is_waited_for_or_trained_late(close: ClosePolicy, waits: bool) -> None:
+    """It takes ten steps: at a lag of one all but its last tokens are too old, and no schedule could save them."""
+    where = replace(world("constant:1", 4096, step_s=2.0, groups=8), episodes=OneSlow())
+    found = run(where, Policy(name="", max_lag=1, close=close))
+    assert (found.idle > 0.5) is waits
+    assert found.played_s == pytest.approx((7 + 20) / 8)
+    if not waits:
+        assert found.episodes_discarded == 0
+        assert found.trained_s == pytest.approx(found.played_s)
+        assert found.tokens_discarded <= found.tokens_unavoidable
+        assert found.tokens_unavoidable > 0.5
+
+
+def test_the_first_of_more_trains_only_short_episodes() -> None:
+    [first] = [policy for policy in others(LAG, SIZE) if policy.extra]
+    found = run(world("lognormal:1", 64, step_s=1.0), first)
+    assert found.episodes_discarded == pytest.approx(0.2, abs=0.02)
+    assert found.trained_s < 0.7 * found.played_s
+
+
+def test_a_run_repeats_itself_from_its_seed() -> None:
+    where = world("pareto:1.5", 64, step_s=1.0)
+    assert run(where, quorum("6/8")) == run(where, quorum("6/8"))
+    assert run(where, quorum("6/8")) != run(where, quorum("6/8"), seed=2)
+
+
+@pytest.mark.parametrize(("slots", "steps"), [(8, 400), (64, 60), (512, 30)])
+@pytest.mark.parametrize("step_s", [0.8, 1.0, 1.25])
+def test_under_lognormal_times_our_quorum_reaches_the_bound(slots: int, steps: int, step_s: float) -> None:
+    found = run(world("lognormal:1", slots, step_s=step_s), quorum("6/8"), steps=steps)
+    assert found.of_bound >= 0.98
+    promised(found)
+
+
+@pytest.mark.parametrize(("slots", "steps"), [(64, 60), (512, 30)])
+def test_under_pareto_times_our_quorum_trains_four_times_what_a_synchronous_run_does(slots: int, steps: int) -> None:
+    where = world("pareto:1.5", slots, step_s=1.0)
+    found = run(where, quorum("6/8"), steps=steps)
+    assert found.episodes_s >= 4 * run(where, Policy(name="", max_lag=0), steps=steps).episodes_s
+    promised(found)
+
+
+def test_a_group_that_waits_for_all_its_members_keeps_none_of_these_promises() -> None:
+    found = run(world("lognormal:1", 64, step_s=1.0), quorum("full"), steps=60)
+    assert found.of_bound < 0.9
+    assert found.tokens_discarded > found.tokens_unavoidable + 0.05
+
+
+def promised(found: Found) -> None:
+    """Nothing is thrown away that a schedule could save, and no length is favoured."""
+    assert found.tokens_discarded <= found.tokens_unavoidable + 0.01
+    assert found.episodes_discarded <= 0.001
+    assert found.outcomes_discarded == 0
+    assert found.trained_s == pytest.approx(found.played_s, rel=0.01)
