@@ -78,11 +78,20 @@ class Group:
     reason: str | None = None
     started: float | None = None
     taken: int | None = None
+    skipped: int | None = None
     record: dict[int, tuple[float | None, list[float]]] | None = None  # member -> outcome, reward of each turn
 
     @property
     def open(self) -> bool:
         return self.state in ("waiting", "running")
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether two members earned differently: their outcome, or at some turn (none is a reward of 0)."""
+        assert self.record is not None
+        earned = [[outcome or 0.0, *rewards] for outcome, rewards in self.record.values()]
+        longest = max(map(len, earned))
+        return len({tuple(one + [0.0] * (longest - len(one))) for one in earned}) > 1
 
 
 @dataclass
@@ -116,7 +125,7 @@ class Model:
     def snapshot(self) -> dict[str, Any]:
         return {
             "groups": {
-                id: (g.purpose, g.state, g.reason, g.taken, g.replay_of, g.replays, g.record)
+                id: (g.purpose, g.state, g.reason, g.taken, g.skipped, g.replay_of, g.replays, g.record)
                 for id, g in self.groups.items()
             },
             "episodes": {
@@ -373,7 +382,7 @@ class Model:
         self.versions.append((self.learner, False))
         return len(self.versions)
 
-    def take(self) -> list[int] | None:
+    def take(self, skips: int) -> list[int] | None:
         weights = self.learner
 
         def trains(episode: Episode) -> bool:
@@ -391,6 +400,11 @@ class Model:
                     ready.append(id)
                 else:
                     group.state, group.reason = "expired", "stale"
+        skips -= sum(group.skipped == weights + 1 for group in self.groups.values())
+        for id in [id for id in ready if not self.groups[id].has_signal][: max(0, skips)]:
+            group = self.groups[id]
+            group.state, group.reason, group.skipped = "expired", "no_signal", weights + 1
+            ready.remove(id)
         if len(ready) < BATCH:
             return None
         self.learner += 1
@@ -456,6 +470,8 @@ class Model:
         for id, group in self.groups.items():
             if group.taken is not None and group.taken > self.learner:
                 group.state, group.taken = "scored", None
+            if group.skipped is not None and group.skipped > self.learner:
+                group.state, group.reason, group.skipped = "scored", None, None
             if group.purpose.startswith("eval") and group.admitted_at > self.learner:
                 group.purpose = f"undone-{attempt}:{group.purpose}"
                 if group.state in ("waiting", "running"):

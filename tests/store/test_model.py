@@ -61,7 +61,7 @@ def snapshot(store: RunStore) -> dict[str, Any]:
         "groups": {
             id: (*rest, None if record is None else record_of(json.loads(record)))
             for id, *rest, record in rows(
-                "SELECT id, purpose, state, reason, taken_step, replay_of, replays, record FROM groups"
+                "SELECT id, purpose, state, reason, taken_step, skipped_step, replay_of, replays, record FROM groups"
             )
         },
         "episodes": {
@@ -342,22 +342,22 @@ class StoreMachine(RuleBasedStateMachine):
     # --- learner
 
     @precondition(lambda self: sum(g.state == "scored" for g in self.model.groups.values()) >= BATCH)
-    @rule(crash=crashes)
-    def learn(self, crash: Crash) -> None:
+    @rule(skips=st.integers(0, 2), crash=crashes)
+    def learn(self, skips: int, crash: Crash) -> None:
         """A whole step of the learner."""
-        self.take(crash)
+        self.take(skips, crash)
         if (self.model.learner, False) not in self.model.versions:
             self.publish()
         if self.model.learner % 2 == 1:
             self.checkpoint(None)
 
-    @rule(crash=crashes)
-    def take(self, crash: Crash) -> None:
+    @rule(skips=st.integers(0, 2), crash=crashes)
+    def take(self, skips: int, crash: Crash) -> None:
         def real() -> list[int] | None:
-            groups = self.store.take(self.model.learner + 1, BATCH, max_lag=MAX_LAG)
+            groups = self.store.take(self.model.learner + 1, BATCH, max_lag=MAX_LAG, skip_at_most=skips)
             return None if groups is None else sorted(one.episode_id for g in groups for one in g.trajectories)
 
-        self.both(real, lambda model: model.take(), crash)
+        self.both(real, lambda model: model.take(skips), crash)
 
     @rule()
     def publish(self) -> None:
