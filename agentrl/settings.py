@@ -28,6 +28,7 @@ class Buffer(Section):
 
     groups_per_step: Count = 16  # groups that one optimizer step learns from
     max_lag: Annotated[int, Field(ge=0)] = 4  # optimizer steps; 0 is synchronous training
+    max_tokens: Count | None = None  # sampled tokens that wait: from then on only groups for the next step start
     order: Annotated[str, Field(min_length=1)] = "oldest"  # of groups: windowed, freshest, prioritised, module:Class
     window: Annotated[float, Field(gt=0, le=1)] = 0.3  # of order windowed: the share of groups it takes from
     skip_without_signal: bool = False  # groups in which no turn has an advantage leave, and others take their place

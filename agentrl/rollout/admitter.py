@@ -31,6 +31,7 @@ def bounds_of(config: RunConfig) -> Bounds:
         max_running=config.rollout.max_running,
         steps_total=config.train.steps,
         max_replays=config.rollout.max_replays,
+        max_tokens=config.buffer.max_tokens,
     )
 
 

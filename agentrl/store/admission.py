@@ -1,10 +1,10 @@
 """How many groups may start now: one pure function, no state, no clock.
 
-It bounds two things at once. Concurrency: a group starts only while fewer than `max_running` episodes run or wait to
+It bounds three things at once. Concurrency: a group starts only while fewer than `max_running` episodes run or wait to
 run. Workers play no more than that at once, so of the last group some members may wait for a place; if a group had to
 wait until all its members have one, places would stand empty behind each straggler. Staleness (law 5): a group is
 admitted only if training in the order of admission reaches it at most `max_lag` optimizer steps after the current
-weights.
+weights. Memory: of a buffer that is full of tokens.
 
 Source: AReaL (Fu et al. 2025, arXiv:2505.24298), eq. 3, in the form of its staleness manager, counted in groups:
 ``min(K - running, (max_lag + step + 1) * B - (accepted + running))``, where a part of a group's places is enough.
@@ -32,6 +32,7 @@ class Bounds:
     max_running: int
     steps_total: int
     max_replays: int = 0
+    max_tokens: int | None = None
 
 
 class Room(NamedTuple):
@@ -50,16 +51,28 @@ class Load:
     running_episodes: int  # episodes admitted and not ended
     running_groups: int  # groups admitted and not closed
     accepted_groups: int  # closed groups that will be or were trained: scored, taken, trained
+    buffered_tokens: int = 0  # sampled, of ended episodes that wait to be trained
 
 
 def admissible_groups(
-    load: Load, *, step: int, max_lag: int, groups_per_step: int, group_size: int, max_running: int, steps_total: int
+    load: Load,
+    *,
+    step: int,
+    max_lag: int,
+    groups_per_step: int,
+    group_size: int,
+    max_running: int,
+    steps_total: int,
+    max_tokens: int | None = None,
 ) -> int:
     """How many groups of `group_size` episodes may start now, at least 0.
 
     `step` is the optimizer step of the weights that sample now, `max_lag` the bound in steps, `max_running` the bound
-    in episodes; never more groups than `steps_total` steps of `groups_per_step` need."""
+    in episodes; never more groups than `steps_total` steps of `groups_per_step` need. While `max_tokens` or more are
+    buffered, only as many groups may be there as the next step needs, as if `max_lag` were 0: a buffer that were closed
+    altogether might hold too few groups for a step, and learner and workers would wait for each other."""
     places = math.ceil((max_running - load.running_episodes) / group_size)
-    horizon = min(max_lag + step + 1, steps_total)
+    full = max_tokens is not None and load.buffered_tokens >= max_tokens
+    horizon = min((0 if full else max_lag) + step + 1, steps_total)
     fresh = horizon * groups_per_step - (load.accepted_groups + load.running_groups)
     return max(0, min(places, fresh))

@@ -65,13 +65,14 @@ class Groups(Part):
         if version is None:
             return Room(0, 0, first), 0
         free = admissible_groups(
-            _load(self._db),
+            _load(self._db, tokens=bounds.max_tokens is not None),
             step=version.step,
             max_lag=bounds.max_lag,
             groups_per_step=bounds.groups_per_step,
             group_size=bounds.group_size,
             max_running=bounds.max_running,
             steps_total=bounds.steps_total,
+            max_tokens=bounds.max_tokens,
         )
         groups = max(0, min(free, limit))
         replays = min(groups, len(lost_groups(self._db, bounds.max_replays))) if groups else 0
@@ -127,7 +128,8 @@ def _counts(db: Database, purpose: str) -> dict[GroupState, int]:
     return {GroupState(state): n for state, n in rows}
 
 
-def _load(db: Database) -> Load:
+def _load(db: Database, *, tokens: bool) -> Load:
+    """The work under way; `tokens`: count the buffered ones, which takes a look at every member in the buffer."""
     counts = _counts(db, TRAIN)
     waiting = db.row("SELECT COUNT(*) FROM episodes WHERE state = 'waiting' AND evaluation = 0")
     running = db.row(  # an episode that waits for reward sources has no holder and takes no place
@@ -138,7 +140,20 @@ def _load(db: Database) -> Load:
         running_episodes=waiting[0] + running[0],
         running_groups=sum(counts.get(state, 0) for state in _RUNNING),
         accepted_groups=sum(counts.get(state, 0) for state in _ACCEPTED),
+        buffered_tokens=_buffered_tokens(db) if tokens else 0,
     )
+
+
+def _buffered_tokens(db: Database) -> int:
+    """Sampled tokens of ended members of groups that are not taken, and of late members that are not."""
+    row = db.row(
+        "SELECT (SELECT COALESCE(SUM(e.n_tokens), 0) FROM groups g JOIN episodes e ON e.group_id = g.id"
+        "  WHERE g.purpose = 'train' AND g.state IN ('running', 'scored') AND e.stop_reason IS NOT NULL)"
+        f" + (SELECT COALESCE(SUM(e.n_tokens), 0) FROM (SELECT * FROM episodes WHERE {LATE}) e"
+        "  JOIN groups g ON g.id = e.group_id WHERE g.state <> 'scored' AND e.stop_reason IS NOT NULL)"
+    )
+    assert row is not None
+    return row[0]
 
 
 def create_group(db: Database, task: Task, size: int, purpose: str, step: int) -> int:

@@ -13,6 +13,7 @@ from agentrl import config as configuration
 from agentrl import registry
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.rollout.admitter import bounds_of
 from agentrl.runtime import learner as module
 from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.orders import returns_of, take_order
@@ -60,6 +61,11 @@ def test_returns_are_those_of_the_run_file() -> None:
     config = configuration.parse({**document, "rollout": {"roles": {"judge": "frozen", "solver": "trained"}}})
     found = returns_of(config)
     assert (found.process_weight, found.frozen) == (0.25, {"judge"})
+
+
+def test_the_capacity_in_tokens_reaches_admission() -> None:
+    assert bounds_of(run_config(max_tokens=5000)).max_tokens == 5000
+    assert bounds_of(run_config()).max_tokens is None
 
 
 def test_the_learner_takes_by_the_settings_of_the_buffer(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from agentrl.store import Load, RunStore, admissible_groups
+from agentrl.store import Load, Quorum, RunStore, admissible_groups
 
-from .play import admit, play_all, serve, task
+from .play import Clock, admit, play, play_all, serve, task
 
 IDLE = Load(running_episodes=0, running_groups=0, accepted_groups=0)
 
@@ -44,6 +44,10 @@ def admissible(load: Load = IDLE, **changes: int) -> int:
         (Load(running_episodes=0, running_groups=0, accepted_groups=9), {"step": 4, "steps_total": 5}, 1),
         (Load(running_episodes=0, running_groups=0, accepted_groups=10), {"step": 5, "steps_total": 5}, 0),
         (Load(running_episodes=9, running_groups=9, accepted_groups=9), {}, 0),  # never negative
+        (Load(running_episodes=0, running_groups=0, accepted_groups=2, buffered_tokens=99), {"max_tokens": 100}, 2),
+        (Load(running_episodes=0, running_groups=0, accepted_groups=2, buffered_tokens=100), {"max_tokens": 100}, 0),
+        (Load(running_episodes=0, running_groups=0, accepted_groups=1, buffered_tokens=999), {"max_tokens": 1}, 1),
+        (Load(running_episodes=0, running_groups=1, accepted_groups=1, buffered_tokens=999), {"max_tokens": 1}, 0),
     ],
 )
 def test_worked_examples(load: Load, changes: dict[str, int], expected: int) -> None:
@@ -183,3 +187,53 @@ def test_a_task_that_cannot_be_made_admits_nothing(store: RunStore) -> None:
         admit(store, lambda index: task(index // (1 - index)))
     assert store.counts() == {}
     assert admit(store) == 4
+
+
+# --- capacity in tokens -------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_full_of_tokens_stops_admission_until_a_step_has_taken_some(store: RunStore) -> None:
+    """Two members of 6 tokens a group. Full at 20 tokens, so after two groups; the lag bound alone allows four."""
+    assert admit(store, limit=2, max_tokens=20) == 2
+    assert admit(store, limit=1, max_tokens=20) == 1, "what runs has no tokens in the buffer yet"
+    play_all(store)
+    assert admit(store, max_tokens=20) == 0
+    assert admit(store, max_tokens=37) == 1
+    play_all(store)
+    assert store.take(1, 2, max_lag=1) is not None
+    serve(store, 1)
+    assert admit(store, max_tokens=24) == 0, "still full, and the next step has its groups"
+    assert admit(store, max_tokens=25) == 2
+
+
+def test_late_members_that_have_ended_fill_the_buffer_too(store: RunStore, clock: Clock) -> None:
+    admit(store, limit=1, group_size=3)
+    *early, late = store.claim("w", 3, lease_s=1e6)
+    for claim in early:
+        play(store, claim)
+    store.expire(clock() + 1.0, 600.0, close_policy=Quorum(2, 0.0))
+    store.take(1, 1, max_lag=1)
+    play(store, late)
+    serve(store, 1)
+    assert admit(store, max_tokens=6, group_size=3) == 3, "full: no more than the next step needs"
+    assert admit(store, max_tokens=7, group_size=3) == 2
+
+
+@given(st.integers(1, 60), st.integers(1, 4), st.integers(0, 4), st.integers(1, 40))
+def test_a_learner_never_waits_for_groups_that_a_full_buffer_keeps_out(
+    tokens: int, groups_per_step: int, max_lag: int, max_tokens: int
+) -> None:
+    """However small the capacity is beside a single group's tokens, a step is always reached."""
+    trained = waiting = 0
+    for step in range(6):
+        load = Load(
+            running_episodes=0,
+            running_groups=0,
+            accepted_groups=trained + waiting,
+            buffered_tokens=waiting * tokens,
+        )
+        waiting += admissible(
+            load, step=step, max_lag=max_lag, groups_per_step=groups_per_step, group_size=1, max_tokens=max_tokens
+        )
+        assert waiting >= groups_per_step
+        trained, waiting = trained + groups_per_step, waiting - groups_per_step

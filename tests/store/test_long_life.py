@@ -74,7 +74,9 @@ class Walk:
         elif action == "sources_expire":
             self.machine.time_passes(rng.choice([1.0, 16.0, 21.0, 31.0]))
             self.machine.sources_expire(crash)
-        elif action in ("evaluate", "expire", "learn", "take"):
+        elif action in ("learn", "take"):
+            getattr(self.machine, action)(rng.choice([0, 1, 2]), crash)
+        elif action in ("evaluate", "expire"):
             getattr(self.machine, action)(crash)
         elif action in ("publish", "learner_dies", "everything_dies"):
             getattr(self.machine, action)()
