@@ -435,7 +435,19 @@ def apply_override(document: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(key, text, f"{section!r} is a value, not a section")
         at = cast("dict[str, Any]", inner)
+    if (sections, last) == (["algo"], "kind"):
+        _leave_algorithm(at, str(value))
     at[last] = value
+
+
+def _leave_algorithm(table: dict[str, Any], kind: str) -> None:
+    """Take out of `[algo]` what only the algorithm of the run file has: another one is chosen on the command line."""
+    try:
+        old, new = algorithm(str(table.get("kind", "grpo"))).model_fields, algorithm(kind).model_fields
+    except UnknownIdError:
+        return  # said where the table is read
+    for name in [name for name in table if name in old and name not in new]:
+        del table[name]
 
 
 def parse(document: dict[str, Any], *, folder: Path = Path()) -> RunConfig:

@@ -24,6 +24,7 @@ Target = str | Callable[..., Any]
 
 _registered: dict[tuple[Kind, str], Target] = {
     ("algorithms", "grpo"): "agentrl.algos.grpo:GRPO",
+    ("algorithms", "ppo"): "agentrl.algos.ppo:PPO",
 }
 
 

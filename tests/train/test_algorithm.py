@@ -13,6 +13,7 @@ from agentrl.algos.corrections import importance_weights
 from agentrl.algos.credit import turn_advantages
 from agentrl.algos.grpo import GRPO
 from agentrl.algos.losses import clipped_surrogate, kl_penalty, policy_loss, token_weights
+from agentrl.algos.ppo import PPO
 from agentrl.config import Rollout, RunConfig, Train
 from agentrl.errors import ConfigError
 from agentrl.records import Group
@@ -174,6 +175,17 @@ def test_an_algorithm_that_compares_siblings_needs_two() -> None:
     with pytest.raises(ConfigError, match=r"rollout.group_size.*compares siblings: give at least 2"):
         config.parse({**RUN_FILE, "rollout": {"group_size": 1}})
     assert config.parse({**RUN_FILE, "rollout": {"group_size": 1}, "algo": {"baseline": "none"}})
+
+
+def test_another_kind_on_the_command_line_leaves_the_settings_of_the_files_own(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('model = "m"\nenv.id = "test/none"\n[algo]\nbaseline = "none"\nclip_low = 0.1\n')
+    assert config.load(file, ["algo.kind=ppo"]).algo == PPO(clip_low=0.1)
+    file.write_text('model = "m"\nenv.id = "test/none"\n[algo]\nbasline = "none"\n')
+    with pytest.raises(ConfigError, match=r"algo\.basline"):
+        config.load(file, ["algo.kind=ppo"])
+    with pytest.raises(ConfigError, match=r"algo\.kind"):
+        config.load(file, ["algo.kind=pppo"])
 
 
 THEIRS = '''

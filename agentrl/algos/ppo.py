@@ -1,0 +1,135 @@
+"""PPO with a critic (Schulman et al. 2017), for tokens that older weights may have sampled.
+
+    A, target = traces of rewards and values                             see `agentrl.algos.values`: GAE and V-trace
+    policy    = - mean of  rho min(r A, clip(r, 1 - low, 1 + high) A)    see `agentrl.algos.clipped`
+    critic    = mean of  max((V - target)^2, (V_old + clip(V - V_old, +-eps) - target)^2) / 2
+
+An action is a token, or a whole turn (`level`). Values are those of the critic at the start of the step, also for
+tokens that older weights sampled. An episode is judged by itself: it needs no siblings, and a late one no record.
+
+Stale tokens: `importance = "token"` weighs a token by its own ratio rho; the states that it was sampled in remain those
+of the older policy, as in V-trace. `"prefix"` weighs it by the ratio of the whole episode up to this action: with
+`gae_lambda = 1` and a cap that cuts nothing the gradient is then unbiased, at the price of variance. `"none"` is plain
+GAE and is biased as soon as tokens are stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from agentrl.algos.algorithm import Loss, Outputs, Positive, Siblings, Slots, Trunk
+from agentrl.algos.clipped import Clipped
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class PPO(Clipped):
+    """Proximal policy optimization with a value function."""
+
+    kind: Literal["ppo"] = "ppo"
+    clip_high: Positive = 0.2  # and rise by so much
+    importance: Literal["token", "prefix", "none"] = "token"  # of a stale token: its own ratio, its episode's so far
+    level: Literal["token", "turn"] = "token"  # what an action is: values are those before a token, or before a turn
+    discount: Share = 1.0  # of a reward per action between
+    gae_lambda: Share = 1.0  # of the policy's advantages; below 1 the critic's errors bias them
+    gae_length_alpha: Positive | None = None  # VAPO: gae_lambda = 1 - 1 / (alpha * actions of the episode) instead
+    value_lambda: Share = 1.0  # of the critic's targets
+    value_clip: Positive | None = 0.2  # a value may change by so much in a step
+    value_weight: Positive = 0.5  # of the critic's loss
+    critic: Trunk = "own"  # the value head's trunk: a second model, or the policy itself
+    critic_lr: Positive | None = None  # learning rate of head and own trunk; default: train.lr
+    critic_warmup_steps: Annotated[int, Field(ge=0)] = 5  # first steps, which train the critic alone
+
+    @property
+    def slots(self) -> Slots:
+        return Slots(frozen=super().slots.frozen, critic=self.critic, critic_lr=self.critic_lr)
+
+    @property
+    def corrects(self) -> bool:
+        return self.importance != "none"
+
+    @property
+    def ahead(self) -> bool:
+        return True
+
+    def prepare(self, siblings: Siblings) -> dict[str, Tensor]:
+        from agentrl.algos.credit import reward_to_go
+
+        return {"to_go": siblings.outcomes_G[:, None] + self.process_weight * reward_to_go(siblings.rewards_GT)}
+
+    def advantages(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        import torch
+
+        from agentrl.algos.values import Sequences, lambda_of_length, traces
+
+        by_turn = self.level == "turn"
+        sequences = Sequences.of(tokens["episode"], tokens["role"], tokens["turn"], by_turn=by_turn)
+        gap_T = (tokens["proximal"] - tokens["behaviour"]).double() * self.corrects
+        gap_BU, length_B = sequences.total(gap_T), sequences.length()
+        to_go_BU = sequences.first(tokens["to_go"].double())  # an action earned what is no longer to come after it
+        rewards_BU = to_go_BU - torch.nn.functional.pad(to_go_BU[:, 1:], (0, 1))
+
+        def traced(lambda_B: Tensor) -> tuple[Tensor, Tensor]:
+            return traces(
+                rewards_BU,
+                sequences.first(tokens["values"].double()),
+                length_B,
+                discount=self.discount,
+                lambda_B=lambda_B,
+                ratio_BU=gap_BU.exp(),
+                cap=self.importance_cap,
+            )
+
+        lambda_B = torch.full_like(length_B, self.gae_lambda, dtype=torch.float64)
+        if self.gae_length_alpha is not None:
+            lambda_B = lambda_of_length(length_B, self.gae_length_alpha)
+        advantages_BU, _ = traced(lambda_B)
+        _, targets_BU = traced(torch.full_like(lambda_B, self.value_lambda))
+        log_weight_T = sequences.tokens(gap_BU.cumsum(1)) if self.importance == "prefix" else gap_T
+        begins_T = sequences.begins()
+        share_T = tokens["weight"] * begins_T
+        columns = {
+            "advantage": sequences.tokens(advantages_BU),
+            "target": sequences.tokens(targets_BU),
+            "importance": log_weight_T.exp().clamp(max=self.importance_cap),
+            "value_share": share_T * (tokens["weight"].sum() / share_T.sum()),
+        }
+        return {name: column.to(tokens["weight"].dtype) for name, column in columns.items()}
+
+    def correction(self, tokens: Mapping[str, Tensor]) -> Tensor:
+        return tokens["importance"]
+
+    def trained(self, step: int) -> tuple[str, ...]:
+        return ("policy", "critic") if step >= self.critic_warmup_steps else ("critic",)
+
+    def loss(self, tokens: Mapping[str, Tensor], outputs: Outputs, step: int) -> Loss:
+        import torch
+
+        assert outputs.values_K is not None
+        values_K, old_K, target_K, share_K = (
+            outputs.values_K,
+            *(tokens[n] for n in ("values", "target", "value_share")),
+        )
+        errors_K = (values_K - target_K).square()
+        if self.value_clip is not None:
+            held_K = old_K + (values_K - old_K).clamp(-self.value_clip, self.value_clip)
+            errors_K = torch.maximum(errors_K, (held_K - target_K).square())
+        value_loss = (share_K * errors_K).sum() / 2
+        policy = super().loss(tokens, outputs, step)
+        learns = "policy" in self.trained(step)
+        return Loss(
+            total=self.value_weight * value_loss + (policy.total if learns else 0.0),
+            clipped_K=policy.clipped_K,
+            gauges={
+                "value_loss": value_loss,
+                "value_mean": (share_K * old_K).sum(),
+                "target_mean": (share_K * target_K).sum(),
+                "value_error": (share_K * (old_K - target_K).square()).sum(),
+            },
+        )
