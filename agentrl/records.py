@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal, NotRequired, TypedDict
 
 Json = Any
@@ -365,7 +365,7 @@ def context_ids(turns: Sequence[Turn], index: int) -> tuple[int, ...]:
             break
         turn = turns[turn.parent]
         parts.append(turn.token_ids)
-    return tuple(token for part in reversed(parts) for token in part)
+    return tuple(chain.from_iterable(reversed(parts)))
 
 
 def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:

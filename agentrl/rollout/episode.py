@@ -122,6 +122,7 @@ class _Episode:
         self._trial = claim.trial
         self._start: Messages = claim.start or ()
         self._env: AsyncEnv | None = None
+        self._keyed: KeyedEnv | None = None
         self._first_role: str | None = None
         self._said = Step(observation=())  # what the environment said last
         self._next: _Prompt | None = None  # the next turn's, if it is rendered already
@@ -219,7 +220,7 @@ class _Episode:
 
     async def _make(self) -> AsyncEnv:
         env: AsyncEnv = await self._guard("make", lambda: _call(self._context.make_env, self._claim.task))
-        self._env = env
+        self._env, self._keyed = env, env if isinstance(env, KeyedEnv) else None  # a slow question: once an episode
         prepare(env, self._context.settings)
         return env
 
@@ -414,8 +415,8 @@ class _Episode:
         assert env is not None
         env.charge_tokens(len(turn.token_ids))
         env.action_cut = turn.finish == "length"
-        if isinstance(env, KeyedEnv):
-            env.action_id = turn.id
+        if self._keyed is not None:
+            self._keyed.action_id = turn.id
         policy_s = max(min(settings.step_deadline_s, settings.episode_deadline_s - self._guard.seconds), 0.0)
         call = partial(answers.act, env, turn.text, self._claim.task, settings.observation_bytes)
         step: Step = await self._guard("step", call, policy_s=policy_s)

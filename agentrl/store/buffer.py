@@ -75,6 +75,7 @@ class Buffer(Part):
     def __init__(self, db: Database) -> None:
         super().__init__(db)
         self._strengths: dict[tuple[int, Returns], float] = {}  # of closed groups: their records never change
+        self._scored_s: dict[tuple[int, int], list[float]] = {}  # of running groups, by id and number of scored members
 
     def take(
         self,
@@ -271,20 +272,23 @@ class Buffer(Part):
             for id, purpose, _, _, started_s in running
             if id not in closed and (purpose != TRAIN or started_s < now - 2 * deadline_s)
         ]
-        for (id,) in self._db.rows(
-            "SELECT id FROM groups WHERE state = 'running' AND purpose = 'train' AND n_scored >= ?",
+        closable = self._db.rows(
+            "SELECT id, n_scored FROM groups WHERE state = 'running' AND purpose = 'train' AND n_scored >= ?",
             (policy.at_least,),
-        ):
-            ends = self._db.rows("SELECT ended_s, stop_reason, outcome FROM episodes WHERE group_id = ?", (id,))
-            ended = sorted(at for at, stop, outcome in ends if at is not None and scored(stop, outcome))
-            if policy.closes(ended, now):
-                closed.add(id)
+        )
+        self._scored_s = {(id, n): self._scored_s.get((id, n)) or self._ends(id) for id, n in closable}
+        closed |= {id for (id, _), ended in self._scored_s.items() if policy.closes(ended, now)}
         late = self._db.rows(
             f"SELECT e.id FROM (SELECT * FROM episodes WHERE {LATE}) e JOIN groups g ON g.id = e.group_id"
             " WHERE e.state IN ('waiting', 'running') AND g.started_s < ?",
             (now - 2 * deadline_s,),
         )
         return Expired(tuple(sorted(closed)), tuple(over), tuple(id for (id,) in late))
+
+    def _ends(self, group_id: int) -> list[float]:
+        """When the scored members of a group ended, earliest first."""
+        ends = self._db.rows("SELECT ended_s, stop_reason, outcome FROM episodes WHERE group_id = ?", (group_id,))
+        return sorted(at for at, stop, outcome in ends if at is not None and scored(stop, outcome))
 
     def _expire(self, group_ids: Sequence[int], reason: str, now: float) -> None:
         for group_id in group_ids:

@@ -236,3 +236,33 @@ def test_a_late_member_holds_its_place_and_no_groups(store: RunStore, clock: Clo
     store.journal_turn(slow.episode_id, slow.fence, turn(0, 1, step=answer(0)))
     store.finish(slow.episode_id, slow.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
     assert admit(store, **settings) == 1
+
+
+def test_a_group_that_waits_for_its_quorums_time_is_read_again_only_after_another_end(
+    store: RunStore, clock: Clock
+) -> None:
+    """However many groups wait, a look at them costs one statement for all."""
+    policy, statements = Quorum(2, 5.0), list[str]()
+    admit(store, group_size=4, limit=3)
+    claims = store.claim("w", 12, lease_s=30.0)
+    for claim in claims[:2] + claims[4:6]:
+        play(store, claim)
+    connection = store._db._connection  # pyright: ignore[reportPrivateUsage]
+
+    def look() -> tuple[int, ...]:
+        statements.clear()
+        connection.set_trace_callback(statements.append)
+        closed = store.expire(clock(), DEADLINE_S, close_policy=policy).closed
+        connection.set_trace_callback(None)
+        return closed
+
+    def read() -> int:
+        return sum("FROM episodes WHERE group_id" in statement for statement in statements)
+
+    assert look() == () and read() == 2
+    assert look() == () and read() == 0
+    clock.now += 1
+    play(store, claims[2])
+    assert look() == () and read() == 1
+    clock.now += 4
+    assert look() == (1, 2), "five seconds after the second end, whenever the third was"
