@@ -149,6 +149,8 @@ class LeaseLost(StoreError):
 class DiskFull(StoreError):
     """No disk space for the journal: the run pauses, nothing is lost."""
 
+    exit_code = 5
+
 
 class StoreBusy(StoreError):
     """Another process held the store's write lock past the deadline: a person has to end that process."""

@@ -79,13 +79,16 @@ class Worker:
         free = min(self.capacity - len(self._running), _AT_ONCE)
         if free <= 0:
             return False
-        claims = self.store.claim(
-            self.name,
-            free,
-            lease_s=self.config.rollout.lease_s,
-            now=self.now(),
-            ahead=self.config.buffer.groups_ahead,
-        )
+        try:
+            claims = self.store.claim(
+                self.name,
+                free,
+                lease_s=self.config.rollout.lease_s,
+                now=self.now(),
+                ahead=self.config.buffer.groups_ahead,
+            )
+        except DiskFull:  # the next look tries again
+            return False
         for claim in claims:
             if claim.episode_id in self._scopes:  # we lost it, and claim it again before we noticed
                 self._scopes[claim.episode_id].cancel()
@@ -126,7 +129,10 @@ class Worker:
         """Renew at a third of the lease; an episode whose lease was lost is cancelled."""
         while True:
             await trio.sleep(self.config.rollout.lease_s / 3)
-            kept = self.store.renew(self.name, lease_s=self.config.rollout.lease_s, now=self.now())
+            try:
+                kept = self.store.renew(self.name, lease_s=self.config.rollout.lease_s, now=self.now())
+            except DiskFull:  # nobody else can claim on it either
+                continue
             for episode_id in [id for id in self._running if id not in kept]:
                 scope = self._scopes.get(episode_id)
                 if scope is not None:

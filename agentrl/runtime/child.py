@@ -6,15 +6,17 @@ owner reads.
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from agentrl.errors import AgentRLError, RunFailed, StoreBusy, StoreDamaged, matters
+from agentrl.errors import AgentRLError, DiskFull, RunFailed, StoreBusy, StoreDamaged, matters
 from agentrl.runtime.heartbeat import DUMP
 
 ENDS_THE_RUN = 3
@@ -33,11 +35,15 @@ def run_role(role: str, main: Callable[[], None]) -> int:
         error = matters(raised)
         if isinstance(error, SystemExit) and error.code in (0, None):
             return 0
+        if _no_space(error):
+            error = DiskFull(f"no space left on the disk: free some ({error})")
         if isinstance(error, AgentRLError):
             _leave_note(str(error))
-            print(f"agentrl {role}: {error}", file=sys.stderr)
+            with suppress(OSError):  # the log may lie on the disk that is full
+                print(f"agentrl {role}: {error}", file=sys.stderr)
             return ENDS_THE_RUN if isinstance(error, _FINAL) else error.exit_code
-        traceback.print_exception(raised)
+        with suppress(OSError):
+            traceback.print_exception(raised)
         _leave_note(f"{type(error).__name__}: {' '.join(str(error).split())}")
         return 1
     return 0
@@ -46,7 +52,14 @@ def run_role(role: str, main: Callable[[], None]) -> int:
 def _leave_note(line: str) -> None:
     target = os.environ.get("AGENTRL_ERROR_FILE")
     if target:
-        Path(target).write_text(line + "\n")
+        with suppress(OSError):
+            Path(target).write_text(line + "\n")
+
+
+def _no_space(error: BaseException) -> bool:
+    """Whether a disk had no space for a file. Libraries that write weights say so in errors of their own."""
+    told = "No space left on device" in str(error) and not isinstance(error, AgentRLError)
+    return told or (isinstance(error, OSError) and error.errno == errno.ENOSPC)
 
 
 def main() -> None:

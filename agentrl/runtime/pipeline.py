@@ -14,17 +14,20 @@ before training episodes, and nothing waits for them.
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import trio
 
 from agentrl.clock import HostClock
 from agentrl.config import RunConfig
-from agentrl.errors import RunFailed, matters
+from agentrl.errors import DiskFull, RunFailed, matters
 from agentrl.records import GroupState
 from agentrl.rollout.admitter import Admitter, bounds_of
 from agentrl.runtime import evaluation
@@ -40,7 +43,9 @@ from agentrl.store import RunStore, close_policy
 from agentrl.store.roles import ControlStore
 from agentrl.telemetry import Telemetry
 
+_T = TypeVar("_T")
 _TICK_S = 0.25
+_DISK_S = 1.0  # between two tries to write on a full disk
 _MIN_FAILURES = 8  # a run never stops for this few failures of infrastructure; an outage counts as one
 
 
@@ -70,27 +75,27 @@ class Supervisor:
         check_room(self.config, self.start.model, self.run.scratch)
         declare(self.config, self.store)
         await self.processes.start_engines(self.start)
-        self._enter("eval")
+        await self._with_space(lambda: self._enter("eval"))
         self.processes.start_workers()
         learned = self.processes.start_learner()
         self.phase = "evaluating before"
         await self.evaluate("before")
         self.phase = "training"
-        self._enter("train")
-        self._clock("train_started_s")
+        await self._with_space(lambda: self._enter("train"))
+        await self._with_space(lambda: self._clock("train_started_s"))
         async with trio.open_nursery() as admission:
             tasks = task_source(self.config)
             admission.start_soon(Admitter(self.store, tasks, bounds_of(self.config)).run)
             progress = _Progress(self.config.train.stall_deadline_s)
             while not learned.is_set():
-                self._schedule_during()
+                await self._with_space(self._schedule_during)
                 if tasks.size is not None and self._played(tasks.size):
-                    self._enter("drain")
+                    await self._with_space(lambda: self._enter("drain"))
                 progress.saw(self.store.progress(), processes=self.processes)
                 await self._tick()
             admission.cancel_scope.cancel()
-        self._clock("train_ended_s")
-        self._enter("eval")
+        await self._with_space(lambda: self._clock("train_ended_s"))
+        await self._with_space(lambda: self._enter("eval"))
         self.phase = f"evaluating after {self.store.current_version().step} steps"
         await self.evaluate("after")
 
@@ -104,10 +109,10 @@ class Supervisor:
 
     async def evaluate(self, when: str) -> None:
         """Run every held-out set under the label `when`; returns when the last episode has ended."""
-        purposes = [
-            evaluation.schedule(self.store, self.config, held_out, when, held_out.n)
-            for held_out in self.config.eval.sets
-        ]
+        purposes: list[str] = []
+        for held_out in self.config.eval.sets:
+            schedule = partial(evaluation.schedule, self.store, self.config, held_out, when, held_out.n)
+            purposes.append(await self._with_space(schedule))
         progress = _Progress(self.config.train.stall_deadline_s)
         while not all(evaluation.finished(self.store, purpose) for purpose in purposes):
             progress.saw(self.store.progress(), processes=self.processes)
@@ -122,12 +127,29 @@ class Supervisor:
         when = f"during@{step - step % every}"
         evaluation.schedule(self.store, self.config, sets[0], when, min(self.config.eval.n_during, sets[0].n))
 
-    async def _tick(self) -> None:
+    async def _with_space(self, write: Callable[[], _T]) -> _T:
+        """The result of `write`, once the disk has space for it. Raises DiskFull after `train.stall_deadline_s`."""
+        deadline, waits = trio.current_time() + self.config.train.stall_deadline_s, False
+        while True:
+            try:
+                return write()
+            except DiskFull as error:
+                if trio.current_time() > deadline:
+                    raise
+                if not waits:
+                    print(f"agentrl: {error}; the run waits for it", file=sys.stderr)
+                waits = True
+                await trio.sleep(_DISK_S)
+
+    def _expire(self) -> None:
         buffer, deadline_s = self.config.buffer, self.config.rollout.group_deadline_s
         policy = close_policy(buffer.close, quorum=buffer.quorum, after_s=buffer.quorum_after_s)
         self.store.expire(time.time(), deadline_s, close_policy=policy)
         if self.config.rewards:
             self.store.expire_sources(time.time())
+
+    async def _tick(self) -> None:
+        await self._with_space(self._expire)
         self._check_failures()
         self.on_tick(self)
         await trio.sleep(_TICK_S)

@@ -13,11 +13,12 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import trio
 
 from agentrl.config import RunConfig
-from agentrl.errors import AgentRLError, RunFailed, StoreBusy, UsageError, WornOut
+from agentrl.errors import AgentRLError, DiskFull, RunFailed, StoreBusy, UsageError, WornOut
 from agentrl.ports import free_port
 from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint, where_it_stands
@@ -30,6 +31,7 @@ from agentrl.runtime.supervise import Child, RestartBudget
 from agentrl.runtime.watch import Watch
 from agentrl.store.roles import ControlStore
 
+_DISK_S = 2.0  # until a child that found the disk full is started again
 _LAST_WORD_S = 2.0  # how long the end of a run waits for the store's lock
 
 _PINNED = {
@@ -202,7 +204,10 @@ class RunProcesses:
             why = child.failure(status)
             if status in (UsageError.exit_code, ENDS_THE_RUN):
                 raise RunFailed(why)
-            if status == WornOut.exit_code or (died is not None and died(child, budget)):
+            if status == DiskFull.exit_code:
+                await trio.sleep(_DISK_S)  # the supervisor's stall deadline bounds how often
+            innocent = status in (WornOut.exit_code, DiskFull.exit_code)
+            if innocent or (died is not None and await _with_space(partial(died, child, budget))):
                 self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
                 child.start()
                 continue
@@ -230,3 +235,12 @@ class RunProcesses:
             except AgentRLError as error:
                 why = str(error)
                 await child.end()
+
+
+async def _with_space(write: Callable[[], bool]) -> bool:
+    """Write once the disk has space for it."""
+    while True:
+        try:
+            return write()
+        except DiskFull:
+            await trio.sleep(_DISK_S)

@@ -11,7 +11,7 @@ import trio
 from trio.testing import MockClock
 
 from agentrl.config import EnvSource, RunConfig
-from agentrl.errors import RunFailed, WeightSyncError, WornOut
+from agentrl.errors import AgentRLError, DiskFull, RunFailed, WeightSyncError, WornOut
 from agentrl.runtime.engines import WrongWeights
 from agentrl.runtime.pipeline import _Progress
 from agentrl.runtime.processes import RunProcesses
@@ -104,15 +104,16 @@ async def test_an_engine_that_comes_back_with_other_weights_is_not_tried_again(t
     assert isinstance(raised.value.exceptions[0], WrongWeights)
 
 
-async def test_a_worker_that_asks_to_be_started_anew_costs_none_of_its_budget(
-    tmp_path: Path, autojump_clock: MockClock
+@pytest.mark.parametrize("why", [WornOut, DiskFull])
+async def test_a_child_that_asks_to_be_started_anew_or_found_the_disk_full_costs_none_of_its_budget(
+    tmp_path: Path, autojump_clock: MockClock, why: type[AgentRLError]
 ) -> None:
     class Tired(Mortal):
         starts = 0
 
         async def wait(self) -> int:
             await trio.lowlevel.checkpoint()
-            return WornOut.exit_code
+            return why.exit_code
 
         def start(self) -> None:
             self.starts += 1

@@ -67,6 +67,12 @@ async def test_a_child_that_will_not_end_is_killed(tmp_path: Path, monkeypatch: 
         ("ExceptionGroup('nursery', [ZeroDivisionError('1 / 0')])", 1, "part: ZeroDivisionError: 1 / 0"),
         ("ExceptionGroup('n', [KeyError('k'), StoreError('s'), RunFailed('r')])", ENDS_THE_RUN, "part: r"),
         ("ExceptionGroup('n', [RunFailed('r'), UsageError('bad thing: mend it')])", 2, "part: bad thing: mend it"),
+        ("OSError(28, 'No space')", 5, "part: no space left on the disk: free some ([Errno 28] No space)"),
+        (
+            "ValueError('I/O: No space left on device')",
+            5,
+            "part: no space left on the disk: free some (I/O: No space left on device)",
+        ),
         ("BaseExceptionGroup('n', [SystemExit(0)])", 0, None),
     ],
 )

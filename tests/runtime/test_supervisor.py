@@ -16,7 +16,7 @@ from trio.testing import MockClock
 
 from agentrl.config import parse
 from agentrl.engine.fleet import Fleet
-from agentrl.errors import RunFailed, matters
+from agentrl.errors import DiskFull, RunFailed, matters
 from agentrl.records import StopReason, WeightVersion
 from agentrl.runtime.checkpoints import StartPoint
 from agentrl.runtime.models import model_dir
@@ -102,6 +102,32 @@ async def test_law_4_a_run_in_which_only_metrics_are_written_fails_by_its_stall_
     assert why == "no turn, score or step for 30 s (train.stall_deadline_s); see the logs folder"
     assert when == pytest.approx(STALL_S, abs=1.0)
     assert len(one.store.metrics("fleet")) > 3, "the workers' reports did come"
+
+
+async def test_on_a_full_disk_the_run_waits_says_so_once_and_goes_on(
+    supervisor: Callable[..., Supervisor],
+    autojump_clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one = supervisor()
+
+    def full(name: str) -> None:
+        really, tries = getattr(one.store, name), itertools.count()
+
+        def write(*given: Any, **named: Any) -> Any:
+            if next(tries) < 20:
+                raise DiskFull("no space left: free some")
+            return really(*given, **named)
+
+        monkeypatch.setattr(one.store, name, write)
+
+    full("set_meta")
+    full("expire")
+    why, when = await until_it_fails(one)
+    assert why.startswith("no turn, score or step"), "not of its disk"
+    assert when > 20 + STALL_S
+    assert capsys.readouterr().err == "agentrl: no space left: free some; the run waits for it\n" * 2
 
 
 async def test_what_does_go_on_moves_the_stall_deadline(
