@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from agentrl.chaos_cli import chaos
 from agentrl.episodes_cli import add_commands
 from agentrl.errors import AgentRLError, UsageError
 from agentrl.rewards_cli import rescore, rewards
@@ -40,6 +41,7 @@ app.command()(rewards)
 app.command()(rescore)
 add_commands(app)
 app.command()(simulate)
+app.command()(chaos)
 _UNWRAPPED = 10_000  # columns
 _SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")]
 
@@ -118,23 +120,6 @@ def train(
         path = out or Path("runs") / config.name
         summary = Trainer(config=config, out=path, overwrite=overwrite).train(LiveView())
     report.show(_console(), path, summary)
-
-
-@app.command()
-def chaos(
-    file: Annotated[Path, typer.Argument(help="The run file (TOML)")],
-    faults: Annotated[int, typer.Option(min=1, help="How often the run is hurt")] = 10,
-    seed: Annotated[int, typer.Option(help="Decides the faults and their times")] = 0,
-    out: Annotated[Path, typer.Option(help="Run directory")] = Path("runs/chaos"),
-    every_s: Annotated[float, typer.Option(help="Mean seconds between two faults")] = 60.0,
-    compare: Annotated[bool, typer.Option(help="Run it undisturbed as well, and show both")] = False,
-    settings: _SETTINGS = None,
-) -> None:
-    """Hurt a run on purpose (kill, stop, slow down, lock its store) and audit it; exit code 1 if it does not hold."""
-    from agentrl.runtime.chaos import hurt
-
-    if not hurt(file, out, faults, seed, every_s, settings or [], compare, _console()):
-        raise SystemExit(1)
 
 
 @app.command("eval")

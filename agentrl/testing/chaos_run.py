@@ -2,14 +2,16 @@
 
     report = ChaosRun(["run.toml"], Path("runs/chaos"), faults=10, seed=0).run(print)
 
-It knows only the run's processes, its folder and its store's file: `/proc`, signals, locks. After each fault it waits
-until the part is there again and the run advances; then an auditor that shares no code with the store checks it. Linux
-only. `LEFT_OUT` lists the faults that it does not inject, and why.
+It knows only the run's processes, its folder and its store's file: `/proc`, signals, sockets, locks. A fault shows
+that it was real (`agentrl.testing.faults`), or it counts as a violation. After each fault the part has to work and the
+run to advance again; then an auditor that shares no code with the store checks it. Linux only. `LEFT_OUT` lists the
+faults that it does not inject, and why.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 import signal
@@ -18,56 +20,82 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from agentrl.errors import RunFailed
+from agentrl.testing import faults
+from agentrl.testing.faults import JUNK, NoEffect, WallClock
 from agentrl.testing.outside_audit import OutsideAuditor
 
 LEFT_OUT = {
-    "disk full": "would need the run's folder on a small file system: mount one, and fill it by hand",
-    "socket cut, engine answers garbage": "would need a proxy before an engine that the run does not own",
-    "clock jump": "an unprivileged process cannot set the clock for others",
+    "reward server, docker engine": "the run does not own them: only the connections to reward servers are cut",
+    "loss of power": "the kernel keeps what a killed process wrote; tests/store/test_power_loss.py has it",
 }
 PARTS = ("worker", "engine", "learner", "supervisor")
-_SHORT_S, _LOCKED_S, _SLOW_S = 3.0, 8.0, 6.0
+_SHORT_S, _LOCKED_S, _SLOW_S, _FULL_S, _JUMP_S, _AHEAD_S = 3.0, 8.0, 6.0, 10.0, 10.0, 3600.0
 _POLL_S = 0.1
 _READY_S = 600.0
-_MARKS = {"worker": "child\0worker", "learner": "child\0learner", "engine": "engine"}
+_PRESENT_S = 20.0  # how long a fault waits for a part that comes and goes
+_MARKS = {"worker": "child\0worker", "learner": "child\0learner", "engine": "engine", "box": "bwrap"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A kind of fault and its part: `kill`, `stop` (for good), `pause` (stopped for some seconds), `slow` (stopped two
-    thirds of the time), `lock` (the store's write lock is held)."""
+    """A kind of fault and its part. `kill`, `stop` (for good), `pause` (stopped for some seconds), `slow` (stopped two
+    thirds of the time); `lock` (the store's write lock is held), `cut` (connections to the part end), `garbage` (bytes
+    in the part's answers), `jump` (the wall clock goes ahead by an hour, and back), `full` (no space on the disk)."""
 
     kind: str
     part: str
 
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.part}"
+
+
+EVERY = (
+    *(Fault(kind=kind, part=part) for kind in ("kill", "stop", "pause") for part in PARTS),
+    Fault(kind="slow", part="engine"),
+    Fault(kind="lock", part="store"),
+    Fault(kind="cut", part="engine"),
+    Fault(kind="garbage", part="engine"),
+    Fault(kind="jump", part="clock"),
+    Fault(kind="full", part="disk"),
+    Fault(kind="cut", part="rewards"),
+    Fault(kind="kill", part="box"),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A fault, the time until the run advanced again, the number of sampled tokens that its restarts left behind, and
-    the auditor's findings."""
+    """A fault, the proof that it was real, the time until the run advanced again, the number of sampled tokens that it
+    left behind, and the auditor's findings. `at_stake` are the tokens of unfinished groups when it came: what a restart
+    of these groups would have lost."""
 
     fault: Fault
     at_s: float
     recovery_s: float
     tokens_lost: int
+    at_stake: int = 0
+    proof: str = ""
     violations: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosReport:
-    """`status` is the run's exit status, `left` the processes and folders that it left behind."""
+    """`status` is the run's exit status, `left` the processes and folders that it left behind, `skipped` the faults for
+    which there was no part."""
 
     outcomes: tuple[Outcome, ...]
     status: int
     wall_s: float
     violations: tuple[str, ...]
     left: tuple[str, ...]
+    skipped: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -76,20 +104,27 @@ class ChaosReport:
         return self.status == 0 and not self.left and not any(audits)
 
 
-def plan(faults: int, seed: int) -> list[Fault]:
+def plan(number: int, seed: int, among: Sequence[Fault] = EVERY) -> list[Fault]:
     """A seeded mix: every fault comes once before any comes again."""
-    every = [Fault(kind=kind, part=part) for kind in ("kill", "stop", "pause") for part in PARTS]
-    every += [Fault(kind="slow", part="engine"), Fault(kind="lock", part="store")]
     chance, found = random.Random(seed), list[Fault]()
-    while len(found) < faults:
-        found += chance.sample(every, len(every))
-    return found[:faults]
+    while len(found) < number:
+        found += chance.sample(among, len(among))
+    return found[:number]
+
+
+def possible(folder: Path, config: dict[str, Any]) -> list[Fault]:
+    """The faults that a run with this configuration, in this folder, can have."""
+    small = folder.stat().st_dev != folder.parent.stat().st_dev
+    needs = {"disk": small, "rewards": any(one.get("url") for one in config.get("rewards", ()))}
+    needs["box"] = "bubblewrap" in json.dumps(config.get("env", {}))
+    return [fault for fault in EVERY if needs.get(fault.part, True)]
 
 
 @dataclass(slots=True)
 class ChaosRun:
-    """A run of `agentrl train WORDS --keep-alive --out FOLDER`. `every_s` is the mean pause between two faults. After a
-    fault the run must advance within `recovery_deadline_s`, which is longer than any deadline in its settings."""
+    """A run of `agentrl train WORDS --keep-alive --out FOLDER`. `every_s` is the mean pause between two faults, `among`
+    the faults to choose from (default: all that are possible). After a fault the run must advance within
+    `recovery_deadline_s`, which is longer than any deadline in its settings."""
 
     words: Sequence[str]
     folder: Path
@@ -97,35 +132,20 @@ class ChaosRun:
     seed: int = 0
     every_s: float = 60.0
     recovery_deadline_s: float = 900.0
+    among: Sequence[Fault] = ()
     _auditor: OutsideAuditor = field(init=False)
     _process: subprocess.Popen[bytes] = field(init=False)
+    _clock: WallClock = field(init=False)
+    _chance: random.Random = field(init=False)
 
     def run(self, say: Callable[[str], None] = lambda _: None) -> ChaosReport:
         """Start the run, inject faults, wait for its end. Raises RunFailed if it does not advance again in time."""
         self._auditor = OutsideAuditor(self.folder / "store.sqlite")
-        chance, started = random.Random(f"{self.seed}/when"), time.monotonic()
-        outcomes: list[Outcome] = []
-        log = self.folder.parent / f"{self.folder.name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        main = [sys.executable, "-c", "from agentrl.cli import main; main()", "train", *self.words]
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [*main, "--out", str(self.folder), "--keep-alive"],
-                stdin=subprocess.PIPE,  # its lifeline: no process of the run outlives us
-                stdout=output,
-                stderr=output,
-                env={**os.environ, "AGENTRL_KEPT": "1"},
-                process_group=0,
-            )
+        self._chance, started = random.Random(f"{self.seed}/when"), time.monotonic()
+        self._clock = WallClock()
         try:
-            self._advance("", set(), _READY_S)
-            for fault in plan(self.faults, self.seed):
-                self._rest(chance.expovariate(1 / self.every_s))
-                if self._process.poll() is not None:
-                    say(f"the run was over before {fault.kind} {fault.part}")
-                    break
-                outcomes.append(self._hurt(fault, time.monotonic() - started))
-                say(_line(outcomes[-1]))
+            self._start()
+            outcomes, skipped = self._hurt_it(say, started)
             status = self._process.wait()
         finally:
             if self._process.poll() is None:
@@ -133,48 +153,149 @@ class ChaosRun:
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(60)
                 self._process.kill()
+            self._clock.close()
         return ChaosReport(
             outcomes=tuple(outcomes),
             status=status,
             wall_s=time.monotonic() - started,
             violations=tuple(self._auditor.look(ended=True)),
             left=tuple(self._left()),
+            skipped=tuple(skipped),
         )
+
+    def _start(self) -> None:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        main = [sys.executable, "-c", "from agentrl.cli import main; main()", "train", *self.words]
+        with self._log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [*main, "--out", str(self.folder), "--keep-alive"],
+                stdin=subprocess.PIPE,  # its lifeline: no process of the run outlives us
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **self._clock.variables, "AGENTRL_KEPT": "1"},
+                process_group=0,
+            )
+
+    def _hurt_it(self, say: Callable[[str], None], started: float) -> tuple[list[Outcome], list[str]]:
+        outcomes, skipped = list[Outcome](), list[str]()
+        self._advance("", set(), _READY_S)
+        if not self._auditor.path.exists():
+            raise RunFailed(f"the run did not start; read {self._log}")
+        among = self.among or possible(self.folder, self._config())
+        for fault in plan(self.faults, self.seed, among):
+            self._rest(self._chance.expovariate(1 / self.every_s))
+            if self._process.poll() is not None:
+                say(f"the run was over before {fault}")
+                break
+            if not self._there(fault.part):
+                skipped.append(str(fault))
+                say(f"skipped {fault}: the run has none now")
+                continue
+            outcomes.append(self._hurt(fault, time.monotonic() - started))
+            say(_line(outcomes[-1]))
+        return outcomes, skipped
 
     def _hurt(self, fault: Fault, at_s: float) -> Outcome:
         self._auditor.look()
-        before, began = self._auditor.abandoned, time.monotonic()
-        pids = set[int]() if fault.part == "store" else self._found(fault.part)
-        pid = max(pids, default=0)  # never 0 if a signal is sent
-        dies = fault.kind in ("kill", "stop")
-        match fault.kind:
-            case "kill":
-                os.kill(pid, signal.SIGKILL)
-            case "stop":
-                os.kill(pid, signal.SIGSTOP)
-            case "pause":
-                with _stopped(pid):
-                    time.sleep(_SHORT_S)
-            case "slow":
-                for _ in range(int(_SLOW_S / 0.3)):
-                    with _stopped(pid):
-                        time.sleep(0.2)
-                    time.sleep(0.1)
-            case _:
-                with closing(sqlite3.connect(self._auditor.path, timeout=60.0, isolation_level=None)) as db:
-                    db.execute("BEGIN IMMEDIATE")
-                    time.sleep(_LOCKED_S)
-                    db.execute("ROLLBACK")
+        before, at_stake, began = self._auditor.abandoned, self._auditor.at_stake, time.monotonic()
+        pids = self._pids(fault.part) if fault.part in _MARKS or fault.part == "supervisor" else set[int]()
+        proof, unreal = "", list[str]()
+        try:
+            proof = self._inject(fault, max(pids, default=0))
+        except NoEffect as error:
+            unreal = [f"{fault} had no effect: {error}"]
+        dies = fault.kind in ("kill", "stop") and fault.part in PARTS
         self._advance(fault.part if dies else "", pids, self.recovery_deadline_s)
         recovery_s = time.monotonic() - began
-        found = self._auditor.look()
+        found = unreal + self._auditor.look()
         return Outcome(
             fault=fault,
             at_s=at_s,
             recovery_s=recovery_s,
             tokens_lost=self._auditor.abandoned - before,
+            at_stake=at_stake,
+            proof=proof,
             violations=tuple(found),
         )
+
+    def _inject(self, fault: Fault, pid: int) -> str:
+        """Do it. Returns what shows that it was real; raises NoEffect."""
+        match fault.kind:
+            case "kill" | "stop":
+                os.kill(pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+                states = "XZ" if fault.kind == "kill" else "TtXZ"
+                self._until(lambda: faults.state(pid) in states, 30.0, f"process {pid} goes on")
+                return f"process {pid}"
+            case "pause":
+                with faults.stopped(pid):
+                    time.sleep(_SHORT_S)
+                return f"{_SHORT_S:g} s"
+            case "slow":
+                for _ in range(int(_SLOW_S / 0.3)):
+                    with faults.stopped(pid):
+                        time.sleep(0.2)
+                    time.sleep(0.1)
+                return f"{_SLOW_S:g} s"
+            case "lock":
+                with closing(sqlite3.connect(self._auditor.path, timeout=60.0, isolation_level=None)) as db:
+                    db.execute("BEGIN IMMEDIATE")
+                    time.sleep(_LOCKED_S)
+                    db.execute("ROLLBACK")
+                return f"{_LOCKED_S:g} s"
+            case "cut":
+                return self._cut(fault.part)
+            case "garbage":
+                return self._garble(pid)
+            case "jump":
+                return self._jump()
+            case _:
+                with faults.full_disk(self.folder):
+                    time.sleep(_FULL_S)
+                return f"{_FULL_S:g} s"
+
+    def _cut(self, part: str) -> str:
+        cut: list[faults.Connection] = []
+
+        def one() -> bool:
+            ports = self._engine_ports() if part == "engine" else self._reward_ports()
+            cut.extend(faults.cut_connections(self._pids("worker") | self._pids("learner"), ports))
+            return bool(cut)
+
+        self._until(one, 60.0, f"no process was connected to {part}")
+        return f"{len(cut)} connections"
+
+    def _garble(self, pid: int) -> str:
+        junk, sent = self._chance.choice(JUNK), list[faults.Connection]()
+
+        def one() -> bool:
+            sent.extend(faults.garble(pid, self._engine_ports(), junk))
+            return bool(sent)
+
+        self._until(one, 60.0, "nobody was connected to the engine")
+        self._until(lambda: len(faults.still_open(sent)) < len(sent), 60.0, "no client left a connection")
+        return f"{len(sent)} connections"
+
+    def _jump(self) -> str:
+        latest = "SELECT COALESCE(MAX(until_s), 0) FROM leases"
+        try:
+            self._clock.set(_AHEAD_S)
+            began = time.monotonic()
+            self._until(
+                lambda: (self._ask(latest) or 0) > time.time() + _AHEAD_S / 2, 120.0, "no lease is from its future"
+            )
+            time.sleep(max(0.0, _JUMP_S - (time.monotonic() - began)))
+        finally:
+            self._clock.set(0.0)
+        return f"{_AHEAD_S:g} s ahead, and back"
+
+    def _until(self, done: Callable[[], bool], deadline_s: float, otherwise: str) -> None:
+        deadline = time.monotonic() + deadline_s
+        while not done():
+            if time.monotonic() > deadline:
+                raise NoEffect(f"{otherwise} after {deadline_s:g} s")
+            if self._process.poll() is not None:
+                raise NoEffect("the run was over")
+            time.sleep(_POLL_S / 4)
 
     def _advance(self, part: str, old: set[int], deadline_s: float) -> None:
         """Wait until the part has a process whose id is not in `old`, and works; without a part, until the run goes on;
@@ -195,17 +316,35 @@ class ChaosRun:
     def _work(self, part: str, pid: int) -> int | None:
         """A number that grows as the part works, None if the store cannot be read now: a learner's newest version, a
         worker's leases, for other parts the newest turn."""
-        sql, arguments = "SELECT COALESCE(MAX(id), 0) FROM turns", ()
         if part == "learner":
-            sql = "SELECT COALESCE(MAX(version), 0) FROM versions"
+            return self._ask("SELECT COALESCE(MAX(version), 0) FROM versions")
         if part == "worker":  # a new worker has no lease: it works once it has one
-            sql, arguments = "SELECT COUNT(*) - 1 FROM leases WHERE worker LIKE ?", (f"%.{pid}",)
+            return self._ask("SELECT COUNT(*) - 1 FROM leases WHERE worker LIKE ?", f"%.{pid}")
+        return self._ask("SELECT COALESCE(MAX(id), 0) FROM turns")
+
+    def _ask(self, sql: str, *arguments: object) -> Any:
+        """One value of the store, None if it cannot be read now."""
         with (
             suppress(sqlite3.Error),
             closing(sqlite3.connect(f"file:{self._auditor.path}?mode=ro", uri=True, timeout=5.0)) as db,
         ):
-            return db.execute(sql, arguments).fetchone()[0]
+            row = db.execute(sql, arguments).fetchone()
+            return None if row is None else row[0]
         return None
+
+    @property
+    def _log(self) -> Path:
+        return self.folder.parent / f"{self.folder.name}.log"
+
+    def _config(self) -> dict[str, Any]:
+        return json.loads((self.folder / "config.json").read_text())
+
+    def _engine_ports(self) -> set[int]:
+        urls: list[str] = json.loads(self._ask("SELECT value FROM meta WHERE key = 'engine_urls'") or "[]")
+        return {_port(url) for url in urls}
+
+    def _reward_ports(self) -> set[int]:
+        return {_port(one["url"]) for one in self._config().get("rewards", ()) if one.get("url")}
 
     def _rest(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -219,16 +358,20 @@ class ChaosRun:
             supervisor = int((self.folder / "run.lock").read_text().partition(".")[0])
         if part == "supervisor" or not supervisor:
             return {supervisor} - {0}
-        return {pid for pid, parent, words in _processes() if parent == supervisor and _MARKS[part] in words}
+        owners = self._pids("worker") if part == "box" else {supervisor}
+        return {pid for pid, parent, words in faults.processes() if parent in owners and _MARKS[part] in words}
 
-    def _found(self, part: str) -> set[int]:
-        """Wait for the process ids of a part. Raises RunFailed."""
-        deadline = time.monotonic() + self.recovery_deadline_s
-        while not (pids := self._pids(part)):
+    def _there(self, part: str) -> bool:
+        """Wait for a process of a part. False if there is none for a while; raises RunFailed if the run cannot be
+        without it."""
+        deadline = time.monotonic() + (_PRESENT_S if part == "box" else self.recovery_deadline_s)
+        while (part in _MARKS or part == "supervisor") and not self._pids(part):
             if time.monotonic() > deadline or self._process.poll() is not None:
+                if part == "box" or self._process.poll() is not None:
+                    return False
                 raise RunFailed(f"the run has no {part}; read {self.folder / 'logs'}")
-            time.sleep(_POLL_S)
-        return pids
+            time.sleep(_POLL_S / 10)
+        return True
 
     def _left(self) -> Iterator[str]:
         """Processes and folders that the run left behind after its janitors had time to work."""
@@ -237,37 +380,32 @@ class ChaosRun:
         deadline = time.monotonic() + 60.0
         while True:
             left = [str(path) for path in scratch if path.exists()]
-            ours = [pid for pid, _, words in _processes() if f"{self.folder}\0" in words and pid != os.getpid()]
-            left += [f"process {pid}" for pid in ours]
+            found = list(faults.processes())
+            above = _ancestors({pid: parent for pid, parent, _ in found})
+            left += [f"process {pid}" for pid, _, words in found if f"{self.folder}\0" in words and pid not in above]
             if not left or time.monotonic() > deadline:
                 yield from left
                 return
             time.sleep(_POLL_S)
 
 
-@contextmanager
-def _stopped(pid: int) -> Generator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+def _ancestors(parents: dict[int, int]) -> set[int]:
+    """This process and those above it, whose command lines may name the run's folder too."""
+    found, pid = set[int](), os.getpid()
+    while pid in parents:
+        found.add(pid)
+        pid = parents[pid]
+    return found
 
 
-def _processes() -> Iterator[tuple[int, int, str]]:
-    """Id, parent's id and command line (each word ends with NUL) of every process except zombies."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with suppress(OSError, IndexError, ValueError):
-                state, parent, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
-                if state != "Z":
-                    yield int(entry.name), int(parent), (entry / "cmdline").read_bytes().decode(errors="replace")
+def _port(url: str) -> int:
+    found = urlsplit(url)
+    return found.port or (443 if found.scheme == "https" else 80)
 
 
 def _line(one: Outcome) -> str:
     found = "; ".join(one.violations) or "clean"
     return (
-        f"{one.at_s:7.0f} s  {one.fault.kind:6} {one.fault.part:11} advanced after {one.recovery_s:6.1f} s, "
-        f"{one.tokens_lost} tokens left behind, audit {found}"
+        f"{one.at_s:7.0f} s  {one.fault.kind:7} {one.fault.part:11} advanced after {one.recovery_s:6.1f} s, "
+        f"{one.tokens_lost} tokens left behind, {one.at_stake} at stake, audit {found} ({one.proof})"
     )

@@ -31,12 +31,14 @@ _NOT_ITS_DOING = "('engine_failed', 'sandbox_failed', 'env_failed', 'expired')"
 @dataclass(slots=True)
 class OutsideAuditor:
     """Audits the store at `path`. `turns` and `tokens` are the counts at the last look; `abandoned` counts the sampled
-    tokens of trials that a restart of their episode left behind."""
+    tokens of trials that a restart of their episode left behind, and of training episodes that expired; `at_stake`
+    those of training groups that are not closed."""
 
     path: Path
     turns: int = 0
     tokens: int = 0
     abandoned: int = 0
+    at_stake: int = 0
     _sums: dict[int, int] = field(default_factory=dict[int, int])  # turn -> checksum of its row
     _under_way: dict[_Place, _Tokens] = field(default_factory=dict["_Place", "_Tokens"])
     _scores: dict[tuple[int, str, int], float] = field(default_factory=dict[tuple[int, str, int], float])
@@ -93,7 +95,12 @@ class OutsideAuditor:
         self._sums = sums
         (self.abandoned,) = db.execute(
             "SELECT COALESCE(SUM(t.n_tokens), 0) FROM turns t JOIN episodes e ON e.id = t.episode_id"
-            " WHERE t.trial < e.trial"
+            " WHERE t.trial < e.trial OR (e.stop_reason = 'expired' AND NOT e.evaluation)"
+        ).fetchone()
+        (self.at_stake,) = db.execute(
+            "SELECT COALESCE(SUM(t.n_tokens), 0) FROM turns t JOIN episodes e ON e.id = t.episode_id"
+            " AND e.trial = t.trial JOIN groups g ON g.id = e.group_id"
+            " WHERE g.purpose = 'train' AND g.state IN ('waiting', 'running')"
         ).fetchone()
         self._none(
             db,
