@@ -25,6 +25,9 @@ Target = str | Callable[..., Any]
 _registered: dict[tuple[Kind, str], Target] = {
     ("algorithms", "grpo"): "agentrl.algos.grpo:GRPO",
     ("algorithms", "ppo"): "agentrl.algos.ppo:PPO",
+    ("algorithms", "gspo"): "agentrl.algos.gspo:GSPO",
+    ("algorithms", "cispo"): "agentrl.algos.cispo:CISPO",
+    ("algorithms", "reinforce++"): "agentrl.algos.reinforce:Reinforce",
 }
 
 

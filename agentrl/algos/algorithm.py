@@ -1,8 +1,8 @@
 """What an algorithm is: an object with its settings as fields and four methods, which a learner calls in this order.
 
     prepare      what is known of a group before any forward pass, from its rewards alone
-    (forward)    the learner computes what `ahead` asks for, over all tokens of the step, with the models of `slots`
-    advantages   what is known of the tokens of a step after that pass
+    (forward)    if `ahead`: the learner runs the models of `slots` over all tokens of the step
+    advantages   what is known of the tokens of a step then
     loss         the loss of one pass, from the columns of its tokens and what its forward pass says of them
 
 Knows tensors, never models, rows or files. An algorithm of yours derives from `Algorithm` and is offered under the
@@ -138,7 +138,7 @@ class Algorithm(BaseModel):
         return True
 
     def advantages(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """More columns of all tokens of a step, after the forward pass that `ahead` asks for."""
+        """More columns of all tokens of a step, after the forward pass if `ahead` asks for one."""
         return {}
 
     def trained(self, step: int) -> tuple[str, ...]:

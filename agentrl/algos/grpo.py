@@ -28,9 +28,7 @@ class GRPO(Clipped):
     kind: Literal["grpo"] = "grpo"
     baseline: Literal["leave_one_out", "group_mean", "none"] = "leave_one_out"  # what an outcome is compared with
     scale: Literal["none", "std"] = "none"  # whether advantages are divided by the spread of their group
-    source_scale: Literal["none", "std", "leave_one_out"] = (
-        "none"  # or outcome and each reward source by its own spread
-    )
+    source_scale: Literal["none", "std", "leave_one_out"] = "none"  # or outcome and each source by its own spread
     importance: Literal["token", "none"] = "token"  # behaviour -> proximal correction
 
     @property

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from agentrl.algos.algorithm import Loss, Outputs, Positive, Siblings, Slots, Trunk
+from agentrl.algos.algorithm import Loss, Outputs, Positive, Siblings, Slots
 from agentrl.algos.clipped import Clipped
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class PPO(Clipped):
     value_lambda: Share = 1.0  # of the critic's targets
     value_clip: Positive | None = 0.2  # a value may change by so much in a step
     value_weight: Positive = 0.5  # of the critic's loss
-    critic: Trunk = "own"  # the value head's trunk: a second model, or the policy itself
+    critic: Literal["own", "shared"] = "own"  # the value head's trunk: a second model, or the policy itself
     critic_lr: Positive | None = None  # learning rate of head and own trunk; default: train.lr
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 5  # first steps, which train the critic alone
 

@@ -24,6 +24,7 @@ from agentrl.algos.algorithm import Algorithm
 _NUMBERS = (
     (r"Positive", "number above 0"),
     (r"Weight", "number from 0"),
+    (r"Share", "number from 0 to 1"),
     (r"Count", "integer from 1"),
     (r"Annotated\[int, Field\(ge=(\d+)\)\]", r"integer from \1"),
     (r"Annotated\[float, Field\(ge=0, allow_inf_nan=False\)\]", "number from 0"),
@@ -65,7 +66,7 @@ def page() -> str:
         "# Run file",
         "",
         "Every key, its default and what it means. Made by `agentrl keys --page`: the meanings are the comments of",
-        "`agentrl/config.py`, and for `algo` of the files in `agentrl/algos/`; those of one begin with its kind.",
+        "`agentrl/config.py`, and for `algo` of the files in `agentrl/algos/`; some begin with the kinds they are of.",
         "On the command line a key is `--set rollout.group_size=16`; `[]` marks a table that may stand several times",
         "(`[[eval.sets]]`).",
         "",
@@ -103,17 +104,20 @@ def _of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 
 def _algorithms(prefix: str) -> Iterator[Key]:
-    """The keys of all algorithms, then those of each, whose meaning begins with its kind."""
+    """The keys of all algorithms, then the others, whose meaning begins with the kinds that have them."""
     kinds = {kind: config.algorithm(kind) for kind in registry.ids("algorithms")}
     names = ", ".join(f"`{json.dumps(kind)}`" for kind in kinds)
     for key in _of(Algorithm, prefix):
         yield replace(key, kind=names, default='"grpo"') if key.name == f"{prefix}kind" else key
+    kinds_of: dict[Key, list[str]] = {}
     for kind, found in kinds.items():
         bases = [base for base in reversed(found.__mro__) if issubclass(base, Algorithm) and base is not Algorithm]
         own = {key.name: key for base in bases for key in _of(base, prefix) if key.name != f"{prefix}kind"}
         for key in own.values():
             default = _default(found.model_fields[key.name.removeprefix(prefix)])
-            yield replace(key, default=default, meaning=f"`{kind}`: {key.meaning}")
+            kinds_of.setdefault(replace(key, default=default), []).append(f"`{kind}`")
+    for key, having in kinds_of.items():
+        yield replace(key, meaning=f"{', '.join(having)}: {key.meaning}")
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:

@@ -93,6 +93,7 @@ class Learner:
         watch.lap("pack")
         if self.algorithm.ahead or len(updates) * self.config.train.epochs > 1:
             updates = self._looked_ahead(updates)
+        updates = self._judged(updates)
         watch.lap("proximal")
         tally = Tally()
         for _ in range(self.config.train.epochs):
@@ -123,18 +124,23 @@ class Learner:
         return [packs(rows, budget, self.model.device) for rows in kept]
 
     def _looked_ahead(self, updates: Sequence[Sequence[Pack]]) -> list[list[Pack]]:
-        """The passes with what the models say of them before the first update, and what the algorithm makes of it."""
-        seen: list[Pack] = []
-        for pack in (pack for part in updates for pack in part):
-            seen.append(pack.having(self.models.ahead(pack)))
+        """The passes with what the models say of them before the first update."""
+
+        def seen(pack: Pack) -> Pack:
             self._progress()
-        if seen:
-            sizes = [len(pack.target_K) for pack in seen]
-            columns = {name: torch.cat([pack.columns[name] for pack in seen]) for name in seen[0].columns}
-            parts = {name: column.split(sizes) for name, column in self.algorithm.advantages(columns).items()}
-            seen = [pack.having({name: part[at] for name, part in parts.items()}) for at, pack in enumerate(seen)]
-        whole = iter(seen)
-        return [[next(whole) for _ in part] for part in updates]
+            return pack.having(self.models.ahead(pack))
+
+        return [[seen(pack) for pack in part] for part in updates]
+
+    def _judged(self, updates: Sequence[Sequence[Pack]]) -> list[list[Pack]]:
+        """The passes with what the algorithm says of the tokens of the whole step."""
+        laid = [pack for part in updates for pack in part]
+        if not laid:
+            return [list(part) for part in updates]
+        columns = {name: torch.cat([pack.columns[name] for pack in laid]) for name in laid[0].columns}
+        sizes = [len(pack.target_K) for pack in laid]
+        found = {name: iter(column.split(sizes)) for name, column in self.algorithm.advantages(columns).items()}
+        return [[pack.having({name: next(of) for name, of in found.items()}) for pack in part] for part in updates]
 
     def _update(self, part: Sequence[Pack], tally: Tally, watch: Stopwatch) -> None:
         """One optimizer update from the summed gradients of its passes."""

@@ -22,7 +22,7 @@ from agentrl.train.model import PolicyModel
 from agentrl.train.packing import packs
 from agentrl.train.samples import group_rows
 
-from .making import random_group, run_config
+from .making import random_group, run_config, tiny_qwen3
 
 STEP_OF = {1: 0, 2: 0}.__getitem__
 SHORT = Rollout(max_context=30, max_tokens_per_turn=16)
@@ -236,3 +236,55 @@ def test_a_package_offers_an_algorithm_by_an_entry_point(qwen3_dir: Path) -> Non
     assert report.algorithm["doubled"] > 0
     with pytest.raises(ConfigError, match=r"algo.strenth.*did you mean 'strength'"):
         config.parse({**RUN_FILE, "algo": {"kind": "theirs", "strenth": 3.0}})
+
+
+@pytest.mark.parametrize("kind", [kind for kind in registry.ids("algorithms") if kind != "ppo"])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_every_kind_trains(qwen3_dir: Path, kind: str, epochs: int) -> None:
+    document = {**RUN_FILE, "algo": {"kind": kind}, "train": {"warmup_steps": 0, "epochs": epochs, "lr": 1e-2}}
+    learner = Learner(config.parse(document), qwen3_dir)
+    before = [parameter.clone() for parameter in learner.model.parameters()]
+    report = learner.step([random_group(id, seed=id) for id in (1, 2)], step_of=STEP_OF)
+    assert not all(map(torch.equal, before, learner.model.parameters()))
+    assert report.advantage_std is not None and report.advantage_std > 0
+    assert report.updated and report.groups_without_signal == 0
+
+
+TAUGHT = """
+from typing import Literal
+
+from agentrl.algos.algorithm import Algorithm, Loss, Slots
+
+
+class Taught(Algorithm):
+    kind: Literal["taught"] = "taught"
+    teacher: str  # its folder
+
+    @property
+    def slots(self):
+        return Slots(frozen={"teacher": self.teacher})
+
+    def prepare(self, siblings):
+        return {}
+
+    def loss(self, tokens, outputs, step):
+        gap_K = outputs.logprobs_K - tokens["teacher"]
+        return Loss(total=(tokens["weight"] * gap_K.square()).sum(), clipped_K=gap_K > 9e9)
+"""
+
+
+def test_an_algorithm_names_a_slot_for_a_teacher(
+    qwen3_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log-probs of sampled tokens go to those of another model; nothing of the learner knows why."""
+    file = tmp_path / "taught.py"
+    file.write_text(TAUGHT)
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    registry.register("algorithms", "taught", f"{file}:Taught")
+    teacher = str(tiny_qwen3(tmp_path / "teacher", seed=5))
+    settings = {"warmup_steps": 0, "lr": 1e-2}
+    learner = Learner(
+        config.parse({**RUN_FILE, "algo": {"kind": "taught", "teacher": teacher}, "train": settings}), qwen3_dir
+    )
+    losses = [learner.step([random_group(1, seed=1)], step_of=STEP_OF).loss or 0.0 for _ in range(30)]
+    assert losses[-1] < losses[0] / 10

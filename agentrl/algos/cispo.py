@@ -1,0 +1,36 @@
+"""CISPO (MiniMax-M1, 2025): the importance weight is cut, and every token keeps its gradient.
+
+    loss = - mean of  stop_gradient(clip(pi / behaviour, 1 - low, 1 + high)) A log pi          eq. 4
+
+Advantages are GRPO's. PPO's clip drops the tokens whose ratio left the interval, often the rare ones that turn an
+answer round; here they only count less. One ratio, to the policy that sampled, corrects staleness and bounds the step,
+so there is no proximal policy, and `importance_cap` is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+from agentrl.algos.algorithm import Outputs, Positive
+from agentrl.algos.grpo import GRPO
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class CISPO(GRPO):
+    """Clipped importance-sampling policy optimization."""
+
+    kind: Literal["cispo"] = "cispo"  # pyright: ignore[reportIncompatibleVariableOverride]
+    clip_low: Positive = 1.0  # the weight is at least 1 minus this: 1 is no bound
+    clip_high: Positive = 4.0  # and at most 1 plus this
+
+    def surrogate(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> tuple[Tensor, Tensor]:
+        base_K = tokens["behaviour"] if self.corrects else tokens["proximal"]
+        ratio_K = (outputs.logprobs_K - base_K).detach().exp()
+        weight_K = ratio_K.clamp(1 - self.clip_low, 1 + self.clip_high)
+        return -weight_K * tokens["advantage"] * outputs.logprobs_K, weight_K != ratio_K
+
+    def correction(self, tokens: Mapping[str, Tensor]) -> Tensor:
+        return tokens["proximal"].new_ones(tokens["proximal"].shape)

@@ -1,0 +1,47 @@
+"""GSPO (Zheng et al. 2025): the ratio that is clipped is that of a whole response, here a turn.
+
+    s    = exp(mean over the turn's tokens of  log pi - log pi_proximal)                                   eq. 7
+    loss = - mean of  rho min(s A, clip(s, 1 - low, 1 + high) A),  the same s for all tokens of a turn     eq. 5
+
+Advantages are GRPO's. The ratio of a response is nearer to 1 than those of its tokens: the clip is a thousand times
+narrower. With one update per step s is 1, and this is GRPO.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+from agentrl.algos.algorithm import Outputs, Positive
+from agentrl.algos.grpo import GRPO
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GSPO(GRPO):
+    """Group sequence policy optimization."""
+
+    kind: Literal["gspo"] = "gspo"  # pyright: ignore[reportIncompatibleVariableOverride]
+    clip_low: Positive = 3e-4  # the ratio of a turn may fall by so much
+    clip_high: Positive = 4e-4  # and rise by so much
+
+    def surrogate(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> tuple[Tensor, Tensor]:
+        import torch
+
+        from agentrl.algos.losses import clipped_surrogate
+
+        keys_2K = torch.stack([tokens["episode"], tokens["turn"]])
+        _, turn_K, length_S = torch.unique(keys_2K, dim=1, return_inverse=True, return_counts=True)
+        gap_K = outputs.logprobs_K - tokens["proximal"]
+        gap_S = gap_K.new_zeros(len(length_S)).index_add(0, turn_K, gap_K) / length_S
+        return clipped_surrogate(
+            gap_S[turn_K],
+            torch.zeros_like(gap_K),
+            tokens["advantage"],
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+        )

@@ -1,0 +1,43 @@
+"""REINFORCE++ (Hu et al. 2025): no critic and no siblings; the whole step is the baseline.
+
+    A = (G - mean of G) / (deviation of G + 1e-4)    G the return from the turn on, over all tokens of the step
+    loss as in PPO                                   see `agentrl.algos.clipped`
+
+The mean holds the episode's own return, so a step of n episodes shrinks the gradient by about 1 / n; the deviation
+scales the whole step alike. Tasks of different difficulty share one baseline: an easy task's failures look worse, and
+its successes better, than siblings would say, which adds variance but no bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+from agentrl.algos.algorithm import Siblings
+from agentrl.algos.clipped import Clipped
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Reinforce(Clipped):
+    """REINFORCE with the baseline and the scale of the step."""
+
+    kind: Literal["reinforce++"] = "reinforce++"
+    importance: Literal["token", "none"] = "token"  # behaviour -> proximal correction
+
+    @property
+    def corrects(self) -> bool:
+        return self.importance != "none"
+
+    def prepare(self, siblings: Siblings) -> dict[str, Tensor]:
+        from agentrl.algos.credit import reward_to_go
+
+        return {"to_go": siblings.outcomes_G[:, None] + self.process_weight * reward_to_go(siblings.rewards_GT)}
+
+    def advantages(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        from agentrl.algos.advantages import STD_FLOOR
+
+        returns_T = tokens["to_go"]
+        centred_T = returns_T - returns_T.mean()
+        return {"advantage": centred_T / (centred_T.square().mean().sqrt() + STD_FLOOR)}
