@@ -279,6 +279,11 @@ class RunConfig(_Section):
         return self.engine.sync
 
     @property
+    def quorum(self) -> int | None:
+        """How many scored members close a group; None: the last one does."""
+        return self.buffer.quorum if self.buffer.close == "quorum" else None
+
+    @property
     def syncs_memory(self) -> bool:
         """Whether new weights go from memory to memory, and no file holds them."""
         return self.sync in ("nccl", "ipc")

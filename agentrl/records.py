@@ -397,7 +397,8 @@ class Group:
 
     In a group read whole, `trajectories` are all its members. In a group taken for a step, they are the members that
     the step trains; `left_out` are members that leave untrained: infrastructure failed them, or all their tokens are
-    too old. `record` holds the records for the baseline, by member; if None, the baseline is over `trajectories`.
+    too old. `record` holds the records for the baseline, by member, as they ended; if None, the baseline is over
+    `trajectories`.
     A `skipped` group left the buffer without signal: all its members are in `left_out`, and only report how they did.
     `weight` multiplies its share of the loss: the correction of an order that prefers some groups (see `orders`)."""
 

@@ -42,8 +42,9 @@ class Full:
 class Quorum:
     """Close once `k` members are scored and `after_s` seconds have passed since the k-th of them ended.
 
-    The baseline then comes from the fast members. With leave-one-out this does not bias the gradient (a baseline never
-    depends on the episode it judges). Late members are trained too, so no length is favoured."""
+    The baseline then comes from the fast members: of each episode from the first `k` - 1 others that ended, so that it
+    depends neither on the episode it judges nor on when that one ended, and leave-one-out stays unbiased (see
+    `train.samples`). Late members are trained too, so no length is favoured."""
 
     k: int
     after_s: float

@@ -192,7 +192,8 @@ def close_if_ended(db: Database, group_id: int, now: float) -> None:
 def close(db: Database, group_id: int, now: float) -> None:
     """Close a group with the members that have ended. An evaluation group becomes scored. A training group becomes
     scored if at least min(2, size) members are scored, else failed, with the most common failure as its reason. A
-    scored training group gets its record, which never changes; open members are late from now on."""
+    scored training group gets its record, in the order in which its members ended, which never changes; open members
+    are late from now on."""
     group = db.row("SELECT purpose, size FROM groups WHERE id = ?", (group_id,))
     assert group is not None
     purpose, size = group
@@ -200,7 +201,7 @@ def close(db: Database, group_id: int, now: float) -> None:
     if purpose == TRAIN:
         ended = db.rows(
             "SELECT id, member, stop_reason, outcome, outcomes FROM episodes WHERE group_id = ?"
-            " AND stop_reason IS NOT NULL ORDER BY member",
+            " AND stop_reason IS NOT NULL ORDER BY ended_s, member",
             (group_id,),
         )
         record = {

@@ -86,6 +86,7 @@ class Learner:
                 max_lag=self.config.buffer.max_lag,
                 undone=abandoned,
                 keeps_kv=not self.config.engine.recompute_kv,
+                quorum=self.config.quorum,
             )
             for group in groups
         ]

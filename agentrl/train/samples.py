@@ -107,11 +107,13 @@ def group_rows(
     max_lag: int,
     undone: Undone = lambda _: False,
     keeps_kv: bool = True,
+    quorum: int | None = None,
 ) -> GroupRows:
     """Rows of one group, with the columns that the algorithm prepares from its rewards (laws 3 and 5).
 
     The lag of a token is max(0, step_now - step_of(its version)); a token with lag > max_lag is not scored. `keeps_kv`:
-    after a weight update engines go on with the keys and values that they have."""
+    after a weight update engines go on with the keys and values that they have. `quorum`: how many scored members close
+    a group (None: all of them)."""
 
     def lag_of(version: int) -> int:
         return max(0, step_now - step_of(version))
@@ -126,7 +128,7 @@ def group_rows(
     told = trained + [member for member in group.left_out if member.scored]
     rows: list[Row] = []
     stale: Counter[int] = Counter()
-    for trajectory, prepared in zip(group.trajectories, _prepared(group, algo), strict=True):
+    for trajectory, prepared in zip(group.trajectories, _prepared(group, algo, quorum), strict=True):
         if trajectory.scored:
             for row in _rows(trajectory, prepared, lag_of, origin_of):
                 fresh = _within(row, max_lag, stale)
@@ -166,16 +168,34 @@ def weigh(parts: Sequence[Sequence[GroupRows]], algo: Algorithm) -> list[list[li
     ]
 
 
-def _prepared(group: Group, algo: Algorithm) -> list[dict[str, Tensor]]:
+def _prepared(group: Group, algo: Algorithm, quorum: int | None) -> list[dict[str, Tensor]]:
     """What the algorithm says of each trajectory's turns, [T] each by name; 0 for turns of frozen policies.
 
-    Members in the record are judged against each other; a late one, which is not in it, against all of these."""
+    Members in the record are judged against each other; a late one, which is not in it, against all of these. If groups
+    close with a `quorum` of k, everyone is judged against the k - 1 others that ended first: however many more the
+    record has, and whether or not the judged one is in it, both of which depend on its own length."""
+    record = group.record
+    if record is None or quorum is None or len(record) < quorum:
+        return _judged(group, algo, record)
+    first = list(record.items())[:quorum]  # as they ended
+    prepared = _judged(group, algo, dict(first))
+    if all(member.member in dict(first) for member in group.trajectories):
+        return prepared
+    of_others = _judged(group, algo, dict(first[:-1]))
+    return [
+        own if member.member in dict(first) else other
+        for member, own, other in zip(group.trajectories, prepared, of_others, strict=True)
+    ]
+
+
+def _judged(group: Group, algo: Algorithm, record: Mapping[int, MemberRecord] | None) -> list[dict[str, Tensor]]:
+    """What the algorithm says of the trajectories if those in `record` form the baseline (None: all of them)."""
     members = group.trajectories
-    if group.record is None:
+    if record is None:
         size, places = len(members), range(len(members))
         judges = {place: member.record for place, member in enumerate(members) if member.scored}
     else:
-        size, places, judges = group.size, [member.member for member in members], dict(group.record)
+        size, places, judges = group.size, [member.member for member in members], dict(record)
     judged = {place: member.record for place, member in zip(places, members, strict=True) if member.scored}
     records = judged | judges
     scored_G, judges_G = (torch.tensor([place in those for place in range(size)]) for those in (records, judges))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,9 +17,16 @@ from agentrl.train.samples import GroupRows, group_rows, weigh
 from .making import episode, group_of, random_group, turn
 
 
-def rows_of(group: Group, *, max_lag: int = 100, step_now: int = 0, **algo: object) -> GroupRows:
+def rows_of(
+    group: Group, *, max_lag: int = 100, step_now: int = 0, quorum: int | None = None, **algo: object
+) -> GroupRows:
     return group_rows(
-        group, GRPO.model_validate(algo), step_of=lambda version: version, step_now=step_now, max_lag=max_lag
+        group,
+        GRPO.model_validate(algo),
+        step_of=lambda version: version,
+        step_now=step_now,
+        max_lag=max_lag,
+        quorum=quorum,
     )
 
 
@@ -256,6 +265,24 @@ def test_recorded_members_are_judged_alike_with_and_without_a_late_one() -> None
     beside = rows_of(with_late, max_lag=100).rows[: len(alone)]
     assert [row.columns["advantage"].tolist() for row in alone] == [row.columns["advantage"].tolist() for row in beside]
     assert rows_of(with_late).late == 1
+
+
+@pytest.mark.parametrize("waits", [0, 1])
+@pytest.mark.parametrize("rewarded", ["quick", "slow"])
+def test_with_a_quorum_the_gradient_is_exact_also_where_slow_members_earn_more(rewarded: str, waits: int) -> None:
+    """Four members each choose with probability p to be slow. The group closes when three have ended, or (`waits`) when
+    one more has. Over all 16 courses the expected gradient is that of the expected outcome, 4 p (1 - p) up to its sign:
+    nobody's baseline may depend on whether he himself was slow."""
+    size, quorum, p = 4, 3, 0.3
+    total = 0.0
+    for slow in itertools.product([False, True], repeat=size):
+        members = [episode(at, [turn(0, [1], [2])], float(one == (rewarded == "slow"))) for at, one in enumerate(slow)]
+        ended = sorted(members, key=lambda one: (slow[one.member], one.member))
+        group = late_group(size=size, record=ended[: quorum + waits], taken=members)
+        chance = math.prod(p if one else 1 - p for one in slow)
+        for one, row in zip(slow, rows_of(group, quorum=quorum).rows, strict=True):
+            total += chance * float(row.columns["advantage"][0]) * ((1 - p) if one else -p)
+    assert total == pytest.approx(size * p * (1 - p) * (1 if rewarded == "slow" else -1))
 
 
 @pytest.mark.parametrize("algo", [{}, {"scale": "std"}, {"baseline": "group_mean"}, {"baseline": "none"}])
