@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from agentrl.store import RunStore
 from agentrl.testing import chaos_run
-from agentrl.testing.chaos_run import ChaosRun, Fault
+from agentrl.testing.chaos_run import ChaosReport, ChaosRun, Fault
+from agentrl.testing.outside_audit import OutsideAuditor
 
-from .test_run import ENVS, run_file
+from .test_run import ENVS, command, run_file
 
 SETTINGS = {
     "rollout": {"workers": 2, "lease_s": 24.0},
@@ -19,17 +27,64 @@ SETTINGS = {
 }
 
 
+FAULTS = (
+    Fault(kind="kill", part="learner"),
+    Fault(kind="cut", part="engine"),
+    Fault(kind="stop", part="worker"),
+    Fault(kind="lock", part="store"),
+    Fault(kind="garbage", part="engine"),
+    Fault(kind="kill", part="engine"),
+    Fault(kind="jump", part="clock"),
+    Fault(kind="stop", part="supervisor"),
+)
+
+
 @pytest.mark.chaos
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_run_that_is_hurt_at_every_part_ends_well_and_breaks_no_law(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faults = [("kill", "learner"), ("stop", "worker"), ("lock", "store"), ("kill", "engine"), ("stop", "supervisor")]
-    monkeypatch.setattr(
-        chaos_run, "plan", lambda number, seed: [Fault(kind=kind, part=part) for kind, part in faults][:number]
-    )
+    monkeypatch.setattr(chaos_run, "plan", lambda number, seed, among: list(FAULTS)[:number])
     file = run_file(tmp_path, f"{ENVS}:Vowels", **SETTINGS)
-    report = ChaosRun([str(file)], tmp_path / "run", faults=len(faults), every_s=1.0).run(print)
+    report = ChaosRun([str(file)], tmp_path / "run", faults=len(FAULTS), every_s=1.0).run(print)
     assert report.ok, report
-    assert len(report.outcomes) == len(faults)
+    assert [one.fault for one in report.outcomes] == list(FAULTS)
+    assert all(one.proof for one in report.outcomes)
+
+
+@pytest.mark.chaos
+@pytest.mark.slow
+@pytest.mark.bubblewrap
+@pytest.mark.timeout(600)
+def test_a_run_whose_disk_was_full_goes_on_and_what_it_wrote_is_brought_out(tmp_path: Path) -> None:
+    file, out = run_file(tmp_path, f"{ENVS}:Vowels", **SETTINGS), tmp_path / "run"
+    hurt = command("chaos", file, "--out", out, "--faults", 1, "--every-s", 1, "--only", "full:disk", "--disk-mb", 64)
+    done = subprocess.run(hurt, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "full" in done.stdout and "clean" in done.stdout
+    assert "the run waits for it" in (tmp_path / "run.log").read_text(), "it was full, and the run said so"
+    assert OutsideAuditor(out / "store.sqlite").look(ended=True) == []
+    assert json.loads((out / "summary.json").read_text())["steps"] == SETTINGS["train"]["steps"]
+
+
+@pytest.mark.parametrize("kind", ["pause", "cut", "garbage"])
+def test_a_fault_that_silently_does_nothing_is_a_violation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Over a store without a run: the injection is replaced by nothing."""
+    with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
+        store.set_meta("engine_urls", '["http://127.0.0.1:1"]')
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as victim:
+        one = ChaosRun([], tmp_path, faults=1)
+        one._auditor, one._process = OutsideAuditor(tmp_path / "store.sqlite"), victim
+        one._chance = random.Random(0)
+        monkeypatch.setattr(one.__class__, "_pids", lambda self, part: {victim.pid})
+        monkeypatch.setattr(one.__class__, "_advance", lambda self, part, old, deadline_s: None)
+        monkeypatch.setattr(os, "kill", lambda pid, number: None)
+        ticks = iter(range(100_000))
+        monkeypatch.setattr(time, "monotonic", lambda: float(next(ticks)))
+        monkeypatch.setattr(time, "sleep", lambda seconds: None)
+        outcome = one._hurt(Fault(kind=kind, part="engine"), 0.0)
+    assert len(outcome.violations) == 1 and outcome.violations[0].startswith(f"{kind}:engine had no effect: ")
+    assert not ChaosReport(outcomes=(outcome,), status=0, wall_s=0.0, violations=(), left=()).ok
