@@ -19,8 +19,10 @@ from agentrl.config import RunConfig
 from agentrl.env.for_gymnasium import printable
 from agentrl.records import POLICY, Messages, Trajectory
 from agentrl.runtime import evaluation
+from agentrl.runtime.orders import returns_of
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.signal import PATIENCE, no_signal
+from agentrl.store.metrics import finite
 from agentrl.store.roles import ReadStore
 
 _PACKAGES = ("agentrl", "torch", "transformers", "gymnasium", "trio", "httpx")
@@ -63,6 +65,8 @@ def summarise(run: RunDir, config: RunConfig, store: ReadStore, *, restarts: dic
         "drops": store.drops(),
         "replays": asdict(store.replays(config.rollout.max_replays)),
         "members_dropped": store.members_dropped(),
+        "bias": finite(asdict(store.training_bias(returns_of(config)))),
+        "buffer": {"order": config.buffer.order, "close": config.buffer.close},
         "quarantined": [
             {"env": one.task.env, "seed": one.task.seed, "episode": one.episode_id, "reason": one.reason}
             for one in store.quarantined()
@@ -210,6 +214,7 @@ def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
     ):
         table.add_row(label, "", value)
     console.print(table)
+    show_bias(console, summary)
     if any(summary["replays"].values()):
         counts = ", ".join(f"{n} {what.replace('_', ' ')}" for what, n in summary["replays"].items())
         console.print(f"tasks that infrastructure lost: {counts} (rollout.max_replays)", markup=False, highlight=False)
@@ -221,3 +226,28 @@ def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
     if summary["no_signal"]:
         console.print(f"warning: {summary['no_signal']}", style="bold red", markup=False, highlight=False)
     console.print(f"run directory: {path}\nplot: {path / 'curves.png'}", markup=False, highlight=False)
+
+
+def show_bias(console: Console, summary: dict[str, Any]) -> None:
+    """Print whether what was trained is like what was played; nothing if every episode was trained."""
+    bias, rules = summary["bias"], summary["buffer"]
+    played, trained = bias["admitted"], bias["trained"]
+    if played["episodes"] == trained["episodes"]:
+        return
+    title = f"trained / played: order {rules['order']}, close {rules['close']}"
+    table = Table(title=title, title_justify="left")
+    for column in ("", "mean", "p25", "p50", "p75", "p95"):
+        table.add_column(column, justify="right" if column else "left")
+    for what in ("turns", "tokens", "seconds"):
+        cells = [f"{_number(trained[what][name])} / {_number(played[what][name])}" for name in played[what]]
+        table.add_row(f"{what} of an episode", *cells)
+    pairs = zip(trained["advantage_by_quartile"], played["advantage_by_quartile"], strict=True)
+    table.add_row("advantage, shortest to longest quarter", "", *(f"{_number(a)} / {_number(b)}" for a, b in pairs))
+    weighted = f"{_number(trained['weighted_tokens'])} / {_number(played['weighted_tokens'])}"
+    table.add_row("tokens, weighted by |advantage|", weighted)
+    console.print(table)
+    console.print(f"episodes: {trained['episodes']:,} of {played['episodes']:,} that ended", highlight=False)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

@@ -10,6 +10,7 @@ async code calls them directly. Standard library and zstandard only.
     snapshots   saved states of environments          outages     failures of one cause, counted once
     buffer      what the learner takes and when       lineage     checkpoint, rollback, retention
     recovery    repair after a loss of power          metrics     values, drops, length bias of dropping
+    bias        what was trained beside what was played
     readers     rows back into records                audit       the laws, checked from the raw rows
     schema      tables and migrations                 database    transactions and errors
     codec       packing                               rewards     scores of turns, and episodes that wait for them
@@ -30,6 +31,7 @@ from typing import Self
 
 from agentrl.errors import DiskFull, LeaseLost, StoreError, StoreVersionError
 from agentrl.store.admission import Bounds, Load, Room, admissible_groups
+from agentrl.store.bias import Bias, Side, TrainingBias
 from agentrl.store.buffer import Buffer, Expired
 from agentrl.store.closing import FULL, ClosePolicy, Full, Quorum, close_policy
 from agentrl.store.database import Database
@@ -86,11 +88,13 @@ __all__ = [
     "RunStore",
     "Saved",
     "Scored",
+    "Side",
     "Snapshot",
     "Source",
     "StoreError",
     "StoreVersionError",
     "TakeOrder",
+    "TrainingBias",
     "Windowed",
     "admissible_groups",
     "close_policy",
@@ -109,6 +113,7 @@ class RunStore(
     Recovery,
     Rewards,
     Metrics,
+    Bias,
     Readers,
     ReplayCounts,
     Durations,

@@ -205,7 +205,7 @@ def close(db: Database, group_id: int, now: float) -> None:
             (group_id,),
         )
         record = {
-            member: _record(db, id, outcome, outcomes)
+            member: record_of(db, id, outcome, outcomes)
             for id, member, stop_reason, outcome, outcomes in ended
             if scored(stop_reason, outcome)
         }
@@ -234,7 +234,7 @@ def enough(size: int) -> int:
     return min(2, size)
 
 
-def _record(db: Database, episode_id: int, outcome: float, outcomes: str) -> MemberRecord:
+def record_of(db: Database, episode_id: int, outcome: float, outcomes: str) -> MemberRecord:
     """The record of a scored member, from its last trial."""
     last_trial = "t.episode_id = ?1 AND t.trial = (SELECT trial FROM episodes WHERE id = ?1)"
     turns = db.rows(

@@ -230,7 +230,9 @@ class _Sum:
 
 
 def finite(value: Json) -> Json:
-    """The value itself; None for a number that JSON cannot hold (NaN, infinity), also inside a dict."""
+    """The value itself; None for a number that JSON cannot hold (NaN, infinity), also inside a dict or a list."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in cast("dict[str, Json]", value).items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in cast("list[Json]", value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value

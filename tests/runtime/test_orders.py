@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 from store.play import admit, play, serve
 
 from agentrl import config as configuration
@@ -15,6 +16,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.rollout.admitter import bounds_of
 from agentrl.runtime import learner as module
+from agentrl.runtime import report
 from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.orders import returns_of, take_order
 from agentrl.store import Freshest, Oldest, Prioritised, RunStore, Windowed
@@ -86,3 +88,27 @@ def test_the_learner_takes_by_the_settings_of_the_buffer(tmp_path: Path) -> None
         )
         groups, _ = learning._take()
     assert [(one.id, one.skipped) for one in groups] == [(2, False), (3, True)]
+
+
+def side(**changes: Any) -> dict[str, Any]:
+    lengths = dict.fromkeys(("mean", "p25", "p50", "p75", "p95"), 2.0)
+    same = {"turns": lengths, "tokens": lengths, "seconds": lengths, "weighted_tokens": 2.0}
+    return {"episodes": 8, **same, "advantage_by_quartile": [None, 0.5, 0.25, -0.5], **changes}
+
+
+def test_the_summary_shows_what_was_trained_beside_what_was_played() -> None:
+    console = Console(record=True, width=120)
+    tokens = {"mean": 6.0, "p25": 3.0, "p50": 3.0, "p75": 9.0, "p95": 12.0}
+    bias = {"admitted": side(tokens=tokens), "trained": side(episodes=4)}
+    report.show_bias(console, {"bias": bias, "buffer": {"order": "freshest", "close": "full"}})
+    text = console.export_text()
+    assert "trained / played: order freshest, close full" in text
+    (row,) = [line for line in text.splitlines() if "tokens of an episode" in line]
+    assert [cell.strip() for cell in row.split("│")[2:7]] == ["2 / 6", "2 / 3", "2 / 3", "2 / 9", "2 / 12"]
+    assert "episodes: 4 of 8 that ended" in text
+
+
+def test_a_run_that_trained_every_episode_shows_no_bias() -> None:
+    console = Console(record=True)
+    report.show_bias(console, {"bias": {"admitted": side(), "trained": side()}, "buffer": {}})
+    assert console.export_text() == ""
