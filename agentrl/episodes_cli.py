@@ -28,6 +28,41 @@ def fork(
     print(f"if it does not run now: agentrl train --resume {path}")
 
 
+def export_episodes(path: _RUN, out: Annotated[Path, typer.Option(help="The file to write")]) -> None:
+    """Write a run's untrained episodes to a file, unfinished ones with their tokens and snapshots."""
+    from agentrl.runtime.moving import export_episodes as write
+    from agentrl.runtime.rundir import RunDir
+    from agentrl.store import RunStore
+
+    run = RunDir.open(path)
+    with RunStore.open(run.store_path) as store:
+        moved = write(run.config(), store, out)
+    print(f"{moved.groups} groups with {moved.episodes} episodes, {moved.unfinished} of them unfinished, in {out}")
+    if moved.left:
+        print(f"{moved.left} late episodes are not in it: their groups were trained without them")
+    print(f"take them into another run: agentrl import-episodes OTHER_RUN {out}")
+
+
+def import_episodes(
+    path: _RUN,
+    file: Annotated[Path, typer.Argument(help="A file of agentrl export-episodes")],
+    without_snapshots: Annotated[bool, typer.Option(help="Replay environments instead")] = False,
+) -> None:
+    """Take another run's untrained episodes in; they go on with the run. Same model and tasks."""
+    from agentrl.runtime.moving import import_episodes as read
+    from agentrl.runtime.rundir import RunDir
+    from agentrl.store import RunStore
+
+    run = RunDir.open(path)
+    with RunStore.open(run.store_path) as store:
+        moved = read(run.config(), store, file, snapshots=not without_snapshots)
+    again = f"; {moved.known} had come in before" if moved.known else ""
+    print(f"{moved.groups} groups with {moved.episodes} episodes came in, {moved.unfinished} of them unfinished{again}")
+    print(f"if the run does not go on by itself now: agentrl train --resume {path}")
+
+
 def add_commands(app: typer.Typer) -> None:
     """Offer them on the command line."""
     app.command()(fork)
+    app.command()(export_episodes)
+    app.command()(import_episodes)

@@ -54,3 +54,28 @@ def test_fork_starts_a_group_and_says_what_to_type_next(run: Callable[[str], Pat
         typed("fork", path, claim.episode_id, "--turn", 3)
     with pytest.raises(StoreError, match="no episode 77"):
         typed("fork", path, 77, "--turn", 1)
+
+
+def test_episodes_of_one_run_go_on_in_another(run: Callable[[str], Path], tmp_path: Path) -> None:
+    first, second, file = run("a"), run("b"), tmp_path / "episodes.zst"
+    with RunStore.open(RunDir.open(first).store_path) as store:
+        store.add_groups([task(0)], size=2, purpose="train")
+        play(store, store.claim("w", 1, lease_s=10)[0])
+    assert typed("export-episodes", first, "--out", file).splitlines() == [
+        f"1 groups with 2 episodes, 1 of them unfinished, in {file}",
+        f"take them into another run: agentrl import-episodes OTHER_RUN {file}",
+    ]
+    assert typed("import-episodes", second, file).splitlines() == [
+        "1 groups with 2 episodes came in, 1 of them unfinished",
+        f"if the run does not go on by itself now: agentrl train --resume {second}",
+    ]
+    assert "0 groups with 0 episodes came in, 0 of them unfinished; 1 had come in before" in typed(
+        "import-episodes", second, file, "--without-snapshots"
+    )
+    with RunStore.open(RunDir.open(second).store_path) as store:
+        play(store, store.claim("v", 9, lease_s=10)[0])
+        assert store.ready_count() == 1
+    with pytest.raises(UsageError, match="cannot be read"):
+        typed("import-episodes", second, tmp_path / "none.zst")
+    with pytest.raises(UsageError, match="cannot be written"):
+        typed("export-episodes", first, "--out", tmp_path / "no" / "folder" / "x.zst")

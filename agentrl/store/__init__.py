@@ -14,6 +14,7 @@ async code calls them directly. Standard library and zstandard only.
     readers     rows back into records                audit       the laws, checked from the raw rows
     schema      tables and migrations                 database    transactions and errors
     codec       packing                               rewards     scores of turns, and episodes that wait for them
+    forks       continuations of an episode           moving      groups out of one store into another
     replays     tasks lost to infrastructure failures, played again
     durations   how long episodes, turns and pushes took
     roles       what each process of a run may ask of the store
@@ -43,6 +44,7 @@ from agentrl.store.journal import Journal
 from agentrl.store.leases import Claim, Leases
 from agentrl.store.lineage import Checkpoint, Lineage
 from agentrl.store.metrics import Failures, LengthBias, Lengths, Metric, Metrics
+from agentrl.store.moving import MovedGroup, MovedMember, Moving
 from agentrl.store.orders import Freshest, Oldest, Pick, Prioritised, Ready, TakeOrder, Windowed
 from agentrl.store.partials import Partial
 from agentrl.store.readers import EpisodeRow, GroupResult, Readers, Restart
@@ -73,6 +75,8 @@ __all__ = [
     "Lengths",
     "Load",
     "Metric",
+    "MovedGroup",
+    "MovedMember",
     "Oldest",
     "Partial",
     "Pick",
@@ -104,6 +108,7 @@ __all__ = [
 class RunStore(
     Groups,
     Forks,
+    Moving,
     Leases,
     Deaths,
     Journal,

@@ -152,6 +152,7 @@ _OWNERS = (
     ("partials", "episode_id", "episodes"),
     ("snapshots", "episode_id", "episodes"),
     ("unsaved", "episode_id", "episodes"),
+    ("imports", "group_id", "groups"),
     ("lineage", "episode_id", "episodes"),
 )
 
@@ -294,13 +295,14 @@ def _check_forks(db: Database, report: AuditReport) -> None:
     """Check that the turns of a fork before its own are those of its origin, and are context only."""
     for episode, trial, fork_turn, learned, n, other in db.rows(
         "SELECT e.id, e.trial, g.fork_turn, MIN(iif(t.learns, t.idx, NULL)), COUNT(t.id),"
-        " MIN(iif(o.id IS NULL OR (t.text, t.spans, t.n_prompt, t.n_tokens) IS NOT (o.text, o.spans, o.n_prompt,"
-        " o.n_tokens) OR (g.tokens_dropped = 0 AND k.data <> l.data), t.idx, NULL)) FROM groups g"
+        " MIN(iif(g.fork_of NOT NULL AND (o.id IS NULL"
+        " OR (t.text, t.spans, t.n_prompt, t.n_tokens) IS NOT (o.text, o.spans, o.n_prompt, o.n_tokens)"
+        " OR (g.tokens_dropped = 0 AND k.data <> l.data)), t.idx, NULL)) FROM groups g"
         " JOIN episodes e ON e.group_id = g.id"
         " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = 0 AND t.idx < g.fork_turn"
         " LEFT JOIN turns o ON o.episode_id = g.fork_of AND o.trial = g.fork_trial AND o.idx = t.idx"
         " LEFT JOIN tokens k ON k.turn_id = t.id LEFT JOIN tokens l ON l.turn_id = o.id"
-        " WHERE g.fork_of NOT NULL GROUP BY e.id"
+        " WHERE g.fork_turn NOT NULL GROUP BY e.id"
     ):
         where = f"episode {episode}, a fork"
         if learned is not None:

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from agentrl.errors import StoreError
 from agentrl.records import Messages, Step, StopReason, Turn, turn_id
@@ -60,7 +61,7 @@ class Journal(Versions):
         Raises StoreError if the turn is not the next one, a version was never minted, or a log-prob is not finite."""
         blob = pack_tokens(turn)
         oldest = min((self.step_of(span.version) for span in turn.spans), default=None) if turn.learns else None
-        answer = None if turn.step is None else self._pack_step(episode_id, turn.index, turn.step)
+        answer = None if turn.step is None else pack_step(f"episode {episode_id}, turn {turn.index}", turn.step)
         with self._db.write():
             trial = check_fence(self._db, episode_id, fence)
             last = self._last_index(episode_id, trial)
@@ -70,38 +71,7 @@ class Journal(Versions):
                 raise StoreError(f"episode {episode_id}: turn {turn.index}: its id is {own!r}, not {turn.id!r}")
             if turn.parent is not None and not 0 <= turn.parent < turn.index:
                 raise StoreError(f"episode {episode_id}: turn {turn.index} cannot extend turn {turn.parent}")
-            cursor = self._db.execute(
-                "INSERT INTO turns (episode_id, trial, idx, parent, role, learns, finish, text, spans, n_prompt,"
-                " n_tokens, oldest_step, started_s, ended_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    episode_id,
-                    trial,
-                    turn.index,
-                    turn.parent,
-                    turn.role,
-                    turn.learns,
-                    turn.finish,
-                    pack_text(turn.text),
-                    pack_spans(turn.spans),
-                    len(turn.prompt_ids),
-                    len(turn.token_ids),
-                    oldest,
-                    turn.started_s,
-                    turn.ended_s,
-                ),
-            )
-            self._db.execute("INSERT INTO tokens VALUES (?, ?)", (cursor.lastrowid, blob))
-            if turn.experts is not None:
-                self._db.execute("INSERT INTO experts VALUES (?, ?)", (cursor.lastrowid, pack_experts(turn.experts)))
-            drop_partial(self._db, episode_id)
-            if turn.learns:
-                self._db.execute(
-                    "INSERT INTO unscored SELECT c.source, ?, e.id FROM sources c JOIN episodes e"
-                    " WHERE e.id = ? AND e.evaluation = 0",
-                    (cursor.lastrowid, episode_id),
-                )
-            if answer is not None:
-                self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", (cursor.lastrowid, *answer))
+            write_turn(self._db, episode_id, trial, turn, blob=blob, oldest=oldest, answer=answer)
 
     def journal_partial(self, episode_id: int, fence: int, part: Partial) -> None:
         """Write more tokens of the turn that is sampled now; a claim has them until the turn is journaled.
@@ -117,7 +87,7 @@ class Journal(Versions):
 
     def journal_step(self, episode_id: int, fence: int, turn_index: int, step: Step) -> None:
         """Write the answer to turn `turn_index`. Raises StoreError if that turn is not journaled or has an answer."""
-        answer = self._pack_step(episode_id, turn_index, step)
+        answer = pack_step(f"episode {episode_id}, turn {turn_index}", step)
         with self._db.write():
             trial = check_fence(self._db, episode_id, fence)
             row = self._db.row(
@@ -137,7 +107,7 @@ class Journal(Versions):
         with self._db.write():
             trial = check_fence(self._db, episode_id, fence)
             if self._db.row(
-                "SELECT 1 FROM episodes e JOIN groups g ON g.id = e.group_id WHERE e.id = ? AND g.fork_of NOT NULL",
+                "SELECT 1 FROM episodes e JOIN groups g ON g.id = e.group_id WHERE e.id = ? AND g.fork_turn NOT NULL",
                 (episode_id,),
             ):
                 raise StoreError(f"episode {episode_id}: a fork cannot start anew, its siblings begin at a later turn")
@@ -176,28 +146,79 @@ class Journal(Versions):
         now = self._db.clock()
         with self._db.write():
             check_fence(self._db, episode_id, fence)
-            waits = self._db.row("SELECT 1 FROM unscored WHERE episode_id = ? LIMIT 1", (episode_id,))
-            if waits is not None and scored(stop_reason, outcome):
-                _hold(self._db, episode_id, ending, now)
-            else:
-                end_as(self._db, episode_id, ending, now)
+            conclude(self._db, episode_id, ending, now)
 
     def _last_index(self, episode_id: int, trial: int) -> int:
         row = self._db.row("SELECT MAX(idx) FROM turns WHERE episode_id = ? AND trial = ?", (episode_id, trial))
         return -1 if row is None or row[0] is None else row[0]
 
-    @staticmethod
-    def _pack_step(episode_id: int, index: int, step: Step) -> tuple[str, float, bool, bool, str]:
-        where = f"episode {episode_id}, turn {index}"
-        if not math.isfinite(step.reward):
-            raise StoreError(f"{where}: reward {step.reward} is not finite")
-        return (
-            pack_messages(step.observation, f"{where}: observation"),
-            float(step.reward),
-            bool(step.terminated),
-            bool(step.truncated),
-            pack_answer(step, where),
+
+def write_turn(
+    db: Database,
+    episode_id: int,
+    trial: int,
+    turn: Turn,
+    *,
+    blob: bytes,
+    oldest: int | None,
+    answer: tuple[Any, ...] | None,
+) -> None:
+    """Write a turn whose place was checked. `blob` has its tokens, `oldest` is the step of the oldest version that
+    sampled it, None if it does not learn; `answer` is its packed step, if it has one. Inside a transaction."""
+    cursor = db.execute(
+        "INSERT INTO turns (episode_id, trial, idx, parent, role, learns, finish, text, spans, n_prompt,"
+        " n_tokens, oldest_step, started_s, ended_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            episode_id,
+            trial,
+            turn.index,
+            turn.parent,
+            turn.role,
+            turn.learns,
+            turn.finish,
+            pack_text(turn.text),
+            pack_spans(turn.spans),
+            len(turn.prompt_ids),
+            len(turn.token_ids),
+            oldest,
+            turn.started_s,
+            turn.ended_s,
+        ),
+    )
+    db.execute("INSERT INTO tokens VALUES (?, ?)", (cursor.lastrowid, blob))
+    if turn.experts is not None:
+        db.execute("INSERT INTO experts VALUES (?, ?)", (cursor.lastrowid, pack_experts(turn.experts)))
+    drop_partial(db, episode_id)
+    if turn.learns:
+        db.execute(
+            "INSERT INTO unscored SELECT c.source, ?, e.id FROM sources c JOIN episodes e"
+            " WHERE e.id = ? AND e.evaluation = 0",
+            (cursor.lastrowid, episode_id),
         )
+    if answer is not None:
+        db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", (cursor.lastrowid, *answer))
+
+
+def pack_step(where: str, step: Step) -> tuple[str, float, bool, bool, str]:
+    """The columns of an answer. Raises StoreError, which begins with `where`, for one that cannot be written."""
+    if not math.isfinite(step.reward):
+        raise StoreError(f"{where}: reward {step.reward} is not finite")
+    return (
+        pack_messages(step.observation, f"{where}: observation"),
+        float(step.reward),
+        bool(step.terminated),
+        bool(step.truncated),
+        pack_answer(step, where),
+    )
+
+
+def conclude(db: Database, episode_id: int, ending: Ending, now: float) -> None:
+    """End an episode, or hold it until its sources have scored it. Inside a transaction."""
+    waits = db.row("SELECT 1 FROM unscored WHERE episode_id = ? LIMIT 1", (episode_id,))
+    if waits is not None and scored(ending.stop_reason, ending.outcome):
+        _hold(db, episode_id, ending, now)
+    else:
+        end_as(db, episode_id, ending, now)
 
 
 def _hold(db: Database, episode_id: int, ending: Ending, now: float) -> None:

@@ -24,6 +24,8 @@ k to k + 1, so a new store runs all of them. A store is made in one transaction:
     partials     the turn under way of a running episode, one row per write of new tokens
     snapshots    the newest state of a running episode's environment, if it gives one
     unsaved      since which turn, and why, a running episode's environment gives no snapshot
+    imports      which group of another run came in as which group of this one
+    imported_versions  the version of this run that stands for one of another's, whose tokens came in
     restarts     why and when an episode started anew; its earlier trial's turns stay, never trained
     outages      failures of one cause at one time, and how many episodes had ended well before
     quarantine   tasks that killed their workers, and are not admitted again
@@ -386,6 +388,17 @@ ALTER TABLE groups ADD COLUMN fork_trial INTEGER;
 ALTER TABLE groups ADD COLUMN fork_turn INTEGER;
 """
 
+_IMPORTS = """
+CREATE TABLE imports (
+    run TEXT NOT NULL, group_there INTEGER NOT NULL, group_id INTEGER NOT NULL REFERENCES groups, time_s REAL NOT NULL,
+    PRIMARY KEY (run, group_there)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE imported_versions (
+    run TEXT NOT NULL, version_there INTEGER NOT NULL, version INTEGER NOT NULL REFERENCES versions,
+    PRIMARY KEY (run, version_there)
+) STRICT, WITHOUT ROWID;
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _ROLES,
@@ -403,6 +416,7 @@ MIGRATIONS: tuple[str, ...] = (
     _SKIPPED,
     _UNSAVED,
     _FORKS,
+    _IMPORTS,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 
