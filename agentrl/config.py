@@ -456,13 +456,14 @@ def _leave_algorithm(table: dict[str, Any], kind: str) -> None:
 
 
 def parse(document: dict[str, Any], *, folder: Path = Path()) -> RunConfig:
-    """Validate a parsed document; files of rows are taken from `folder`. Where it names no environment, its first task
-    does. Raises ConfigError naming the first wrong field, its value and a hint."""
+    """Validate a parsed document; files of rows and tests are taken from `folder`. Where it names no environment, its
+    first task does. Raises ConfigError naming the first wrong field, its value and a hint."""
     try:
         config = RunConfig.model_validate(document)
     except ValidationError as error:
         raise config_error(error, RunConfig) from None
-    return config.model_copy(update={"tasks": [table.beside(folder) for table in config.tasks]})
+    beside = {name: [one.beside(folder) for one in getattr(config, name)] for name in ("tasks", "rewards")}
+    return config.model_copy(update=beside)
 
 
 def to_json(config: RunConfig) -> str:

@@ -90,6 +90,16 @@ class BoundedSnapshots(Protocol):
 
 
 @runtime_checkable
+class ArtifactEnv(Protocol):
+    """An environment whose work can be tested elsewhere, by a reward source of kind `tests`."""
+
+    async def artifacts(self) -> Mapping[str, bytes]:
+        """The declared files of the agent's work as they stand after the last step, by relative path. What is missing
+        or no plain file is left out. Runs nothing, and changes nothing in the agent's box."""
+        ...
+
+
+@runtime_checkable
 class KeyedEnv(Protocol):
     """An environment that gets the id of the next action: `action_id`, set before each step, is unique in its run and
     the same if another worker repeats the action. A service that uses it as an idempotency key does its work once."""

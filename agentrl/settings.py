@@ -7,6 +7,7 @@ import difflib
 import math
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -54,8 +55,15 @@ class RewardSource(Section):
     """Who says what single turns are worth, beside the environment. See `docs/rewards.md`."""
 
     source: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # its name, in tables and records; `env` is the environment's
-    kind: Literal["callable", "shaping", "prm", "judge"]  # a function, changes of one, a reward model, a chat model
-    call: str | None = None  # callable, shaping: module:name of (trajectory up to the turn) -> float
+    kind: Literal["callable", "shaping", "tests", "prm", "judge"]  # who is asked, see docs/rewards.md
+    call: str | None = None  # module:name of (trajectory up to the turn) -> float; tests: of (task) -> files by path
+    potential: Literal["callable", "tests"] = "callable"  # shaping: what measures it
+    command: list[str] = Field(default_factory=list)  # tests: what runs them in their box
+    files: str | None = None  # tests: a folder whose files go into that box, beside the agent's work
+    score: Literal["share", "exit", "number"] = "share"  # tests: passed of all, exit code 0, or the last line it prints
+    sandbox: str = "bubblewrap"  # tests: where boxes come from
+    image: str | None = None  # tests: what boxes are made of
+    box_s: Positive = 20.0  # tests: of the command; work that takes longer gets 0
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0  # shaping: of its formula; returns are undiscounted, so take 1
     url: str | None = None  # prm, judge: the server; a /v1 at the end is taken off
     model: str | None = None  # by which the server knows the model; default: its only one
@@ -71,6 +79,15 @@ class RewardSource(Section):
     deadline_s: Positive = 120.0  # after an episode's end: it is waited for no longer
     late: Literal["drop", "neutral", "partial"] = "drop"  # then: leave the episode out, count none, or what there is
 
+    @property
+    def measure(self) -> str:
+        """What is asked about a turn: the kind, or a shaping's potential."""
+        return self.potential if self.kind == "shaping" else self.kind
+
+    def beside(self, folder: Path) -> Self:
+        """With a folder of tests taken from `folder`."""
+        return self if self.files is None else self.model_copy(update={"files": str((folder / self.files).resolve())})
+
     def api_key(self) -> str | None:
         """The key for `url`. Raises ConfigError if the variable that should hold it is not set."""
         if self.api_key_env is None:
@@ -83,10 +100,13 @@ class RewardSource(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        needed = {"callable": ("call",), "shaping": ("call",), "prm": ("url",), "judge": ("url", "rubric")}[self.kind]
-        for name in needed:
+        needed = {"callable": ("call",), "tests": ("command",), "prm": ("url",), "judge": ("url", "rubric")}
+        for name in needed[self.measure]:
             if not getattr(self, name):
                 raise ConfigError(f"rewards.{name}", getattr(self, name), f"a source of kind {self.kind!r} needs it")
+        if self.measure == "tests" and self.box_s >= self.call_deadline_s:
+            hint = f"must be below rewards.call_deadline_s = {self.call_deadline_s:g}, or work that hangs is a failure"
+            raise ConfigError("rewards.box_s", self.box_s, hint)
         if self.kind == "shaping" and self.late == "partial":
             hint = "a part of the differences of a potential adds up to a reward: give 'drop' or 'neutral'"
             raise ConfigError("rewards.late", self.late, hint)

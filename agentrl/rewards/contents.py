@@ -16,17 +16,22 @@ _MOST: Final = 4096  # contents that are remembered
 
 @dataclass(slots=True)
 class Known:
-    """Values by the content of an episode so far: task, all that was said, whether it is over. The oldest ones go."""
+    """Values by the content of an episode so far: task, all that was said, whether it is over. The oldest ones go. With
+    `apart`, turns that say the same are not the same: what is measured is not what was said."""
 
+    apart: bool = False
     _values: OrderedDict[bytes, float] = field(default_factory=OrderedDict[bytes, float])
 
     def get(self, seen: Trajectory) -> float | None:
-        return self._values.get(_content(seen))
+        return self._values.get(self._key(seen))
 
     def keep(self, seen: Trajectory, value: float) -> None:
-        self._values[_content(seen)] = value
+        self._values[self._key(seen)] = value
         if len(self._values) > _MOST:
             self._values.popitem(last=False)
+
+    def _key(self, seen: Trajectory) -> bytes:
+        return _content(seen) + (seen.turns[-1].id.encode() if self.apart and seen.turns else b"")
 
 
 def _content(seen: Trajectory) -> bytes:

@@ -26,7 +26,7 @@ class Shaping:
 
     potential: Callable[[Trajectory], Awaitable[float]]
     gamma: float = 1.0
-    _known: Known = field(default_factory=Known)
+    known: Known = field(default_factory=Known)
 
     async def __call__(self, seen: Trajectory) -> float:
         turns, role = seen.turns, seen.turns[-1].role
@@ -41,8 +41,8 @@ class Shaping:
 
     async def _asked(self, seen: Trajectory, turns: int) -> float:
         state = replace(seen, turns=seen.turns[:turns], stop_reason=None)
-        value = self._known.get(state)
+        value = self.known.get(state)
         if value is None:
             value = await self.potential(state)
-            self._known.keep(state, value)
+            self.known.keep(state, value)
         return value

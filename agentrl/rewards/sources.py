@@ -23,6 +23,7 @@ from agentrl.engine.scoring import ScoringClient
 from agentrl.errors import DiskFull, ScoreError
 from agentrl.records import StopReason, Trajectory
 from agentrl.registry import load_reference
+from agentrl.rewards.box_tests import ArtifactsOf, BoxTests
 from agentrl.rewards.contents import Known
 from agentrl.rewards.judge import Judge
 from agentrl.rewards.reward_model import RewardModel
@@ -56,17 +57,25 @@ class Desk(Protocol):
     ) -> bool: ...
 
 
-def rewarder_of(settings: RewardSource, *, transport: httpx.AsyncBaseTransport | None = None) -> TurnRewarder:
-    """What a source asks. A model reads up to the turn's action; a callable is also given the environment's answer.
-    `transport` takes the place of the network.
+def rewarder_of(
+    settings: RewardSource,
+    *,
+    artifacts_of: ArtifactsOf = lambda _: None,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> TurnRewarder:
+    """What a source asks. A model reads up to the turn's action; a callable is also given the environment's answer;
+    tests get the turn's artifacts. `transport` takes the place of the network.
 
-    Raises UsageError for a reference that cannot be imported."""
-    if settings.kind in ("callable", "shaping"):
-        own: TurnRewarder = load_reference(settings.call or "")
-        if settings.kind == "callable":
+    Raises UsageError for a reference that cannot be imported and for tests that cannot be read."""
+    if settings.measure in ("callable", "tests"):
+        own: TurnRewarder = (
+            BoxTests(settings, artifacts_of) if settings.measure == "tests" else load_reference(settings.call or "")
+        )
+        if settings.kind != "shaping":
             return own
         threads = trio.CapacityLimiter(settings.concurrency)
-        return Shaping(lambda state: _called(own, state, threads), settings.gamma)
+        known = Known(apart=settings.measure == "tests")
+        return Shaping(lambda state: _called(own, state, threads), settings.gamma, known)
     client = ScoringClient(
         settings.url or "",
         model=settings.model,
@@ -107,11 +116,12 @@ class Scorer:
     ask: TurnRewarder
     _under_way: set[str] = field(default_factory=set[str])
     _failed: dict[str, float] = field(default_factory=dict[str, float])  # and until when it is left alone
-    _known: Known = field(default_factory=Known)
+    _known: Known = field(init=False)
     _threads: trio.CapacityLimiter = field(init=False)  # its own: one that hangs takes none from the environments
 
     def __post_init__(self) -> None:
         self._threads = trio.CapacityLimiter(self.settings.concurrency)
+        self._known = Known(apart=self.settings.measure == "tests")
 
     @property
     def _settled(self) -> bool:

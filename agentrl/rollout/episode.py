@@ -47,7 +47,7 @@ from agentrl.records import (
 from agentrl.rollout.guard import Guard, TimeUp, one_line, reason_of
 from agentrl.rollout.replay import replay, replay_after
 from agentrl.rollout.sampling import sample
-from agentrl.rollout.saving import keep_snapshot, prepare
+from agentrl.rollout.saving import keep_artifacts, keep_snapshot, prepare
 from agentrl.store import Claim, Partial, RunStore
 
 _SMALL: Final = 1 << 15  # characters; tokenizing so few takes a moment
@@ -65,6 +65,7 @@ class RolloutContext:
     rewarder: Rewarder | None = None
     frozen: Mapping[str, Engine] = field(default_factory=dict[str, Engine])
     experts: bool = False  # journal those that a mixture of experts chose for sampled tokens
+    artifacts: bool = False  # keep the files that a reward source tests
     leaving: trio.Event = field(default_factory=trio.Event)  # set: no episode begins another turn
 
 
@@ -296,6 +297,9 @@ class _Episode:
         if reason is not None:
             step = await self._cut(step, reason)
             self._turns[-1] = replace(turn, step=step)
+        if self._context.artifacts and turn.learns and self._env is not None:
+            context, deadline_s = self._context, self._context.settings.step_deadline_s
+            await keep_artifacts(self._env, self._guard, context.store, self._claim, turn.id, deadline_s)
         self._context.store.journal_step(self._claim.episode_id, self._claim.fence, turn.index, step)
         ending = self._ended()
         if ending is None:

@@ -1,17 +1,21 @@
-"""Takes snapshots of environments that offer them, and notes why one could not be taken.
+"""Takes snapshots of environments that offer them, and notes why one could not be taken; keeps artifacts.
 
 Knows neither turns nor engines, and never restores.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Final
 
 from agentrl.config import Rollout
-from agentrl.errors import DiskFull, InfrastructureError
-from agentrl.protocols import AsyncEnv, BoundedSnapshots, SnapshotEnv
-from agentrl.rollout.guard import Guard, one_line
+from agentrl.errors import DiskFull, InfrastructureError, PolicyFault
+from agentrl.protocols import ArtifactEnv, AsyncEnv, BoundedSnapshots, SnapshotEnv
+from agentrl.rollout.guard import Guard, TimeUp, one_line
 from agentrl.store import Claim, RunStore, Snapshot
+
+_ARTIFACT_BYTES: Final = 1 << 20  # of all files of a turn together: more is no source that anyone wrote
 
 
 def prepare(env: AsyncEnv, settings: Rollout) -> None:
@@ -45,3 +49,24 @@ async def keep_snapshot(
         failed = failed or f"it is a {type(data).__name__}, not bytes"
         store.note_unsaved(claim.episode_id, claim.fence, turn, failed)
     return not failed
+
+
+async def keep_artifacts(
+    env: AsyncEnv, guard: Guard, store: RunStore, claim: Claim, turn: str, policy_s: float
+) -> None:
+    """Keep the files that a reward source tests, as they stand after a turn; does nothing if the environment declares
+    none. If the policy made them unreadable or too large, they are empty: such work passes no test. Raises
+    InfrastructureError."""
+    if not isinstance(env, ArtifactEnv):
+        return
+    files: Mapping[str, bytes] = {}
+    with suppress(TimeUp, PolicyFault):
+        files = await guard("artifacts", lambda: _bytes_of(env), policy_s=policy_s)
+    if sum(map(len, files.values())) > _ARTIFACT_BYTES:
+        files = {}
+    store.keep_artifacts(claim.episode_id, claim.fence, turn, files)
+
+
+async def _bytes_of(env: ArtifactEnv) -> dict[str, bytes]:
+    """The environment's artifacts. Raises TypeError for anything but bytes by path."""
+    return {str(path): bytes(memoryview(data)) for path, data in (await env.artifacts()).items()}

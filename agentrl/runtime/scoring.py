@@ -21,7 +21,7 @@ def declare(config: RunConfig, store: ControlStore) -> None:
 
     Raises, before anything is played, UsageError if a source cannot be imported, ConfigError if a key is not set."""
     for one in config.rewards:
-        rewarder_of(one)
+        rewarder_of(one, artifacts_of=store.artifacts)
     store.declare_sources(
         [
             Source(name=one.source, version=one.version, weight=one.weight, deadline_s=one.deadline_s, late=one.late)
@@ -34,7 +34,7 @@ async def serve(config: RunConfig, store: RunStore) -> None:
     """Score turns by every source of the run until cancelled. Raises UsageError if a source cannot be imported."""
     async with trio.open_nursery() as nursery:
         for settings in config.rewards:
-            nursery.start_soon(Scorer(settings, store, rewarder_of(settings)).serve)
+            nursery.start_soon(Scorer(settings, store, rewarder_of(settings, artifacts_of=store.artifacts)).serve)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ async def rescore(config: RunConfig, store: RunStore, source: str) -> tuple[int,
     settings = _named(config, source)
     said = [one.version for one in store.scores(source)]
     version = max([settings.version, *said]) + 1
-    scorer = Scorer(settings, store, rewarder_of(settings))
+    scorer = Scorer(settings, store, rewarder_of(settings, artifacts_of=store.artifacts))
     limiter, failed = trio.CapacityLimiter(settings.concurrency), 0
 
     async def score(turn: str) -> None:

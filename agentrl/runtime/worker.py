@@ -70,6 +70,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> Non
         rewarder=rewarder,
         frozen=_frozen(config, store, renderer),
         experts=config.engine.routed_experts,
+        artifacts=any(one.measure == "tests" for one in config.rewards),
     )
     worker = Worker(name, config, store, context)
     telemetry = Telemetry(store, run.metrics, name)

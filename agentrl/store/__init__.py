@@ -32,6 +32,7 @@ from typing import Self
 
 from agentrl.errors import DiskFull, LeaseLost, StoreError, StoreVersionError
 from agentrl.store.admission import Bounds, Load, Room, admissible_groups
+from agentrl.store.artifacts import Artifacts
 from agentrl.store.bias import Bias, Side, TrainingBias
 from agentrl.store.buffer import Buffer, Expired
 from agentrl.store.closing import FULL, ClosePolicy, Full, Quorum, close_policy
@@ -117,6 +118,7 @@ class RunStore(
     Lineage,
     Recovery,
     Rewards,
+    Artifacts,
     Metrics,
     Bias,
     Readers,

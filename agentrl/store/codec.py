@@ -268,3 +268,20 @@ def unpack_record(text: str) -> dict[int, MemberRecord]:
         )
         for member, one in json.loads(text).items()
     }
+
+
+def pack_files(files: Mapping[str, bytes]) -> bytes:
+    """Files by path as one compressed blob: u32 length of a JSON list of paths and lengths, the list, the contents."""
+    listing = json.dumps([[path, len(data)] for path, data in files.items()]).encode()
+    return zstandard.compress(struct.pack("<I", len(listing)) + listing + b"".join(files.values()), _LEVEL)
+
+
+def unpack_files(blob: bytes) -> dict[str, bytes]:
+    """Read what `pack_files` wrote."""
+    data = zstandard.decompress(blob)
+    at = 4 + struct.unpack_from("<I", data)[0]
+    files: dict[str, bytes] = {}
+    for path, length in json.loads(data[4:at]):
+        files[path] = data[at : at + length]
+        at += length
+    return files

@@ -147,7 +147,7 @@ class Lineage(Part):
         return [id for (id,) in rows]
 
     def retain(self, step: int, *, keep_steps: int, keep_sample: float) -> int:
-        """Drop token arrays and experts of groups that no later step can train; returns how many groups lost theirs.
+        """Drop token arrays, experts and artifacts of groups that no later step can train; returns of how many.
 
         A group keeps them if a late member may still be trained, if it is of the last `keep_steps` steps up to `step`,
         or if it is in the share `keep_sample` of the older groups, always the same ones. The step of a trained group is
@@ -167,7 +167,7 @@ class Lineage(Part):
         for at in range(0, len(dropped), _RETAIN_BATCH):
             batch = [(id,) for id in dropped[at : at + _RETAIN_BATCH]]
             with self._db.write():
-                for table in ("tokens", "experts"):
+                for table in ("tokens", "experts", "artifacts"):
                     self._db.execute_many(
                         f"DELETE FROM {table} WHERE turn_id IN (SELECT t.id FROM turns t"
                         " JOIN episodes e ON e.id = t.episode_id WHERE e.group_id = ?)",

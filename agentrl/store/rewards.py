@@ -18,7 +18,7 @@ from typing import Literal
 
 from agentrl.errors import StoreError
 from agentrl.records import StopReason, turn_id
-from agentrl.store.database import Part
+from agentrl.store.database import Database, Part
 from agentrl.store.journal import Ending, end_as, held_ending
 
 Late = Literal["drop", "neutral", "partial"]
@@ -116,7 +116,7 @@ class Rewards(Part):
         if not math.isfinite(value):
             raise StoreError(f"turn {turn}: {source!r} gave {value}: give a finite number")
         with self._db.write():
-            row_id, episode_id = self._turn(turn)
+            row_id, episode_id = turn_row(self._db, turn)
             declared = self._db.row("SELECT version FROM sources WHERE source = ?", (source,))
             known = 1 if declared is None else declared[0]
             version = known if version is None else version
@@ -183,19 +183,6 @@ class Rewards(Part):
             for episode_id, trial, index, name, version, value, counts, time_s, took_s, cost in rows
         ]
 
-    def _turn(self, id: str) -> tuple[int, int]:
-        """The row id of a turn and the id of its episode. Raises StoreError."""
-        try:
-            episode_id, trial, index = map(int, id.split("."))
-        except ValueError:
-            raise StoreError(f"{id!r} is no turn's id: give one such as '12.0.3'") from None
-        row = self._db.row(
-            "SELECT id FROM turns WHERE episode_id = ? AND trial = ? AND idx = ?", (episode_id, trial, index)
-        )
-        if row is None:
-            raise StoreError(f"{self._db.path} has no turn {id}")
-        return row[0], episode_id
-
     def _late(self, now: float) -> list[tuple[int, str, Late, float]]:
         return self._db.rows(  # pyright: ignore[reportReturnType]
             "SELECT DISTINCT h.episode_id, c.source, c.late, c.deadline_s FROM endings h"
@@ -210,3 +197,15 @@ class Rewards(Part):
         waits = self._db.row("SELECT 1 FROM unscored WHERE episode_id = ? LIMIT 1", (episode_id,))
         if ending is not None and waits is None:
             end_as(self._db, episode_id, ending, self._db.clock())
+
+
+def turn_row(db: Database, id: str) -> tuple[int, int]:
+    """The row id of a turn and the id of its episode, inside a transaction. Raises StoreError."""
+    try:
+        episode_id, trial, index = map(int, id.split("."))
+    except ValueError:
+        raise StoreError(f"{id!r} is no turn's id: give one such as '12.0.3'") from None
+    row = db.row("SELECT id FROM turns WHERE episode_id = ? AND trial = ? AND idx = ?", (episode_id, trial, index))
+    if row is None:
+        raise StoreError(f"{db.path} has no turn {id}")
+    return row[0], episode_id

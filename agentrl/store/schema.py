@@ -23,6 +23,7 @@ k to k + 1, so a new store runs all of them. A store is made in one transaction:
     endings      the ending of an episode that waits for sources: it counts as running until they have scored it
     partials     the turn under way of a running episode, one row per write of new tokens
     snapshots    the newest state of a running episode's environment, if it gives one
+    artifacts    the declared files of an agent's work after a turn, if a reward source tests them
     unsaved      since which turn, and why, a running episode's environment gives no snapshot
     imports      which group of another run came in as which group of this one
     imported_versions  the version of this run that stands for one of another's, whose tokens came in
@@ -399,6 +400,10 @@ CREATE TABLE imported_versions (
 ) STRICT, WITHOUT ROWID;
 """
 
+_ARTIFACTS = """
+CREATE TABLE artifacts (turn_id INTEGER PRIMARY KEY REFERENCES turns, data BLOB NOT NULL) STRICT;
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _ROLES,
@@ -417,6 +422,7 @@ MIGRATIONS: tuple[str, ...] = (
     _UNSAVED,
     _FORKS,
     _IMPORTS,
+    _ARTIFACTS,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

@@ -71,6 +71,16 @@ async def test_process_rewards_are_the_change_in_passing_tests() -> None:
     assert truncated and info["stop_reason"] == "turn_limit" and info["success"] is False
 
 
+async def test_the_module_as_it_stands_is_the_work_also_once_the_episode_is_over() -> None:
+    task = make_task(4, "train")
+    async with repairing(4) as environment:
+        assert await environment.artifacts() == {"module.py": task.source.encode()}
+        action = call("replace_line", line=task.fix_line, text=task.fix_text) + call("submit")
+        await environment.astep(action)
+        (work,) = (await environment.artifacts()).values()
+    assert work.decode().split("\n")[task.fix_line - 1] == task.fix_text
+
+
 async def test_submitting_the_repair_succeeds_and_ends() -> None:
     task = make_task(4, "train")
     async with repairing(4) as environment:

@@ -230,6 +230,18 @@ async def test_breaking_what_worked_does_not_succeed() -> None:
 
 
 @pytest.mark.bubblewrap
+async def test_the_declared_sources_are_the_work_also_once_the_episode_is_over() -> None:
+    task = make_task(16)
+    async with mending(16, process=()) as (env, _):
+        assert await env.artifacts() == encoded(task.broken)
+        writes = [env.call("write_file", path=path, content=text) for path, text in task.gold.items()]
+        await env.astep(
+            "".join(writes) + env.call("write_file", path="tests/mine.py", content="x") + env.call("submit")
+        )
+        assert await env.artifacts() == encoded({**task.broken, **task.gold})
+
+
+@pytest.mark.bubblewrap
 async def test_both_potentials_add_up() -> None:
     task = make_task(16)
     total = len(task.fails) + len(task.passes)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.records import Trajectory, turn_id
+from agentrl.errors import PolicyFault
+from agentrl.records import StopReason, Trajectory, turn_id
 from agentrl.rollout.episode import play
 from agentrl.runtime.report import transcript
 from agentrl.store import RunStore, StoreError
@@ -74,3 +75,48 @@ def test_a_turn_is_not_journaled_under_an_id_that_is_not_its_own(store: RunStore
     stranger = replace(turn(0, 1), id=turn_id(claim.episode_id + 1, 0, 0))
     with pytest.raises(StoreError, match=r"its id is '\d+\.0\.0', not '\d+\.0\.0'"):
         store.journal_turn(claim.episode_id, claim.fence, stranger)
+
+
+class Working(ScriptedEnv):
+    """Declares its work; `work` maps the number of actions so far to files, or raises."""
+
+    def __init__(self, answers: Any, work: Any) -> None:
+        super().__init__(answers)
+        self.work = work
+
+    async def artifacts(self) -> Any:
+        return self.work(len(self.actions))
+
+
+async def test_the_work_of_each_turn_is_kept_before_its_answer_if_a_source_tests_it(
+    store: RunStore, claim_one: Any, context: Any
+) -> None:
+    def work(turns: int) -> dict[str, bytes]:
+        assert store.trajectory(1).turns[-1].step is None, "a turn that waits for a score has its work"
+        return {"module.py": b"x" * turns}
+
+    await play(claim_one(), replace(context(Working([going(), done()], work)), artifacts=True))
+    assert [store.artifacts(f"1.0.{turn}") for turn in (0, 1)] == [{"module.py": b"x"}, {"module.py": b"xx"}]
+
+
+@pytest.mark.parametrize("spoilt", [PolicyFault("it is a folder now"), {"module.py": b"x" * (2 << 20)}])
+async def test_work_that_the_policy_made_unreadable_is_empty_and_the_episode_stays(
+    store: RunStore, claim_one: Any, context: Any, spoilt: Any
+) -> None:
+    def work(_: int) -> Any:
+        if isinstance(spoilt, Exception):
+            raise spoilt
+        return spoilt
+
+    await play(claim_one(), replace(context(Working([done()], work)), artifacts=True))
+    assert store.artifacts("1.0.0") == {} and store.trajectory(1).scored
+
+
+async def test_work_that_is_no_bytes_is_the_environments_failure(store: RunStore, claim_one: Any, context: Any) -> None:
+    await play(claim_one(), replace(context(Working([done()], lambda _: {"module.py": "text"})), artifacts=True))
+    assert store.trajectory(1).stop_reason is StopReason.ENV_FAILED
+
+
+async def test_without_such_a_source_nobody_asks_for_the_work(store: RunStore, claim_one: Any, context: Any) -> None:
+    await play(claim_one(), context(Working([done()], lambda _: 1 / 0)))
+    assert store.artifacts("1.0.0") is None and store.trajectory(1).scored

@@ -108,6 +108,10 @@ class CodeRepair(ToolEnv):
         self._share = self._passing(await self._visible())
         return self._share - before
 
+    async def artifacts(self) -> Mapping[str, bytes]:
+        """The module as it stands, for tests elsewhere."""
+        return {"module.py": self._document.text.encode("utf-8", "replace")}
+
     async def grade(self) -> Grade:
         """All hidden tests pass, in a box that the policy's code has not seen."""
         hidden = self._repair.hidden

@@ -126,6 +126,10 @@ class RepoRepair(ToolEnv):
         owed = sum(delta.unsettled for delta in self._deltas)
         return observation, reward, terminated, truncated, {**info, "unsettled": owed}
 
+    async def artifacts(self) -> Mapping[str, bytes]:
+        """The sources as they stand, for tests elsewhere."""
+        return await carried(self._box, sorted(self._repair.broken))
+
     async def grade(self) -> Grade:
         """All tests pass on the declared files, in boxes that the agent has not seen."""
         repair = self._repair

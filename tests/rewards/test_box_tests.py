@@ -1,0 +1,232 @@
+"""Tests in a box of their own: what is carried over, what a result may mean, and whose a hang is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from agentrl.errors import ConfigError, ScoreError, UsageError
+from agentrl.protocols import ExecResult, SandboxSpec
+from agentrl.rewards.box_tests import value_of
+from agentrl.rewards.sources import Scorer, rewarder_of
+from agentrl.runtime import scoring
+from agentrl.settings import RewardSource
+from agentrl.store import LeaseLost, RunStore, StoreError
+from tests.rewards.test_sources import eventually, run_config
+from tests.store.play import START, admit, answer, play_all, serve, turn
+
+TESTS = """
+import unittest
+from module import double
+
+class Double(unittest.TestCase):
+    def test_small(self): self.assertEqual(double(2), 4)
+    def test_large(self): self.assertEqual(double(50), 100)
+"""
+UNITTEST = ["python3", "-B", "-m", "unittest", "-q", "hidden"]
+RIGHT, HALF, WRONG = (
+    b"def double(x): return 2 * x",
+    b"def double(x): return x + 2",
+    b"def double(x): return -1",
+)
+
+
+def settings(**changes: Any) -> RewardSource:
+    return RewardSource(**{"source": "tests", "kind": "tests", "command": UNITTEST, **changes})
+
+
+def hidden(task: Any) -> Mapping[str, bytes]:
+    return {"hidden.py": TESTS.encode()}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RunStore]:
+    with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
+        serve(store, 0)
+        admit(store, limit=1)
+        scoring.declare(run_config(settings()), store)
+        yield store
+
+
+def worked(store: RunStore, *works: bytes | None) -> str:
+    """An episode of two is played for so many turns; the id of the last one."""
+    claim, _ = store.claim("worker", 2, lease_s=30.0)
+    store.begin(claim.episode_id, claim.fence, START)
+    id = ""
+    for index, work in enumerate(works):
+        id = f"{claim.episode_id}.0.{index}"
+        store.journal_turn(claim.episode_id, claim.fence, turn(index, 1))
+        if work is not None:
+            store.keep_artifacts(claim.episode_id, claim.fence, id, {"module.py": work})
+        store.journal_step(claim.episode_id, claim.fence, index, answer(index))
+    return id
+
+
+def scorer_of(store: RunStore, **changes: Any) -> Scorer:
+    own = settings(**{"retries": 0, **changes})
+    return Scorer(own, store, rewarder_of(own, artifacts_of=store.artifacts))
+
+
+@pytest.mark.bubblewrap
+async def test_each_turns_work_gets_the_share_of_hidden_tests_that_it_passes(store: RunStore, tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "hidden.py").write_text(TESTS)
+    worked(store, HALF, RIGHT, WRONG, b"import os; os._exit(0)", b"while True: pass")
+    scorer = scorer_of(store, files=str(tmp_path / "tests"), box_s=3.0)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(scorer.serve)
+        await eventually(lambda: len(store.scores()) == 5)
+        nursery.cancel_scope.cancel()
+    assert [one.value for one in store.scores()] == [0.5, 1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.bubblewrap
+async def test_a_box_without_the_command_is_named_and_is_no_score(store: RunStore) -> None:
+    id = worked(store, RIGHT)
+    with pytest.raises(ScoreError, match=r"a box of bubblewrap has no 'pytest5': give an image with it, or its path"):
+        await scorer_of(store, command=["pytest5"]).score(id)
+
+
+@pytest.mark.parametrize(
+    ("score", "result", "value"),
+    [
+        ("exit", {"exit_code": 0}, 1.0),
+        ("exit", {"exit_code": 1}, 0.0),
+        ("number", {"stdout": b"noise\n0.75\n\n"}, 0.75),
+        ("number", {"stdout": b'{"score": 0.25}'}, 0.25),
+        ("number", {"stdout": b"1e9"}, 1.0),
+        ("number", {"stdout": b"nan"}, 0.0),
+        ("number", {"stdout": b"0.5\nkilled"}, 0.0),
+        ("number", {"stdout": b"[" * 8000}, 0.0),
+        ("number", {"stdout": b""}, 0.0),
+        ("share", {"stdout": b"5 passed\n===== 1 failed, 2 passed, 1 error in 0.1s ====="}, 0.5),
+        ("share", {"stderr": b"Ran 4 tests in 0.1s\n\nFAILED (failures=1, errors=1)"}, 0.5),
+        ("share", {"stderr": b"Ran 4 tests in 0.1s\n\nOK"}, 1.0),
+        ("share", {"stderr": b"Ran 4 tests in 0.1s"}, 0.0),
+        ("share", {"stdout": b"\xff\x00", "stderr": b"Segmentation fault"}, 0.0),
+        ("share", {"stdout": b"9 passed", "timed_out": True}, 0.0),
+        ("exit", {"exit_code": 0, "oom": True}, 0.0),
+    ],
+)
+def test_a_result_means_a_number_from_0_to_1(score: str, result: dict[str, Any], value: float) -> None:
+    assert value_of(ExecResult(**{"exit_code": 1, "stdout": b"", "stderr": b"", **result}), score) == value
+
+
+@pytest.mark.parametrize(
+    "flood", [b"1 passed " * 500_000, b"9" * 4_000_000, b"\n" * 4_000_000, b"Ran 1 test in \n" * 300_000]
+)
+@pytest.mark.parametrize("score", ["share", "number"])
+def test_reading_a_flood_costs_no_more_than_its_tail(score: str, flood: bytes) -> None:
+    began = time.process_time()
+    assert 0.0 <= value_of(ExecResult(exit_code=0, stdout=flood, stderr=flood), score) <= 1.0
+    assert time.process_time() - began < 0.5
+
+
+BOXES: list[SandboxSpec] = []
+
+
+class Fake:
+    """A backend whose boxes pass all tests, or never come."""
+
+    name = "fake"
+    hangs = False
+
+    async def create(self, spec: SandboxSpec) -> Any:
+        if self.hangs:
+            await trio.sleep_forever()
+        BOXES.append(spec)
+        return self
+
+    async def exec(self, argv: Any, **_: Any) -> ExecResult:
+        return ExecResult(exit_code=0, stdout=b"1 passed", stderr=b"")
+
+    async def close(self) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Hanging(Fake):
+    hangs = True
+
+
+HERE = "tests.rewards.test_box_tests"
+
+
+async def test_a_host_that_hangs_is_the_sources_failure_and_no_score(
+    store: RunStore, autojump_clock: MockClock
+) -> None:
+    id, began = worked(store, RIGHT), trio.current_time()
+    with pytest.raises(ScoreError, match="no answer within 30 s"):
+        await scorer_of(store, sandbox=f"{HERE}:Hanging").score(id)
+    assert trio.current_time() - began == pytest.approx(30.0)
+    assert store.scores() == []
+
+
+async def test_tests_may_depend_on_the_task_and_equal_work_is_tested_once(store: RunStore) -> None:
+    worked(store, RIGHT, RIGHT, WRONG)
+    scorer = scorer_of(store, sandbox=f"{HERE}:Fake", call=f"{HERE}:hidden", box_s=7.0)
+    for index in range(3):
+        assert await scorer.score(f"1.0.{index}") == 1.0
+    runs = [spec for spec in rewritten() if spec.files]
+    assert [set(spec.files) for spec in runs] == [{"module.py", "hidden.py"}] * 2
+    assert {spec.limits.wall_s for spec in runs} == {7.0} and not any(spec.network for spec in runs)
+
+
+def rewritten() -> list[SandboxSpec]:
+    """The boxes that the backend's module has seen: it is imported by its name, perhaps once more."""
+    import importlib
+
+    return importlib.import_module(HERE).BOXES
+
+
+async def test_changes_of_the_share_may_be_the_reward(store: RunStore) -> None:
+    worked(store, RIGHT, RIGHT)
+    scorer = scorer_of(store, kind="shaping", potential="tests", sandbox=f"{HERE}:Fake")
+    assert await scorer.score("1.0.0") == 1.0
+    assert await scorer.score("1.0.1") == -1.0, "it is the last one, so far"
+
+
+async def test_an_environment_without_artifacts_is_named(store: RunStore) -> None:
+    id = worked(store, None)
+    with pytest.raises(ScoreError, match=r"test/Env-v0 gave no artifacts for turn 1\.0\.0: give .* artifacts\(\)"):
+        await scorer_of(store, sandbox=f"{HERE}:Fake").score(id)
+
+
+def test_artifacts_are_those_of_the_last_holder_and_leave_with_the_tokens(store: RunStore) -> None:
+    id = worked(store, RIGHT)
+    assert store.artifacts(id) == {"module.py": RIGHT}
+    with pytest.raises(LeaseLost):
+        store.keep_artifacts(1, 99, id, {})
+    with pytest.raises(StoreError, match="has no turn"):
+        store.artifacts("1.0.7")
+    store.release_all()
+    play_all(store)
+    for id in store.awaiting("tests", 9):
+        store.score(id, "tests", 1.0)
+    store.take(1, 1, max_lag=1)
+    store.checkpoint(1, serve(store, 1), "x")
+    assert store.retain(60, keep_steps=50, keep_sample=0.0) == 1
+    assert store.artifacts("1.0.0") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"command": []}, r"rewards\.command = \[\]: a source of kind 'tests' needs it"),
+        ({"box_s": 30.0}, r"rewards\.box_s = 30\.0: must be below rewards\.call_deadline_s = 30"),
+    ],
+)
+def test_tests_that_cannot_be_run_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        settings(**changes)
+
+
+def test_a_run_does_not_begin_without_the_folder_of_tests(store: RunStore) -> None:
+    with pytest.raises(UsageError, match=r"rewards\.files = 'no_such_folder' is no folder"):
+        scoring.declare(run_config(settings(files="no_such_folder")), store)
