@@ -15,9 +15,11 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import agentrl
-from agentrl.records import Message
+from agentrl.config import RunConfig
+from agentrl.records import Message, Task
+from agentrl.store import RunStore
 
-TURNS, TOKENS = 8, 64
+SIZE, TURNS, TOKENS = 8, 8, 64  # episodes of a group, turns of an episode, tokens of a turn
 PROMPT = "Mend the function so that its tests pass. Say what you do, then call a tool. " * 2
 ANSWER = "3 passed, 1 failed: expected 12 but the function returned 11 in line 40"
 TEXT = "I read the failing test first and then change the comparison.\n"  # 62 bytes, then two tokens that end the turn
@@ -59,6 +61,20 @@ def write_tokenizer(folder: Path) -> Path:
     return folder
 
 
+def settings(running: int, workers: int = 1) -> RunConfig:
+    """A run of which `running` episodes run at once."""
+    rollout = {"max_running": running, "workers": workers, "max_context": 4096, "group_size": SIZE}
+    sections = {"rollout": {**rollout, "turn_deadline_s": 600.0}, "buffer": {"groups_per_step": 1 << 20}}
+    return RunConfig.model_validate({"model": "none", "env": {"id": "bench:Lines"}, **sections})
+
+
+def write_store(path: Path, groups: int) -> None:
+    """A new store with so many groups to play."""
+    with RunStore.create(path, "{}") as store:
+        store.confirm_version(store.mint_version(0))
+        store.add_groups([Task(index=k, env="bench:Lines", seed=k) for k in range(groups)], size=SIZE, purpose="train")
+
+
 class Waits(random.Random):
     """Lognormal waits: sigma 0.5 around a mean."""
 
@@ -68,3 +84,9 @@ class Waits(random.Random):
 
     def draw(self) -> float:
         return self._mean_s * self.lognormvariate(-0.125, 0.5)
+
+
+def memory_kib() -> int:
+    """Resident memory of this process."""
+    words = Path("/proc/self/status").read_text().split()
+    return int(words[words.index("VmRSS:") + 1])

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,19 +24,18 @@ from pathlib import Path
 from typing import Any
 
 import trio
-from _running_shape import TEXT, TOKENS, Lines, Waits, write_tokenizer
+from _running_shape import SIZE, TEXT, TOKENS, TURNS, Lines, Waits, memory_kib, settings, write_store, write_tokenizer
 
-from agentrl.config import RunConfig
 from agentrl.engine.renderer import Renderer
 from agentrl.protocols import Chunk, GenerateRequest
-from agentrl.records import Task
 from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.worker import Worker
 from agentrl.runtime.garbage import collect_after_growth, spare_old_objects
 from agentrl.store import FULL, RunStore
 from agentrl.testing.engine import FakeEngine
 
-SIZE, SLEEP_S = 8, 0.005
+SLEEP_S = 0.005
+HERE = Path(__file__).resolve().parent
 
 
 class Slow(FakeEngine):
@@ -70,19 +71,10 @@ class Delays:
             self.cpu_s = max(self.cpu_s, time.thread_time() - cpu)
 
 
-def memory_kib() -> int:
-    """Resident memory of this process."""
-    words = Path("/proc/self/status").read_text().split()
-    return int(words[words.index("VmRSS:") + 1])
-
-
 async def play(store: RunStore, folder: Path, n: int, per_second: float, seconds: float) -> dict[str, Any]:
     """Play with `n` running episodes for some seconds after all have begun."""
     renderer = Renderer(write_tokenizer(folder / "model"))
-    settings = {"max_running": n, "max_context": 4096, "group_size": SIZE, "turn_deadline_s": 600.0}
-    config = RunConfig.model_validate(
-        {"model": "none", "env": {"id": "bench:Lines"}, "rollout": settings, "buffer": {"groups_per_step": 1 << 20}}
-    )
+    config = settings(n)
     engine = Slow(renderer, Waits(n, n / per_second))
     context = RolloutContext(
         engine=engine, renderer=renderer, store=store, settings=config.rollout, make_env=lambda _: Lines()
@@ -120,14 +112,59 @@ def one(n: int, per_second: float, seconds: float) -> dict[str, Any]:
     """The figures of one number of episodes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with RunStore.create(folder / "store.sqlite", "{}") as store:
-            store.confirm_version(store.mint_version(0))
-            groups = n // SIZE + int(per_second * 4 * seconds) // SIZE + 1
-            store.add_groups(
-                [Task(index=k, env="bench:Lines", seed=k) for k in range(groups)], size=SIZE, purpose="train"
-            )
+        write_store(folder / "store.sqlite", n // SIZE + int(per_second * 4 * seconds) // SIZE + 1)
+        with RunStore.open(folder / "store.sqlite") as store:
             spare_old_objects()  # as a worker's process does
             return trio.run(play, store, folder, n, per_second, seconds)
+
+
+def tokens_of(folder: Path) -> list[int]:
+    """The ids of a turn, none of which ends it."""
+    tokens = [*Renderer(write_tokenizer(folder / "model")).start(({"role": "user", "content": TEXT},))]
+    return (3 * [token for token in tokens if token > 1])[:TOKENS]
+
+
+def ours(url: str, n: int, workers: int, folder: Path) -> dict[str, float]:
+    """Play `n` episodes with so many worker processes; CPU of all of them."""
+    store = folder / f"{time.time_ns()}.sqlite"
+    write_store(store, n // SIZE)
+    command = [sys.executable, str(HERE / "_running_agentrl.py"), url, str(n), str(store), str(workers)]
+    played = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(workers)]
+    found = [json.loads(one.communicate()[0]) for one in played]
+    turns, seconds = n * TURNS, max(one["seconds"] for one in found)
+    return {
+        "cpu_ms_a_turn": 1000 * sum(one["cpu_s"] for one in found) / turns,
+        "kib_an_episode": sum(one["kib"] for one in found) / n,
+        "turns_s": turns / seconds,
+    }
+
+
+def theirs(url: str, n: int) -> dict[str, float]:
+    """The same with verifiers. It sets programs up with `uv`, which lies beside this Python."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = [sys.executable, str(HERE / "_running_verifiers.py"), url, str(n)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | {"PATH": path})
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def beside(n: int, workers: list[int], rounds: int, turn_s: float) -> list[dict[str, Any]]:
+    """Both sides in turn against one server, the figures of every round."""
+    figures: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tokens = ",".join(map(str, tokens_of(folder)))
+        server = [sys.executable, str(HERE / "_running_server.py"), str(turn_s), tokens]
+        with subprocess.Popen(server, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+            for _ in range(rounds):
+                for count in workers:
+                    figures.append({"side": f"agentrl, {count} workers", **ours(url, n, count, folder)})
+                    print(figures[-1], file=sys.stderr)
+                figures.append({"side": "verifiers", **theirs(url, n)})
+                print(figures[-1], file=sys.stderr)
+            process.kill()
+    return figures
 
 
 def main() -> None:
@@ -135,11 +172,25 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, nargs="+", default=[100, 1000, 4000, 10_000])
     parser.add_argument("--per-second", type=float, default=300.0, help="turns a second of all episodes together")
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument(
+        "--beside", action="store_true", help="beside verifiers, over HTTP: the first number of episodes"
+    )
+    parser.add_argument("--workers", type=int, nargs="+", default=[1])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turn-s", type=float, default=2.0, help="what the server takes for a turn")
     parser.add_argument("--one", action="store_true", help="only the first number, in this process")
     parser.add_argument("--out", type=Path, help="write the JSON here too")
     chosen = parser.parse_args()
     if chosen.one:
         print(json.dumps(one(chosen.episodes[0], chosen.per_second, chosen.seconds)))
+        return
+    if chosen.beside:
+        rounds = beside(chosen.episodes[0], chosen.workers, chosen.rounds, chosen.turn_s)
+        for side in dict.fromkeys(one["side"] for one in rounds):
+            mine = [one for one in rounds if one["side"] == side]
+            print(
+                side, {key: round(statistics.median(one[key] for one in mine), 2) for key in mine[0] if key != "side"}
+            )
         return
     figures: list[dict[str, Any]] = []
     rest = ["--one", "--per-second", str(chosen.per_second), "--seconds", str(chosen.seconds)]

@@ -6,7 +6,6 @@ Owns the deadline of each call and the naming of failures: an httpx exception be
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
 from math import inf
@@ -15,6 +14,7 @@ from uuid import uuid4
 
 import httpx
 import trio
+from pydantic_core import to_json
 
 from agentrl.engine.stitching import Stitcher
 from agentrl.engine.transport import TrioTransport
@@ -117,7 +117,7 @@ class EngineClient:
         """The `data:` payloads of one server-sent event stream, without the closing `[DONE]`.
 
         It uses the transport directly: per turn, redirects, cookies and the like cost more than all the rest."""
-        body = json.dumps(request_json(request, stream=True), separators=(",", ":")).encode()
+        body = to_json(request_json(request, stream=True))
         timeouts = {"connect": self._connect_s}
         headers, extensions = self._stream_headers, {"timeout": timeouts}
         sent = httpx.Request("POST", self._generate_url, headers=headers, content=body, extensions=extensions)

@@ -126,7 +126,7 @@ class ChunkParser:
             return None
         if finish is not None and finish not in _FINISHES:
             raise EngineError(f"the engine finished with {finish!r}")
-        sound = next((at for at, logprob in enumerate(logprobs) if not _is_sound(logprob)), len(logprobs))
+        sound = _sound(logprobs)
         if sound < len(logprobs):
             self.unsound = f"the engine sent {logprobs[sound]!r} as the log-prob of token {base + sound}"
             token_ids, logprobs, finish = token_ids[:sound], logprobs[:sound], None
@@ -176,6 +176,14 @@ def _flat(value: Json) -> list[float]:
     return (
         [number for part in cast("list[Json]", value) for number in _flat(part)] if isinstance(value, list) else [value]
     )
+
+
+def _sound(logprobs: Sequence[Json]) -> int:
+    """How many log-probs come before the first that cannot be one. Looks at each only if something is wrong."""
+    numbers = set(map(type, logprobs)) == {float} and not math.isnan(sum(logprobs))
+    if numbers and min(logprobs) > _NO_LOGPROB and max(logprobs) <= _ROUNDING:
+        return len(logprobs)
+    return next((at for at, logprob in enumerate(logprobs) if not _is_sound(logprob)), len(logprobs))
 
 
 def _is_sound(logprob: Json) -> bool:
