@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
-from agentrl import registry
+from agentrl import config, registry
 
 from .test_losses import expected_direction
 from .test_ppo import UNCUT, distance
@@ -33,3 +36,21 @@ def test_the_errors_of_the_corrections_are_computed() -> None:
     for name, first in (("none", " (plain GAE)"), ("token", ", uncut"), ("prefix", ", uncut")):
         found = [f"{distance(lag, importance=name, importance_cap=UNCUT):.3f}" for lag in (0, 4, 8)]
         assert cells(f'`"{name}"`{first}') == found, name
+
+
+def test_an_algorithm_is_one_short_file() -> None:
+    for kind in registry.ids("algorithms"):
+        lines = inspect.getsource(inspect.getmodule(config.algorithm(kind))).splitlines()
+        assert len(lines) <= 150, kind
+
+
+def test_settings_are_read_without_torch() -> None:
+    """Every process of a run reads them, also those that never train."""
+    code = (
+        "import sys\nfrom agentrl import config, registry\n"
+        "for kind in registry.ids('algorithms'):\n"
+        "    config.parse({'model': 'm', 'env': {'id': 'e'}, 'algo': {'kind': kind}})\n"
+        "print(kind, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["reinforce++", "False"], done.stderr

@@ -210,6 +210,27 @@ def test_a_run_mends_itself_when_engine_worker_and_learner_die(tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_law_2_a_run_with_a_critic_and_groups_of_one_mends_itself_when_its_learner_dies(tmp_path: Path) -> None:
+    file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 8, "checkpoint_every": 2}, eval={"sets": []})
+    run = RunDir(tmp_path / "run")
+    chosen = ("--set", "algo.kind=ppo", "--set", "rollout.group_size=1", "--set", "algo.critic_warmup_steps=2")
+    with started("train", file, "--out", run.path, *chosen) as process:
+        wait_for_step(run.path, 3, process)
+        os.kill(child(run, "learner"), signal.SIGKILL)
+        _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    assert set(json.loads(run.summary.read_text())["restarts"]) == {"learner"}
+    assert_lawful(run, steps=8)
+    assert_nothing_remains(run)
+    with RunStore.open(run.store_path) as store:
+        steps = [row.values for row in store.metrics("step")]
+    assert all(row["episodes"] == 2 and row["updated"] for row in steps)
+    assert steps[0]["algorithm"]["value_mean"] == 0, "a new critic says 0"
+    assert all(row["algorithm"]["value_mean"] != 0 for row in steps[1:]), "one from a checkpoint does not"
+    assert (run.checkpoints / "step-00000008" / "critic" / "critic.safetensors").is_file()
+
+
+@pytest.mark.slow
 def test_the_learner_uses_what_a_reward_source_says_also_after_the_worker_that_asks_it_has_died(tmp_path: Path) -> None:
     file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 8, "checkpoint_every": 4}, eval={"sets": []})
     source = {"source": "place", "kind": "callable", "call": f"{ENVS}:place", "weight": 0.5}
