@@ -1,4 +1,4 @@
-"""The teaching script learns what it says it learns."""
+"""The teaching scripts learn what they say they learn."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "grpo_one_file.py"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.mark.slow
-def test_it_learns_to_sort() -> None:
+@pytest.mark.parametrize(("script", "steps"), [("grpo_one_file.py", 75), ("ppo_one_file.py", 100)])
+def test_it_learns_to_sort(script: str, steps: int) -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--steps", "75"],
+        [sys.executable, str(EXAMPLES / script), "--steps", str(steps)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
