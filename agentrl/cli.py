@@ -243,11 +243,8 @@ def audit(
     from agentrl.store.audit import audit as check
 
     run = RunDir.open(path)
-    store = RunStore.open(run.store_path)
-    try:
+    with RunStore.read(run.store_path) as store:
         report = check(store, run.checkpoints)
-    finally:
-        store.close()
     if as_json:
         print(report.to_json())
     else:

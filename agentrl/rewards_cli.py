@@ -18,7 +18,7 @@ def rewards(path: _RUN) -> None:
     from agentrl.runtime.scoring import reports
     from agentrl.store import RunStore
 
-    with RunStore.open(RunDir.open(path).store_path) as store:
+    with RunStore.read(RunDir.open(path).store_path) as store:
         found = list(reports(store))
     table = Table("source", "version", "turns", "counted", "mean", "least", "most", "s a turn", "calls")
     for one in found:

@@ -90,5 +90,5 @@ def _measured(run: Path, max_lag: int) -> Run:
     from agentrl.simulate.sweep import START_UP
     from agentrl.store import RunStore
 
-    with RunStore.open(RunDir.open(run).store_path) as store:
+    with RunStore.read(RunDir.open(run).store_path) as store:
         return measure(store, start_up=max_lag + START_UP)

@@ -41,6 +41,10 @@ class Telemetry:
 
         Raises StoreError for values that are not JSON-safe, DiskFull if there is no space left."""
         self._store.record(kind, step, values)
+        self.append(kind, step, values)
+
+    def append(self, kind: str, step: int, values: Mapping[str, Json]) -> None:
+        """Write values that the store has to the file. Raises DiskFull if there is no space left."""
         line: dict[str, Json] = {
             "kind": kind,
             "step": step,

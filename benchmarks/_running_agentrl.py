@@ -19,20 +19,22 @@ from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.worker import Worker
 from agentrl.runtime.garbage import collect_after_growth, spare_old_objects
 from agentrl.store import RunStore
+from agentrl.store.awaitable import AsyncStore
 
 
 async def main(url: str, n: int, path: Path, workers: int) -> None:
     config = settings(n, workers)
-    with RunStore.open(path) as store:
+    with RunStore.open(path) as writer, RunStore.read(path) as store:  # as a worker's process has them
+        desk = AsyncStore(writer, store)
         context = RolloutContext(
             engine=EngineClient(url, version=1, connect_s=60.0),
             renderer=Renderer(write_tokenizer(path.parent / "model")),
-            store=store,
+            store=desk,
             settings=config.rollout,
             make_env=lambda _: Lines(),
         )
         name = f"worker-{time.time_ns()}"
-        worker = Worker(name, config, store, context)
+        worker = Worker(name, config, desk, context)
         before, peak = memory_kib(), 0
         began, cpu = time.perf_counter(), time.process_time()
         async with trio.open_nursery() as nursery:
@@ -44,6 +46,7 @@ async def main(url: str, n: int, path: Path, workers: int) -> None:
             spent, seconds = time.process_time() - cpu, time.perf_counter() - began
             nursery.cancel_scope.cancel()
         await context.engine.aclose()
+        await desk.aclose()
         whole = sum(one.tokens == TURNS * TOKENS for one in store.episodes("train", limit=n))
         assert whole == n, f"{whole} of {n} episodes are whole"
     found = {"cpu_s": spent, "kib": peak - before, "seconds": seconds}

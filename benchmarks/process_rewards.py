@@ -32,6 +32,7 @@ from agentrl.rewards.sources import Scorer
 from agentrl.rollout.admitter import Admitter
 from agentrl.settings import RewardSource
 from agentrl.store import Bounds, Claim, RunStore, Source
+from agentrl.store.awaitable import AsyncStore
 from agentrl.store.closing import FULL, ClosePolicy, Quorum
 
 GROUP_SIZE, GROUPS, SLOTS, TURNS = 8, 4, 64, 4
@@ -78,7 +79,7 @@ class Run:
             self.store.declare_sources([Source(name="slow", deadline_s=SOURCE.deadline_s)])
         async with trio.open_nursery() as nursery:
             if slow:
-                nursery.start_soon(Scorer(SOURCE, self.store, self._asked).serve)
+                nursery.start_soon(Scorer(SOURCE, AsyncStore(self.store, inline=True), self._asked).serve)
             nursery.start_soon(self._fill, Admitter(self.store, Seeds("simulated"), bounds), nursery)
             await self._learn()
             nursery.cancel_scope.cancel()

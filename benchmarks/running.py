@@ -32,6 +32,7 @@ from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.worker import Worker
 from agentrl.runtime.garbage import collect_after_growth, spare_old_objects
 from agentrl.store import FULL, RunStore
+from agentrl.store.awaitable import AsyncStore
 from agentrl.testing.engine import FakeEngine
 
 SLEEP_S = 0.005
@@ -75,11 +76,13 @@ async def play(store: RunStore, folder: Path, n: int, per_second: float, seconds
     """Play with `n` running episodes for some seconds after all have begun."""
     renderer = Renderer(write_tokenizer(folder / "model"))
     config = settings(n)
+    writer, reader = RunStore.open(store.path), RunStore.read(store.path)  # as a worker's process has them
+    desk = AsyncStore(writer, reader)
     engine = Slow(renderer, Waits(n, n / per_second))
     context = RolloutContext(
-        engine=engine, renderer=renderer, store=store, settings=config.rollout, make_env=lambda _: Lines()
+        engine=engine, renderer=renderer, store=desk, settings=config.rollout, make_env=lambda _: Lines()
     )
-    worker = Worker("worker", config, store, context)
+    worker = Worker("worker", config, desk, context)
     delays, found = Delays(), dict[str, Any]()
     began_kib, began, cpu = memory_kib(), time.perf_counter(), time.process_time()
     async with trio.open_nursery() as nursery:
@@ -105,6 +108,9 @@ async def play(store: RunStore, folder: Path, n: int, per_second: float, seconds
         found |= {"cpu_ms_a_turn": 1000 * spent / turns, "expire_ms": 1000 * max(looks)}
         found["kib_an_episode"] = (memory_kib() - began_kib) / n
         nursery.cancel_scope.cancel()
+    await desk.aclose()
+    writer.close()
+    reader.close()
     return {"episodes": n, **{key: round(value, 3) for key, value in found.items()}}
 
 

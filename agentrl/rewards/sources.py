@@ -11,10 +11,9 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import httpx
 import trio
@@ -29,32 +28,16 @@ from agentrl.rewards.judge import Judge
 from agentrl.rewards.reward_model import RewardModel
 from agentrl.rewards.shaping import Shaping
 from agentrl.settings import RewardSource
+from agentrl.store.roles import RewardStore
 
 TurnRewarder = Callable[[Trajectory], "float | Awaitable[float]"]
 """Scores the last turn of an episode as far as it went. May be async; a blocking one runs in a thread."""
 
-_IDLE_S: Final = 0.05  # between looks for turns that wait
+_LOOK_S: Final = 1.0  # a source looks so often for turns that may be asked for again
 _PAUSE_S: Final = 0.5  # before a second attempt; twice as long before each further one
 _OWN_SHARE: Final = 0.9  # of a call's deadline, after which a client ends it itself: it can say what a server answered
 
 log = logging.getLogger(__name__)
-
-
-class Desk(Protocol):
-    """What a scorer needs of the run store."""
-
-    def awaiting(self, source: str, limit: int, *, skip: Iterable[str] = (), settled: bool = False) -> list[str]: ...
-    def trajectory(self, episode_id: int) -> Trajectory: ...
-    def score(
-        self,
-        turn: str,
-        source: str,
-        value: float,
-        *,
-        version: int | None = None,
-        took_s: float = 0.0,
-        cost: float = 0.0,
-    ) -> bool: ...
 
 
 def rewarder_of(
@@ -112,11 +95,12 @@ class Scorer:
     A turn whose attempts have all failed is left to the source's deadline, and named once in the log."""
 
     settings: RewardSource
-    store: Desk
+    store: RewardStore
     ask: TurnRewarder
     _under_way: set[str] = field(default_factory=set[str])
     _failed: dict[str, float] = field(default_factory=dict[str, float])  # and until when it is left alone
     _known: Known = field(init=False)
+    _idle: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the wait for turns
     _threads: trio.CapacityLimiter = field(init=False)  # its own: one that hangs takes none from the environments
 
     def __post_init__(self) -> None:
@@ -136,11 +120,13 @@ class Scorer:
                 now = trio.current_time()
                 self._failed = {turn: until_s for turn, until_s in self._failed.items() if until_s > now}
                 skip = self._under_way | self._failed.keys()
-                awaiting = partial(self.store.awaiting, self.settings.source, free, skip=skip)
-                for turn in awaiting(settled=self._settled) if free else []:
+                source, settled = self.settings.source, self._settled
+                waiting = await self.store.awaiting(source, free, skip=skip, settled=settled) if free else []
+                for turn in waiting:
                     self._under_way.add(turn)
                     nursery.start_soon(self._serve_one, turn)
-                await trio.sleep(_IDLE_S)
+                with trio.CancelScope() as self._idle:
+                    await self.store.wait_for_work("reward", _LOOK_S)
 
     async def _serve_one(self, turn: str) -> None:
         try:
@@ -150,18 +136,19 @@ class Scorer:
             log.warning("reward source %r: turn %s: %s", self.settings.source, turn, error)
         finally:
             self._under_way.discard(turn)
+            self._idle.cancel()
 
     async def score(self, turn: str, *, version: int | None = None) -> float:
         """Ask what a turn is worth, and write it down. Raises ScoreError where every attempt failed, LookupError if the
         turn's episode began anew meanwhile."""
-        seen = until(self.store.trajectory(int(turn.split(".")[0])), turn, settled=self._settled)
+        seen = until(await self.store.trajectory(int(turn.split(".")[0])), turn, settled=self._settled)
         started = time.monotonic()
         value, cost = self._known.get(seen), 0.0
         if value is None:
             value, cost = await self._asked(seen)
             self._known.keep(seen, value)
         took_s = time.monotonic() - started
-        self.store.score(turn, self.settings.source, value, version=version, took_s=took_s, cost=cost)
+        await self.store.score(turn, self.settings.source, value, version=version, took_s=took_s, cost=cost)
         return value
 
     async def _asked(self, seen: Trajectory) -> tuple[float, float]:

@@ -48,7 +48,8 @@ from agentrl.rollout.guard import Guard, TimeUp, one_line, reason_of
 from agentrl.rollout.replay import replay, replay_after
 from agentrl.rollout.sampling import sample
 from agentrl.rollout.saving import keep_artifacts, keep_snapshot, prepare
-from agentrl.store import Claim, Partial, RunStore
+from agentrl.store import Claim, Partial
+from agentrl.store.roles import RolloutStore
 
 _SMALL: Final = 1 << 15  # characters; tokenizing so few takes a moment
 
@@ -59,7 +60,7 @@ class RolloutContext:
 
     engine: Engine
     renderer: Renderer
-    store: RunStore
+    store: RolloutStore
     settings: Rollout
     make_env: Callable[[Task], AsyncEnv]
     rewarder: Rewarder | None = None
@@ -106,7 +107,7 @@ async def play(claim: Claim, context: RolloutContext) -> Ending:
     except InfrastructureError as error:
         ending = Ending(reason_of(error), one_line(error))
     ending = await episode.score(ending)
-    episode.finish(ending)
+    await episode.finish(ending)
     return ending
 
 
@@ -176,11 +177,11 @@ class _Episode:
             return Ending(reason_of(error), one_line(error))
         return ending
 
-    def finish(self, ending: Ending) -> None:
+    async def finish(self, ending: Ending) -> None:
         """Write the episode's end, with outcome and success where it is scored."""
         outcomes = self._outcomes(ending)
         outcome, success = self._outcome(ending, outcomes)
-        self._context.store.finish(
+        await self._context.store.finish(
             self._claim.episode_id,
             self._claim.fence,
             stop_reason=ending.stop_reason,
@@ -209,14 +210,14 @@ class _Episode:
             if not reason:
                 return await self._go_on()
             reason = f"{reason}; and of its snapshot: {unrestored}" if unrestored else reason
-            reason = "; ".join(filter(None, (reason, store.unsaved(claim.episode_id))))
+            reason = "; ".join(filter(None, (reason, await store.unsaved(claim.episode_id))))
             if claim.fork_turn is not None:  # its siblings begin at that turn
                 raise EnvError(f"a fork cannot be brought to turn {len(claim.turns)}: {reason}")
-            store.restart_episode(claim.episode_id, claim.fence, reason)
+            await store.restart_episode(claim.episode_id, claim.fence, reason)
             self._turns, self._begun, self._trial = [], None, self._trial + 1
             self._guard.seconds = 0.0
             self._start = await self._reset(env)
-        store.begin(claim.episode_id, claim.fence, self._start)
+        await store.begin(claim.episode_id, claim.fence, self._start)
         return None
 
     async def _make(self) -> AsyncEnv:
@@ -235,7 +236,7 @@ class _Episode:
         reason if it is not, None without a snapshot."""
         snapshot = None
         if self._turns and isinstance(env, SnapshotEnv) and env.has_snapshots:
-            snapshot = self._context.store.snapshot(self._claim.episode_id)
+            snapshot = await self._context.store.snapshot(self._claim.episode_id)
         if snapshot is None:
             return None
         assert isinstance(env, SnapshotEnv)
@@ -276,7 +277,7 @@ class _Episode:
             self._said = answers.joined(self._said, await self._last_word(StopReason.CONTEXT_LIMIT))
             return Ending(StopReason.CONTEXT_LIMIT)
         turn = await self._generate(prompt, min(settings.max_tokens_per_turn, room))
-        context.store.journal_turn(self._claim.episode_id, self._claim.fence, turn)
+        await context.store.journal_turn(self._claim.episode_id, self._claim.fence, turn)
         self._turns.append(turn)
         return await self._answer()
 
@@ -300,7 +301,7 @@ class _Episode:
         if self._context.artifacts and turn.learns and self._env is not None:
             context, deadline_s = self._context, self._context.settings.step_deadline_s
             await keep_artifacts(self._env, self._guard, context.store, self._claim, turn.id, deadline_s)
-        self._context.store.journal_step(self._claim.episode_id, self._claim.fence, turn.index, step)
+        await self._context.store.journal_step(self._claim.episode_id, self._claim.fence, turn.index, step)
         ending = self._ended()
         if ending is None:
             await self._snapshot()
@@ -391,7 +392,7 @@ class _Episode:
             request,
             begun,
             decode=context.renderer.decode,
-            keep=partial(context.store.journal_partial, claim.episode_id, claim.fence),
+            keep=partial(context.store.post_partial, claim.episode_id, claim.fence),
             every=context.settings.checkpoint_tokens,
         )
         self._begun = None

@@ -7,7 +7,6 @@ for.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from agentrl import columns
@@ -17,8 +16,9 @@ from agentrl.errors import DiskFull, EngineError, StoreError
 from agentrl.protocols import Chunk, Engine, GenerateRequest
 from agentrl.records import Generation, VersionSpan
 from agentrl.store import Partial
+from agentrl.store.roles import Posted
 
-Keep = Callable[[Partial], None]
+Keep = Callable[[Partial], Posted]
 
 
 async def sample(
@@ -27,8 +27,9 @@ async def sample(
     """Sample the turn that `request` asks for. Its part `begun` is not sampled again, and its seconds count; if it ends
     the turn, the engine is not asked.
 
-    At any instant at most `every` tokens are not yet given to `keep` (0: it is never called). If the turn is
-    interrupted, the tokens at hand are given to it. Raises the errors of engine and `keep`."""
+    At any instant at most `every` tokens are not yet given to `keep` (0: it is never called), unless the part before is
+    still being written. If the turn is interrupted, the tokens at hand are given to it. Raises the errors of engine and
+    `keep`."""
     sampling, have = request.sampling, begun.token_ids
     before = Chunk(token_ids=have, logprobs=begun.logprobs, spans=begun.spans, columns=begun.columns)
     left_s = request.deadline_s - begun.spent_s
@@ -50,56 +51,74 @@ async def sample(
     except (EngineError, StoreError):  # the episode ends, or is another worker's
         raise
     except BaseException:
-        with suppress(StoreError):
-            log.write()
+        log.write()
         raise
 
 
 @dataclass(slots=True)
 class _Log:
     """Chunks of a turn on their way to `keep`. An engine has sampled more than it has sent: a chunk that is being made,
-    and one on its way, may be lost as well."""
+    and one on its way, may be lost as well. If the part that was given last cannot be written, the next one holds its
+    chunks too."""
 
     begun: Partial
     keep: Keep
     every: int
     most: int  # tokens that the turn may have
-    kept: int = field(init=False)
-    unkept: int = 0
-    chunks: list[Chunk] = field(default_factory=list[Chunk])
+    kept: int = field(init=False)  # tokens that are written
+    chunks: list[Chunk] = field(default_factory=list[Chunk])  # those that are not
+    unkept: int = 0  # their tokens
+    given: tuple[int, int] = (0, 0)  # of the chunks and their tokens: the part under way
+    posted: Posted | None = None  # that part
 
     def __post_init__(self) -> None:
         self.kept = len(self.begun.token_ids)
 
     def add(self, chunk: Chunk) -> None:
-        """Take a chunk, and write if a crash could lose too many tokens from now on, or if the engine was left."""
+        """Take a chunk, and write if a crash could lose too many tokens from now on, or if the engine was left. Raises
+        the error of an earlier write, save DiskFull."""
         self.chunks.append(chunk)
         self.unkept += len(chunk.token_ids)
         if chunk.finish is not None:
             return  # the whole turn is journaled at once
+        self._settle()
         to_come = min(2 * len(chunk.token_ids), self.most - self.kept - self.unkept)
-        if self.unkept + to_come > self.every or not chunk.token_ids:
-            with suppress(DiskFull):  # the next chunk tries again
-                self.write()
+        if self.posted is None and (self.unkept + to_come > self.every or not chunk.token_ids):
+            self.write()
+            self._settle()
 
     def write(self) -> None:
-        """Give `keep` the tokens that came since the last write."""
-        if not self.unkept:
+        """Give `keep` the tokens that came since the last part."""
+        before, at = self.given
+        if self.unkept == at:
             return
+        chunks = self.chunks[before:]
         spans, base = list[VersionSpan](), 0
-        for chunk in self.chunks:
+        for chunk in chunks:
             spans += (VersionSpan(span.version, base + span.start, base + span.end) for span in chunk.spans)
             base += len(chunk.token_ids)
-        self.keep(
+        self.posted = self.keep(
             replace(
                 self.begun,
-                token_ids=tuple(token for chunk in self.chunks for token in chunk.token_ids),
-                logprobs=tuple(logprob for chunk in self.chunks for logprob in chunk.logprobs),
+                token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+                logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
                 spans=tuple(spans),
-                columns=columns.joined([(len(chunk.token_ids), chunk.columns) for chunk in self.chunks]),
-                at=self.kept,
-                spent_s=self.begun.spent_s + max(chunk.spent_s for chunk in self.chunks),
+                columns=columns.joined([(len(chunk.token_ids), chunk.columns) for chunk in chunks]),
+                at=self.kept + at,
+                spent_s=self.begun.spent_s + max(chunk.spent_s for chunk in chunks),
             )
         )
-        self.kept, self.unkept = self.kept + self.unkept, 0
-        self.chunks.clear()
+        self.given = len(self.chunks), self.unkept
+
+    def _settle(self) -> None:
+        """Note what came of the last part, once it is known."""
+        if self.posted is None or self.posted.result is None:
+            return
+        (_, error), self.posted = self.posted.result, None
+        if error is None:
+            chunks, tokens = self.given
+            self.kept, self.unkept = self.kept + tokens, self.unkept - tokens
+            del self.chunks[:chunks]
+        elif not isinstance(error, DiskFull):  # after that one the next chunk tries again
+            raise error
+        self.given = (0, 0)

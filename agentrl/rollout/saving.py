@@ -13,7 +13,8 @@ from agentrl.config import Rollout
 from agentrl.errors import DiskFull, InfrastructureError, PolicyFault
 from agentrl.protocols import ArtifactEnv, AsyncEnv, BoundedSnapshots, SnapshotEnv
 from agentrl.rollout.guard import Guard, TimeUp, one_line
-from agentrl.store import Claim, RunStore, Snapshot
+from agentrl.store import Claim, Snapshot
+from agentrl.store.roles import RolloutStore
 
 _ARTIFACT_BYTES: Final = 1 << 20  # of all files of a turn together: more is no source that anyone wrote
 
@@ -25,7 +26,7 @@ def prepare(env: AsyncEnv, settings: Rollout) -> None:
 
 
 async def keep_snapshot(
-    env: AsyncEnv, guard: Guard, store: RunStore, settings: Rollout, claim: Claim, turn: int
+    env: AsyncEnv, guard: Guard, store: RolloutStore, settings: Rollout, claim: Claim, turn: int
 ) -> bool:
     """Keep a snapshot after the answer to `turn`, if the environment offers them and one is due. If that fails, the
     reason is noted and the result is False: it should not be asked again. The turns can still be replayed, and the
@@ -44,15 +45,16 @@ async def keep_snapshot(
         failed = f"it has {len(data)} bytes, more than rollout.max_snapshot_bytes"
     with suppress(DiskFull):  # the next journal call raises it
         if isinstance(data, bytes) and not failed:
-            store.keep_snapshot(claim.episode_id, claim.fence, Snapshot(turn=turn, data=data, seconds=guard.seconds))
+            snapshot = Snapshot(turn=turn, data=data, seconds=guard.seconds)
+            await store.keep_snapshot(claim.episode_id, claim.fence, snapshot)
             return True
         failed = failed or f"it is a {type(data).__name__}, not bytes"
-        store.note_unsaved(claim.episode_id, claim.fence, turn, failed)
+        await store.note_unsaved(claim.episode_id, claim.fence, turn, failed)
     return not failed
 
 
 async def keep_artifacts(
-    env: AsyncEnv, guard: Guard, store: RunStore, claim: Claim, turn: str, policy_s: float
+    env: AsyncEnv, guard: Guard, store: RolloutStore, claim: Claim, turn: str, policy_s: float
 ) -> None:
     """Keep the files that a reward source tests, as they stand after a turn; does nothing if the environment declares
     none. If the policy made them unreadable or too large, they are empty: such work passes no test. Raises
@@ -64,7 +66,7 @@ async def keep_artifacts(
         files = await guard("artifacts", lambda: _bytes_of(env), policy_s=policy_s)
     if sum(map(len, files.values())) > _ARTIFACT_BYTES:
         files = {}
-    store.keep_artifacts(claim.episode_id, claim.fence, turn, files)
+    await store.keep_artifacts(claim.episode_id, claim.fence, turn, files)
 
 
 async def _bytes_of(env: ArtifactEnv) -> dict[str, bytes]:

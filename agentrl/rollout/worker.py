@@ -17,8 +17,8 @@ from agentrl.config import RunConfig
 from agentrl.env import bridge
 from agentrl.errors import DiskFull, WornOut
 from agentrl.rollout.episode import HandedBack, RolloutContext, play
-from agentrl.store import Claim, LeaseLost, RunStore
-from agentrl.store.waiting import wait_for_work
+from agentrl.store import Claim, LeaseLost
+from agentrl.store.roles import RolloutStore
 
 _LOOK_S = 1.0  # a worker looks so often for episodes of expired leases, of which no write tells
 _DISK_WAIT_S = 60.0
@@ -31,7 +31,7 @@ class Worker:
 
     name: str
     config: RunConfig
-    store: RunStore
+    store: RolloutStore
     context: RolloutContext
     now: Callable[[], float] = time.time
     _running: dict[int, Claim] = field(default_factory=dict[int, Claim])
@@ -50,18 +50,16 @@ class Worker:
         worn_out = False
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep_leases)
-            while self.store.meta("phase") != "stop":
+            while await self.store.meta("phase") != "stop":
                 if worn_out := bridge.worn_out():
                     await self._leave()
                     break
-                if not self._fill(nursery):
+                if not await self._fill(nursery):
                     with trio.CancelScope() as self._idle:
-                        await wait_for_work(self.store, "rollout", _LOOK_S)
-                else:
-                    await trio.lowlevel.checkpoint()
+                        await self.store.wait_for_work("rollout", _LOOK_S)
             nursery.cancel_scope.cancel()
         if worn_out:
-            back = self.store.hand_back(self.name)
+            back = await self.store.hand_back(self.name)
             raise WornOut(f"{self.name}: environments hang in half of its threads; {back} episodes go on elsewhere")
 
     async def _leave(self) -> None:
@@ -73,14 +71,15 @@ class Worker:
                 self._ended = trio.Event()
                 await self._ended.wait()
 
-    def _fill(self, nursery: trio.Nursery) -> bool:
+    async def _fill(self, nursery: trio.Nursery) -> bool:
         """Start some of the episodes that may start, so that those that run are not kept waiting; returns whether any
         did."""
         free = min(self.capacity - len(self._running), _AT_ONCE)
         if free <= 0:
+            await trio.lowlevel.checkpoint()
             return False
         try:
-            claims = self.store.claim(
+            claims = await self.store.claim(
                 self.name,
                 free,
                 lease_s=self.config.rollout.lease_s,
@@ -123,17 +122,18 @@ class Worker:
                 if trio.current_time() > deadline:
                     raise
                 await trio.sleep(1.0)
-                claim = self.store.reload(claim)
+                claim = await self.store.reload(claim)
 
     async def _keep_leases(self) -> None:
         """Renew at a third of the lease; an episode whose lease was lost is cancelled."""
         while True:
             await trio.sleep(self.config.rollout.lease_s / 3)
+            held = dict(self._running)  # claims that come meanwhile are not among those kept
             try:
-                kept = self.store.renew(self.name, lease_s=self.config.rollout.lease_s, now=self.now())
+                kept = await self.store.renew(self.name, lease_s=self.config.rollout.lease_s, now=self.now())
             except DiskFull:  # nobody else can claim on it either
                 continue
-            for episode_id in [id for id in self._running if id not in kept]:
+            for episode_id, claim in held.items():
                 scope = self._scopes.get(episode_id)
-                if scope is not None:
+                if episode_id not in kept and self._running.get(episode_id) is claim and scope is not None:
                     scope.cancel()

@@ -129,7 +129,7 @@ class RunDir:
         try:
             return configuration.from_json(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            with RunStore.open(self.store_path) as store:
+            with RunStore.read(self.store_path) as store:
                 return configuration.from_json(store.meta("config") or "{}")
         except (OSError, ValueError) as error:
             hint = "fix it, or remove it: the run store has a copy"

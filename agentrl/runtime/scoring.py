@@ -13,7 +13,8 @@ from agentrl.errors import ScoreError, UsageError
 from agentrl.rewards.sources import Scorer, rewarder_of
 from agentrl.settings import RewardSource
 from agentrl.store import RunStore, Source
-from agentrl.store.roles import ControlStore, ReadStore
+from agentrl.store.awaitable import AsyncStore
+from agentrl.store.roles import ControlStore, ReadStore, RewardStore
 
 
 def declare(config: RunConfig, store: ControlStore) -> None:
@@ -30,7 +31,7 @@ def declare(config: RunConfig, store: ControlStore) -> None:
     )
 
 
-async def serve(config: RunConfig, store: RunStore) -> None:
+async def serve(config: RunConfig, store: RewardStore) -> None:
     """Score turns by every source of the run until cancelled. Raises UsageError if a source cannot be imported."""
     async with trio.open_nursery() as nursery:
         for settings in config.rewards:
@@ -80,7 +81,8 @@ async def rescore(config: RunConfig, store: RunStore, source: str) -> tuple[int,
     settings = _named(config, source)
     said = [one.version for one in store.scores(source)]
     version = max([settings.version, *said]) + 1
-    scorer = Scorer(settings, store, rewarder_of(settings, artifacts_of=store.artifacts))
+    desk = AsyncStore(store)
+    scorer = Scorer(settings, desk, rewarder_of(settings, artifacts_of=store.artifacts))
     limiter, failed = trio.CapacityLimiter(settings.concurrency), 0
 
     async def score(turn: str) -> None:
@@ -91,11 +93,12 @@ async def rescore(config: RunConfig, store: RunStore, source: str) -> tuple[int,
             except ScoreError:
                 failed += 1
 
-    for trajectory in store.trajectories("train"):
-        async with trio.open_nursery() as nursery:
-            for turn in trajectory.turns:
-                if turn.learns and turn.step is not None:
-                    nursery.start_soon(score, turn.id)
+    async with desk:
+        for trajectory in store.trajectories("train"):
+            async with trio.open_nursery() as nursery:
+                for turn in trajectory.turns:
+                    if turn.learns and turn.step is not None:
+                        nursery.start_soon(score, turn.id)
     return version, failed
 
 

@@ -92,7 +92,7 @@ class Trainer:
 
 def began(run: RunDir) -> bool:
     """Whether the run got as far as playing episodes: its engines were up."""
-    with RunStore.open(run.store_path) as store:
+    with RunStore.read(run.store_path) as store:
         return store.meta("phase") is not None
 
 
@@ -194,15 +194,12 @@ def finish_training(run: RunDir, view: View | None) -> dict[str, Any]:
     else:
         with view:
             run_to_end(run, body, on_tick=view.tick)
-    store = RunStore.open(run.store_path)
-    try:
+    with RunStore.read(run.store_path) as store:
         config = run.config()
         summary = report.summarise(run, config, store, restarts=restarts)
         report.plot(run, config, store)
         report.transcripts(run, config, store)
         return summary
-    finally:
-        store.close()
 
 
 def evaluate(
@@ -222,12 +219,9 @@ def evaluate(
         run_to_end(run, body, on_tick=view.tick if view else lambda _: None)
     except Interrupted:
         raise Interrupted("the evaluation was stopped: give the same command again, it starts anew") from None
-    store = RunStore.open(run.store_path)
-    try:
+    with RunStore.read(run.store_path) as store:
         found = [evaluation.result(store, s.name, evaluation.label(s.name, "now")) for s in config.eval.sets]
         return [result for result in found if result is not None]
-    finally:
-        store.close()
 
 
 def _document(config: RunConfig | Mapping[str, Any] | Path | str | None) -> dict[str, Any]:

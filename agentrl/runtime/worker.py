@@ -34,6 +34,8 @@ from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
+from agentrl.store.awaitable import AsyncStore
+from agentrl.store.roles import ReadStore, RolloutStore, Versions
 from agentrl.telemetry import Telemetry
 
 _REPORT_S = 5.0
@@ -57,9 +59,10 @@ def serve(path: Path, index: int) -> None:
 
 
 async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> None:
-    store = RunStore.open(run.store_path)
+    opened, reader = RunStore.open(run.store_path), RunStore.read(run.store_path)
+    store = AsyncStore(opened, reader)
     renderer = Renderer(model_dir(config.model))
-    fleet = _fleet(config, store, renderer)
+    fleet = _fleet(config, reader, renderer)
     rewarder: Rewarder | None = registry.load_reference(config.env.reward) if config.env.reward else None
     context = RolloutContext(
         engine=fleet,
@@ -68,14 +71,14 @@ async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> Non
         settings=config.rollout,
         make_env=make_env,
         rewarder=rewarder,
-        frozen=_frozen(config, store, renderer),
+        frozen=_frozen(config, reader, renderer),
         experts=config.engine.routed_experts,
         artifacts=any(one.measure == "tests" for one in config.rewards),
     )
     worker = Worker(name, config, store, context)
-    telemetry = Telemetry(store, run.metrics, name)
+    telemetry = Telemetry(opened, run.metrics, name)
     heartbeat = Heartbeat.of_process()
-    heartbeat.mark_while(lambda: store.waits)
+    heartbeat.mark_while(lambda: opened.waits)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(heartbeat.beat)
@@ -91,19 +94,23 @@ async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> Non
         with trio.move_on_after(2, shield=True):
             for engine in (fleet, *context.frozen.values()):
                 await engine.aclose()
+        await store.aclose()
         telemetry.close()
-        store.close()
+        reader.close()
+        opened.close()
 
 
-async def report(fleet: Fleet, telemetry: Telemetry, store: RunStore) -> None:
+async def report(fleet: Fleet, telemetry: Telemetry, store: RolloutStore) -> None:
     """Record this worker's view of the fleet again and again; on a full disk, skip the record."""
     while True:
         await trio.sleep(_REPORT_S)
         with suppress(DiskFull):
-            telemetry.record("fleet", store.current_version().step, fleet.gauges())
+            step, gauges = (await store.current_version()).step, fleet.gauges()
+            await store.record("fleet", step, gauges)
+            telemetry.append("fleet", step, gauges)
 
 
-def _fleet(config: RunConfig, store: RunStore, renderer: Renderer) -> Fleet:
+def _fleet(config: RunConfig, store: ReadStore, renderer: Renderer) -> Fleet:
     """The run's engines. If only adapters are sent, a turn begins with the newest one that the learner confirmed."""
 
     def adapter() -> int | None:
@@ -120,7 +127,7 @@ def _fleet(config: RunConfig, store: RunStore, renderer: Renderer) -> Fleet:
     return _maker(config, renderer)(clients, fits=partial(fits, store), preempt=config.engine.preempt)
 
 
-def fits(store: RunStore, version: int) -> bool:
+def fits(store: Versions, version: int) -> bool:
     """Whether a turn may begin with these weights: this run minted them, and they are not older than the current."""
     try:
         store.step_of(version)
@@ -149,7 +156,7 @@ def _concurrency(config: RunConfig) -> Aimd | None:
     return Aimd(limit=min(share, config.engine.max_batch), ceiling=share)
 
 
-def _frozen(config: RunConfig, store: RunStore, renderer: Renderer) -> dict[str, Engine]:
+def _frozen(config: RunConfig, store: ReadStore, renderer: Renderer) -> dict[str, Engine]:
     """An engine for each role that the learning policy does not play."""
     urls: dict[str, str] = json.loads(store.meta("given_urls") or "{}")
     given = config.rollout.frozen_roles()

@@ -10,7 +10,8 @@ from itertools import pairwise
 
 from agentrl.errors import UsageError
 from agentrl.simulate.service import Measured, MeasuredSteps, Play
-from agentrl.store import EpisodeTimes, RunStore
+from agentrl.store import EpisodeTimes
+from agentrl.store.roles import ReadStore
 
 _GROUPS = 4096  # the newest, at most
 _FEWEST = 4  # groups, and steps: fewer say nothing
@@ -27,7 +28,7 @@ class Run:
     idle: float
 
 
-def measure(store: RunStore, *, start_up: int) -> Run:
+def measure(store: ReadStore, *, start_up: int) -> Run:
     """What a finished run says. Raises UsageError if it is too short."""
     rows = [row for row in store.metrics("step") if row.step > start_up]
     groups = _groups(store.episode_times(_GROUPS))

@@ -1,7 +1,7 @@
 """The run store: one SQLite file that is journal, partial-rollout checkpoint, buffer, lineage and metrics of a run.
 
-Every process of a run opens it. Calls are synchronous and short (those of one turn take well under a millisecond), so
-async code calls them directly. Standard library and zstandard only.
+Every process of a run opens it. Calls are synchronous and short, but another process's write lock may hold a write up:
+workers await theirs (see `awaitable`). Standard library and zstandard only; trio in `waiting` and `awaitable`.
 
     versions    weight versions, minted once          admission   how many groups may start (pure)
     groups      birth and end of groups               closing     when a group closes (pure)
@@ -20,15 +20,16 @@ async code calls them directly. Standard library and zstandard only.
     roles       what each process of a run may ask of the store
     signal      when to look at the store again       waiting     the same in a trio program
     orders      which closed groups a step takes      returns     advantages of a closed group (both pure)
+    awaitable   awaited writes, committed together by one thread
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from agentrl.errors import DiskFull, LeaseLost, StoreError, StoreVersionError
 from agentrl.store.admission import Bounds, Load, Room, admissible_groups
@@ -36,7 +37,7 @@ from agentrl.store.artifacts import Artifacts
 from agentrl.store.bias import Bias, Side, TrainingBias
 from agentrl.store.buffer import Buffer, Expired
 from agentrl.store.closing import FULL, ClosePolicy, Full, Quorum, close_policy
-from agentrl.store.database import Database
+from agentrl.store.database import Database, Result
 from agentrl.store.deaths import Deaths, Quarantined, Released
 from agentrl.store.durations import Durations, EpisodeTimes
 from agentrl.store.forks import Forks
@@ -169,6 +170,19 @@ class RunStore(
     def waits(self) -> bool:
         """Whether a thread of this process waits for another process's write lock now (for two minutes at most)."""
         return self._db.waits
+
+    @classmethod
+    def read(cls, path: str | Path, *, clock: Callable[[], float] = time.time) -> Self:
+        """The store at `path`, to look at: nothing of it is written or migrated, and no writer waits. A store of an
+        older agentrl is read from a private copy, which does not change any more.
+
+        Raises UsageError if there is none, StoreVersionError if a newer agentrl wrote it."""
+        return cls(Database.look(Path(path), clock=clock))
+
+    def together(self, calls: Sequence[Callable[[], Any]]) -> list[Result]:
+        """Make calls of this handle, in one transaction for all their writes; each has its own result. A call that
+        waits for the disk (`mint_version`, `checkpoint`, `take`, …) is not among them."""
+        return self._db.together(calls)
 
     def signal(self, role: Role) -> Signal:
         """Tells `role` when to look at the store again, see `signal`. One for each role of this handle."""

@@ -14,8 +14,9 @@ import struct
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import zstandard
 
@@ -37,6 +38,13 @@ _UNREADABLE = (zstandard.ZstdError, struct.error, json.JSONDecodeError, UnicodeD
 Row = tuple[Any, ...]
 
 
+class Result(NamedTuple):
+    """What came of a call: a value, or the error that it raised."""
+
+    value: Any = None
+    error: Exception | None = None
+
+
 class Database:
     """One process's handle of the store file. Threads may share it: calls take turns.
 
@@ -48,7 +56,40 @@ class Database:
         self._connection = connection
         self._lock = threading.RLock()
         self._busy_s = BUSY_S
+        self._together = False  # whether writes are savepoints of one transaction
+        self._spoilt: StoreError | None = None  # why that transaction is gone
         self.waits = False  # True while a thread waits for another process's write lock
+
+    @classmethod
+    def look(cls, path: Path, *, clock: Callable[[], float]) -> Self:
+        """Open the file to read. It takes no lock that a writer waits for, and changes nothing; if an older agentrl
+        wrote it, a private copy is brought up to date and read.
+
+        Raises UsageError if there is no file, StoreVersionError if a newer agentrl wrote it."""
+        if not path.is_file():
+            raise UsageError(f"{path} holds no run: there is no such file")
+        connection = read_only(path)
+        try:
+            version = schema.read_version(connection, str(path))
+            if not version:
+                raise UsageError(f"{path} holds no run: it was never begun")
+            if version < schema.SCHEMA_VERSION:
+                copied = sqlite3.connect("", isolation_level=None, check_same_thread=False)  # a file that has no name
+                connection.backup(copied)
+                connection.close()
+                connection = copied
+                connection.execute("PRAGMA journal_mode = MEMORY")
+                connection.execute("BEGIN")
+                schema.migrate(connection, version)
+                connection.execute("COMMIT")
+            connection.execute("PRAGMA query_only = ON")
+        except sqlite3.Error as error:
+            connection.close()
+            raise named(error, path) from error
+        except BaseException:
+            connection.close()
+            raise
+        return cls(path, connection, clock)
 
     @classmethod
     def connect(cls, path: Path, *, clock: Callable[[], float], create: bool) -> Self:
@@ -105,26 +146,22 @@ class Database:
     @contextmanager
     def write(self, *, durable: bool = False) -> Generator[None]:
         """A write transaction. `durable` waits for the disk, so that it also survives a loss of power; without it
-        a commit survives the death of any process, not of the machine."""
+        a commit survives the death of any process, not of the machine. Inside `together` it is a savepoint."""
         with self._lock:
+            if self._together:
+                with self._savepoint(durable):
+                    yield
+                return
             if self._connection.in_transaction:
                 raise StoreError(f"{self.path}: a write transaction is open already")
             try:
-                if durable:
-                    self._connection.execute("PRAGMA synchronous = FULL")
-                self.waits = True
-                self._connection.execute("BEGIN IMMEDIATE")
-                self.waits = False
-                yield
-                self._connection.execute("COMMIT")
-            except sqlite3.Error as error:
-                raise named(error, self.path, self._busy_s) from error
-            except _UNREADABLE as error:
-                raise _damaged(self.path, error) from error
-            except UnicodeEncodeError as error:
-                raise StoreError(f"{self.path}: a name or text cannot be written as UTF-8: {error}") from error
+                with self._named():
+                    if durable:
+                        self._connection.execute("PRAGMA synchronous = FULL")
+                    self._begin()
+                    yield
+                    self._connection.execute("COMMIT")
             finally:
-                self.waits = False
                 self._roll_back()
                 if durable:
                     self._connection.execute("PRAGMA synchronous = NORMAL")
@@ -137,14 +174,75 @@ class Database:
                 yield
                 return
             try:
-                self._connection.execute("BEGIN")
-                yield
-            except sqlite3.Error as error:
-                raise named(error, self.path, self._busy_s) from error
-            except _UNREADABLE as error:
-                raise _damaged(self.path, error) from error
+                with self._named():
+                    self._connection.execute("BEGIN")
+                    yield
             finally:
                 self._roll_back()
+
+    def together(self, calls: Sequence[Callable[[], Any]]) -> list[Result]:
+        """Make calls one after the other, in one transaction for all their writes: it begins with the first write, and
+        each `write` is a savepoint of it. A call that raises is undone alone. If the transaction cannot begin or
+        commit, or SQLite undoes it (a full disk), every call has that error, and nothing was written."""
+        with self._lock:
+            self._together, self._spoilt = True, None
+            try:
+                done = [self._one(call) for call in calls]
+                if self._connection.in_transaction:
+                    with self._named():
+                        self._connection.execute("COMMIT")
+            except Exception as error:  # all that wait for a call have to hear of it
+                done = [Result(error=copy(error)) for _ in calls]
+            finally:
+                self._together = False
+                self._roll_back()
+        return done
+
+    def _one(self, call: Callable[[], Any]) -> Result:
+        try:
+            return Result(value=call())
+        except Exception as error:  # it belongs to whoever asked for this call
+            if self._spoilt is not None:
+                raise self._spoilt from error
+            return Result(error=error)
+
+    @contextmanager
+    def _savepoint(self, durable: bool) -> Generator[None]:
+        if durable:
+            raise StoreError(f"{self.path}: a write that waits for the disk has a transaction of its own")
+        try:
+            with self._named():
+                if not self._connection.in_transaction:
+                    self._begin()
+                self._connection.execute("SAVEPOINT one")
+                yield
+                self._connection.execute("RELEASE one")
+        except Exception as error:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK TO one")
+                self._connection.execute("RELEASE one")
+            elif isinstance(error, StoreError):
+                self._spoilt = error
+            raise
+
+    def _begin(self) -> None:
+        self.waits = True
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+        finally:
+            self.waits = False
+
+    @contextmanager
+    def _named(self) -> Generator[None]:
+        """Raise each error of SQLite, and of a row that cannot be read or written, as a StoreError."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise named(error, self.path, self._busy_s) from error
+        except _UNREADABLE as error:
+            raise _damaged(self.path, error) from error
+        except UnicodeEncodeError as error:
+            raise StoreError(f"{self.path}: a name or text cannot be written as UTF-8: {error}") from error
 
     def _roll_back(self) -> None:
         if self._connection.in_transaction:

@@ -6,13 +6,14 @@ from typing import Protocol
 
 import trio
 
-from agentrl.store.signal import Role, Signal
+from agentrl.store.roles import Changes
+from agentrl.store.signal import Role
 
 
 class Signalling(Protocol):
     """A store that tells of changes."""
 
-    def signal(self, role: Role) -> Signal: ...
+    def signal(self, role: Role) -> Changes: ...
 
 
 async def wait_for_work(store: Signalling, role: Role, timeout_s: float) -> None:

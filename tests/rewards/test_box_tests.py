@@ -18,6 +18,7 @@ from agentrl.rewards.sources import Scorer, rewarder_of
 from agentrl.runtime import scoring
 from agentrl.settings import RewardSource
 from agentrl.store import LeaseLost, RunStore, StoreError
+from agentrl.store.awaitable import AsyncStore
 from tests.rewards.test_sources import eventually, run_config
 from tests.store.play import START, admit, answer, play_all, serve, turn
 
@@ -70,7 +71,7 @@ def worked(store: RunStore, *works: bytes | None) -> str:
 
 def scorer_of(store: RunStore, **changes: Any) -> Scorer:
     own = settings(**{"retries": 0, **changes})
-    return Scorer(own, store, rewarder_of(own, artifacts_of=store.artifacts))
+    return Scorer(own, AsyncStore(store, inline=True), rewarder_of(own, artifacts_of=store.artifacts))
 
 
 @pytest.mark.bubblewrap

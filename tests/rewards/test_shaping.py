@@ -20,6 +20,7 @@ from agentrl.rewards.sources import Scorer, rewarder_of
 from agentrl.runtime import scoring
 from agentrl.settings import RewardSource
 from agentrl.store import Claim, RunStore
+from agentrl.store.awaitable import AsyncStore
 from tests.algos.test_credit import PATHS, expected_estimate
 from tests.algos.test_credit import Path as Actions
 from tests.rewards.conftest import episode
@@ -52,7 +53,7 @@ async def serving(store: RunStore, holds: Callable[[], bool], **changes: Any) ->
     """Score turns until something holds."""
     own = settings(**changes)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(Scorer(own, store, rewarder_of(own)).serve)
+        nursery.start_soon(Scorer(own, AsyncStore(store, inline=True), rewarder_of(own)).serve)
         await eventually(holds)
         nursery.cancel_scope.cancel()
 
@@ -70,7 +71,7 @@ async def test_a_turn_earns_what_it_changes_in_the_potential_and_the_end_has_non
         return potential(seen)
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(Scorer(settings(concurrency=1), store, Shaping(counted)).serve)
+        nursery.start_soon(Scorer(settings(concurrency=1), AsyncStore(store, inline=True), Shaping(counted)).serve)
         await eventually(lambda: store.ready_count() == 1)
         nursery.cancel_scope.cancel()
     phi = [random.Random(n).uniform(-5, 5) for n in range(3)]
@@ -135,7 +136,7 @@ async def test_the_sum_is_nothing_after_turns_were_set_aside(store: RunStore) ->
 async def test_of_an_episode_whose_scores_come_too_late_none_count(store: RunStore) -> None:
     scoring.declare(run_config(settings(late="neutral")), store)
     claim, _ = play_all(store, turns=3)
-    scorer = Scorer(settings(late="neutral"), store, rewarder_of(settings()))
+    scorer = Scorer(settings(late="neutral"), AsyncStore(store, inline=True), rewarder_of(settings()))
     await scorer.score("1.0.1")
     assert values_sum(store, claim) != 0.0
     assert store.expire_sources(9e12).keys() == {"phi"}

@@ -19,12 +19,17 @@ from agentrl.rewards.sources import Scorer, rewarder_of, until
 from agentrl.runtime import scoring
 from agentrl.settings import RewardSource
 from agentrl.store import RunStore
+from agentrl.store.awaitable import AsyncStore
 from agentrl.testing.scoring import FakeScoring
 from tests.store.play import START, admit, answer, play_all, serve, turn
 
 
 def settings(**changes: Any) -> RewardSource:
     return RewardSource(**{"source": "prm", "kind": "callable", "call": "tests.rewards.test_sources:length", **changes})
+
+
+def desk(store: RunStore) -> AsyncStore:
+    return AsyncStore(store, inline=True)
 
 
 def length(seen: Trajectory) -> float:
@@ -68,7 +73,7 @@ async def test_turns_are_scored_while_the_episode_goes_on(store: RunStore, autoj
     claim, other = store.claim("worker", 2, lease_s=30.0)
     store.begin(claim.episode_id, claim.fence, START)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(Scorer(settings(), store, ask).serve)
+        nursery.start_soon(Scorer(settings(), desk(store), ask).serve)
         for index in range(2):
             store.journal_turn(claim.episode_id, claim.fence, turn(index, 1, step=answer(index)))
             await eventually(lambda scored=index + 1: len(store.scores()) == scored)
@@ -91,7 +96,7 @@ async def test_no_more_calls_run_at_once_than_the_source_takes(store: RunStore, 
 
     play_all(store, turns=4)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(Scorer(settings(concurrency=3), store, ask).serve)
+        nursery.start_soon(Scorer(settings(concurrency=3), desk(store), ask).serve)
         await until_scored(store)
         nursery.cancel_scope.cancel()
     assert most == 3
@@ -110,7 +115,7 @@ async def test_a_call_that_hangs_or_fails_is_made_again_and_counted(store: RunSt
         return 0.75
 
     play_all(store)
-    scorer = Scorer(settings(call_deadline_s=2.0, retries=2), store, ask)
+    scorer = Scorer(settings(call_deadline_s=2.0, retries=2), desk(store), ask)
     id = store.awaiting("prm", 1)[0]
     started = trio.current_time()
     assert await scorer.score(id) == 0.75
@@ -137,7 +142,7 @@ async def test_a_turn_whose_attempts_all_fail_is_left_to_the_deadline_of_its_sou
         return answer
 
     play_all(store)
-    scorer = Scorer(settings(call_deadline_s=2.0, retries=1, deadline_s=1000.0), store, ask)
+    scorer = Scorer(settings(call_deadline_s=2.0, retries=1, deadline_s=1000.0), desk(store), ask)
     with pytest.raises(ScoreError, match=said):
         await scorer.score("1.0.0")
     with trio.move_on_after(60):
@@ -155,7 +160,7 @@ async def test_the_same_content_is_asked_for_once(store: RunStore, autojump_cloc
         return 1.0
 
     play_all(store)
-    scorer = Scorer(settings(concurrency=1), store, ask)
+    scorer = Scorer(settings(concurrency=1), desk(store), ask)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(scorer.serve)
         await until_scored(store)
@@ -166,7 +171,7 @@ async def test_the_same_content_is_asked_for_once(store: RunStore, autojump_cloc
 
 async def test_a_blocking_source_runs_in_a_thread_and_a_judge_reads_up_to_the_action(store: RunStore) -> None:
     claim, _ = play_all(store)
-    scorer = Scorer(settings(), store, rewarder_of(settings()))
+    scorer = Scorer(settings(), desk(store), rewarder_of(settings()))
     assert await scorer.score("1.0.1") == 2.0
     seen = until(store.trajectory(claim.episode_id), "1.0.0")
     assert [one.id for one in seen.turns] == ["1.0.0"]
@@ -179,7 +184,7 @@ async def test_a_stored_run_is_scored_again_under_a_version_of_its_own(store: Ru
     config = run_config(settings())
     play_all(store)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(scoring.serve, config, store)
+        nursery.start_soon(scoring.serve, config, desk(store))
         await until_scored(store)
         nursery.cancel_scope.cancel()
     before = store.trajectory(1).rewards
@@ -258,7 +263,7 @@ BAD_WAYS = [
 
 def scorer_of(server: Server, store: RunStore, **changes: Any) -> Scorer:
     own = settings(**{"call_deadline_s": 2.0, "retries": 1, **changes})
-    return Scorer(own, store, rewarder_of(own, transport=server))
+    return Scorer(own, desk(store), rewarder_of(own, transport=server))
 
 
 @served
@@ -322,7 +327,9 @@ async def test_a_judge_without_a_verdict_is_asked_as_often_as_its_source_says(
 async def test_blocking_sources_that_hang_take_no_thread_from_the_environments(store: RunStore) -> None:
     play_all(store)
     release = threading.Event()
-    scorer = Scorer(settings(concurrency=2, call_deadline_s=0.01, retries=2), store, lambda _: release.wait() * 0.0)
+    scorer = Scorer(
+        settings(concurrency=2, call_deadline_s=0.01, retries=2), desk(store), lambda _: release.wait() * 0.0
+    )
     try:
         with pytest.raises(ScoreError, match=r"no answer within 0\.01 s"):
             await scorer.score("1.0.0")

@@ -17,6 +17,7 @@ from agentrl.engine.renderer import Renderer
 from agentrl.protocols import ExecResult
 from agentrl.rollout.episode import RolloutContext, play
 from agentrl.store import RunStore
+from agentrl.store.awaitable import AsyncStore
 
 from .saying import saying
 
@@ -69,7 +70,8 @@ def context(store: RunStore, renderer: Renderer, env: type[Coding], commands: Se
     calls = [Coding().call("shell", command=command) for command in commands]
     engine = saying(renderer, *calls, "I am done.")
     settings = Rollout(max_context=8192, max_tokens_per_turn=512)
-    return RolloutContext(engine=engine, renderer=renderer, store=store, settings=settings, make_env=lambda task: env())
+    desk = AsyncStore(store, inline=True)
+    return RolloutContext(engine=engine, renderer=renderer, store=desk, settings=settings, make_env=lambda task: env())
 
 
 def main(store_path: str, tokenizer: str) -> None:

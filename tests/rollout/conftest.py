@@ -15,6 +15,7 @@ from agentrl.engine.renderer import Renderer
 from agentrl.records import Message, StopReason, Task
 from agentrl.rollout.episode import RolloutContext
 from agentrl.store import Claim, RunStore
+from agentrl.store.awaitable import AsyncStore
 from agentrl.testing.engine import FakeEngine
 
 TEMPLATE = (
@@ -123,7 +124,7 @@ def context(renderer: Renderer, store: RunStore) -> Callable[..., RolloutContext
         return RolloutContext(
             engine=engine or FakeEngine(version=1),
             renderer=renderer,
-            store=store,
+            store=AsyncStore(store, inline=True),
             settings=Rollout(**settings),
             make_env=lambda task: env,
             rewarder=rewarder,

@@ -90,7 +90,7 @@ async def whole_turn(claim_one: Callable[..., Claim], context: RolloutContext) -
     """The same turn, that nothing disturbs."""
     claim = claim_one("undisturbed", now=0.0)
     assert (await play(claim, context)).stop_reason is StopReason.DONE
-    (turn,) = context.store.trajectory(claim.episode_id).turns
+    (turn,) = (await context.store.trajectory(claim.episode_id)).turns  # type: ignore[attr-defined]
     return turn
 
 

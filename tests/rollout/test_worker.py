@@ -34,7 +34,7 @@ def worker(store: RunStore, context: Any) -> Callable[..., Worker]:
         chosen = config(**sections)
         place = context(ScriptedEnv([]), **chosen.rollout.model_dump())
         object.__setattr__(place, "make_env", env)
-        return Worker("w.1", chosen, store, place, now=trio.current_time)
+        return Worker("w.1", chosen, place.store, place, now=trio.current_time)
 
     return make
 
@@ -47,12 +47,13 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def run(worker: Worker, condition: Callable[[], bool], tasks: TaskSource | None = None) -> None:
     """Run the worker, and the admitter of its run if `tasks` are there to play."""
+    store: RunStore = worker.store._store  # type: ignore[attr-defined]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(worker.run)
         if tasks is not None:
-            nursery.start_soon(Admitter(worker.store, tasks, bounds_of(worker.config)).run)
+            nursery.start_soon(Admitter(store, tasks, bounds_of(worker.config)).run)
         await until(condition)
-        worker.store.set_meta("phase", "stop")
+        store.set_meta("phase", "stop")
         nursery.cancel_scope.cancel()
 
 

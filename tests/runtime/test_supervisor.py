@@ -25,6 +25,7 @@ from agentrl.runtime.report import show, summarise
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.worker import report
 from agentrl.store import RunStore
+from agentrl.store.awaitable import AsyncStore
 from agentrl.telemetry import Telemetry
 from agentrl.testing.engine import FakeEngine
 
@@ -98,7 +99,8 @@ async def test_law_4_a_run_in_which_only_metrics_are_written_fails_by_its_stall_
             one.telemetry.record(f"kind-{number}", 0, {"n": number})
             await trio.sleep(0.7)
 
-    why, when = await until_it_fails(one, lambda: report(fleet, one.telemetry, one.store), any_kind)
+    desk = AsyncStore(one.store, inline=True)
+    why, when = await until_it_fails(one, lambda: report(fleet, one.telemetry, desk), any_kind)
     assert why == "no turn, score or step for 30 s (train.stall_deadline_s); see the logs folder"
     assert when == pytest.approx(STALL_S, abs=1.0)
     assert len(one.store.metrics("fleet")) > 3, "the workers' reports did come"

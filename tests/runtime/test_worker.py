@@ -19,6 +19,7 @@ from agentrl.runtime import worker
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.worker import fits, report
 from agentrl.store import RunStore
+from agentrl.store.awaitable import AsyncStore
 from agentrl.telemetry import Telemetry
 from agentrl.testing.engine import FakeEngine
 
@@ -36,7 +37,7 @@ async def test_the_limit_of_every_replica_is_in_the_metrics(tmp_path: Path, auto
         store.confirm_version(store.mint_version(0))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(fleet.control, period_s=4.0, start=Aimd(limit=16.0)))
-            nursery.start_soon(report, fleet, telemetry, store)
+            nursery.start_soon(report, fleet, telemetry, AsyncStore(store, inline=True))
             await trio.sleep(6)
             store.confirm_version(store.mint_version(1))
             fleet.replicas[1].state = State.DRAINING
@@ -70,16 +71,16 @@ async def test_a_full_disk_ends_no_worker(
         Telemetry(store, tmp_path / "metrics.jsonl", "worker-0.7") as telemetry,
     ):
         store.confirm_version(store.mint_version(0))
-        record, full = telemetry.record, [True, False]
+        record, full = store.record, [True, False]
 
         def recorded(*args: object) -> None:
             if full.pop(0):
                 raise DiskFull("no space")
             record(*args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(telemetry, "record", recorded)
+        monkeypatch.setattr(store, "record", recorded)
         with trio.move_on_after(11):
-            await report(Fleet([FakeEngine()]), telemetry, store)
+            await report(Fleet([FakeEngine()]), telemetry, AsyncStore(store, inline=True))
         assert len(store.metrics("fleet")) == 1
 
 

@@ -19,7 +19,7 @@ from agentrl.store.audit import audit
 from .play import START, answer, turn
 from .victim import GROUPS_PER_STEP, STEPS, turns_of
 
-ROLES = ("work", "work", "learn")
+ROLES = ("work", "share", "learn")
 DEADLINE_S = 300.0
 KILLS = 8
 

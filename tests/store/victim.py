@@ -9,11 +9,21 @@ import os
 import sys
 import time
 
+import trio
+
 from agentrl.records import StopReason
-from agentrl.store import LeaseLost, Quorum, RunStore
+from agentrl.store import Claim, LeaseLost, Quorum, RunStore
+from agentrl.store.awaitable import AsyncStore
 from store.play import START, admit, answer, part, turn
 
 STEPS, GROUPS_PER_STEP, GROUP_SIZE, MAX_LAG = 12, 2, 3, 2
+BOUNDS = {
+    "group_size": GROUP_SIZE,
+    "groups_per_step": GROUPS_PER_STEP,
+    "max_lag": MAX_LAG,
+    "max_running": 9,
+    "steps_total": STEPS,
+}
 
 
 def turns_of(episode_id: int) -> int:
@@ -27,14 +37,7 @@ def ack(*words: object) -> None:
 def work(store: RunStore) -> None:
     name = f"worker-{os.getpid()}"
     while store.meta("phase") != "stop":
-        admit(
-            store,
-            group_size=GROUP_SIZE,
-            groups_per_step=GROUPS_PER_STEP,
-            max_lag=MAX_LAG,
-            max_running=9,
-            steps_total=STEPS,
-        )
+        admit(store, **BOUNDS)
         claims = store.claim(name, 4, lease_s=0.2)
         if not claims:
             time.sleep(0.002)
@@ -60,6 +63,46 @@ def work(store: RunStore) -> None:
                 ack("finish", id)
             except LeaseLost:
                 ack("lost", id)
+
+
+def share(store: RunStore) -> None:
+    """A worker whose episodes share transactions."""
+    trio.run(_share, store)
+
+
+async def _share(opened: RunStore) -> None:
+    name = f"worker-{os.getpid()}"
+    with RunStore.read(opened.path) as reader:
+        async with AsyncStore(opened, reader) as store, trio.open_nursery() as nursery:
+            while await store.meta("phase") != "stop":
+                admit(opened, **BOUNDS)
+                for claim in await store.claim(name, 4, lease_s=0.2):
+                    nursery.start_soon(_play, store, reader, claim)
+                await trio.sleep(0.002)
+            nursery.cancel_scope.cancel()
+
+
+async def _play(store: AsyncStore, reader: RunStore, claim: Claim) -> None:
+    id, fence = claim.episode_id, claim.fence
+    try:
+        if claim.start is None:
+            await store.begin(id, fence, START)
+            ack("begun", id)
+        if claim.turns and claim.turns[-1].step is None:
+            await store.journal_step(id, fence, len(claim.turns) - 1, answer(len(claim.turns) - 1))
+        for index in range(len(claim.turns), turns_of(id)):
+            whole, partial = turn(index, reader.current_version().version), claim.partial
+            have = len(partial.token_ids) if partial is not None and partial.index == index else 0
+            for at in range(have, len(whole.token_ids)):
+                store.post_partial(id, fence, part(whole, at))
+            await store.journal_turn(id, fence, whole)
+            ack("turn", id, index)
+            await store.journal_step(id, fence, index, answer(index))
+            ack("step", id, index)
+        await store.finish(id, fence, stop_reason=StopReason.TURN_LIMIT, outcome=float(id % 2), success=None)
+        ack("finish", id)
+    except LeaseLost:
+        ack("lost", id)
 
 
 def learn(store: RunStore) -> None:
@@ -88,4 +131,4 @@ def learn(store: RunStore) -> None:
 if __name__ == "__main__":
     role, path = sys.argv[1:]
     with RunStore.open(path) as store:
-        {"work": work, "learn": learn}[role](store)
+        {"work": work, "share": share, "learn": learn}[role](store)

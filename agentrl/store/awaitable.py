@@ -1,0 +1,208 @@
+"""The run store in a trio program: writes that are awaited, and committed together by one thread of the process.
+
+The thread takes all writes that are queued and commits them in one transaction, each a savepoint of its own: an error
+of one undoes that one alone. If another process holds the write lock, or the disk is slow, callers wait; all other
+tasks, deadlines and cancellation go on. Reads have a read-only connection in the loop, and wait for nobody.
+
+Writes are committed in the order in which they were asked for. A write whose caller is cancelled while it waits is
+still made, before any later one; its error, if any, is lost, but the fence protects: if its episode was lost, the next
+call of that episode raises LeaseLost too. `inline` makes each call a transaction in the caller's task, without a
+thread: for simulations in virtual time. Never knows what a call writes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Self
+
+import trio
+
+from agentrl.records import Json, Messages, Step, StopReason, Trajectory, Turn, WeightVersion
+from agentrl.store import Claim, Partial, RunStore, Snapshot
+from agentrl.store.database import Result
+from agentrl.store.roles import ReadStore
+from agentrl.store.signal import Role
+from agentrl.store.waiting import wait_for_work
+
+_TOGETHER = 256  # writes of one transaction at most: other processes wait for its end
+
+
+class Write:
+    """A write that was asked for. `result` is None until it is committed or has failed."""
+
+    __slots__ = ("call", "result", "task")
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call = call
+        self.result: Result | None = None
+        self.task: trio.lowlevel.Task | None = None  # waits for it
+
+
+class AsyncStore:
+    """A worker's and a reward source's store. Make it inside `trio.run`, unless `inline`; `aclose` makes the writes
+    that are still queued. It closes neither `store` nor `reader`."""
+
+    def __init__(self, store: RunStore, reader: ReadStore | None = None, *, inline: bool = False) -> None:
+        """`store` writes, `reader` (default: `store`) reads; a `reader` of its own never waits for a writer."""
+        self._store, self._reader = store, reader or store
+        self._queue: SimpleQueue[Write | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if not inline:
+            self._token = trio.lowlevel.current_trio_token()
+            self._thread = threading.Thread(target=self._serve, name="store", daemon=True)
+            self._thread.start()
+
+    # --- what a worker does
+
+    async def claim(
+        self, worker: str, limit: int, *, lease_s: float, now: float | None = None, ahead: int | None = None
+    ) -> list[Claim]:
+        return await self._write(partial(self._store.claim, worker, limit, lease_s=lease_s, now=now, ahead=ahead))
+
+    async def reload(self, claim: Claim) -> Claim:
+        return await self._write(partial(self._store.reload, claim))  # after the episode's writes, so among them
+
+    async def renew(self, worker: str, *, lease_s: float, now: float | None = None) -> frozenset[int]:
+        return await self._write(partial(self._store.renew, worker, lease_s=lease_s, now=now))
+
+    async def hand_back(self, worker: str) -> int:
+        return await self._write(partial(self._store.hand_back, worker))
+
+    async def begin(self, episode_id: int, fence: int, start: Messages) -> None:
+        await self._write(partial(self._store.begin, episode_id, fence, start))
+
+    async def journal_turn(self, episode_id: int, fence: int, turn: Turn) -> None:
+        await self._write(partial(self._store.journal_turn, episode_id, fence, turn))
+
+    def post_partial(self, episode_id: int, fence: int, part: Partial) -> Write:
+        return self._post(partial(self._store.journal_partial, episode_id, fence, part))
+
+    async def journal_step(self, episode_id: int, fence: int, turn_index: int, step: Step) -> None:
+        await self._write(partial(self._store.journal_step, episode_id, fence, turn_index, step))
+
+    async def restart_episode(self, episode_id: int, fence: int, reason: str) -> None:
+        await self._write(partial(self._store.restart_episode, episode_id, fence, reason))
+
+    async def finish(
+        self,
+        episode_id: int,
+        fence: int,
+        *,
+        stop_reason: StopReason,
+        outcome: float | None,
+        success: bool | None,
+        outcomes: Mapping[str, float] | None = None,
+        detail: str = "",
+    ) -> None:
+        call = partial(self._store.finish, episode_id, fence, stop_reason=stop_reason, outcome=outcome, success=success)
+        await self._write(partial(call, outcomes=outcomes, detail=detail))
+
+    async def keep_snapshot(self, episode_id: int, fence: int, snapshot: Snapshot) -> None:
+        await self._write(partial(self._store.keep_snapshot, episode_id, fence, snapshot))
+
+    async def snapshot(self, episode_id: int) -> Snapshot | None:
+        return await self._write(partial(self._store.snapshot, episode_id))
+
+    async def note_unsaved(self, episode_id: int, fence: int, turn: int, reason: str) -> None:
+        await self._write(partial(self._store.note_unsaved, episode_id, fence, turn, reason))
+
+    async def unsaved(self, episode_id: int) -> str:
+        return await self._write(partial(self._store.unsaved, episode_id))
+
+    async def keep_artifacts(self, episode_id: int, fence: int, turn: str, files: Mapping[str, bytes]) -> None:
+        await self._write(partial(self._store.keep_artifacts, episode_id, fence, turn, files))
+
+    async def meta(self, key: str) -> str | None:
+        return self._reader.meta(key)
+
+    async def current_version(self) -> WeightVersion:
+        return self._reader.current_version()
+
+    async def record(self, kind: str, step: int, values: Mapping[str, Json]) -> None:
+        await self._write(partial(self._store.record, kind, step, values))
+
+    async def wait_for_work(self, role: Role, timeout_s: float) -> None:
+        await wait_for_work(self._store, role, timeout_s)
+
+    # --- what a reward source does
+
+    async def awaiting(self, source: str, limit: int, *, skip: Iterable[str] = (), settled: bool = False) -> list[str]:
+        return self._reader.awaiting(source, limit, skip=skip, settled=settled)
+
+    async def trajectory(self, episode_id: int) -> Trajectory:
+        return self._reader.trajectory(episode_id)
+
+    def artifacts(self, turn: str) -> dict[str, bytes] | None:
+        return self._reader.artifacts(turn)
+
+    async def score(
+        self, turn: str, source: str, value: float, *, version: int | None = None, took_s: float, cost: float
+    ) -> bool:
+        call = partial(self._store.score, turn, source, value, version=version, took_s=took_s, cost=cost)
+        return await self._write(call)
+
+    # --- writes
+
+    async def _write(self, call: Callable[[], Any]) -> Any:
+        write = self._post(call, trio.lowlevel.current_task())
+        if write.result is None:
+
+            def leave(_: object) -> trio.lowlevel.Abort:
+                write.task = None
+                return trio.lowlevel.Abort.SUCCEEDED
+
+            await trio.lowlevel.wait_task_rescheduled(leave)
+        else:
+            await trio.lowlevel.checkpoint()
+        assert write.result is not None
+        if write.result.error is not None:
+            raise write.result.error
+        return write.result.value
+
+    def _post(self, call: Callable[[], Any], task: trio.lowlevel.Task | None = None) -> Write:
+        write = Write(call)
+        if self._thread is None:
+            (write.result,) = self._store.together([call])
+        else:
+            write.task = task
+            self._queue.put(write)
+        return write
+
+    def _serve(self) -> None:
+        """The thread: make writes until None comes."""
+        goes_on = True
+        while goes_on:
+            queued = [self._queue.get()]
+            with suppress(Empty):
+                while len(queued) < _TOGETHER:
+                    queued.append(self._queue.get_nowait())
+            writes = [write for write in queued if write is not None]
+            goes_on = len(writes) == len(queued)
+            results = self._store.together([write.call for write in writes])
+            with suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(_deliver, writes, results)
+
+    async def aclose(self) -> None:
+        """Make the writes that are queued, and end the thread. At most as long as a write may wait for the lock."""
+        if self._thread is not None:
+            self._queue.put(None)
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(self._thread.join)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+def _deliver(writes: list[Write], results: list[Result]) -> None:
+    for write, result in zip(writes, results, strict=True):
+        write.result = result
+        if write.task is not None:
+            trio.lowlevel.reschedule(write.task)
+            write.task = None

@@ -1,0 +1,67 @@
+"""Each process of a run holds its store by its role, and no wider: read from the source of every module."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import agentrl
+from agentrl.store import roles
+
+ROOT = Path(agentrl.__file__).parent
+
+MAY_HOLD = {
+    "rollout/worker.py": {"RolloutStore"},
+    "rollout/episode.py": {"RolloutStore"},
+    "rollout/sampling.py": {"Posted"},
+    "rollout/admitter.py": {"AdmissionStore"},
+    "rewards/sources.py": {"RewardStore"},
+    "runtime/learner.py": {"LearnerStore"},
+    "runtime/pipeline.py": {"ControlStore"},
+    "runtime/processes.py": {"ControlStore"},
+    "runtime/watch.py": {"Versions"},
+    "runtime/report.py": {"ReadStore"},
+    "telemetry.py": {"Recorder"},
+}
+
+
+def named(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "agentrl.store.roles":
+            yield from (alias.name for alias in node.names)
+
+
+def annotations(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+            yield node.annotation
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns is not None:
+            yield node.returns
+
+
+@pytest.mark.parametrize(("module", "held"), MAY_HOLD.items())
+def test_a_process_holds_the_store_by_its_role(module: str, held: set[str]) -> None:
+    assert set(named(ast.parse((ROOT / module).read_text()))) == held
+
+
+OPENS = {"runtime/scoring.py", "runtime/rundir.py", "runtime/moving.py"}  # commands of their own, beside no role
+
+
+def test_no_module_outside_the_store_types_a_handle_of_all_roles() -> None:
+    found = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.rglob("*.py")
+        if path.parent != ROOT / "store"
+        for annotation in annotations(ast.parse(path.read_text()))
+        if any(isinstance(node, ast.Name) and node.id == "RunStore" for node in ast.walk(annotation))
+    }
+    assert found <= OPENS
+
+
+def test_no_call_of_a_role_takes_a_function_and_no_role_knows_of_a_database() -> None:
+    source = ast.parse(Path(roles.__file__).read_text())
+    words = {node.id for node in ast.walk(source) if isinstance(node, ast.Name)}
+    assert not words & {"Callable", "Database", "sqlite3", "Cursor", "Row"}
