@@ -280,8 +280,12 @@ class RunConfig(_Section):
 
     @property
     def quorum(self) -> int | None:
-        """How many scored members close a group; None: the last one does."""
-        return self.buffer.quorum if self.buffer.close == "quorum" else None
+        """How many scored members close a group; the others are trained when they end. None: the last member closes it,
+        as in synchronous training, where late members come too late (see `benchmarks/simulate.md`)."""
+        if self.buffer.close == "full" or (self.buffer.close == "auto" and self.buffer.max_lag == 0):
+            return None
+        size = self.rollout.group_size
+        return self.buffer.quorum or (max(2, 3 * size // 4) if size > 1 else None)
 
     @property
     def syncs_memory(self) -> bool:
@@ -338,7 +342,7 @@ class RunConfig(_Section):
                 rollout.max_running,
                 f"must be at least rollout.group_size = {rollout.group_size}, or no group can finish",
             )
-        if buffer.close == "quorum" and buffer.quorum > rollout.group_size:
+        if self.quorum is not None and self.quorum > rollout.group_size:
             raise ConfigError(
                 "buffer.quorum",
                 buffer.quorum,

@@ -143,7 +143,7 @@ class Supervisor:
 
     def _expire(self) -> None:
         buffer, deadline_s = self.config.buffer, self.config.rollout.group_deadline_s
-        policy = close_policy(buffer.close, quorum=buffer.quorum, after_s=buffer.quorum_after_s)
+        policy = close_policy(self.config.quorum, after_s=buffer.quorum_after_s)
         self.store.expire(time.time(), deadline_s, close_policy=policy)
         if self.config.rewards:
             self.store.expire_sources(time.time())

@@ -71,6 +71,8 @@ def limits(config: RunConfig) -> Iterator[str]:
     """What of the run file a simulation leaves out, one line each."""
     if config.buffer.order != "oldest":
         yield f"not simulated: buffer.order = {config.buffer.order!r}; rows of ours take the oldest groups first"
+    if config.buffer.max_tokens is not None:
+        yield f"not simulated: buffer.max_tokens = {config.buffer.max_tokens}; groups wait however long they are"
     if config.buffer.skip_without_signal:
         yield "not simulated: buffer.skip_without_signal; every group counts as one with signal"
 
@@ -136,5 +138,4 @@ def _numbers(option: str, text: str, *, least: int) -> list[int]:
 
 def _closes(config: RunConfig) -> str:
     """The run file's way to close groups, as `parse_close` reads it."""
-    buffer = config.buffer
-    return "full" if buffer.close == "full" else f"{buffer.quorum}@{buffer.quorum_after_s:g}"
+    return "full" if config.quorum is None else f"{config.quorum}@{config.buffer.quorum_after_s:g}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 
 class ClosePolicy(Protocol):
@@ -60,6 +60,7 @@ class Quorum:
 FULL = Full()
 
 
-def close_policy(kind: Literal["full", "quorum"], *, quorum: int, after_s: float) -> ClosePolicy:
-    """The policy that the settings `buffer.close`, `buffer.quorum` and `buffer.quorum_after_s` name."""
-    return FULL if kind == "full" else Quorum(quorum, after_s)
+def close_policy(quorum: int | None, *, after_s: float) -> ClosePolicy:
+    """The policy of a run whose groups close with so many scored members (None: with the last one); `after_s` is the
+    setting `buffer.quorum_after_s`."""
+    return FULL if quorum is None else Quorum(quorum, after_s)
