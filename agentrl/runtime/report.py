@@ -66,7 +66,7 @@ def summarise(run: RunDir, config: RunConfig, store: ReadStore, *, restarts: dic
         "replays": asdict(store.replays(config.rollout.max_replays)),
         "members_dropped": store.members_dropped(),
         "bias": finite(asdict(store.training_bias(returns_of(config)))),
-        "buffer": {"order": config.buffer.order, "close": config.buffer.close},
+        "buffer": {"order": config.buffer.order, "close": _close(config)},
         "quarantined": [
             {"env": one.task.env, "seed": one.task.seed, "episode": one.episode_id, "reason": one.reason}
             for one in store.quarantined()
@@ -77,6 +77,10 @@ def summarise(run: RunDir, config: RunConfig, store: ReadStore, *, restarts: dic
     }
     run.summary.write_text(json.dumps(summary, indent=2) + "\n")
     return summary
+
+
+def _close(config: RunConfig) -> str:
+    return "full" if config.quorum is None else f"quorum of {config.quorum}"
 
 
 def _asdict(result: evaluation.EvalResult | None) -> dict[str, Any] | None:
