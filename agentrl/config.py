@@ -144,6 +144,7 @@ class EngineSettings(_Section):
     recompute_kv: bool = False  # after new weights: recompute the KV of running requests, or keep it
     admin_deadline_s: Positive = 30.0  # for an engine to answer about weights, pauses and its state
     stall_s: Positive = 30.0  # an engine that owes a turn a token for so long is asked whether it lives
+    hedge_after: Positive | None = None  # times the median wait for a first token: then a second engine is asked
     outage_deadline_s: Positive = 600.0  # of a turn for all waiting that is not sampling: queues, pauses, restarts
     start_deadline_s: Positive = 600.0  # a large model is read, and on a GPU compiled as well
     liveness_deadline_s: Positive = 60.0  # a replica that answers nothing for so long is ended and started again
@@ -177,6 +178,13 @@ class EngineSettings(_Section):
             least = f"engine.admin_deadline_s = {self.admin_deadline_s:g}"
             hint = f"must be at least {least}, for which an engine that takes weights may be silent"
             raise ConfigError("engine.liveness_deadline_s", self.liveness_deadline_s, hint)
+        return self
+
+    @model_validator(mode="after")
+    def _of_hedges(self) -> Self:
+        if self.hedge_after is not None and self.kind == "embedded" and self.stream_tokens > 1:
+            hint = "a first token must come alone, or short answers win: set engine.stream_tokens = 1"
+            raise ConfigError("engine.hedge_after", self.hedge_after, hint)
         return self
 
     @model_validator(mode="after")

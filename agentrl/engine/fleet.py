@@ -10,7 +10,8 @@ starts engines owns their lives. A replica is
 The turns of a session go to the replica that has its prefix, unless that replica is much busier than another. When a
 replica breaks off, the request goes on at another from the prompt and the tokens received: none is sampled again.
 A silent replica is asked whether it lives before it is given up: a long prefill, a queue and a pause are silent too. A
-replica that failed gets a single request at a time until it has brought a token.
+replica that failed gets a single request at a time until it has brought a token. If a turn's first token is slow to
+come, a second replica may be asked for it as well (see `hedge`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import trio
 
 from agentrl.engine.client import collect
 from agentrl.engine.concurrency import Aimd
+from agentrl.engine.hedge import Hedges, race
 from agentrl.engine.turn import SEAM, Decode, Pace, Turn
 from agentrl.errors import ConfigError, EngineBroke, EngineError, EngineRefusal, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
@@ -87,11 +89,13 @@ class Replica:
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """A turn's wait for its next chunk: the replica, None while it waits at none, and the start of the wait."""
+    """A turn's wait for its next chunk: the replica, None while it waits at none, and the start of the wait. The tasks
+    in `watchers`, if there are any, ask whether a silent replica lives."""
 
     replica: Replica | None = None
     since: float = 0.0
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    watchers: trio.Nursery | None = None
 
 
 class Fleet:
@@ -104,7 +108,8 @@ class Fleet:
     `max_faults` times is given up: it may be the cause.
 
     `decode` gives the text of tokens: requests with stop texts need it. `fits` says whether a weight version may be
-    sampled from (default: none older than the newest seen). With `preempt` a running turn leaves its engine when its
+    sampled from (default: none older than the newest seen). After `hedge_after` times the median time to a first token
+    a turn without one asks a second replica as well. With `preempt` a running turn leaves its engine when its
     weight version no longer `fits`, and goes on under one that does: the engine computes its context anew."""
 
     def __init__(
@@ -121,6 +126,7 @@ class Fleet:
         max_faults: int = 4,
         slack: float = 1.5,
         preempt: bool = False,
+        hedge_after: float | None = None,
     ) -> None:
         if not clients:
             raise ValueError("a fleet needs at least one engine")
@@ -128,7 +134,7 @@ class Fleet:
         self._decode, self._fits = decode, fits or self._is_newest
         self._stall_s, self._probe_s, self._outage_deadline_s = stall_s, probe_s, outage_deadline_s
         self._retry_s, self._retry_max_s, self._max_faults, self._slack = retry_s, retry_max_s, max_faults, slack
-        self._preempt = preempt
+        self._preempt, self.hedges = preempt, Hedges(hedge_after)
         self._homes: OrderedDict[str, Replica] = OrderedDict()
         self._newest = max(client.version for client in clients)
         self._changed = trio.Event()
@@ -139,6 +145,7 @@ class Fleet:
         failure: Exception | None = None
         generation: Generation | None = None
         async with trio.open_nursery() as nursery:
+            wait.watchers = nursery
             nursery.start_soon(self._watch, wait)
             try:
                 generation = await collect(self._chunks(turn, wait), request.on_chunk)
@@ -197,11 +204,13 @@ class Fleet:
             return  # it has no metrics
 
     def gauges(self) -> dict[str, Json]:
-        """The state of each replica, our requests at it, and the limit of these requests (None without a limit)."""
+        """The state of each replica, our requests at it, and the limit of these requests (None without a limit); how
+        often a second replica was asked, and how often it answered first."""
         return {
             "state": [replica.state.value for replica in self.replicas],
             "running": [replica.running for replica in self.replicas],
             "limit": [replica.limit if math.isfinite(replica.limit) else None for replica in self.replicas],
+            "hedges": {"asked": self.hedges.asked, "won": self.hedges.won},
         }
 
     # --- for operators ------------------------------------------------------------------------------------------
@@ -334,8 +343,9 @@ class Fleet:
         """All chunks of a turn."""
         while (last := turn.ending()) is None:
             replica, outdated = await self._choose(turn), False
-            async with aclosing(self._attempt(replica, turn, wait)) as chunks:
-                async for chunk in chunks:
+            attempt = self._hedged if self.hedges.on else self._attempt
+            async with aclosing(attempt(replica, turn, wait)) as chunks:
+                async for replica, chunk in chunks:
                     for span in chunk.spans:
                         replica.serves, self._newest = span.version, max(self._newest, span.version)
                     chunk = turn.take(chunk)
@@ -352,9 +362,47 @@ class Fleet:
                 raise self._too_late(turn)
         yield last
 
-    async def _attempt(self, replica: Replica, turn: Turn, wait: Wait) -> AsyncGenerator[Chunk, None]:
+    async def _hedged(self, replica: Replica, turn: Turn, wait: Wait) -> AsyncGenerator[tuple[Replica, Chunk], None]:
+        """An attempt at `replica`, or at a second one if that brings the first token sooner."""
+        began, waited_s, asked = trio.current_time(), turn.waited_s, 0
+
+        def second() -> AsyncGenerator[tuple[Replica, Chunk], None] | None:
+            nonlocal asked
+            others = [one for one in self.replicas if one.state is State.READY and one.room > 0 and not one.failures]
+            others = [one for one in others if one is not replica]
+            if not others or not self.hedges.allows(sum(one.running for one in self.replicas)):
+                return None
+            asked = 1
+            self.hedges.asked, self.hedges.running = self.hedges.asked + 1, self.hedges.running + 1
+            wait_there = Wait(watchers=wait.watchers)
+            if wait.watchers is not None:
+                wait.watchers.start_soon(self._watch, wait_there)
+            return self._attempt(min(others, key=lambda one: one.running), turn, wait_there)
+
+        def answers(item: tuple[Replica, Chunk]) -> bool:
+            return bool(item[1].token_ids) or item[1].finish not in (None, "abort")
+
+        first = self._attempt(replica, turn, wait)
+        try:
+            found = await race(first, second, wait_s=self.hedges.wait_s, answers=answers)
+        finally:
+            self.hedges.running -= asked
+            turn.waited_s = waited_s + trio.current_time() - began  # once, however many waited
+        if found is None:
+            return
+        chunks, item = found
+        if chunks is not first:
+            self.hedges.won += 1
+            self._homes[turn.request.session] = item[0]  # its prefix is there now
+        async with aclosing(chunks):
+            yield item
+            async for item in chunks:
+                yield item
+
+    async def _attempt(self, replica: Replica, turn: Turn, wait: Wait) -> AsyncGenerator[tuple[Replica, Chunk], None]:
         """Chunks from one replica; ends early, without an error, if the turn should go on elsewhere."""
         replica.running += 1
+        began = trio.current_time()
         sampling = False  # whether a token of this attempt has come
         try:
             async with aclosing(replica.client.stream(turn.rest())) as chunks:
@@ -362,8 +410,10 @@ class Fleet:
                     chunk = await self._next(chunks, replica, turn, wait, sampling=sampling)
                     if chunk is None:
                         return
-                    sampling = sampling or bool(chunk.token_ids)
-                    yield chunk
+                    if chunk.token_ids and not sampling:
+                        sampling = True
+                        self.hedges.took(trio.current_time() - began)
+                    yield replica, chunk
                     if chunk.finish == "abort":
                         self._broke(replica, "it aborts")
                     if chunk.finish is not None:

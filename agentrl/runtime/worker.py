@@ -145,6 +145,7 @@ def _maker(config: RunConfig, renderer: Renderer) -> partial[Fleet]:
         stall_s=engine.stall_s,
         probe_s=engine.admin_deadline_s,
         outage_deadline_s=engine.outage_deadline_s,
+        hedge_after=engine.hedge_after,
     )
 
 

@@ -46,6 +46,7 @@ async def test_the_limit_of_every_replica_is_in_the_metrics(tmp_path: Path, auto
         assert [row.values["limit"] for row in store.metrics("fleet")] == [[12.0, 16.0], [9.0, 16.0]]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     told = {"kind": "fleet", "process": "worker-0.7", "attempt": lines[0]["attempt"], "running": [0, 0]}
+    told |= {"hedges": {"asked": 0, "won": 0}}
     start = lines[0]["time"] - 5
     assert lines == [
         {**told, "step": 0, "time": start + 5, "state": ["ready", "ready"], "limit": [12.0, 16.0]},

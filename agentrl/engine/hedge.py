@@ -1,0 +1,104 @@
+"""A second engine for a turn whose first token is slow to come; the engine that answers first keeps the turn.
+
+Owns the decision when to ask and the race; never knows a token's value, nor which engines there are.
+
+Bias: none in what is sampled. Both requests have the same tokens before them, and the choice falls when a first token
+arrives, before anybody reads it; all later tokens are of the same request. An engine must therefore send its first
+token alone, as vLLM does: one that waits for a whole chunk would let short answers win. What the other engine sampled
+until it hears of its end is thrown away unread, as at any cancelled request. The kept turn comes more often from
+engines that are less busy; where engines serve different weight versions, its tokens carry the version of theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from statistics import median
+from typing import TypeVar
+
+import trio
+
+T = TypeVar("T")
+
+_KNOWN = 16  # first tokens that must have come before a median means anything
+_REMEMBERED = 256
+_SHARE = 0.1  # of the running requests, that may be second ones: if all engines are slow, more load helps nobody
+
+
+class Hedges:
+    """When to ask a second engine: `after` times the median time to a first token have passed. None: never."""
+
+    def __init__(self, after: float | None) -> None:
+        self._after = after
+        self._took = deque[float](maxlen=_REMEMBERED)
+        self.running = 0
+        self.asked = 0
+        self.won = 0
+
+    @property
+    def on(self) -> bool:
+        """Whether turns are ever hedged."""
+        return self._after is not None
+
+    @property
+    def wait_s(self) -> float:
+        """How long a turn waits for its first token before a second engine is asked."""
+        if self._after is None or len(self._took) < _KNOWN:
+            return math.inf
+        return self._after * median(self._took)
+
+    def took(self, seconds: float) -> None:
+        """A first token came so long after its request."""
+        self._took.append(seconds)
+
+    def allows(self, running: int) -> bool:
+        """Whether one more second request may run beside `running` requests."""
+        return self.running < max(1.0, _SHARE * running)
+
+
+async def race(
+    first: AsyncGenerator[T, None],
+    second: Callable[[], AsyncGenerator[T, None] | None],
+    *,
+    wait_s: float,
+    answers: Callable[[T], bool],
+) -> tuple[AsyncGenerator[T, None], T] | None:
+    """The stream that is the first to bring an item that `answers`, and this item. `second` is called after `wait_s`
+    without one, and may give no stream. Every other stream is closed. None if all streams end before; the first error
+    is then raised."""
+    streams, ended = [first], 0
+    errors: list[Exception] = []
+    found: tuple[AsyncGenerator[T, None], T] | None = None
+
+    async def listen(stream: AsyncGenerator[T, None]) -> None:
+        nonlocal found, ended
+        try:
+            async for item in stream:
+                if answers(item):
+                    found = found or (stream, item)
+                    nursery.cancel_scope.cancel()
+                    return
+        except Exception as error:  # the other stream may still answer
+            errors.append(error)
+        ended += 1
+        if ended == len(streams):
+            nursery.cancel_scope.cancel()
+
+    kept: AsyncGenerator[T, None] | None = None
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(listen, first)
+            await trio.sleep(wait_s)
+            if (other := second()) is not None:
+                streams.append(other)
+                nursery.start_soon(listen, other)
+        kept = None if found is None else found[0]
+    finally:
+        with trio.CancelScope(shield=True):  # a request that nobody reads any more must end at its engine
+            for stream in streams:
+                if stream is not kept:
+                    await stream.aclose()
+    if found is None and errors:
+        raise errors[0]
+    return found
