@@ -199,3 +199,11 @@ def test_an_engine_that_sends_no_first_token_alone_is_refused() -> None:
     assert configuration.parse(document).engine.hedge_after == 4.0
     document["engine"] = {"hedge_after": 4.0, "kind": "vllm"}
     assert configuration.parse(document).engine.hedge_after == 4.0
+
+
+async def test_until_the_usual_wait_is_known_nobody_else_is_asked(autojump_clock: trio.testing.MockClock) -> None:
+    home, other = Engine(1, first_s=20.0), Engine(2)
+    fleet = Fleet([home, other], hedge_after=1.0)
+    fleet._homes["s"] = fleet.replicas[0]
+    assert [(await fleet.generate(ask(str(n)))).token_ids[0] for n in range(16)] == [100] * 16
+    assert (other.requests, fleet.hedges.wait_s) == ([], 20.0)
