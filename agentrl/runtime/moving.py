@@ -25,9 +25,10 @@ from agentrl.errors import StoreError, UsageError
 from agentrl.records import RoutedExperts, Step, StopReason, Task, Turn, VersionSpan
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.sources import first_tasks
-from agentrl.store import MovedGroup, MovedMember, Partial, RunStore, Snapshot
+from agentrl.store import MovedGroup, MovedMember, Partial, Snapshot
 from agentrl.store.codec import pack_answer, pack_messages, pack_task, unpack_answer, unpack_task
 from agentrl.store.journal import Ending
+from agentrl.store.roles import MovingStore
 
 FORMAT: Final = "agentrl episodes 1"
 _LEVEL: Final = 3
@@ -150,7 +151,7 @@ class Moved:
 # --- out ------------------------------------------------------------------------------------------------------------
 
 
-def export_episodes(config: RunConfig, store: RunStore, file: Path) -> Moved:
+def export_episodes(config: RunConfig, store: MovingStore, file: Path) -> Moved:
     """Write every untrained group of a run to `file`. The run is not changed, and may go on meanwhile: a group that is
     trained in between stays out."""
     moved = Moved(left=store.left_behind())
@@ -178,7 +179,7 @@ def _line(line: _Line) -> bytes:
     return line.model_dump_json().encode() + b"\n"
 
 
-def _group_line(group: MovedGroup, store: RunStore) -> GroupLine:
+def _group_line(group: MovedGroup, store: MovingStore) -> GroupLine:
     now = _step(store)
     turns = [turn for one in group.members for turn in one.turns if turn.learns]
     parts = [one.partial for one in group.members if one.partial is not None]
@@ -256,7 +257,7 @@ def _text(data: bytes) -> str:
 # --- in -------------------------------------------------------------------------------------------------------------
 
 
-def import_episodes(config: RunConfig, store: RunStore, file: Path, *, snapshots: bool = True) -> Moved:
+def import_episodes(config: RunConfig, store: MovingStore, file: Path, *, snapshots: bool = True) -> Moved:
     """Take the groups of `file` into a run, whether it goes on meanwhile or not. A group that came in before is left
     out. Without `snapshots`, environments are replayed.
 
@@ -457,7 +458,7 @@ def _kind(task: Task) -> str:
     return json.dumps([task.env, dict(task.kwargs)], sort_keys=True)
 
 
-def _step(store: RunStore) -> int:
+def _step(store: MovingStore) -> int:
     try:
         return store.current_version().step
     except StoreError:  # no engine serves any weights yet: the run starts at step 0

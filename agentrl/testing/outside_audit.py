@@ -168,6 +168,19 @@ class OutsideAuditor:
                 " OR g.state NOT IN ('expired', 'failed') OR r.replays <> g.replays + 1"
                 " OR (SELECT COUNT(*) FROM groups s WHERE s.replay_of = g.id) > 1",
             )
+        if _has(db, "groups", "fork_turn"):
+            self._none(
+                db,
+                "law 2: a fork learns from turns of its origin: episode",
+                "SELECT DISTINCT e.id FROM groups g JOIN episodes e ON e.group_id = g.id JOIN turns t"
+                " ON t.episode_id = e.id WHERE t.idx < g.fork_turn AND (t.learns OR e.trial > 0)",
+            )
+        if _has(db, "imports", "group_id"):
+            self._none(
+                db,
+                "law 2: came in from two groups: group",
+                "SELECT group_id FROM imports GROUP BY group_id HAVING COUNT(*) > 1",
+            )
         if _has(db, "groups", "skipped_step"):
             self._none(
                 db,

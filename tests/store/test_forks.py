@@ -174,8 +174,6 @@ def test_the_audit_notices_a_fork_whose_beginning_learns_or_is_another(store: Ru
         (f"UPDATE tokens SET data = (SELECT data FROM tokens LIMIT 1) WHERE turn_id = {turns}", "turn 1 is not that"),
         (f"UPDATE episodes SET trial = 1 WHERE id = {episode}", "begun anew"),
     ):
-        with sqlite3.connect(path) as connection:
-            connection.execute("SAVEPOINT s")
         copy = path.with_name("copy.sqlite")
         copy.unlink(missing_ok=True)
         with sqlite3.connect(path) as connection:
@@ -183,8 +181,10 @@ def test_the_audit_notices_a_fork_whose_beginning_learns_or_is_another(store: Ru
         with sqlite3.connect(copy) as connection:
             connection.execute(change)
         with RunStore.open(copy) as other:
-            report = audit(other)
+            report, outside = audit(other), OutsideAuditor(copy).look()
         assert report.breaches["fork_broken"] == 1 and words in " ".join(one.detail for one in report.violations)
+        learns = f"law 2: a fork learns from turns of its origin: episode: {episode}"
+        assert (learns in outside) is ("is not that" not in words)
 
 
 def test_weights_of_a_later_step_judge_a_fork_as_any_group(store: RunStore) -> None:
