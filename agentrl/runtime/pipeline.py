@@ -45,6 +45,7 @@ from agentrl.telemetry import Telemetry
 
 _T = TypeVar("_T")
 _TICK_S = 0.25
+_JUMP_S = 5.0  # by which two clocks differ between two looks, if one of them jumped
 _DISK_S = 1.0  # between two tries to write on a full disk
 _MIN_FAILURES = 8  # a run never stops for this few failures of infrastructure; an outage counts as one
 
@@ -68,6 +69,7 @@ class Supervisor:
     on_tick: Callable[[Supervisor], None]
     phase: str = "starting"
     started_s: float = field(default_factory=time.time)
+    _clocks: tuple[float, float] | None = None  # wall and own, at the last look
 
     async def train(self) -> None:
         """Evaluate, train, evaluate again. Returns when all results are in the store. Raises ConfigError if the scratch
@@ -142,11 +144,21 @@ class Supervisor:
                 await trio.sleep(_DISK_S)
 
     def _expire(self) -> None:
+        self._follow_the_clock()
         buffer, deadline_s = self.config.buffer, self.config.rollout.group_deadline_s
         policy = close_policy(self.config.quorum, after_s=buffer.quorum_after_s)
         self.store.expire(time.time(), deadline_s, close_policy=policy)
         if self.config.rewards:
             self.store.expire_sources(time.time())
+
+    def _follow_the_clock(self) -> None:
+        """Deadlines in the store are times of the wall clock. If it jumped, or this process and its machine stood
+        still, move them along: nobody had that time."""
+        before, self._clocks = self._clocks, (time.time(), trio.current_time())
+        if before is not None:
+            passed_s, own_s = (now - then for now, then in zip(self._clocks, before, strict=True))
+            if abs(passed_s - own_s) > _JUMP_S:
+                self.store.shift_deadlines(passed_s - own_s)
 
     async def _tick(self) -> None:
         await self._with_space(self._expire)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from agentrl.records import StopReason, Task
 from agentrl.store.codec import pack_identity, unpack_task
 from agentrl.store.database import Part
-from agentrl.store.groups import close_if_ended, forget_starts
+from agentrl.store.groups import close_if_ended, forget_starts, shift_starts
 from agentrl.store.journal import end_episode
 
 
@@ -96,6 +96,13 @@ class Deaths(Part):
                 "UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running' AND holder IS NOT NULL"
             )
         return cursor.rowcount
+
+    def shift_deadlines(self, by_s: float) -> None:
+        """Move the starts of open groups, and of waits for reward sources, by `by_s` seconds: the wall clock jumped by
+        so much, or nobody could work for so long."""
+        with self._db.write():
+            shift_starts(self._db, by_s)
+            self._db.execute("UPDATE endings SET time_s = time_s + ?", (by_s,))
 
     def quarantined(self) -> list[Quarantined]:
         """The tasks that are not admitted again, in the order in which they were found."""

@@ -25,6 +25,10 @@ LATE = "late = 1 AND taken_step IS NULL AND dropped IS NULL"
 """In SQL, of an episode: its group closed before it ended, and it has not left the buffer. Word for word the condition
 of the index `episodes_late`."""
 
+_OPEN = (
+    "(SELECT id FROM groups WHERE state = 'running'"
+    f" UNION ALL SELECT group_id FROM episodes WHERE {LATE} AND state IN ('waiting', 'running'))"
+)
 _ACCEPTED = (GroupState.FINISHED, GroupState.SCORED, GroupState.TAKEN, GroupState.TRAINED)
 _RUNNING = (GroupState.WAITING, GroupState.RUNNING)
 
@@ -222,11 +226,14 @@ def close(db: Database, group_id: int, now: float) -> None:
 def forget_starts(db: Database, first: float = 0, purpose: str | None = None) -> None:
     """Reset the start time of groups (of `purpose`) with open members, from id `first` on; the next claim sets it."""
     db.execute(
-        "UPDATE groups SET started_s = NULL WHERE +id >= ?1 AND purpose = COALESCE(?2, purpose) AND id IN"
-        " (SELECT id FROM groups WHERE state = 'running'"
-        f" UNION ALL SELECT group_id FROM episodes WHERE {LATE} AND state IN ('waiting', 'running'))",
+        f"UPDATE groups SET started_s = NULL WHERE +id >= ?1 AND purpose = COALESCE(?2, purpose) AND id IN {_OPEN}",
         (first, purpose),
     )
+
+
+def shift_starts(db: Database, by_s: float) -> None:
+    """Move the start times of groups with open members."""
+    db.execute(f"UPDATE groups SET started_s = started_s + ? WHERE id IN {_OPEN}", (by_s,))
 
 
 def enough(size: int) -> int:

@@ -17,7 +17,8 @@ from trio.testing import MockClock
 from agentrl.config import parse
 from agentrl.engine.fleet import Fleet
 from agentrl.errors import DiskFull, RunFailed, matters
-from agentrl.records import StopReason, WeightVersion
+from agentrl.records import GroupState, StopReason, WeightVersion
+from agentrl.runtime import pipeline
 from agentrl.runtime.checkpoints import StartPoint
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.pipeline import Supervisor
@@ -172,6 +173,33 @@ async def test_groups_that_expire_one_after_the_other_are_no_progress(
 
     _, when = await until_it_fails(one, expire)
     assert when == pytest.approx(STALL_S, abs=1.0)
+
+
+async def test_a_wall_clock_that_jumps_by_an_hour_costs_no_group(
+    supervisor: Callable[..., Supervisor], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = 0.0
+
+    def wall() -> float:
+        return 1e9 + ahead + trio.current_time()
+
+    one = supervisor(clock=wall, rollout={"group_deadline_s": 12.0})
+    monkeypatch.setattr(pipeline.time, "time", wall)
+
+    async def play() -> None:
+        nonlocal ahead
+        admit(one.store, limit=1)
+        one.store.claim("a", 2, lease_s=1e6)
+        await trio.sleep(5)
+        ahead = 3600.0
+        await trio.sleep(5)
+        assert one.store.counts()[GroupState.RUNNING] == 1
+        ahead = 0.0
+        await trio.sleep(5)
+        assert one.store.counts()[GroupState.RUNNING] == 1
+
+    await until_it_fails(one, play)
+    assert one.store.counts()[GroupState.EXPIRED] == 1, "its deadline holds all the same"
 
 
 # --- failures: an outage is one, and a run that cannot work ends -----------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agentrl.records import Group, GroupState, StopReason
-from agentrl.store import LeaseLost, Lengths, RunStore, StoreError
+from agentrl.store import LeaseLost, Lengths, RunStore, Source, StoreError
 from agentrl.store.audit import audit
 from agentrl.store.versions import lag
 
@@ -144,6 +144,18 @@ def test_an_evaluation_of_which_nothing_ended_ends(store: RunStore, clock: Clock
     store.claim("a", 1, lease_s=1e6)
     store.expire(clock() + 601.0, 600.0)
     assert store.counts("eval") == {GroupState.SCORED: 1}
+
+
+def test_law_4_deadlines_go_along_with_a_clock_that_jumps(store: RunStore, clock: Clock) -> None:
+    admit(store, limit=2)
+    store.declare_sources([Source(name="prm", deadline_s=10.0)])
+    claims = store.claim("a", 3, lease_s=1e6)
+    play(store, claims[0])
+    clock.now += 3600.0
+    store.shift_deadlines(3600.0)
+    assert not any(store.expire(clock.now, 600.0)) and store.expire_sources(clock.now) == {}
+    assert set(store.expire_sources(clock.now + 11.0)) == {"prm"}
+    assert store.expire(clock.now + 1201.0, 600.0).groups == (1, 2), "they have no more time than others"
 
 
 def test_law_5_a_running_member_is_not_expired_for_its_first_tokens(store: RunStore, clock: Clock) -> None:
