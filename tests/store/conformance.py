@@ -1,0 +1,189 @@
+"""What every implementation of the run store keeps, role by role. Knows protocols and plain data, and no database.
+
+An implementation gives `Offer`: one handle for each role, on the same new store. Import `*` into a test module with a
+fixture `offer`, see `test_conformance`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from agentrl.env.tasks import Seeds
+from agentrl.errors import LeaseLost, StoreError
+from agentrl.records import GroupState, StopReason
+from agentrl.rollout.admitter import Admitter
+from agentrl.store import FULL, Claim, Quorum, Snapshot, Source
+from agentrl.store.roles import ControlStore, LearnerStore, ReadStore, RewardStore, RolloutStore
+
+from .play import START, answer, bounds, part, turn
+
+__all__ = [
+    "test_a_claim_is_one_workers_until_its_lease_ends_and_its_fence_protects_it",
+    "test_a_late_member_is_trained_later_against_its_groups_record",
+    "test_a_lost_task_is_played_again_before_new_ones",
+    "test_a_rollback_puts_back_what_came_after_it_and_no_more",
+    "test_a_snapshot_and_a_part_of_a_turn_are_there_for_the_next_worker",
+    "test_an_episode_waits_for_its_sources_and_each_score_counts_once",
+    "test_each_member_is_trained_once",
+    "test_waiting_ends_when_there_is_work",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A store as each role holds it; weights of step 0 are served, as version 1."""
+
+    rollout: RolloutStore
+    rewards: RewardStore
+    learner: LearnerStore
+    control: ControlStore
+    read: ReadStore
+
+
+def admit(offer: Offer, n: int, **changes: Any) -> int:
+    return Admitter(offer.control, Seeds("test/Env"), bounds(**changes)).admit(n)
+
+
+async def claim(offer: Offer, n: int = 99, worker: str = "w", **how: Any) -> list[Claim]:
+    return await offer.rollout.claim(worker, n, **{"lease_s": 30.0, **how})
+
+
+async def play(offer: Offer, one: Claim, *, stop: StopReason = StopReason.DONE, outcome: float | None = 1.0) -> None:
+    store, id, fence = offer.rollout, one.episode_id, one.fence
+    if one.start is None:
+        await store.begin(id, fence, START)
+    for index in range(len(one.turns), 2):
+        await store.journal_turn(id, fence, turn(index, 1))
+        await store.journal_step(id, fence, index, answer(index, last=index == 1))
+    await store.finish(id, fence, stop_reason=stop, outcome=outcome, success=None)
+
+
+async def test_a_claim_is_one_workers_until_its_lease_ends_and_its_fence_protects_it(offer: Offer) -> None:
+    admit(offer, 1)
+    first = await claim(offer, now=0.0)
+    assert len(first) == 2
+    assert await claim(offer, worker="other", now=29.0) == [], "somebody has them"
+    assert await offer.rollout.renew("w", lease_s=30.0, now=20.0) == {one.episode_id for one in first}
+    assert await claim(offer, worker="other", now=49.0) == []
+    second = await claim(offer, worker="other", now=51.0)
+    assert [one.episode_id for one in second] == [one.episode_id for one in first]
+    with pytest.raises(LeaseLost):
+        await play(offer, first[0])
+    await play(offer, second[0])
+    with pytest.raises(LeaseLost):
+        await play(offer, second[0])
+    assert await offer.rollout.hand_back("other") == 1
+    (third,) = await claim(offer, worker="third", now=51.0)
+    assert third.episode_id == second[1].episode_id
+
+
+async def test_a_snapshot_and_a_part_of_a_turn_are_there_for_the_next_worker(offer: Offer) -> None:
+    admit(offer, 1)
+    one = (await claim(offer, 1))[0]
+    store, id, fence = offer.rollout, one.episode_id, one.fence
+    await store.begin(id, fence, START)
+    await store.journal_turn(id, fence, turn(0, 1, step=answer(0)))
+    await store.keep_snapshot(id, fence, Snapshot(turn=0, data=b"state", seconds=1.5))
+    whole = turn(1, 1, 5)
+    for at in (0, 2):
+        store.post_partial(id, fence, part(whole, at, 2))
+    await store.hand_back("w")
+    again = next(other for other in await claim(offer, worker="next") if other.episode_id == id)
+    assert (len(again.turns), again.start) == (1, START)
+    assert again.partial is not None
+    assert again.partial.token_ids == whole.token_ids[:4]
+    assert await store.snapshot(id) == Snapshot(turn=0, data=b"state", seconds=1.5)
+    with pytest.raises(StoreError, match="cannot follow turn"):
+        await store.journal_turn(id, again.fence, turn(2, 1))
+    await play(offer, again)
+    assert await store.snapshot(id) is None
+    assert len(offer.read.trajectory(id).turns) == 2
+
+
+async def test_each_member_is_trained_once(offer: Offer) -> None:
+    admit(offer, 3)
+    for one in await claim(offer):
+        await play(offer, one)
+    first = offer.learner.take(1, 2, max_lag=1) or []
+    assert [group.id for group in first] == [1, 2]
+    assert offer.learner.take(2, 2, max_lag=1) is None, "one group is left"
+    second = offer.learner.take(2, 1, max_lag=1) or []
+    assert [group.id for group in second] == [3]
+    trained = [offer.read.lineage(step) for step in (1, 2)]
+    assert trained == [[1, 2, 3, 4], [5, 6]]
+    with pytest.raises(StoreError, match="roll back first"):
+        offer.learner.take(2, 1, max_lag=1)
+
+
+async def test_a_late_member_is_trained_later_against_its_groups_record(offer: Offer) -> None:
+    admit(offer, 1, group_size=3)
+    fast, other, slow = await claim(offer, now=1000.0)
+    for outcome, one in ((0.0, fast), (1.0, other)):
+        await play(offer, one, outcome=outcome)
+    assert offer.control.expire(1e10, 1e12, close_policy=FULL).closed == ()
+    assert offer.control.expire(1e10, 1e12, close_policy=Quorum(2, 0.0)).closed == (1,)
+    (group,) = offer.learner.take(1, 1, max_lag=1) or []
+    assert [one.member for one in group.trajectories] == [0, 1]
+    record = group.record
+    assert record is not None
+    await play(offer, slow, outcome=7.0)
+    (late,) = offer.learner.take(2, 0, max_lag=1) or []
+    assert [one.member for one in late.trajectories] == [2]
+    assert late.record == record, "it changes nothing for the others"
+
+
+async def test_a_lost_task_is_played_again_before_new_ones(offer: Offer) -> None:
+    admit(offer, 1, max_replays=1)
+    for one in await claim(offer):
+        await play(offer, one, stop=StopReason.ENGINE_FAILED, outcome=None)
+    assert offer.read.counts() == {GroupState.FAILED: 1}
+    assert admit(offer, 2, max_replays=1) == 2
+    assert [row.task.seed for row in offer.read.episodes("train")][::2] == [0, 0, 1]
+    assert offer.read.replays(1).played == 1
+
+
+async def test_an_episode_waits_for_its_sources_and_each_score_counts_once(offer: Offer) -> None:
+    offer.control.declare_sources([Source(name="prm", deadline_s=60.0)])
+    admit(offer, 1)
+    for one in await claim(offer):
+        await play(offer, one)
+    assert offer.read.ready_count() == 0
+    turns = await offer.rewards.awaiting("prm", 99)
+    assert sorted(turns) == ["1.0.0", "1.0.1", "2.0.0", "2.0.1"]
+    for id in turns:
+        assert await offer.rewards.score(id, "prm", 0.5, took_s=0.1, cost=1.0)
+        assert not await offer.rewards.score(id, "prm", 9.0, took_s=0.1, cost=1.0)
+    assert offer.read.ready_count() == 1
+    assert [one.value for one in offer.read.scores("prm")] == [0.5] * 4
+
+
+async def test_a_rollback_puts_back_what_came_after_it_and_no_more(offer: Offer) -> None:
+    admit(offer, 2)
+    for one in await claim(offer):
+        await play(offer, one)
+    for step in (1, 2):
+        assert offer.learner.take(step, 1, max_lag=9)
+        offer.learner.confirm_version(offer.learner.mint_version(step))
+        if step == 1:
+            offer.learner.checkpoint(1, offer.learner.current_version(), "/checkpoints/1")
+    assert offer.learner.stands_beyond(1)
+    assert offer.learner.rollback(1) == 2
+    assert offer.read.counts() == {GroupState.TRAINED: 1, GroupState.SCORED: 1}
+    assert (offer.read.lineage(1), offer.read.lineage(2)) == ([1, 2], [])
+    assert offer.read.current_version().step == 1
+    assert offer.learner.take(2, 1, max_lag=9)
+
+
+async def test_waiting_ends_when_there_is_work(offer: Offer) -> None:
+    await offer.rollout.wait_for_work("rollout", 60.0)
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(offer.rollout.wait_for_work, "rollout", 3600.0)
+            await trio.testing.wait_all_tasks_blocked()
+            admit(offer, 1)
+    assert len(await claim(offer)) == 2

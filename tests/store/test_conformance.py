@@ -1,0 +1,24 @@
+"""The SQLite store keeps what every store keeps: with awaited writes by a thread, and in line."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agentrl.store import RunStore
+from agentrl.store.awaitable import AsyncStore
+
+from .conformance import *  # noqa: F403  (the tests)
+from .conformance import Offer
+from .play import serve
+
+
+@pytest.fixture(params=["thread", "inline"])
+async def offer(path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Offer]:
+    inline = request.param == "inline"
+    with RunStore.create(path, "{}") as other, RunStore.open(path) as writer, RunStore.read(path) as reader:
+        serve(other, 0)
+        async with AsyncStore(writer, reader, inline=inline) as desk:
+            yield Offer(rollout=desk, rewards=desk, learner=other, control=other, read=reader)
