@@ -58,6 +58,13 @@ def test_skipping_needs_a_baseline() -> None:
         )
 
 
+def test_skipping_is_refused_where_sources_are_scaled_apart() -> None:
+    """Two sources may disagree about members whose sums are equal; scaled apart, that is an advantage."""
+    document = {"model": "m", "env": {"id": "test/none"}, "algo": {"source_scale": "std"}}
+    with pytest.raises(ConfigError, match="sources may differ where returns are equal"):
+        configuration.parse({**document, "buffer": {"skip_without_signal": True}})
+
+
 def test_returns_are_those_of_the_run_file() -> None:
     document = {"model": "m", "env": {"id": "test/none"}, "algo": {"process_weight": 0.25}}
     config = configuration.parse({**document, "rollout": {"roles": {"judge": "frozen", "solver": "trained"}}})
