@@ -44,7 +44,7 @@ def test_a_missing_model_is_required() -> None:
         ({"rollout": {"max_running": 4, "group_size": 8}}, "rollout.max_running"),
         ({"rollout": {"group_size": 4}, "buffer": {"close": "quorum", "quorum": 5}}, "buffer.quorum"),
         ({"buffer": {"quorum": 1}}, "buffer.quorum"),
-        ({"rollout": {"group_size": 4}, "buffer": {"quorum": 5}}, "buffer.quorum"),
+        ({"rollout": {"group_size": 4}, "buffer": {"close": "auto", "quorum": 5}}, "buffer.quorum"),
         ({"rollout": {"max_tokens_per_turn": 1024, "max_context": 1024}}, "rollout.max_tokens_per_turn"),
         ({"rollout": {"max_context": 9000}}, "train.tokens_per_batch"),
         ({"algo": {"importance": "none", "kl_weight": 0.1}}, "algo.importance"),
@@ -229,17 +229,18 @@ def test_a_scale_of_sources_that_cannot_be_is_refused(algo: dict[str, str], grou
 @pytest.mark.parametrize(
     ("rollout", "buffer", "quorum"),
     [
-        ({}, {}, 6),
-        ({"group_size": 16}, {}, 12),
-        ({"group_size": 2}, {}, 2),
-        ({"group_size": 1}, {}, None),
-        ({}, {"quorum": 5}, 5),
+        ({}, {}, None),
+        ({}, {"close": "auto"}, 6),
+        ({"group_size": 16}, {"close": "auto"}, 12),
+        ({"group_size": 2}, {"close": "auto"}, 2),
+        ({"group_size": 1}, {"close": "auto"}, None),
+        ({}, {"close": "auto", "quorum": 5}, 5),
         ({}, {"close": "full", "quorum": 5}, None),
-        ({}, {"max_lag": 0}, None),
+        ({}, {"close": "auto", "max_lag": 0}, None),
         ({}, {"max_lag": 0, "close": "quorum", "quorum": 7}, 7),
     ],
 )
-def test_groups_close_with_three_members_in_four_unless_training_is_synchronous(
+def test_a_quorum_is_three_members_in_four_unless_training_is_synchronous(
     rollout: dict[str, Any], buffer: dict[str, Any], quorum: int | None
 ) -> None:
     document = {**MINIMAL, "rollout": rollout, "buffer": buffer, "algo": {"kind": "reinforce++"}}

@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {
     "model": "agentrl/tiny-coder",
     "rollout": {"group_size": 4, "max_running": 16, "max_turns": 4, "max_tokens_per_turn": 12},
     "engine": {"max_batch": 16, "kv_cache_mb": 64},
-    "buffer": {"groups_per_step": 2, "close": "full"},  # counts are exact: no late member is left at the end
+    "buffer": {"groups_per_step": 2},
     "train": {"steps": 4, "checkpoint_every": 2},
     "eval": {"sets": [{"name": "held_out", "n": 4}], "every": 2, "n_during": 2},
 }
