@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -83,6 +84,23 @@ async def test_a_full_disk_ends_no_worker(
         with trio.move_on_after(11):
             await report(Fleet([FakeEngine()]), telemetry, AsyncStore(store, inline=True))
         assert len(store.metrics("fleet")) == 1
+
+
+def test_a_busy_loop_lets_the_thread_that_writes_the_journal_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intervals: list[float] = []
+    monkeypatch.setattr(worker, "watch_lifeline", lambda on_end: None)
+    monkeypatch.setattr(worker.trio, "run", lambda *args, clock=None: intervals.append(sys.getswitchinterval()))
+    monkeypatch.setattr(worker.tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    RunDir.create(tmp_path / "run", parse({"model": "m", "env": {"id": "test/Env"}}))
+    before = sys.getswitchinterval()
+    try:
+        worker.serve(tmp_path / "run", 0)
+    finally:
+        sys.setswitchinterval(before)
+    assert intervals[0] <= before / 5
 
 
 def test_a_worker_runs_by_the_clock_that_leaves_out_what_it_was_stopped_for(
