@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import trio
-from _running_shape import TOKENS, TURNS, Lines, memory_kib, settings, write_tokenizer
+from _running_shape import TOKENS, TURNS, Lines, memory_kib, settings
 
 from agentrl.engine.client import EngineClient
 from agentrl.engine.renderer import Renderer
@@ -28,7 +28,7 @@ async def main(url: str, n: int, path: Path, workers: int) -> None:
         desk = AsyncStore(writer, store)
         context = RolloutContext(
             engine=EngineClient(url, version=1, connect_s=60.0),
-            renderer=Renderer(write_tokenizer(path.parent / "model")),
+            renderer=Renderer(path.parent / "model"),
             store=desk,
             settings=config.rollout,
             make_env=lambda _: Lines(),

@@ -105,7 +105,7 @@ async def play(store: RunStore, folder: Path, n: int, per_second: float, seconds
             looks.append(time.thread_time() - look)
         spent, turns = time.process_time() - cpu, store.progress()[0] - turns
         found |= {"late_s": delays.late_s, "cpu_s": delays.cpu_s, "turns_s": turns / seconds}
-        found |= {"cpu_ms_a_turn": 1000 * spent / turns, "expire_ms": 1000 * max(looks)}
+        found |= {"cpu_ms_a_turn": 1000 * spent / max(turns, 1), "expire_ms": 1000 * max(looks)}
         found["kib_an_episode"] = (memory_kib() - began_kib) / n
         nursery.cancel_scope.cancel()
     await desk.aclose()
