@@ -213,7 +213,7 @@ def _judged(group: Group, algo: Algorithm, record: Mapping[int, MemberRecord] | 
             turns_G=turns_G,
             scored_G=scored_G,
             judges_G=judges_G,
-            **_streams(records, next(iter((judges or records).values())), role, rewards_GT),
+            **_streams(records, next((one.weights for one in (judges or records).values()), {}), role, rewards_GT),
         )
         for name, of_role_GT in algo.prepare(siblings).items():
             for place, member, columns in zip(places, members, prepared, strict=True):
@@ -225,10 +225,10 @@ def _judged(group: Group, algo: Algorithm, record: Mapping[int, MemberRecord] | 
 
 
 def _streams(
-    records: Mapping[int, MemberRecord], first: MemberRecord, role: str, rewards_GT: Tensor
+    records: Mapping[int, MemberRecord], weights: Mapping[str, float], role: str, rewards_GT: Tensor
 ) -> dict[str, Tensor]:
-    """The rewards of a role's turns by source, and the weights of `first`, which are those of all judges."""
-    weights = {ENV: 1.0, **first.weights}
+    """The rewards of a role's turns by source, and the weights of the sources, which are the same for all judges."""
+    weights = {ENV: 1.0, **weights}
     streams_KGT = torch.zeros(len(weights), *rewards_GT.shape, dtype=torch.float64)
     for place, record in records.items():
         streams = record.streams_of(role)
