@@ -215,7 +215,8 @@ def close(db: Database, group_id: int, now: float) -> None:
         }
         packed = pack_record(record)
         if len(record) < enough(size):
-            state, reason, packed = GroupState.FAILED, _failure([stop_reason for _, _, stop_reason, *_ in ended]), None
+            by_member = sorted(ended, key=lambda row: row[1])  # of two reasons as common, that of the first member
+            state, reason, packed = GroupState.FAILED, _failure([stop for _, _, stop, *_ in by_member]), None
     db.execute(
         "UPDATE groups SET state = ?, reason = ?, record = ?, closed_s = ? WHERE id = ?",
         (state, reason, packed, now, group_id),
