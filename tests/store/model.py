@@ -416,7 +416,7 @@ class Model:
             if episode.in_loss:
                 episode.taken, episode.dropped = self.learner, None if trains(episode) else "stale"
             elif episode.late:
-                episode.dropped = episode.stop
+                episode.dropped = episode.dropped or episode.stop  # expired while its group waited to be taken
         return sorted(id for id, episode in self.episodes.items() if any(episode is one for one in trained))
 
     def checkpoint(self) -> None:
