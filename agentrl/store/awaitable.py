@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import trio
 
+from agentrl.errors import StoreError
 from agentrl.records import Json, Messages, Step, StopReason, Trajectory, Turn, WeightVersion
 from agentrl.store import Claim, Partial, RunStore, Snapshot
 from agentrl.store.database import Result
@@ -182,7 +183,10 @@ class AsyncStore:
                     queued.append(self._queue.get_nowait())
             writes = [write for write in queued if write is not None]
             goes_on = len(writes) == len(queued)
-            results = self._store.together([write.call for write in writes])
+            try:
+                results = self._store.together([write.call for write in writes])
+            except BaseException as error:  # whatever it was, the callers wait, and so will others
+                results = [Result(error=StoreError(f"the store's thread failed: {error!r}")) for _ in writes]
             with suppress(trio.RunFinishedError):
                 self._token.run_sync_soon(_deliver, writes, results)
 

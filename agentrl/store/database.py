@@ -57,7 +57,7 @@ class Database:
         self._lock = threading.RLock()
         self._busy_s = BUSY_S
         self._together = False  # whether writes are savepoints of one transaction
-        self._spoilt: StoreError | None = None  # why that transaction is gone
+        self._begun = False  # whether that transaction was begun
         self.waits = False  # True while a thread waits for another process's write lock
 
     @classmethod
@@ -171,7 +171,8 @@ class Database:
         """A read transaction: all statements inside see one state of the store. May be nested."""
         with self._lock:
             if self._connection.in_transaction:
-                yield
+                with self._named():
+                    yield
                 return
             try:
                 with self._named():
@@ -185,7 +186,7 @@ class Database:
         each `write` is a savepoint of it. A call that raises is undone alone. If the transaction cannot begin or
         commit, or SQLite undoes it (a full disk), every call has that error, and nothing was written."""
         with self._lock:
-            self._together, self._spoilt = True, None
+            self._together, self._begun = True, False
             try:
                 done = [self._one(call) for call in calls]
                 if self._connection.in_transaction:
@@ -202,8 +203,8 @@ class Database:
         try:
             return Result(value=call())
         except Exception as error:  # it belongs to whoever asked for this call
-            if self._spoilt is not None:
-                raise self._spoilt from error
+            if self._begun and not self._connection.in_transaction:  # what earlier calls wrote is gone as well
+                raise
             return Result(error=error)
 
     @contextmanager
@@ -213,16 +214,15 @@ class Database:
         try:
             with self._named():
                 if not self._connection.in_transaction:
+                    self._begun = True
                     self._begin()
                 self._connection.execute("SAVEPOINT one")
                 yield
                 self._connection.execute("RELEASE one")
-        except Exception as error:
+        except Exception:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK TO one")
                 self._connection.execute("RELEASE one")
-            elif isinstance(error, StoreError):
-                self._spoilt = error
             raise
 
     def _begin(self) -> None:

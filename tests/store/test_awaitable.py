@@ -221,6 +221,40 @@ async def test_a_full_disk_reaches_everybody_who_waits_and_undoes_all_of_it(
     assert audit(store).violations == []
 
 
+@pytest.mark.parametrize("undone_by", [sqlite3.OperationalError("disk I/O error"), MemoryError()])
+def test_law_2_no_write_is_called_done_whose_transaction_a_later_call_lost(
+    store: RunStore, claims: list[Claim], undone_by: Exception
+) -> None:
+    """SQLite undoes a whole transaction on an I/O error or for want of memory, whichever statement met it."""
+
+    def read() -> None:
+        with store._db.read():  # pyright: ignore[reportPrivateUsage]
+            store._db.execute("ROLLBACK")  # pyright: ignore[reportPrivateUsage]
+            raise undone_by
+
+    def begin(claim: Claim) -> None:
+        store.begin(claim.episode_id, claim.fence, START)
+
+    results = store.together([partial(begin, claims[0]), read, partial(begin, claims[1])])
+    done = [result.error is None for result in results]
+    assert done == [store.reload(claim).start == START for claim in (claims[0], claims[0], claims[1])] == [False] * 3
+    assert all(result.error is None for result in store.together([partial(begin, claims[0])]))
+
+
+async def test_law_4_whatever_goes_wrong_in_the_thread_everybody_who_waits_hears_of_it(
+    store: RunStore, desk: AsyncStore, claims: list[Claim], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def together(calls: Any) -> Any:
+        raise Killed("the thread's own failure")
+
+    monkeypatch.setattr(store, "together", together)
+    with trio.fail_after(5), pytest.raises(StoreError, match="the thread's own failure"):
+        await desk.begin(claims[0].episode_id, claims[0].fence, START)
+    monkeypatch.undo()
+    with trio.fail_after(5):
+        await desk.begin(claims[0].episode_id, claims[0].fence, START)
+
+
 async def test_a_lock_that_is_held_for_too_long_is_named_to_everybody_who_waits(
     store: RunStore, desk: AsyncStore, claims: list[Claim]
 ) -> None:
