@@ -113,16 +113,20 @@ class Worker:
 
     async def _play_durably(self, claim: Claim) -> None:
         """Play; on a full disk wait for space and go on from the journal, which still holds every finished turn."""
-        deadline = trio.current_time() + _DISK_WAIT_S
+        kept, waited_s = len(claim.turns), 0.0  # since these turns were kept
         while True:
             try:
+                if waited_s:
+                    claim = await self.store.reload(claim)  # it may share the error of others' writes
                 await play(claim, self.context)
                 return
             except DiskFull:
-                if trio.current_time() > deadline:
+                if len(claim.turns) > kept:
+                    kept, waited_s = len(claim.turns), 0.0
+                if waited_s >= _DISK_WAIT_S:
                     raise
                 await trio.sleep(1.0)
-                claim = await self.store.reload(claim)
+                waited_s += 1.0
 
     async def _keep_leases(self) -> None:
         """Renew at a third of the lease; an episode whose lease was lost is cancelled."""

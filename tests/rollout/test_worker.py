@@ -222,6 +222,59 @@ async def test_a_full_disk_pauses_an_episode_and_loses_nothing(
     assert not full
 
 
+async def test_an_episode_that_waits_for_space_goes_on_waiting_if_others_fill_it_meanwhile(
+    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading the journal again shares a transaction with other episodes' writes, and their error."""
+
+    def full_for(call: Callable[..., Any], times: int) -> Callable[..., Any]:
+        full = [DiskFull("no space left")] * times
+
+        def called(*args: Any) -> Any:
+            if full:
+                raise full.pop()
+            return call(*args)
+
+        return called
+
+    monkeypatch.setattr(store, "journal_turn", full_for(store.journal_turn, 1))
+    monkeypatch.setattr(store, "reload", full_for(store.reload, 3))
+    store.set_meta("phase", "eval")
+    store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
+    await run(
+        worker(lambda task: ScriptedEnv([going(), done()])),
+        lambda: store.counts("eval:a:now").get(GroupState.SCORED, 0) == 1,
+    )
+    assert [row.stop_reason for row in store.episodes("eval:a:now")] == [StopReason.DONE]
+
+
+async def test_a_long_episode_waits_for_space_as_long_as_a_short_one(
+    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, journal = [DiskFull("no space left")] * 5, store.journal_turn
+
+    def journal_turn(*args: Any) -> None:
+        if trio.current_time() > began + 70 and full:
+            raise full.pop()
+        journal(*args)
+
+    class Slow(ScriptedEnv):
+        async def astep(self, action: str) -> Any:
+            await trio.sleep(20)
+            return await super().astep(action)
+
+    began = trio.current_time()
+    monkeypatch.setattr(store, "journal_turn", journal_turn)
+    store.set_meta("phase", "eval")
+    store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
+    await run(
+        worker(lambda task: Slow([*[going() for _ in range(5)], done()])),
+        lambda: store.counts("eval:a:now").get(GroupState.SCORED, 0) == 1,
+    )
+    assert not full
+    assert [row.stop_reason for row in store.episodes("eval:a:now")] == [StopReason.DONE]
+
+
 async def test_a_disk_that_stays_full_ends_the_worker_with_one_line(
     store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
