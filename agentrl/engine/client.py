@@ -42,7 +42,8 @@ class EngineClient:
     chunk, tokens carry this version until the server names its own.
 
     `url` is the server's root; a `/v1` at its end is removed. `connect_s` bounds the time to connect; every call also
-    has its own deadline. `api_key` is sent to a server that requires one."""
+    has its own deadline. `api_key` is sent to a server that requires one. With `vocabulary`, how many tokens the model
+    has, an answer with a token beyond them is a broken one."""
 
     def __init__(
         self,
@@ -51,10 +52,11 @@ class EngineClient:
         connect_s: float = 5.0,
         version: int = 0,
         api_key: str | None = None,
+        vocabulary: int | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.url, self.version = url.rstrip("/").removesuffix("/v1"), version
-        self._connect_s = connect_s
+        self._connect_s, self._vocabulary = connect_s, vocabulary
         self._transport = transport or TrioTransport()
         key = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._stream_headers = httpx.Headers(_STREAMED | key)
@@ -70,7 +72,7 @@ class EngineClient:
         EngineError if tokens that were already yielded turn out to be of another version."""
         check_sampling(request.sampling)
         deadline = trio.current_time() + request.deadline_s
-        parser, known = ChunkParser(self.version, request), self.version
+        parser, known = ChunkParser(self.version, request, self._vocabulary), self.version
         async with aclosing(self._events(request, deadline)) as events:
             async for event in events:
                 parser.version = max(parser.version, self.version)

@@ -89,13 +89,14 @@ def parse_version(text: object) -> int:
 
 class ChunkParser:
     """Turns the events of the answer to `request` into chunks. `version` is what the engine is known to serve: it
-    labels tokens for which the engine itself has not said a version yet; what it says later replaces that.
+    labels tokens for which the engine itself has not said a version yet; what it says later replaces that. The model
+    has `vocabulary` tokens (None: not known); a learner has no row for others.
 
     `stated` are the spans that the engine itself gave in the last event. `unsound` says what is wrong with the rest of
     an event whose tokens were good up to some place: those are its chunk, and the last."""
 
-    def __init__(self, version: int, request: GenerateRequest) -> None:
-        self.version, self._request = version, request
+    def __init__(self, version: int, request: GenerateRequest, vocabulary: int | None = None) -> None:
+        self.version, self._request, self._vocabulary = version, request, vocabulary
         self.stated: tuple[VersionSpan, ...] = ()
         self.unsound: str | None = None
         self._received = 0
@@ -117,6 +118,8 @@ class ChunkParser:
         token_ids = tuple(cast("list[int]", choice.get("token_ids") or []))
         if not all(type(id) is int and id >= 0 for id in token_ids):
             raise EngineError("the engine sent token ids that are no numbers from 0 on")
+        if self._vocabulary is not None and (highest := max(token_ids, default=-1)) >= self._vocabulary:
+            raise EngineError(f"the engine sent token {highest}, and the model has {self._vocabulary}")
         content: list[Json] = cast("dict[str, Json]", choice.get("logprobs") or {}).get("content") or []
         logprobs: tuple[Json, ...] = tuple(entry["logprob"] for entry in content)
         if len(logprobs) != len(token_ids):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from agentrl import registry
 from agentrl.config import EngineSettings, RunConfig
@@ -33,6 +33,14 @@ def engine_dtype(settings: EngineSettings, folder: Path) -> Literal["float32", "
         return settings.dtype
     config = json.loads((folder / "config.json").read_text())
     return "float16" if "float16" in (config.get("dtype"), config.get("torch_dtype")) else "bfloat16"
+
+
+def vocabulary(folder: Path) -> int | None:
+    """How many tokens the model of `folder` has; None if its config.json does not say."""
+    config: Any = json.loads((folder / "config.json").read_text())
+    texts: Any = config.get("text_config") or {}
+    size: Any = config.get("vocab_size") or texts.get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def model_dir(name: str) -> Path:

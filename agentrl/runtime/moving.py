@@ -23,7 +23,7 @@ from agentrl.config import RunConfig
 from agentrl.env.spaces import Messages
 from agentrl.errors import StoreError, UsageError
 from agentrl.records import RoutedExperts, Step, StopReason, Task, Turn, VersionSpan
-from agentrl.runtime.models import model_dir
+from agentrl.runtime.models import model_dir, vocabulary
 from agentrl.runtime.sources import first_tasks
 from agentrl.store import MovedGroup, MovedMember, Partial, Snapshot
 from agentrl.store.codec import pack_answer, pack_messages, pack_task, unpack_answer, unpack_task
@@ -270,7 +270,7 @@ def import_episodes(config: RunConfig, store: MovingStore, file: Path, *, snapsh
         raise UsageError(f"{file} is of a run whose model has another tokenizer than {config.model!r}")
     if head.run == store.run_id():
         raise UsageError(f"{file} is of this very run: its episodes go on by themselves")
-    known, vocabulary = {_kind(task) for task in first_tasks(config)}, _vocabulary(config)
+    known, tokens = {_kind(task) for task in first_tasks(config)}, vocabulary(model_dir(config.model))
     while (line := lines.next(GroupLine)) is not None:
         with lines.naming():
             task = _task(line.task)
@@ -282,7 +282,7 @@ def import_episodes(config: RunConfig, store: MovingStore, file: Path, *, snapsh
             with lines.naming():
                 if said is None:
                     raise ValueError(f"the file ends before the group's {line.size} members")
-                members.append(_member(said, vocabulary, snapshots=snapshots))
+                members.append(_member(said, tokens, snapshots=snapshots))
         group = MovedGroup(id=line.group, task=task, fork_turn=line.fork_turn, members=tuple(members))
         now = _step(store)
         with lines.naming():
@@ -341,11 +341,11 @@ class _Naming:
             raise UsageError(f"{self._where}: {words}: this is no file of agentrl export-episodes") from error
 
 
-def _member(said: MemberLine, vocabulary: int, *, snapshots: bool) -> MovedMember:
+def _member(said: MemberLine, tokens: int | None, *, snapshots: bool) -> MovedMember:
     part, kept, ending = said.partial, said.snapshot, said.ending
     for line in (*said.turns, *([part] if part is not None else ())):
-        if max((*line.prompt_ids, *line.token_ids), default=0) >= vocabulary:
-            raise ValueError(f"a token beyond the model's {vocabulary}")
+        if tokens is not None and max((*line.prompt_ids, *line.token_ids), default=0) >= tokens:
+            raise ValueError(f"a token beyond the model's {tokens}")
     snapshot = None
     if kept is not None and snapshots:
         snapshot = Snapshot(turn=kept.turn, seconds=kept.seconds, data=_bytes(kept.data))
@@ -468,9 +468,3 @@ def _step(store: MovingStore) -> int:
 def _tokenizer(config: RunConfig) -> str:
     file = model_dir(config.model) / "tokenizer.json"
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
-
-
-def _vocabulary(config: RunConfig) -> int:
-    said = json.loads((model_dir(config.model) / "config.json").read_text())
-    size = said.get("vocab_size") or said.get("text_config", {}).get("vocab_size")
-    return size if isinstance(size, int) else 1 << 32

@@ -32,7 +32,7 @@ from agentrl.runtime import scoring
 from agentrl.runtime.garbage import collect_after_growth, spare_old_objects
 from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.lifeline import watch_lifeline
-from agentrl.runtime.models import model_dir
+from agentrl.runtime.models import model_dir, vocabulary
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.store.awaitable import AsyncStore
@@ -121,12 +121,12 @@ def _fleet(config: RunConfig, store: ReadStore, renderer: Renderer) -> Fleet:
         return current.version if current.step else None  # before the first step there is none
 
     urls: list[str] = json.loads(store.meta("engine_urls") or "[]")
-    key = config.engine.api_key()
+    key, tokens = config.engine.api_key(), vocabulary(model_dir(config.model))
     if config.sync == "adapter":
-        clients = [AdapterClient(url, current=adapter, api_key=key) for url in urls]
+        clients = [AdapterClient(url, current=adapter, api_key=key, vocabulary=tokens) for url in urls]
     else:
         version = store.current_version().version
-        clients = [EngineClient(url, version=version, api_key=key) for url in urls]
+        clients = [EngineClient(url, version=version, api_key=key, vocabulary=tokens) for url in urls]
     return _maker(config, renderer)(clients, fits=partial(fits, store), preempt=config.engine.preempt)
 
 

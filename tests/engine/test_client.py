@@ -191,6 +191,13 @@ async def test_failures_have_one_name_and_one_line(
     assert body.closed
 
 
+async def test_a_token_beyond_the_vocabulary_is_an_engine_that_broke() -> None:
+    handler = httpx.MockTransport(lambda _: httpx.Response(200, stream=Body(event([9, 10], finish="stop"))))
+    assert (await EngineClient("http://engine", vocabulary=11, transport=handler).generate(ask())).token_ids == (9, 10)
+    with pytest.raises(EngineBroke, match="token 10, and the model has 10"):
+        await EngineClient("http://engine", vocabulary=10, transport=handler).generate(ask())
+
+
 async def test_what_was_received_before_a_failure_is_not_lost() -> None:
     got: list[Chunk] = []
     with pytest.raises(EngineUnavailable):

@@ -6,7 +6,9 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import pytest
 import trio
 from trio.testing import MockClock
@@ -15,7 +17,9 @@ from agentrl.clock import HostClock
 from agentrl.config import parse
 from agentrl.engine.concurrency import Aimd
 from agentrl.engine.fleet import Fleet, State
-from agentrl.errors import DiskFull
+from agentrl.errors import DiskFull, EngineBroke
+from agentrl.protocols import GenerateRequest
+from agentrl.records import SamplingParams
 from agentrl.runtime import worker
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.worker import fits, report
@@ -63,6 +67,25 @@ def test_turns_go_to_engines_with_the_newest_weights_of_this_run_alone(tmp_path:
         unminted = (0, coming + 1)  # a server that was started anew, one of another run
         fitting = [version for version in (*unminted, old, current, coming) if fits(store, version)]
         assert fitting == [current, coming]
+
+
+@pytest.mark.parametrize("said", [{"vocab_size": 9}, {"text_config": {"vocab_size": 9}}])
+async def test_the_engines_of_a_run_may_send_no_token_that_its_model_lacks(
+    said: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    answer = {"choices": [{"token_ids": [9], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "stop"}]}
+    body = f"data: {json.dumps(answer)}\n\n".encode()
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=body))
+    monkeypatch.setattr("agentrl.engine.client.TrioTransport", lambda: transport)
+    config = parse({"model": str(tmp_path), "env": {"id": "test/Env"}})
+    with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
+        store.confirm_version(store.mint_version(0).version)
+        store.set_meta("engine_urls", json.dumps(["http://engine"]))
+        fleet = worker._fleet(config, store, SimpleNamespace(decode=str))  # type: ignore[arg-type]
+        asked = GenerateRequest(request_id="r", session="s", token_ids=(1,), sampling=SamplingParams(max_tokens=4))
+        with pytest.raises(EngineBroke, match="token 9, and the model has 9"):
+            await fleet.replicas[0].client.generate(asked)  # type: ignore[attr-defined]
 
 
 async def test_a_full_disk_ends_no_worker(
