@@ -39,5 +39,6 @@ class Reinforce(Clipped):
         from agentrl.algos.advantages import STD_FLOOR
 
         returns_T = tokens["to_go"]
-        centred_T = returns_T - returns_T.mean()
+        shifted_T = returns_T - returns_T[:1]  # equal returns are exactly 0, however their mean is rounded
+        centred_T = shifted_T - shifted_T.mean()
         return {"advantage": centred_T / (centred_T.square().mean().sqrt() + STD_FLOOR)}

@@ -83,7 +83,7 @@ class Critic:
         wrong = own.keys() ^ tensors.keys() or {name for name in own if own[name].shape != tensors[name].shape}
         if wrong:
             raise ModelError(
-                f"the critic in {str(folder)!r} is another one: {sorted(wrong)[0]} (algo.trunk, train.lora_rank)"
+                f"the critic in {str(folder)!r} is another one: {sorted(wrong)[0]} (algo.critic, train.lora_rank)"
             )
         for name, tensor in own.items():
             tensor.copy_(tensors[name])

@@ -123,5 +123,6 @@ def test_reinforce_compares_with_the_whole_step() -> None:
     deviation = math.sqrt(sum((value - mean) ** 2 for value in returns) / 4)
     got = algo.advantages({"to_go": torch.tensor(returns, dtype=torch.float64)})["advantage"]
     assert got.tolist() == pytest.approx([(value - mean) / (deviation + 1e-4) for value in returns])
-    assert algo.advantages({"to_go": torch.full((3,), 0.7)})["advantage"].tolist() == [0, 0, 0]
+    for n in (3, 7, 1001):  # equal returns say nothing, however their mean is rounded
+        assert not algo.advantages({"to_go": torch.full((n,), 0.7)})["advantage"].any()
     assert (algo.ahead, algo.compares) == (False, False)
