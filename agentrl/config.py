@@ -373,6 +373,9 @@ class RunConfig(_Section):
         if rollout.group_size < (least := self.algo.least_members):
             hint = f"algo.kind = {self.algo.kind!r} compares siblings: give at least {least}, or another algorithm"
             raise ConfigError("rollout.group_size", rollout.group_size, hint)
+        if self.quorum is not None and self.quorum < least:
+            hint = f"the algorithm learns nothing from fewer than {least} members: give buffer.quorum = {least}"
+            raise ConfigError("buffer.quorum", self.quorum, hint)
         if self.engine.sync not in ("auto", "full") and self.engine.kind == "embedded":
             raise ConfigError("engine.sync", self.engine.sync, "the embedded engine takes whole files: give 'auto'")
         if self.engine.routed_experts and self.engine.kind == "embedded":
