@@ -14,7 +14,8 @@ which imports the functions that it needs inside its methods.
 Columns are tensors [N, ...] by name, one entry for each of N scored tokens. The learner's own:
 
     behaviour    log-prob in nats under the policy that sampled
-    weight       share of the loss; those of a step sum to its number of updates
+    weight       share of the loss; if `normalise` is not "constant" and no group has a weight of its own, those of a
+                 step sum to its number of updates
     lag, origin  optimizer steps since the weights that sampled; a number of `corrections.Origin`
     episode, role, turn   numbers that say where the token is; tokens of a turn are in order
     proximal     log-prob under the policy at the start of the step
@@ -81,11 +82,13 @@ class Outputs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """`total` is the scalar to minimise; those of an update's passes add up. `clipped_K` says where a clip cut the
-    gradient. `gauges` are scalars that add up likewise and are reported by name."""
+    gradient. `gauges` are scalars that add up likewise and are reported by name, divided by the number of updates or,
+    if it is given, by `gauged`, which adds up too: the shares over which they are means."""
 
     total: Tensor
     clipped_K: Tensor
     gauges: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
+    gauged: Tensor | None = None
 
 
 class Algorithm(BaseModel):

@@ -132,4 +132,5 @@ class PPO(Clipped):
                 "target_mean": (share_K * target_K).sum(),
                 "value_error": (share_K * (old_K - target_K).square()).sum(),
             },
+            gauged=share_K.sum(),
         )

@@ -98,6 +98,7 @@ class Tally:
     clipped: list[Tensor] = field(default_factory=list[Tensor])
     entropy: list[Tensor] = field(default_factory=list[Tensor])
     gauges: defaultdict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
+    gauged: float = 0.0  # the shares over which the gauges are means; 0: one for each update
 
     def passed(self, pack: Pack, proximal_K: Tensor, entropy_K: Tensor, loss: Loss) -> None:
         """Record a pass."""
@@ -106,6 +107,7 @@ class Tally:
         self.clipped.append(loss.clipped_K.detach())
         for name, value in loss.gauges.items():
             self.gauges[name] += float(value.detach())
+        self.gauged += 0.0 if loss.gauged is None else float(loss.gauged)
         self.entropy.append(entropy_K.detach())
 
     def updated(self, loss: float, grad_norm: float) -> None:
@@ -181,7 +183,7 @@ def summarise(
         mismatch_max=fresh.max if fresh else None,
         mismatch=mismatch,
         entropy=float(torch.cat(tally.entropy).mean()) if tally.entropy else None,
-        algorithm={name: value / len(tally.losses) for name, value in tally.gauges.items()},
+        algorithm={name: value / (tally.gauged or len(tally.losses)) for name, value in tally.gauges.items()},
         seconds=dict(seconds),
     )
 
