@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,8 @@ def chaos(
 ) -> None:
     """Hurt a run on purpose (kill, stop, slow down, cut off, fill its disk …) and audit it; exit code 1 if it does not
     hold."""
+    from agentrl.config import load
+    from agentrl.errors import UsageError
     from agentrl.runtime.chaos import Hurts, hurt, on_a_small_disk
 
     what = Hurts(
@@ -37,6 +40,10 @@ def chaos(
         settings=tuple(settings or ()),
         compare=compare,
     )
+    load(file, settings)  # before anything is made: a mistyped setting leaves no folder behind
+    if not 0 < every_s < math.inf:
+        raise UsageError(f"--every-s {every_s:g}: must be a number of seconds above 0, such as 60")
+    _ = what.among
     status = on_a_small_disk(what, disk_mb)
     if status is None:
         status = 0 if hurt(what, Console()) else 1

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from agentrl.runtime.rundir import RunDir
+    from agentrl.store import RunStore
 
 _RUN = Annotated[Path, typer.Argument(help="A run directory")]
 
@@ -20,12 +24,14 @@ def fork(
     from agentrl.runtime.rundir import RunDir
     from agentrl.store import RunStore
 
-    with RunStore.open(RunDir.open(path).store_path) as store:
+    run = RunDir.open(path)
+    with RunStore.open(run.store_path) as store:
         group = store.fork(episode, turn=turn, k=k)
+        go_on = _go_on(path, run, store)
     print(
         f"group {group}: {k} continuations of episode {episode} from turn {turn} on, played as soon as the run goes on"
     )
-    print(f"if it does not run now: agentrl train --resume {path}")
+    print(f"if it does not run now: {go_on}")
 
 
 def export_episodes(path: _RUN, out: Annotated[Path, typer.Option(help="The file to write")]) -> None:
@@ -56,9 +62,21 @@ def import_episodes(
     run = RunDir.open(path)
     with RunStore.open(run.store_path) as store:
         moved = read(run.config(), store, file, snapshots=not without_snapshots)
+        go_on = _go_on(path, run, store)
     again = f"; {moved.known} had come in before" if moved.known else ""
     print(f"{moved.groups} groups with {moved.episodes} episodes came in, {moved.unfinished} of them unfinished{again}")
-    print(f"if the run does not go on by itself now: agentrl train --resume {path}")
+    print(f"if the run does not go on by itself now: {go_on}")
+
+
+def _go_on(path: Path, run: RunDir, store: RunStore) -> str:
+    """What to type for the run to go on. A run that has trained all of its steps needs one more."""
+    from agentrl.errors import StoreError
+
+    try:
+        done = store.current_version().step
+    except StoreError:  # no engine serves any weights yet
+        done = 0
+    return f"agentrl train --resume {path}" + f" --set train.steps={done + 1}" * (done >= run.config().train.steps)
 
 
 def add_commands(app: typer.Typer) -> None:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl.cli import app
-from agentrl.errors import StoreError, UsageError
+from agentrl.errors import AgentRLError, StoreError, UsageError
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from tests.store.play import play, serve, task
@@ -54,6 +54,53 @@ def test_fork_starts_a_group_and_says_what_to_type_next(run: Callable[[str], Pat
         typed("fork", path, claim.episode_id, "--turn", 3)
     with pytest.raises(StoreError, match="no episode 77"):
         typed("fork", path, 77, "--turn", 1)
+
+
+def test_forking_in_a_run_that_is_over_asks_for_another_step(run: Callable[[str], Path]) -> None:
+    path = run("a")
+    with RunStore.open(RunDir.open(path).store_path) as store:
+        store.add_groups([task(0)], size=1, purpose="train")
+        play(store, store.claim("w", 1, lease_s=10)[0], turns=2)
+        serve(store, RunDir.open(path).config().train.steps)
+    steps = RunDir.open(path).config().train.steps
+    said = typed("fork", path, 1, "--turn", 1).splitlines()
+    assert said[1] == f"if it does not run now: agentrl train --resume {path} --set train.steps={steps + 1}"
+
+
+def test_episodes_come_into_a_run_that_has_not_begun(run: Callable[[str], Path], tmp_path: Path) -> None:
+    first, second, file = run("a"), tmp_path / "b", tmp_path / "episodes.zst"
+    with RunStore.open(RunDir.open(first).store_path) as store:
+        store.add_groups([task(0)], size=2, purpose="train")
+    typed("export-episodes", first, "--out", file)
+    second.mkdir()
+    RunStore.create(second / "store.sqlite", json.dumps(CONFIG)).close()
+    said = typed("import-episodes", second, file)
+    assert said.splitlines()[1] == f"if the run does not go on by itself now: agentrl train --resume {second}"
+
+
+def test_an_empty_file_is_no_export(run: Callable[[str], Path], tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    with pytest.raises(UsageError, match="empty: this is no file of agentrl export-episodes"):
+        typed("import-episodes", run("a"), tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["none.toml"], "cannot read run file 'none.toml'"),
+        (["run.toml", "--set", "train.stepps=3"], "train.stepps"),
+        (["run.toml", "--only", "kill:nobody"], "there is no such fault"),
+        (["run.toml", "--every-s", "0"], "--every-s 0: must be a number of seconds above 0"),
+    ],
+)
+def test_chaos_that_cannot_begin_leaves_no_folder_in_its_own_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text('model = "agentrl/tiny-coder"\nenv.id = "test/Env-v0"\n')
+    with pytest.raises(AgentRLError, match=says):
+        typed("chaos", *words, "--out", "hurt")
+    assert not Path("hurt").exists()
 
 
 def test_episodes_of_one_run_go_on_in_another(run: Callable[[str], Path], tmp_path: Path) -> None:

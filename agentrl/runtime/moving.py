@@ -266,7 +266,9 @@ def import_episodes(config: RunConfig, store: MovingStore, file: Path, *, snapsh
     moved = Moved()
     lines = _Reader(file)
     head = lines.next(Head)
-    if head is None or head.tokenizer != _tokenizer(config):
+    if head is None:
+        raise UsageError(f"{file} is empty: this is no file of agentrl export-episodes")
+    if head.tokenizer != _tokenizer(config):
         raise UsageError(f"{file} is of a run whose model has another tokenizer than {config.model!r}")
     if head.run == store.run_id():
         raise UsageError(f"{file} is of this very run: its episodes go on by themselves")

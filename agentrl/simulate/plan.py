@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -88,8 +89,8 @@ def _world(config: RunConfig, wishes: Wishes, measured: Run | None) -> World:
         raise UsageError("no times: give a finished run (--from RUN), or --episode lognormal:1 with --step-s SECONDS")
     if wishes.step_s is None and measured is None:
         raise UsageError("no time of an optimizer step: give --step-s SECONDS, or a finished run (--from RUN)")
-    if wishes.step_s is not None and wishes.step_s <= 0:
-        raise UsageError(f"--step-s {wishes.step_s:g}: must be above 0")
+    if wishes.step_s is not None and not 0 < wishes.step_s < math.inf:
+        raise UsageError(f"--step-s {wishes.step_s:g}: must be a number of seconds above 0, such as 30")
     learner = measured.steps if measured is not None and wishes.step_s is None else Constant(wishes.step_s or 0.0)
     return World(
         episodes=episodes,

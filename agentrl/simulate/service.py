@@ -173,9 +173,13 @@ def _factor(part: str, whole: str) -> tuple[Draw, float]:
     kind, *texts = part.split(":")
     numbers = [float(text) for text in texts if re.fullmatch(r"\d+(\.\d*)?|\.\d+", text)]
     if len(numbers) != len(texts) or any(number <= 0 for number in numbers):
-        raise UsageError(f"--episode {whole!r}: its numbers must be above 0; give {_FORMS}")
+        raise UsageError(f"--episode {whole!r}: its numbers must be above 0, as 1.5; give {_FORMS}")
     match kind, numbers:
         case "lognormal", [sigma, *rest] if len(rest) <= 1:
+            if sigma > 5:  # the median is then 4e-6 of the mean
+                raise UsageError(
+                    f"--episode {whole!r}: sigma {sigma:g} is too large; give lognormal:SIGMA of at most 5"
+                )
             mean = rest[0] if rest else 1.0
             return _Lognormal(math.log(mean) - sigma * sigma / 2, sigma), mean
         case "pareto", [alpha, *rest] if len(rest) <= 1:

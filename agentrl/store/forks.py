@@ -52,7 +52,7 @@ class Forks(Part):
             (episode_id,),
         )
         if row is None:
-            raise StoreError(f"no episode {episode_id} in {self._db.path}")
+            raise StoreError(f"no episode {episode_id} in {self._db.path}: its table episodes lists them")
         purpose, task, start, trial = row
         if purpose != TRAIN:
             raise UsageError(f"episode {episode_id} is of {purpose}, which is never trained: fork one of training")

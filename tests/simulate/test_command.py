@@ -87,7 +87,9 @@ GIVEN = ["FILE", "--episode", "lognormal:1"]
         ([], "give a run file, a finished run"),
         (["FILE"], "no times: give a finished run"),
         (["FILE", "--episode", "lognormal:1"], "no time of an optimizer step: give --step-s"),
-        ([*GIVEN, "--step-s", "0"], "--step-s 0: must be above 0"),
+        ([*GIVEN, "--step-s", "0"], "--step-s 0: must be a number of seconds above 0"),
+        ([*GIVEN, "--step-s", "nan"], "--step-s nan: must be a number of seconds above 0"),
+        ([*GIVEN, "--step-s", "inf"], "--step-s inf: must be a number of seconds above 0"),
         (
             [*GIVEN, "--step-s", "1", "--slots", "many"],
             "--slots 'many': write whole numbers",

@@ -36,7 +36,7 @@ def test_an_episode_is_cut_at_its_deadline_and_never_without_a_token() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["weibull:1", "lognormal", "lognormal:x", "pareto:2:1:3", "pareto:1", "constant:0", ""]
+    "text", ["weibull:1", "lognormal", "lognormal:x", "pareto:2:1:3", "pareto:1", "constant:0", "lognormal:60", ""]
 )
 def test_what_is_no_distribution_is_one_line_that_says_what_to_give(text: str) -> None:
     with pytest.raises(UsageError, match=r"--episode .*(give lognormal:SIGMA|give one above 1)"):
