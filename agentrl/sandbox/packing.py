@@ -36,6 +36,7 @@ _CHUNK: Final = 64 << 10
 _ZEROS: Final = bytes(_CHUNK)
 _NAME: Final = 255  # bytes that a name may have
 _TARGET: Final = 4096  # bytes that a link may have
+_LATEST_NS: Final = (1 << 63) - 1  # a file may say that it is of a later time still
 _WINDOW: Final = 8 << 20  # memory that reading a stream may take
 
 
@@ -154,7 +155,8 @@ class _Packer:
 
     def _write(self, kind: bytes, name: bytes, status: os.stat_result, size: int = 0) -> None:
         mode = stat.S_IMODE(status.st_mode) & 0o777
-        self._stream.write(_ENTRY.pack(kind, mode, len(name), size, status.st_mtime_ns) + name)
+        time_ns = max(-_LATEST_NS, min(status.st_mtime_ns, _LATEST_NS))
+        self._stream.write(_ENTRY.pack(kind, mode, len(name), size, time_ns) + name)
 
 
 class _Unpacker:

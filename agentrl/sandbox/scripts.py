@@ -67,11 +67,14 @@ cat > "$p" || exit REFUSED
 )
 UNPACK = WRITE + f'tar -xpf - -C "$d" || exit {REFUSED}'
 PACK_FOLDER = """
-cd "$1" && tar -cf - . | head -c "$2"
+cd "$1" || exit 1
+exec 4>&1
+code=$({ { tar -cf - . 2>/dev/null; echo $? >&3; } | head -c "$2" >&4; } 3>&1)
 shift 2
 for folder do [ -z "$(ls -A "$folder" 2>/dev/null)" ] || echo "$folder" >&2; done
+exit "$code"
 """
-"""Packs the first folder; says on stderr which of the others hold something."""
+"""Packs the first folder; says on stderr which of the others hold something. It fails if tar left a file out."""
 UNPACK_FOLDER = f'tar -xpf - -C "$1" || exit {REFUSED}'
 CLEAR = """
 for folder in /workspace /tmp /dev/shm; do

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import trio
 
 from agentrl.errors import SandboxError, SandboxPathError
 from agentrl.protocols import SandboxSpec
+from agentrl.sandbox import container
 from agentrl.sandbox.container import Container, Engine
 
 
@@ -44,6 +47,31 @@ async def test_a_box_that_used_up_its_memory_is_destroyed_and_its_commands_are_r
     with pytest.raises(SandboxPathError, match="ran out of memory"):
         await box.read("f")
     assert len(engine.asked_since) == 1, "it is asked once: the box stays broken"
+
+
+async def test_files_that_tar_cannot_read_are_not_left_out_of_a_packed_box_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, programs = tmp_path / "work", tmp_path / "programs"
+    for path in (work, programs):
+        path.mkdir()
+    (work / "f").write_text("x")
+    way = f"{programs}:/usr/bin:/bin"
+
+    async def own(self: Container, script: str, *words: str, limit: int) -> tuple[int, bytes, bytes]:
+        command = ["sh", "-c", script, "sh", *words]
+        ran = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False, env={"PATH": way})
+        return ran.returncode, ran.stdout, ran.stderr
+
+    monkeypatch.setattr(Container, "_own", own)
+    monkeypatch.setattr(container, "_WRITABLE", (str(work),))
+    monkeypatch.setattr(container, "WORKSPACE", str(work))
+    box = Container(cast(Engine, Gone(starved=False)), SandboxSpec(), set())
+    assert await box.pack(1 << 20)
+    (programs / "tar").write_text('#!/bin/sh\nPATH=/usr/bin:/bin tar "$@"\necho "f: Permission denied" >&2\nexit 2\n')
+    (programs / "tar").chmod(0o755)
+    with pytest.raises(SandboxPathError, match="not readable"):
+        await box.pack(1 << 20)
 
 
 async def test_a_container_that_is_gone_for_another_reason_is_the_hosts_failure() -> None:

@@ -64,6 +64,15 @@ def test_a_tree_comes_back_as_it_was(tmp_path: Path) -> None:
     assert told(back) == told(root)
 
 
+def test_a_time_beyond_all_clocks_hinders_nothing(tmp_path: Path) -> None:
+    root = folder(tmp_path / "a")
+    (root / "f").write_bytes(b"x")
+    os.utime(root / "f", (1 << 35, 1 << 35))
+    if (root / "f").stat().st_mtime_ns < 1 << 63:
+        pytest.skip("this file system has no such times")
+    assert (unpacked(packed(root), tmp_path / "b") / "f").read_bytes() == b"x"
+
+
 def test_names_of_one_file_stay_one_file(tmp_path: Path) -> None:
     root = folder(tmp_path / "a")
     (root / "one").write_bytes(b"x" * 1000)
