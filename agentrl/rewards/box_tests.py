@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import trio
 
-from agentrl.errors import ScoreError, UsageError
+from agentrl.errors import SandboxPathError, ScoreError, UsageError
 from agentrl.protocols import ExecResult, Limits, Sandbox, SandboxSpec
 from agentrl.records import Task, Trajectory
 from agentrl.registry import load_reference
@@ -53,7 +53,8 @@ class BoxTests:
         self._has_command = False
 
     async def __call__(self, seen: Trajectory) -> float:
-        """Raises ScoreError if the turn has no artifacts or the box lacks the command, SandboxError if its host fails.
+        """Raises ScoreError if the turn has no artifacts or the box lacks the command, SandboxError if its host fails,
+        SandboxPathError if no box can hold the tests.
 
         Before the first turn there is no work, and the score is 0."""
         if not seen.turns:
@@ -68,7 +69,11 @@ class BoxTests:
         key = _digest(work, tests, str(seen.task.seed))
         if (known := self._found.get(key)) is not None:
             return known
-        value = await self._run({**work, **tests}, seen.task)
+        try:
+            value = await self._run({**work, **tests}, seen.task)
+        except SandboxPathError:  # names that no box takes, or that stand in the way of the tests: no failure (law 3)
+            await self._run(tests, seen.task)  # unless the tests themselves have them
+            value = 0.0
         self._found[key] = value
         if len(self._found) > _REMEMBERED:
             self._found.popitem(last=False)
@@ -162,7 +167,7 @@ def _digest(work: Mapping[str, bytes], tests: Mapping[str, bytes], seed: str) ->
     digest = blake2b(seed.encode())
     for files in (work, tests):
         for name, data in sorted(files.items()):
-            digest.update(f"\0{name}\0{len(data)}\0".encode())
+            digest.update(f"\0{name}\0{len(data)}\0".encode("utf-8", "surrogatepass"))
             digest.update(data)
         digest.update(b"\0\0")
     return digest.digest()

@@ -11,7 +11,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from agentrl.errors import ConfigError, ScoreError, UsageError
+from agentrl.errors import ConfigError, SandboxPathError, ScoreError, UsageError
 from agentrl.protocols import ExecResult, SandboxSpec
 from agentrl.rewards.box_tests import value_of
 from agentrl.rewards.sources import Scorer, rewarder_of
@@ -44,6 +44,10 @@ def settings(**changes: Any) -> RewardSource:
 
 def hidden(task: Any) -> Mapping[str, bytes]:
     return {"hidden.py": TESTS.encode()}
+
+
+def outside(task: Any) -> Mapping[str, bytes]:
+    return {"../hidden.py": TESTS.encode()}
 
 
 @pytest.fixture
@@ -85,6 +89,22 @@ async def test_each_turns_work_gets_the_share_of_hidden_tests_that_it_passes(sto
         await eventually(lambda: len(store.scores()) == 5)
         nursery.cancel_scope.cancel()
     assert [one.value for one in store.scores()] == [0.5, 1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.bubblewrap
+@pytest.mark.parametrize("name", ["hidden.py/module.py", "../module.py", "a\udcff.py", "a\ud800.py", "a\0"])
+async def test_work_whose_names_no_box_takes_gets_nothing_and_is_no_failure(store: RunStore, name: str) -> None:
+    id = worked(store, None)
+    rewarder = rewarder_of(settings(call=f"{__name__}:hidden"), artifacts_of=lambda _: {name: RIGHT})
+    assert await rewarder(store.trajectory(int(id.split(".")[0]))) == 0.0  # type: ignore[misc]
+
+
+@pytest.mark.bubblewrap
+async def test_tests_whose_names_no_box_takes_are_a_failure(store: RunStore) -> None:
+    id = worked(store, RIGHT)
+    rewarder = rewarder_of(settings(call=f"{__name__}:outside"), artifacts_of=store.artifacts)
+    with pytest.raises(SandboxPathError):
+        await rewarder(store.trajectory(int(id.split(".")[0])))  # type: ignore[misc]
 
 
 @pytest.mark.bubblewrap
