@@ -35,6 +35,7 @@ _LEVEL: Final = 3
 _LINE: Final = 64 << 20  # bytes
 _WINDOW: Final = 8 << 20  # memory that reading a stream may take
 _MEMBERS: Final = 4096
+_ROUNDING: Final = 1e-3  # nats that a log-prob may be above 0
 T = TypeVar("T", bound=BaseModel)
 Id = Annotated[int, Field(ge=0, lt=1 << 32)]
 Index = Annotated[int, Field(ge=0, lt=1 << 20)]
@@ -58,7 +59,7 @@ class Head(_Line):
 class GroupLine(_Line):
     """A group: `size` lines of members follow. `ages`: how many optimizer steps each version was behind, by version."""
 
-    group: Annotated[int, Field(ge=1)]
+    group: Annotated[int, Field(ge=1, lt=1 << 63)]
     task: Text
     size: Annotated[int, Field(ge=1, le=_MEMBERS)]
     fork_turn: Index | None
@@ -134,13 +135,14 @@ class MemberLine(_Line):
 @dataclass(slots=True)
 class Moved:
     """What went out or came in. `unfinished` episodes go on; `known` groups had come in before; `left` late episodes
-    stayed, as their group was trained."""
+    stayed, as their group was trained; `large` groups stayed, as a member is too large for a line."""
 
     groups: int = 0
     episodes: int = 0
     unfinished: int = 0
     known: int = 0
     left: int = 0
+    large: int = 0
 
     def count(self, group: MovedGroup) -> None:
         self.groups += 1
@@ -162,11 +164,14 @@ def export_episodes(config: RunConfig, store: MovingStore, file: Path) -> Moved:
             out.write(_line(head))
             for id in store.movable():
                 group = store.move_out(id)
-                if group is not None:
-                    out.write(_line(_group_line(group, store)))
-                    for member in group.members:
-                        out.write(_line(_member_line(member)))
-                    moved.count(group)
+                if group is None:
+                    continue
+                lines = [_line(_group_line(group, store)), *(_line(_member_line(one)) for one in group.members)]
+                if max(map(len, lines)) > _LINE:  # no reader would take it, nor what follows it
+                    moved.large += 1
+                    continue
+                out.write(b"".join(lines))
+                moved.count(group)
         part.replace(file)
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}") from error
@@ -337,7 +342,15 @@ class _Naming:
             place = ".".join(map(str, first["loc"]))
             raise UsageError(f"{self._where}: {place or 'it'}: {first['msg']}") from error
         if type(error) is StoreError or isinstance(
-            error, zstandard.ZstdError | ValueError | TypeError | KeyError | AttributeError | RecursionError | EOFError
+            error,
+            zstandard.ZstdError
+            | ValueError
+            | TypeError
+            | KeyError
+            | AttributeError
+            | ArithmeticError
+            | RecursionError
+            | EOFError,
         ):
             words = " ".join(str(error).split())[:300]
             raise UsageError(f"{self._where}: {words}: this is no file of agentrl export-episodes") from error
@@ -402,6 +415,8 @@ def _of(line: SampledLine) -> dict[str, Any]:
     n = len(line.token_ids)
     if len(line.logprobs) != n:
         raise ValueError(f"{n} tokens with {len(line.logprobs)} log-probs")
+    if (highest := max(line.logprobs, default=0.0)) > _ROUNDING:
+        raise ValueError(f"{highest!r} as a log-prob")
     covered = 0
     for _, start, end in line.spans:
         if start != covered or end <= start:

@@ -204,6 +204,16 @@ def test_late_members_of_a_trained_group_are_named(there: RunStore, tmp_path: Pa
     assert export_episodes(CONFIG, there, tmp_path / "late.zst") == Moved(left=1)
 
 
+def test_a_group_too_large_for_a_line_stays_and_the_others_can_be_taken_in(
+    there: RunStore, here: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there.add_groups([task(1)], size=2, purpose="train")
+    monkeypatch.setattr("agentrl.runtime.moving._LINE", 1000)
+    path = tmp_path / "large.zst"
+    assert export_episodes(CONFIG, there, path) == Moved(groups=1, episodes=2, unfinished=2, large=1)
+    assert import_episodes(CONFIG, here, path) == Moved(groups=1, episodes=2, unfinished=2)
+
+
 # --- hostile files ------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +259,9 @@ TOOLS = json.dumps({"index": 0, "env": "test/Env-v0", "seed": 1, "kwargs": {"too
         ),
         "no task": (put(1, "task", "[]"), "line 2: '[]' is no dict"),
         "a task with odd fields": (put(1, "task", '{"index": -1, "env": "test/Env-v0", "seed": 1}'), "odd fields"),
+        "a number without end": (put(1, "group", 10**30), "line 2: group: Input should be less than"),
+        "an outcome without end": (put(MEMBER, "turns", 0, "step", "answer", f'{{"outcome": {10**400}}}'), "line 4: "),
+        "a log-prob above 0": (put(MEMBER, "turns", 0, "logprobs", 0, 1e300), "line 4: 1e+300 as a log-prob"),
         "endless members": (put(1, "size", 1 << 40), "line 2: size: Input should be less than or equal to 4096"),
         "members too few": (put(1, "size", 9), "line 7: the file ends before the group's 9 members"),
         "a version unknown": (put(1, "ages", {}), "has tokens of versions"),
