@@ -30,6 +30,11 @@ Columns = Mapping[str, tuple[float, ...]]
 
 NONE: Final[Columns] = {}
 
+_TAKEN: Final = frozenset(
+    {"behaviour", "lag", "origin", "episode", "role", "turn", "weight", "advantage", "proximal", "values"}
+)
+"""Columns that the learner makes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
@@ -44,6 +49,8 @@ class Column:
     def __post_init__(self) -> None:
         if not self.name.isidentifier() or len(self.name) > 255:
             raise UsageError(f"column {self.name!r}: give it a name of letters, digits and underscores")
+        if self.name in _TAKEN:
+            raise UsageError(f"column {self.name!r}: the learner makes one of that name: give it another name")
         if "float" not in self.dtype and not isinstance(self.default, int):
             raise UsageError(f"column {self.name!r}: {self.dtype} has no {self.default}: give it a whole default")
 

@@ -26,7 +26,7 @@ from agentrl.store.codec import pack_tokens, unpack_tokens
 from agentrl.testing.engine import FakeEngine
 from agentrl.testing.outside_audit import OutsideAuditor
 from agentrl.train.packing import packs
-from agentrl.train.samples import group_rows
+from agentrl.train.samples import BUILT_IN, group_rows
 
 from .conftest import ScriptedEnv, done, going
 
@@ -157,6 +157,9 @@ def test_a_column_that_cannot_be_is_refused() -> None:
         Column(name="a b")
     with pytest.raises(UsageError, match="int32 has no nan: give it a whole default"):
         Column(name="marks", dtype="int32")
+    for taken in (*BUILT_IN, "proximal", "values"):  # a second column of that name would stand for the learner's
+        with pytest.raises(UsageError, match=f"^column '{taken}': .* give it another name"):
+            Column(name=taken, default=0)
 
 
 def test_a_package_offers_a_column_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
