@@ -13,6 +13,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import inf
 from typing import Any, Final, cast
 
 import zstandard
@@ -174,12 +175,22 @@ def read_past(data: bytes, snapshot_bytes: int) -> Past:
             meter=_three(said["meter"]),
             files=data[end:],
         )
-    except (zstandard.ZstdError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (
+        zstandard.ZstdError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise EnvError(f"the snapshot is damaged: {error}") from error
 
 
 def _three(value: Sequence[Any]) -> tuple[float, float, float]:
     tokens, seconds, tool_seconds = map(float, value)
+    if not all(0 <= one < inf for one in (tokens, seconds, tool_seconds)):
+        raise ValueError("no episode can have used what its meter says")
     return tokens, seconds, tool_seconds
 
 

@@ -106,7 +106,7 @@ def result_of_json(said: Json) -> ExecResult:
             truncated=bool(truncated),
             duration_s=float(duration_s),
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise EnvError(f"the snapshot is damaged: a command's result: {error}") from error
 
 
