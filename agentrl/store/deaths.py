@@ -1,11 +1,13 @@
 """Frees the episodes of a dead worker, and finds the episode that killed it.
 
 An episode whose environment kills its own process does so again wherever it is played. So deaths count against
-episodes, by the state of the journal: the first against those whose environment was at work (being made, or in a step
-without an answer), later ones against those still at the turn where a worker died before. Such episodes are claimed
-last. After a second death each is played apart from the others. If its worker dies again, the episode is guilty: it
-ends as `env_failed`, its task is quarantined, and other tasks' episodes are no longer suspected. An episode that gets
-one turn further than before is cleared at any time, so workers killed from outside cost no episode anything.
+episodes, by the state of the journal: against those whose environment was at work (being made, or in a step without an
+answer), and against those still at the turn where a worker died before. Such episodes are claimed last. After a second
+death each is played apart from all that are suspected. If its worker dies again, the episode is guilty: it ends as
+`env_failed`, its task is quarantined, and other tasks' episodes are no longer suspected. If other environments, not yet
+suspected, were at work beside it, each of them may have done it: they are suspected too, and it takes twice as many
+deaths. An episode that gets one turn further than before is cleared at any time, so workers killed from outside cost no
+episode anything.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class Deaths(Part):
 
     def release_worker(self, worker: str, *, max_deaths: int = 3) -> Released:
         """Free the episodes of a worker that died, in all its lives: they may be claimed at once. An episode that was
-        at the same turn in `max_deaths` deaths ends as `env_failed`, and its task is quarantined."""
+        at the same turn in `max_deaths` deaths, or twice as many if others may have caused the last one, ends as
+        `env_failed`, and its task is quarantined."""
         with self._db.write():
             aboard = self._aboard(worker)
             self._db.execute(
@@ -69,15 +72,17 @@ class Deaths(Part):
             )
             self._db.execute("DELETE FROM leases WHERE worker = ?", (worker,))
             stuck = [one for one in aboard if one.stuck]
-            blamed = stuck or [one for one in aboard if one.in_env] or aboard
+            beside = [one for one in aboard if one.in_env and not one.stuck]
+            blamed = stuck + beside or aboard
             for one in aboard:
                 deaths = (one.deaths if one.stuck else 0) + (one in blamed)
                 died_at = max(one.turns, one.died_at) if deaths else None
                 self._db.execute("UPDATE episodes SET deaths = ?, died_at = ? WHERE id = ?", (deaths, died_at, one.id))
-            guilty = tuple(one.id for one in stuck if one.deaths + 1 >= max_deaths)
-            for id in guilty:
-                self._quarantine(id, max_deaths)
-        return Released(episodes=len(aboard) - len(guilty), quarantined=guilty, foretold=bool(stuck))
+            proof = 2 * max_deaths if beside else max_deaths
+            guilty = {one.id: one.deaths + 1 for one in stuck if one.deaths + 1 >= proof}
+            for id, deaths in guilty.items():
+                self._quarantine(id, deaths)
+        return Released(episodes=len(aboard) - len(guilty), quarantined=tuple(guilty), foretold=bool(stuck))
 
     def release_all(self) -> int:
         """Free all running episodes, as every worker is gone (the whole run was restarted); returns how many there

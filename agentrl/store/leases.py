@@ -64,9 +64,9 @@ SELECT id, deaths, group_id FROM (
 ) WHERE evaluation OR group_id < ?4 ORDER BY deaths > 0, evaluation DESC, fresh, id
 """
 
-_APART = 2  # from so many deaths on, an episode is played apart from others like it
-_PLAYS_ONE_APART = f"""
-SELECT 1 FROM episodes e WHERE e.holder = ? AND e.state = 'running' AND e.deaths >= {_APART}
+_APART = 2  # from so many deaths on, an episode is played apart from all that are suspected
+_SUSPECTED_HERE = """
+SELECT MAX(e.deaths) FROM episodes e WHERE e.holder = ? AND e.state = 'running' AND e.deaths > 0
     AND e.died_at >= (SELECT COUNT(*) FROM turns t WHERE t.episode_id = e.id AND t.trial = e.trial)
 """
 
@@ -132,17 +132,20 @@ class Leases(Part):
         return cursor.rowcount
 
     def _claimable(self, worker: str, limit: int, now: float, ahead: int | None) -> list[tuple[int, int]]:
-        """Ids of episodes and their groups. A worker plays only one episode with two deaths or more at a time: if it
-        dies, that episode is to blame."""
+        """Ids of episodes and their groups. An episode with two deaths or more is claimed by a worker that plays
+        nothing else under suspicion, and after all others: if the worker dies, that episode is to blame."""
         holder, end = self._holder(worker), math.inf
         if ahead is not None:
             version = latest_confirmed(self._db)
             end = too_early(self._db, 0 if version is None else version.step, ahead)
         found = self._db.rows(_CLAIMABLE, (now, holder, limit, end))
-        apart = [id for id, deaths, _ in found if deaths >= _APART]
-        if apart and not self._db.rows(_PLAYS_ONE_APART, (holder,)):
-            del apart[0]
-        return [(id, group_id) for id, _, group_id in found if id not in apart][:limit]
+        suspected = [row for row in found if row[1]]
+        if suspected:
+            (here,) = self._db.row(_SUSPECTED_HERE, (holder,)) or (None,)
+            together = [] if here is not None and here >= _APART else [row for row in suspected if row[1] < _APART]
+            alone = suspected[:1] if here is None and not together else []
+            found = [row for row in found if not row[1]] + together + alone
+        return [(id, group_id) for id, _, group_id in found][:limit]
 
     def _holder(self, worker: str) -> str:
         return f"{worker}/{self._life}"

@@ -198,11 +198,12 @@ class Model:
             )
             if episode.state == "waiting" or lapsed:
                 free.append((episode.deaths > 0, not episode.evaluation, not lapsed, id))
-        apart = [id for *_, id in sorted(free) if self.episodes[id].deaths >= 2]
+        order = [id for *_, id in sorted(free)]
         mine = [e for e in self.episodes.values() if e.state == "running" and e.holder == worker]
-        if not any(episode.stuck and episode.deaths >= 2 for episode in mine):
-            apart = apart[1:]
-        ids = [id for *_, id in sorted(free) if id not in apart][:limit]
+        here = max((episode.deaths for episode in mine if episode.stuck), default=0)
+        together = [id for id in order if self.episodes[id].deaths == 1 and here < 2]
+        apart = [id for id in order if self.episodes[id].deaths >= 2 and not here and not together]
+        ids = [*(id for id in order if not self.episodes[id].deaths), *together, *apart[:1]][:limit]
         if ids:
             self.leases[worker] = self.now + LEASE_S
         for id in ids:
@@ -428,7 +429,8 @@ class Model:
     def die(self, worker: str) -> None:
         aboard = [e for e in self.episodes.values() if e.state == "running" and e.holder == worker]
         stuck = [e for e in aboard if e.stuck]
-        blamed = stuck or [e for e in aboard if e.in_env] or aboard
+        beside = [e for e in aboard if e.in_env and not e.stuck]
+        blamed = stuck + beside or aboard
         for episode in aboard:
             if not episode.stuck:
                 episode.deaths = episode.died_at = 0
@@ -436,7 +438,7 @@ class Model:
         for episode in blamed:
             episode.deaths += 1
         self.release(worker)
-        for guilty in [e for e in stuck if e.deaths >= 3]:
+        for guilty in [e for e in stuck if e.deaths >= (6 if beside else 3)]:
             guilty.end("finished", "env_failed", self.now)
             self.quarantined.add(self.groups[guilty.group].task)
             self.close_if_ended(guilty.group)

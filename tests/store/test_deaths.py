@@ -81,6 +81,30 @@ def test_an_episode_that_kills_its_worker_ends_and_the_others_of_that_worker_go_
     assert audit(store).violations == []
 
 
+@pytest.mark.parametrize("killers", [{2}, {2, 5}, {4, 5, 6}])
+def test_law_3_no_episode_is_found_guilty_of_what_another_did_beside_it(store: RunStore, killers: set[int]) -> None:
+    """A worker was killed from outside while it made the first one's environment, and the killers come before it."""
+    admit(store, limit=3, max_lag=99)
+    store.claim("outside", 1, lease_s=1e6)
+    store.release_worker("outside", max_deaths=MAX_DEATHS)
+    workers = Workers(store, killers, at=-1)
+    workers.until_all_ended()
+    assert {id for id, reason in reasons(store).items() if reason == "env_failed"} == killers
+    assert workers.deaths <= 2 * MAX_DEATHS * len(killers)
+    assert audit(store).violations == []
+
+
+def test_an_episode_that_is_played_apart_has_nobody_under_suspicion_beside_it(store: RunStore) -> None:
+    admit(store, limit=2)
+    store.claim("a", 1, lease_s=1e6)
+    store.release_worker("a")
+    store.claim("b", 99, lease_s=1e6)
+    store.release_worker("b")  # the second death of 1, the first of 2, 3 and 4
+    assert [claim.episode_id for claim in store.claim("c", 99, lease_s=1e6)] == [2, 3, 4]
+    assert store.claim("c", 99, lease_s=1e6) == [], "not beside them"
+    assert [claim.episode_id for claim in store.claim("d", 99, lease_s=1e6)] == [1], "elsewhere"
+
+
 def test_a_task_of_which_every_member_kills_ends_with_its_group(store: RunStore) -> None:
     admit(store, limit=3, group_size=4, max_lag=99)
     workers = Workers(store, {5, 6, 7, 8})
