@@ -34,7 +34,9 @@ def measure(store: ReadStore, *, start_up: int) -> Run:
     groups = _groups(store.episode_times(_GROUPS))
     if len(rows) < _FEWEST or len(groups) < _FEWEST:
         found = f"{len(groups)} finished groups and {len(rows)} steps after the first {start_up}"
-        raise UsageError(f"--from {store.path.parent}: {found}; a simulation needs {_FEWEST} of each")
+        run, more = store.path.parent, 2 * _FEWEST + (rows[-1].step if rows else start_up)
+        go_on = f"agentrl train --resume {run} --set train.steps={more}"
+        raise UsageError(f"--from {run}: {found}; a simulation needs {_FEWEST} of each: go on with {go_on}")
     idle = [float(row.values["idle_s"] or 0.0) for row in rows]  # pyright: ignore[reportArgumentType]
     busy = [float(row.values["busy_s"] or 0.0) for row in rows]  # pyright: ignore[reportArgumentType]
     tokens = [int(row.values["tokens_scored"] or 0) for row in rows]  # pyright: ignore[reportArgumentType]

@@ -83,7 +83,7 @@ def test_groups_of_the_last_moments_are_left_out_because_only_their_short_episod
 
 
 def test_a_run_too_short_to_say_anything_is_one_clear_line(tmp_path: Path) -> None:
-    says = "8 finished groups and 2 steps after the first 2; a simulation needs 4"
+    says = "8 finished groups and 2 steps after the first 2; a simulation needs 4 of each: go on with .*train.steps=12$"
     with finished(tmp_path, groups=8, steps=4) as store, pytest.raises(UsageError, match=says):
         measure(store, start_up=2)
 
