@@ -12,6 +12,7 @@ from agentrl.records import StopReason
 from agentrl.rollout.episode import play
 from agentrl.store import Claim, RunStore
 from agentrl.store.audit import audit
+from agentrl.store.awaitable import AsyncStore
 from agentrl.testing.engine import FakeEngine
 
 from .test_partial_turns import Killed, Mortal
@@ -37,7 +38,7 @@ async def test_law_1_a_turn_under_way_goes_on_in_another_run_from_the_tokens_it_
         second.move_in(store.run_id(), moved, {1: 2})
         claim = second.claim("other", 1, lease_s=10)[0]
         place, own = context(Saving(ANSWERS)), FakeEngine(version=3)
-        for name, value in (("store", second), ("engine", own)):
+        for name, value in (("store", AsyncStore(second, inline=True)), ("engine", own)):
             object.__setattr__(place, name, value)
         assert (await play(claim, place)).stop_reason is StopReason.DONE
         first = second.trajectory(claim.episode_id).turns[0]
