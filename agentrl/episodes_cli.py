@@ -48,7 +48,8 @@ def export_episodes(path: _RUN, out: Annotated[Path, typer.Option(help="The file
         print(f"{moved.left} late episodes are not in it: their groups were trained without them")
     if moved.large:
         print(f"{moved.large} groups are not in it: an episode of theirs is too large to be moved")
-    print(f"take them into another run: agentrl import-episodes OTHER_RUN {out}")
+    if moved.groups:
+        print(f"take them into another run: agentrl import-episodes OTHER_RUN {out}")
 
 
 def import_episodes(

@@ -44,7 +44,7 @@ def ids(kind: Kind) -> list[str]:
 def resolve(kind: Kind, id: str) -> Callable[..., Any]:
     """The callable behind an id, or behind a reference `module:attribute` or `path/to/file.py:attribute`.
 
-    Raises UnknownIdError naming the nearest known ids."""
+    Raises UnknownIdError naming the known ids, nearest first."""
     if (kind, id) in _registered:
         target = _registered[kind, id]
         return load_reference(target) if isinstance(target, str) else target
@@ -54,8 +54,8 @@ def resolve(kind: Kind, id: str) -> Callable[..., Any]:
     if ":" in id:
         return load_reference(id)
     known = ids(kind)
-    near = nearest(id, known) or known
-    raise UnknownIdError(f"no {kind} id {id!r} is registered; known: {', '.join(near) or 'none'}")
+    listed = dict.fromkeys([*nearest(id, known), *known])
+    raise UnknownIdError(f"no {kind} id {id!r} is registered; known: {', '.join(listed) or 'none'}")
 
 
 def nearest(id: str, known: list[str]) -> list[str]:

@@ -161,7 +161,7 @@ def test_a_run_file_without_a_kind_means_grpo() -> None:
 @pytest.mark.parametrize(
     ("algo", "wrong"),
     [
-        ({"kind": "grbo"}, "algo.kind.*'grbo' is registered; known: grpo"),
+        ({"kind": "grbo"}, "algo.kind.*'grbo' is registered; known: grpo, .*ppo"),
         ({"clip_lo": 0.1}, "algo.clip_lo.*did you mean 'clip_low'"),
         ({"clip_low": -1}, "algo.clip_low.*greater than 0"),
     ],
