@@ -9,7 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from agentrl.runtime.rundir import RunDir
-    from agentrl.store import RunStore
+    from agentrl.store.roles import Versions
 
 _RUN = Annotated[Path, typer.Argument(help="A run directory")]
 
@@ -71,7 +71,7 @@ def import_episodes(
     print(f"if the run does not go on by itself now: {go_on}")
 
 
-def _go_on(path: Path, run: RunDir, store: RunStore) -> str:
+def _go_on(path: Path, run: RunDir, store: Versions) -> str:
     """What to type for the run to go on. A run that has trained all of its steps needs one more."""
     from agentrl.errors import StoreError
 

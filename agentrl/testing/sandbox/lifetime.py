@@ -175,7 +175,7 @@ async def _(bench: Bench) -> None:
             await must_fail(box.exec(["sleep", "60"]))
 
 
-@promise()
+@promise(deadline_s=300)  # nine boxes, one after the other, of an engine that others may use
 async def _(bench: Bench) -> None:
     """no descriptor of this process is left behind by a box"""
 
