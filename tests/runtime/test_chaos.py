@@ -22,7 +22,7 @@ from .test_run import ENVS, command, run_file
 SETTINGS = {
     "rollout": {"workers": 2, "lease_s": 24.0},
     "engine": {"liveness_deadline_s": 10.0, "admin_deadline_s": 8.0},
-    "train": {"steps": 60, "checkpoint_every": 5, "liveness_deadline_s": 10.0},
+    "train": {"steps": 160, "checkpoint_every": 5, "liveness_deadline_s": 10.0},
     "eval": {"sets": []},
 }
 
