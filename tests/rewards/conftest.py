@@ -1,10 +1,33 @@
-"""An episode to score."""
+"""An episode to score, and the store of a run with the source that a test module describes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
+from agentrl.config import RunConfig
 from agentrl.records import Message, Step, StopReason, Task, Trajectory, Turn, VersionSpan
+from agentrl.runtime import scoring
+from agentrl.settings import RewardSource
+from agentrl.store import RunStore
+from tests.store.play import admit, serve
+
+
+def run_config(*sources: RewardSource) -> RunConfig:
+    document = {"model": "agentrl/tiny-coder", "env": {"id": "agentrl/TextGame-v0"}}
+    return RunConfig(**document, rewards=list(sources))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture
+def store(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunStore]:
+    """A store with one group admitted; its episodes wait for the source of the module's `settings()`."""
+    with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
+        serve(store, 0)
+        admit(store, limit=1)
+        scoring.declare(run_config(request.module.settings()), store)
+        yield store
 
 
 def turn(index: int, text: str, *answer: Message, role: str = "policy") -> Turn:

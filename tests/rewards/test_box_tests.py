@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from agentrl.runtime import scoring
 from agentrl.settings import RewardSource
 from agentrl.store import LeaseLost, RunStore, StoreError
 from agentrl.store.awaitable import AsyncStore
-from tests.rewards.test_sources import eventually, run_config
-from tests.store.play import START, admit, answer, play_all, serve, turn
+from tests.rewards.conftest import run_config
+from tests.rewards.test_sources import eventually
+from tests.store.play import START, answer, play_all, serve, turn
 
 TESTS = """
 import unittest
@@ -48,15 +49,6 @@ def hidden(task: Any) -> Mapping[str, bytes]:
 
 def outside(task: Any) -> Mapping[str, bytes]:
     return {"../hidden.py": TESTS.encode()}
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RunStore]:
-    with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
-        serve(store, 0)
-        admit(store, limit=1)
-        scoring.declare(run_config(settings()), store)
-        yield store
 
 
 def worked(store: RunStore, *works: bytes | None) -> str:

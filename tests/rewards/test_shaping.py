@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +22,10 @@ from agentrl.store import Claim, RunStore
 from agentrl.store.awaitable import AsyncStore
 from tests.algos.test_credit import PATHS, expected_estimate
 from tests.algos.test_credit import Path as Actions
-from tests.rewards.conftest import episode
+from tests.rewards.conftest import episode, run_config
 from tests.rewards.conftest import turn as said
-from tests.rewards.test_sources import eventually, run_config
-from tests.store.play import START, admit, answer, play, play_all, serve, turn
+from tests.rewards.test_sources import eventually
+from tests.store.play import START, answer, play, play_all, turn
 
 
 def potential(seen: Trajectory) -> float:
@@ -38,15 +37,6 @@ def settings(**changes: Any) -> RewardSource:
     return RewardSource(
         **{"source": "phi", "kind": "shaping", "call": "tests.rewards.test_shaping:potential", **changes}
     )
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RunStore]:
-    with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
-        serve(store, 0)
-        admit(store, limit=1)
-        scoring.declare(run_config(settings()), store)
-        yield store
 
 
 async def serving(store: RunStore, holds: Callable[[], bool], **changes: Any) -> None:

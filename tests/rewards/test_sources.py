@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -12,7 +11,6 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, ScoreError, UsageError
 from agentrl.records import Trajectory
 from agentrl.rewards.sources import Scorer, rewarder_of, until
@@ -21,7 +19,8 @@ from agentrl.settings import RewardSource
 from agentrl.store import RunStore
 from agentrl.store.awaitable import AsyncStore
 from agentrl.testing.scoring import FakeScoring
-from tests.store.play import START, admit, answer, play_all, serve, turn
+from tests.rewards.conftest import run_config
+from tests.store.play import START, answer, play_all, turn
 
 
 def settings(**changes: Any) -> RewardSource:
@@ -35,20 +34,6 @@ def desk(store: RunStore) -> AsyncStore:
 def length(seen: Trajectory) -> float:
     """How many turns there are so far, which a source of one's own may well say."""
     return float(len(seen.turns))
-
-
-def run_config(*sources: RewardSource) -> RunConfig:
-    document = {"model": "agentrl/tiny-coder", "env": {"id": "agentrl/TextGame-v0"}}
-    return RunConfig(**document, rewards=list(sources))  # pyright: ignore[reportArgumentType]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RunStore]:
-    with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
-        serve(store, 0)
-        admit(store, limit=1)
-        scoring.declare(run_config(settings()), store)
-        yield store
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
