@@ -98,12 +98,8 @@ class MemoryBuffer:
                 running_groups=counts[GroupState.WAITING] + counts[GroupState.RUNNING],
                 accepted_groups=counts[GroupState.SCORED] + counts[GroupState.TAKEN],
             ),
+            bounds,
             step=self.step,
-            max_lag=bounds.max_lag,
-            groups_per_step=bounds.groups_per_step,
-            group_size=bounds.group_size,
-            max_running=bounds.max_running,
-            steps_total=bounds.steps_total,
         )
         return [self._start(bounds.group_size) for _ in range(n)]
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The bounds of admission in a run file: arguments of `admissible_groups`, and how often at most a task that
+    """The bounds of admission in a run file, see `admissible_groups`; `max_replays` is how often at most a task that
     infrastructure lost is played again."""
 
     group_size: int
@@ -54,25 +54,15 @@ class Load:
     buffered_tokens: int = 0  # sampled, of ended episodes that wait to be trained
 
 
-def admissible_groups(
-    load: Load,
-    *,
-    step: int,
-    max_lag: int,
-    groups_per_step: int,
-    group_size: int,
-    max_running: int,
-    steps_total: int,
-    max_tokens: int | None = None,
-) -> int:
+def admissible_groups(load: Load, bounds: Bounds, *, step: int) -> int:
     """How many groups of `group_size` episodes may start now, at least 0.
 
     `step` is the optimizer step of the weights that sample now, `max_lag` the bound in steps, `max_running` the bound
     in episodes; never more groups than `steps_total` steps of `groups_per_step` need. While `max_tokens` or more are
     buffered, only as many groups may be there as the next step needs, as if `max_lag` were 0: a buffer that were closed
     altogether might hold too few groups for a step, and learner and workers would wait for each other."""
-    places = math.ceil((max_running - load.running_episodes) / group_size)
-    full = max_tokens is not None and load.buffered_tokens >= max_tokens
-    horizon = min((0 if full else max_lag) + step + 1, steps_total)
-    fresh = horizon * groups_per_step - (load.accepted_groups + load.running_groups)
+    places = math.ceil((bounds.max_running - load.running_episodes) / bounds.group_size)
+    full = bounds.max_tokens is not None and load.buffered_tokens >= bounds.max_tokens
+    horizon = min((0 if full else bounds.max_lag) + step + 1, bounds.steps_total)
+    fresh = horizon * bounds.groups_per_step - (load.accepted_groups + load.running_groups)
     return max(0, min(places, fresh))

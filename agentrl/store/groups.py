@@ -68,16 +68,7 @@ class Groups(Part):
         version, first = latest_confirmed(self._db), next_task(self._db)
         if version is None:
             return Room(0, 0, first), 0
-        free = admissible_groups(
-            _load(self._db, tokens=bounds.max_tokens is not None),
-            step=version.step,
-            max_lag=bounds.max_lag,
-            groups_per_step=bounds.groups_per_step,
-            group_size=bounds.group_size,
-            max_running=bounds.max_running,
-            steps_total=bounds.steps_total,
-            max_tokens=bounds.max_tokens,
-        )
+        free = admissible_groups(_load(self._db, tokens=bounds.max_tokens is not None), bounds, step=version.step)
         groups = max(0, min(free, limit))
         replays = min(groups, len(lost_groups(self._db, bounds.max_replays))) if groups else 0
         return Room(groups, replays, first), version.step

@@ -8,23 +8,22 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from agentrl.store import Load, Quorum, RunStore, admissible_groups
+from agentrl.store import Bounds, Load, Quorum, RunStore, admissible_groups
 
 from .play import Clock, admit, play, play_all, serve, task
 
 IDLE = Load(running_episodes=0, running_groups=0, accepted_groups=0)
 
 
-def admissible(load: Load = IDLE, **changes: int) -> int:
+def admissible(load: Load = IDLE, step: int = 0, **changes: int) -> int:
     arguments = {
-        "step": 0,
         "max_lag": 1,
         "groups_per_step": 2,
         "group_size": 4,
         "max_running": 1000,
         "steps_total": 1000,
     }
-    return admissible_groups(load, **(arguments | changes))
+    return admissible_groups(load, Bounds(**(arguments | changes)), step=step)
 
 
 @pytest.mark.parametrize(
@@ -69,15 +68,14 @@ counts = st.integers(0, 200)
 def test_every_bound_holds_after_admission_and_one_more_would_break_one(
     load: Load, step: int, max_lag: int, groups_per_step: int, group_size: int, max_running: int, steps_total: int
 ) -> None:
-    n = admissible_groups(
-        load,
-        step=step,
+    bounds = Bounds(
         max_lag=max_lag,
         groups_per_step=groups_per_step,
         group_size=group_size,
         max_running=max_running,
         steps_total=steps_total,
     )
+    n = admissible_groups(load, bounds, step=step)
 
     def within(more: int) -> bool:
         admitted = load.accepted_groups + load.running_groups + more
@@ -114,15 +112,14 @@ def test_law_5_an_admitted_group_that_finishes_promptly_is_never_older_than_the_
                 running_groups=len(running),
                 accepted_groups=len(finished) + len(trained_in),
             )
-            n = admissible_groups(
-                load,
-                step=step,
+            bounds = Bounds(
                 max_lag=max_lag,
                 groups_per_step=groups_per_step,
                 group_size=group_size,
                 max_running=max_running,
                 steps_total=10_000,
             )
+            n = admissible_groups(load, bounds, step=step)
             running |= set(range(len(admitted_at), len(admitted_at) + n))
             admitted_at += [step] * n
             assert len(running) * group_size < max_running + group_size
