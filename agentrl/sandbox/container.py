@@ -157,13 +157,11 @@ class Container:
         )
 
     async def _spawn(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None) -> Command:
-        words = checked_argv(argv)
-        variables = checked_env({**self.spec.env, **(env or {})})
+        words, variables = checked_argv(argv), checked_env({**self.spec.env, **(env or {})})
         folder = os.fsencode(cwd or ".")
         if b"\0" in folder:
             raise Refused("the folder holds a NUL byte")
-        limits = self.spec.limits
-        script = BOUND.format(pids=limits.pids)
+        script = BOUND.format(pids=self.spec.limits.pids)
         plain: dict[str, str] = {}
         for key, value in variables.items():
             if is_text(key) and is_text(value):
@@ -265,12 +263,14 @@ class Container:
         if self._closed:
             return
         running, command.exit_code = await self._engine.state(command.execution)
-        alone = self._running == {command}
-        if running or (not ours and (not alone or await self._engine.processes(self.name) > _OWN_PROCESSES)):
+        others = self._running != {command}
+        if running or (not ours and (others or await self._engine.processes(self.name) > _OWN_PROCESSES)):
             await self._sweep(command)
         with trio.move_on_after(_END_S):
             await command.streams.ended.wait()
-        if running:
+        deadline = trio.current_time() + _END_S  # the engine says so some time after the streams have ended
+        while running and trio.current_time() < deadline:
+            await trio.sleep(_POLL_S / 10)
             running, command.exit_code = await self._engine.state(command.execution)
         if running or not command.streams.drained:
             await self._break("sandbox: the processes of a command could not be ended; the box was destroyed")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import trio
+import trio.testing
 
 from agentrl.errors import SandboxError, SandboxPathError
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox import container
 from agentrl.sandbox.container import Container, Engine
+from agentrl.sandbox.streams import AttachedStreams
 
 
 class Gone:
@@ -78,3 +81,47 @@ async def test_a_container_that_is_gone_for_another_reason_is_the_hosts_failure(
     box = Container(cast(Engine, Gone(starved=False)), SandboxSpec(), set())
     with pytest.raises(SandboxError, match="no such container"):
         await box.exec(["true"])
+
+
+class Late:
+    """An engine that learns `by` askings after the streams of a command have ended that the command has ended too."""
+
+    def __init__(self, *, by: float) -> None:
+        self.by, self.asked, self.removed = by, 0, 0
+
+    def next_uid(self) -> int:
+        return 1000
+
+    async def execute(
+        self, container: str, argv: Sequence[str], uid: int, env: Mapping[str, str], output_bytes: int
+    ) -> tuple[str, AttachedStreams]:
+        ours, theirs = trio.testing.memory_stream_pair()
+        await theirs.aclose()
+        return "execution", AttachedStreams(ours, b"", output_bytes=output_bytes)
+
+    async def state(self, execution: str) -> tuple[bool, int | None]:
+        self.asked += 1
+        return self.asked <= self.by, None if self.asked <= self.by else 0
+
+    async def processes(self, container: str) -> int:
+        return 1
+
+    async def remove(self, container: str) -> None:
+        self.removed += 1
+
+
+async def test_a_commands_end_that_the_engine_learns_late_costs_no_box(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    engine = Late(by=50)
+    box = Container(cast(Engine, engine), SandboxSpec(), set())
+    assert (await box.exec(["true"])).exit_code == 0
+    assert not engine.removed
+
+
+async def test_a_command_that_never_ends_costs_its_box(autojump_clock: trio.testing.MockClock) -> None:
+    engine = Late(by=math.inf)
+    box = Container(cast(Engine, engine), SandboxSpec(), set())
+    result = await box.exec(["true"])
+    assert (result.exit_code, engine.removed) == (137, 1)
+    assert b"could not be ended" in (await box.exec(["true"])).stderr
