@@ -466,10 +466,11 @@ def apply_override(document: dict[str, Any], override: str) -> None:
 def _leave_algorithm(table: dict[str, Any], kind: str) -> None:
     """Take out of `[algo]` what only the algorithm of the run file has: another one is chosen on the command line."""
     try:
-        old, new = algorithm(str(table.get("kind", "grpo"))).model_fields, algorithm(kind).model_fields
+        old, new = algorithm(str(table.get("kind", "grpo"))), algorithm(kind)
     except UnknownIdError:
         return  # said where the table is read
-    for name in [name for name in table if name in old and name not in new]:
+    used = new.model_fields.keys() - new.unused
+    for name in [name for name in table if name in old.model_fields and name not in used]:
         del table[name]
 
 

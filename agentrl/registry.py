@@ -27,6 +27,11 @@ _registered: dict[tuple[Kind, str], Target] = {
     ("algorithms", "ppo"): "agentrl.algos.ppo:PPO",
     ("algorithms", "gspo"): "agentrl.algos.gspo:GSPO",
     ("algorithms", "cispo"): "agentrl.algos.cispo:CISPO",
+    ("algorithms", "sapo"): "agentrl.algos.sapo:SAPO",
+    ("algorithms", "maxrl"): "agentrl.algos.maxrl:MaxRL",
+    ("algorithms", "rloo"): "agentrl.algos.presets:RLOO",
+    ("algorithms", "dr_grpo"): "agentrl.algos.presets:DrGRPO",
+    ("algorithms", "dapo"): "agentrl.algos.presets:DAPO",
     ("algorithms", "reinforce++"): "agentrl.algos.reinforce:Reinforce",
 }
 

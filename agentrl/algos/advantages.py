@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 Baseline = Literal["leave_one_out", "group_mean", "none"]
-Scale = Literal["none", "std"]
+Scale = Literal["none", "std", "mean"]
 
 STD_FLOOR = 1e-4
 """Added to the standard deviation of a group, so that nearly equal returns are not blown up."""
+
+MEAN_FLOOR = 1e-9
+"""A mean return up to this is 0: sums of rewards in another order differ by less."""
 
 
 def centred(returns_G: Tensor, scored_G: Tensor, kind: Baseline, judges_G: Tensor | None = None) -> Tensor:
@@ -48,8 +51,15 @@ def centred(returns_G: Tensor, scored_G: Tensor, kind: Baseline, judges_G: Tenso
 def spread(returns_G: Tensor, scored_G: Tensor, kind: Scale) -> Tensor:
     """The divisor of advantages, a scalar: 1, or the sample standard deviation of the scored returns plus
     `STD_FLOOR` (GRPO, Shao et al. 2024, section 4.1). Dividing by it is biased: easy and hard tasks
-    weigh more (Dr. GRPO, Liu et al. 2025, section 3.1)."""
+    weigh more (Dr. GRPO, Liu et al. 2025, section 3.1).
+
+    `mean`: the mean of the scored returns (MaxRL, see `agentrl.algos.maxrl`); infinite where it is not above 0, so that
+    a group without any success says nothing."""
     scored = returns_G[scored_G]
-    if kind == "none" or len(scored) < 2:
-        return torch.ones((), dtype=returns_G.dtype, device=returns_G.device)
+    one = torch.ones((), dtype=returns_G.dtype, device=returns_G.device)
+    if kind == "mean" and len(scored):
+        mean = scored.mean()
+        return mean if mean > MEAN_FLOOR else one * torch.inf
+    if kind != "std" or len(scored) < 2:
+        return one
     return scored.std(correction=1) + STD_FLOOR

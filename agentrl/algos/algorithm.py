@@ -28,9 +28,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 Trunk = Literal["own", "shared"]
 
@@ -96,11 +97,21 @@ class Algorithm(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
+    unused: ClassVar[frozenset[str]] = frozenset()
+    """Settings that it inherits and that have no meaning for it: they stay at their defaults."""
+
     kind: Any  # which algorithm
     process_weight: Weight = 1.0  # 0 switches process rewards off
     importance_cap: Positive = 2.0  # importance weights, behaviour -> proximal, are cut off here
     normalise: Literal["token", "sequence", "constant"] = "token"  # what weighs the same in the mean, see `divisor`
     divisor: Count = 256  # normalise = "constant": an episode's sum is divided by so many tokens, whatever its length
+
+    @model_validator(mode="after")
+    def _without_unused(self) -> Self:
+        for name in sorted(self.unused):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"kind = {self.kind!r} does not use {name}: leave it out")
+        return self
 
     @property
     def slots(self) -> Slots:
@@ -126,6 +137,11 @@ class Algorithm(BaseModel):
     def least_members(self) -> int:
         """The least size of a group that it can learn from."""
         return 2 if self.compares else 1
+
+    @property
+    def turn_discount(self) -> float:
+        """The discount per turn of the returns that it compares."""
+        return 1.0
 
     @property
     def corrects(self) -> bool:

@@ -10,7 +10,7 @@ so there is no proximal policy, and `importance_cap` is not used.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from agentrl.algos.algorithm import Outputs, Positive
 from agentrl.algos.grpo import GRPO
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 class CISPO(GRPO):
     """Clipped importance-sampling policy optimization."""
+
+    unused: ClassVar = frozenset({"importance_cap", "dual_clip"})
 
     kind: Literal["cispo"] = "cispo"  # pyright: ignore[reportIncompatibleVariableOverride]
     clip_low: Positive = 1.0  # the weight is at least 1 minus this: 1 is no bound

@@ -9,7 +9,9 @@ sampled to that of the step's start (decoupled PPO, Hilton et al. 2022). With on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import model_validator
 
 from agentrl.algos.algorithm import Algorithm, Loss, Outputs, Positive, Slots, Weight
 
@@ -22,9 +24,17 @@ class Clipped(Algorithm):
 
     clip_low: Positive = 0.2  # PPO: the ratio may fall by so much
     clip_high: Positive = 0.28  # and rise by so much
+    dual_clip: Weight = 0.0  # bound on it with a negative advantage, such as 3 (Ye et al. 2020); 0: none
     kl_weight: Weight = 0.0  # of a penalty on leaving the reference
     kl_gradient: Literal["k3", "k2"] = "k3"  # k3 pulls along KL(reference || policy), k2 along KL(policy || reference)
     entropy_weight: Weight = 0.0  # bonus on the entropy of the policy
+
+    @model_validator(mode="after")
+    def _dual(self) -> Self:
+        if 0 < self.dual_clip <= 1 + self.clip_high:
+            least = f"1 + clip_high = {1 + self.clip_high:g}"
+            raise ValueError(f"dual_clip = {self.dual_clip:g}: must be above {least}, or 0 for no bound")
+        return self
 
     @property
     def slots(self) -> Slots:
@@ -44,6 +54,7 @@ class Clipped(Algorithm):
             tokens["advantage"],
             clip_low=self.clip_low,
             clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
         )
 
     def correction(self, tokens: Mapping[str, Tensor]) -> Tensor:

@@ -5,7 +5,7 @@
 
 With one update per step the ratio r is 1 and the clip does nothing: this is then REINFORCE with a leave-one-out
 baseline and truncated importance weights. The paper's own settings are `baseline = "group_mean"`, `scale = "std"` and
-`normalise = "sequence"`; `baseline = "leave_one_out"` is RLOO, `normalise = "constant"` Dr. GRPO.
+`normalise = "sequence"`; others have names of their own (`agentrl.algos.presets`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import model_validator
 
-from agentrl.algos.algorithm import ROUNDING, Siblings
+from agentrl.algos.algorithm import ROUNDING, Share, Siblings
 from agentrl.algos.clipped import Clipped
 
 if TYPE_CHECKING:
@@ -27,8 +27,9 @@ class GRPO(Clipped):
 
     kind: Literal["grpo"] = "grpo"
     baseline: Literal["leave_one_out", "group_mean", "none"] = "leave_one_out"  # what an outcome is compared with
-    scale: Literal["none", "std"] = "none"  # whether advantages are divided by the spread of their group
+    scale: Literal["none", "std", "mean"] = "none"  # divides advantages by the spread, or the mean, of their group
     source_scale: Literal["none", "std", "leave_one_out"] = "none"  # or outcome and each source by its own spread
+    discount: Share = 1.0  # of a reward per turn between; the outcome is earned at the last turn
     importance: Literal["token", "none"] = "token"  # behaviour -> proximal correction
 
     @property
@@ -39,6 +40,8 @@ class GRPO(Clipped):
     def _possible(self) -> Self:
         if self.source_scale != "none" and self.scale != "none":
             raise ValueError(f"scale = {self.scale!r} and source_scale = {self.source_scale!r}: leave one of them out")
+        if self.source_scale != "none" and self.discount != 1:
+            raise ValueError(f"discount = {self.discount:g} and source_scale = {self.source_scale!r}: leave one out")
         return self
 
     @property
@@ -48,6 +51,10 @@ class GRPO(Clipped):
     @property
     def compares(self) -> bool:
         return self.baseline != "none"
+
+    @property
+    def turn_discount(self) -> float:
+        return self.discount
 
     def prepare(self, siblings: Siblings) -> dict[str, Tensor]:
         from agentrl.algos.credit import turn_advantages
@@ -76,6 +83,7 @@ class GRPO(Clipped):
             scale=self.scale,
             process_weight=self.process_weight,
             judges_G=siblings.judges_G,
+            discount=self.discount,
         )
         return {"advantage": advantages_GT}
 

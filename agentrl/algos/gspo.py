@@ -44,4 +44,5 @@ class GSPO(GRPO):
             tokens["advantage"],
             clip_low=self.clip_low,
             clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
         )

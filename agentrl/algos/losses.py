@@ -19,7 +19,13 @@ KLGradient = Literal["k3", "k2"]
 
 
 def clipped_surrogate(
-    logprobs_T: Tensor, proximal_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float
+    logprobs_T: Tensor,
+    proximal_T: Tensor,
+    advantages_T: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Loss per token, and where the clip cut its gradient (bool): both [T].
 
@@ -27,11 +33,32 @@ def clipped_surrogate(
 
     PPO's pessimistic clip (Schulman et al. 2017, eq. 7) with a wider upper bound, "clip-higher" (DAPO, Yu et al. 2025,
     section 3.1). `proximal_T` are log-probs under the policy the update must stay near, which need not be the one that
-    sampled (decoupled PPO, Hilton et al. 2022, section 3)."""
+    sampled (decoupled PPO, Hilton et al. 2022, section 3).
+
+    With `dual_clip` = c > 1 (0: off) what is gained is at least c A if A < 0 (dual-clip PPO, Ye et al. 2020): the
+    pessimistic clip has no bound there, so a token that became many times likelier would rule the whole step."""
     ratio_T = (logprobs_T - proximal_T).exp()
     free_T = ratio_T * advantages_T
     held_T = ratio_T.clamp(1 - clip_low, 1 + clip_high) * advantages_T
-    return -torch.minimum(free_T, held_T), held_T < free_T
+    gained_T, cut_T = torch.minimum(free_T, held_T), held_T < free_T
+    if dual_clip:
+        least_T = torch.where(advantages_T < 0, dual_clip * advantages_T, -torch.inf)
+        gained_T, cut_T = torch.maximum(gained_T, least_T), cut_T | (gained_T < least_T)
+    return -gained_T, cut_T
+
+
+def gated_surrogate(
+    logprobs_T: Tensor, proximal_T: Tensor, advantages_T: Tensor, *, tau_positive: float, tau_negative: float
+) -> Tensor:
+    """Loss per token, [T], with a soft gate in the place of a clip (SAPO, Gao et al. 2025).
+
+        -f(ratio) A,   f(ratio) = 4 / tau sigmoid(tau (ratio - 1)),   tau = tau_positive if A > 0, else tau_negative
+
+    The weight of a token's policy gradient is ratio A f'(ratio), with f'(1) = 1: on policy it is that of REINFORCE, and
+    it decays smoothly as the ratio leaves 1 on either side."""
+    tau_T = torch.where(advantages_T > 0, tau_positive, tau_negative)
+    ratio_T = (logprobs_T - proximal_T).exp()
+    return -4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * advantages_T
 
 
 def kl_penalty(logprobs_T: Tensor, reference_T: Tensor, gradient: KLGradient = "k3") -> Tensor:

@@ -20,13 +20,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from agentrl.algos.algorithm import Loss, Outputs, Positive, Siblings, Slots
+from agentrl.algos.algorithm import Loss, Outputs, Positive, Share, Siblings, Slots, Weight
 from agentrl.algos.clipped import Clipped
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class PPO(Clipped):
@@ -40,7 +38,7 @@ class PPO(Clipped):
     gae_lambda: Share = 1.0  # of the policy's advantages; below 1 the critic's errors bias them
     gae_length_alpha: Positive | None = None  # VAPO: gae_lambda = 1 - 1 / (alpha * actions of the episode) instead
     value_lambda: Share = 1.0  # of the critic's targets
-    value_clip: Positive | None = 0.2  # a value may change by so much in a step
+    value_clip: Weight = 0.2  # a value may change by so much in a step; 0: by any amount
     value_weight: Positive = 0.5  # of the critic's loss
     critic: Literal["own", "shared"] = "own"  # the value head's trunk: a second model, or the policy itself
     critic_lr: Positive | None = None  # learning rate of head and own trunk; default: train.lr
@@ -117,7 +115,7 @@ class PPO(Clipped):
             *(tokens[n] for n in ("values", "target", "value_share")),
         )
         errors_K = (values_K - target_K).square()
-        if self.value_clip is not None:
+        if self.value_clip:
             held_K = old_K + (values_K - old_K).clamp(-self.value_clip, self.value_clip)
             errors_K = torch.maximum(errors_K, (held_K - target_K).square())
         value_loss = (share_K * errors_K).sum() / 2

@@ -91,6 +91,8 @@ def _of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
     for node in tree.body:
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             continue
+        if node.target.id not in section.model_fields:
+            continue
         name, field = node.target.id, section.model_fields[node.target.id]
         inner = _section_of(field.annotation)
         if inner is Algorithm:
@@ -112,12 +114,17 @@ def _algorithms(prefix: str) -> Iterator[Key]:
     kinds_of: dict[Key, list[str]] = {}
     for kind, found in kinds.items():
         bases = [base for base in reversed(found.__mro__) if issubclass(base, Algorithm) and base is not Algorithm]
-        own = {key.name: key for base in bases for key in _of(base, prefix) if key.name != f"{prefix}kind"}
+        apart = {f"{prefix}{name}" for name in {"kind", *found.unused}}
+        own = {key.name: key for base in bases for key in _of(base, prefix) if key.name not in apart}
         for key in own.values():
             default = _default(found.model_fields[key.name.removeprefix(prefix)])
-            kinds_of.setdefault(replace(key, default=default), []).append(f"`{kind}`")
+            kinds_of.setdefault(replace(key, default=default), []).append(kind)
     for key, having in kinds_of.items():
-        yield replace(key, meaning=f"{', '.join(having)}: {key.meaning}")
+        others = [f"`{kind}`" for kind in kinds if kind not in having]
+        named = ", ".join(f"`{kind}`" for kind in having)
+        if len(others) < len(having):
+            named = f"all but {', '.join(others)}" if others else "all"
+        yield replace(key, meaning=f"{named}: {key.meaning}")
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:

@@ -32,4 +32,8 @@ def take_order(config: RunConfig) -> TakeOrder:
 
 def returns_of(config: RunConfig) -> Returns:
     """What the run's returns are made of."""
-    return Returns(process_weight=config.algo.process_weight, frozen=frozenset(config.rollout.frozen_roles()))
+    return Returns(
+        process_weight=config.algo.process_weight,
+        discount=config.algo.turn_discount,
+        frozen=frozenset(config.rollout.frozen_roles()),
+    )

@@ -20,9 +20,11 @@ _ROUNDING = 1e-9  # as in the learner: sums of equal rewards in another order di
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returns:
-    """What a return is made of: the weight of process rewards beside the outcome, and the roles that do not learn."""
+    """What a return is made of: the weight of process rewards beside the outcome, the discount of both per turn, and
+    the roles that do not learn."""
 
     process_weight: float = 1.0
+    discount: float = 1.0
     frozen: frozenset[str] = frozenset()
 
 
@@ -33,13 +35,13 @@ def advantages(
     by the others in it (leave-one-out), `late` members by all of them. Without a judge, all are 0."""
     found: dict[int, list[float]] = {member: [] for member in (*record, *(late or {}))}
     for role in {role for one in record.values() for role in one.rewards} - returns.frozen:
-        own = {member: _to_go(one, role, returns.process_weight) for member, one in record.items()}
+        own = {member: _to_go(one, role, returns) for member, one in record.items()}
         for member, values in own.items():
             others = [(record[other].outcome_of(role), each) for other, each in own.items() if other != member]
             found[member] += _above(values, others)
         judges = [(record[member].outcome_of(role), each) for member, each in own.items()]
         for member, one in (late or {}).items():
-            found[member] += _above(_to_go(one, role, returns.process_weight), judges)
+            found[member] += _above(_to_go(one, role, returns), judges)
     return found
 
 
@@ -49,11 +51,11 @@ def strength(record: Mapping[int, MemberRecord], returns: Returns) -> float:
     return 0.0 if max(sizes, default=0.0) <= _ROUNDING else sum(sizes) / len(sizes)
 
 
-def _to_go(member: MemberRecord, role: str, weight: float) -> list[float]:
+def _to_go(member: MemberRecord, role: str, returns: Returns) -> list[float]:
     """The return of a role from each of its turns on: its outcome, and the weighted rewards still to come."""
     total, found = member.outcome_of(role), list[float]()
     for reward in reversed(member.rewards.get(role, ())):
-        total += weight * reward
+        total = (returns.discount * total if found else total) + returns.process_weight * reward
         found.append(total)
     return found[::-1]
 

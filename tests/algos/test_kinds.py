@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from agentrl import config
 from agentrl.algos.algorithm import Outputs, Siblings
 from agentrl.algos.cispo import CISPO
 from agentrl.algos.grpo import GRPO
 from agentrl.algos.gspo import GSPO
 from agentrl.algos.reinforce import Reinforce
+from agentrl.algos.sapo import SAPO
+from agentrl.errors import ConfigError
 
 TURNS = [(1, 0), (1, 0), (1, 0), (2, 0), (1, 1), (1, 1), (2, 1), (2, 1), (2, 1), (2, 1)]  # episode and turn of a token
 
@@ -91,7 +95,90 @@ def test_cispo_is_its_formula(seed: int) -> None:
     )
 
 
-@pytest.mark.parametrize("algo", [GSPO(), CISPO(clip_high=1.0)], ids=["gspo", "cispo"])
+@pytest.mark.parametrize("seed", range(4))
+def test_sapo_is_its_formula(seed: int) -> None:
+    algo = SAPO(tau_positive=0.8, tau_negative=3.0, importance_cap=1.5)
+    columns, now = drawn(seed, spread=0.8)
+    c, logprob = of(columns), now.tolist()
+    loss, gradient = 0.0, []
+    for k, advantage in enumerate(c["advantage"]):
+        r, tau = math.exp(logprob[k] - c["proximal"][k]), 0.8 if advantage > 0 else 3.0
+        gate = 1 / (1 + math.exp(-tau * (r - 1)))
+        share = c["weight"][k] * min(1.5, math.exp(c["proximal"][k] - c["behaviour"][k]))
+        loss -= share * 4 / tau * gate * advantage
+        gradient.append(-share * 4 * gate * (1 - gate) * r * advantage)
+    got = found(algo, columns, now)
+    assert got[0] == pytest.approx(loss)
+    assert got[1] == pytest.approx(gradient)
+    assert not any(got[2])
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_dual_clip_bounds_the_loss_of_a_token_that_became_likelier(kind: str, seed: int) -> None:
+    algo = config.algorithm(kind)(clip_low=0.1, clip_high=0.2, dual_clip=1.4)
+    columns, now = drawn(seed, spread=0.8)
+    c, logprob = of(columns), now.tolist()
+    loss, clipped = 0.0, []
+    for k, turn in enumerate(TURNS):
+        own = [j for j, other in enumerate(TURNS) if other == turn] if kind == "gspo" else [k]
+        r = math.exp(sum(logprob[j] - c["proximal"][j] for j in own) / len(own))
+        advantage, gained = c["advantage"][k], min(r * c["advantage"][k], min(max(r, 0.9), 1.2) * c["advantage"][k])
+        bounded = max(gained, 1.4 * advantage) if advantage < 0 else gained
+        clipped.append(bounded != r * advantage)
+        loss -= c["weight"][k] * min(2.0, math.exp(c["proximal"][k] - c["behaviour"][k])) * bounded
+    got = found(algo, columns, now)
+    assert got[0] == pytest.approx(loss)
+    assert got[2] == clipped
+    if kind == "grpo":
+        assert [slope == 0 for slope in got[1]] == clipped
+
+
+def test_the_dual_clip_cuts_what_the_clip_alone_does_not() -> None:
+    cut = [sum(sum(found(GRPO(dual_clip=c), *drawn(seed, 1.0))[2]) for seed in range(4)) for c in (0.0, 1.5)]
+    assert cut[0] < cut[1]
+
+
+@pytest.mark.parametrize(
+    ("algo", "said"),
+    [
+        (
+            {"kind": "grpo", "dual_clip": 1.1},
+            r"dual_clip = 1\.1: must be above 1 \+ clip_high = 1\.28, or 0",
+        ),
+        ({"kind": "sapo", "clip_high": 0.3}, "kind = 'sapo' does not use clip_high: leave it out"),
+        ({"kind": "cispo", "importance_cap": 3.0}, "kind = 'cispo' does not use importance_cap: leave it out"),
+        (
+            {"kind": "grpo", "discount": 0.9, "source_scale": "std"},
+            "discount = 0.9 and source_scale = 'std': leave one",
+        ),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(algo: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config.parse({"model": "m", "env": {"id": "e"}, "algo": algo})
+
+
+def test_another_kind_on_the_command_line_leaves_what_it_does_not_use() -> None:
+    document: dict[str, Any] = {"algo": {"clip_high": 0.3, "scale": "std"}}
+    config.apply_override(document, "algo.kind=sapo")
+    assert document["algo"] == {"kind": "sapo", "scale": "std"}
+
+
+def test_names_of_papers_are_settings_of_grpo() -> None:
+    """Each differs from GRPO in what its paper says, and in nothing else."""
+    changes = {
+        "rloo": {},
+        "dr_grpo": {"baseline": "group_mean", "normalise": "constant"},
+        "dapo": {"baseline": "group_mean", "scale": "std"},
+        "maxrl": {"baseline": "group_mean", "scale": "mean"},
+    }
+    for kind, changed in changes.items():
+        of_kind = config.parse({"model": "m", "env": {"id": "e"}, "algo": {"kind": kind}}).algo
+        assert of_kind.model_dump() == GRPO().model_dump() | changed | {"kind": kind}
+
+
+@pytest.mark.parametrize("algo", [GSPO(), CISPO(clip_high=1.0), SAPO()], ids=["gspo", "cispo", "sapo"])
 def test_at_one_update_a_step_they_are_grpo(algo: GRPO) -> None:
     columns, _ = drawn(1, spread=0.0)
     now = columns["proximal"].clone().requires_grad_()

@@ -53,4 +53,4 @@ def test_settings_are_read_without_torch() -> None:
         "print(kind, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.split() == ["reinforce++", "False"], done.stderr
+    assert done.stdout.split() == ["sapo", "False"], done.stderr

@@ -66,10 +66,10 @@ def test_skipping_is_refused_where_sources_are_scaled_apart() -> None:
 
 
 def test_returns_are_those_of_the_run_file() -> None:
-    document = {"model": "m", "env": {"id": "test/none"}, "algo": {"process_weight": 0.25}}
+    document = {"model": "m", "env": {"id": "test/none"}, "algo": {"process_weight": 0.25, "discount": 0.5}}
     config = configuration.parse({**document, "rollout": {"roles": {"judge": "frozen", "solver": "trained"}}})
     found = returns_of(config)
-    assert (found.process_weight, found.frozen) == (0.25, {"judge"})
+    assert (found.process_weight, found.discount, found.frozen) == (0.25, 0.5, {"judge"})
 
 
 def test_the_capacity_in_tokens_reaches_admission() -> None:

@@ -28,13 +28,14 @@ def solved(id: int) -> Group:
     return group_of(members, id=id)
 
 
+@pytest.mark.parametrize("discount", [1.0, 0.8])
 @pytest.mark.parametrize("seed", range(20))
-def test_the_stores_advantages_are_those_that_the_learner_computes(seed: int) -> None:
+def test_the_stores_advantages_are_those_that_the_learner_computes(seed: int, discount: float) -> None:
     group = random_group(1, seed)
     record = {one.member: one.record for one in group.trajectories[:-1]}
     late = {one.member: one.record for one in group.trajectories[-1:]}
-    found = advantages(record, Returns(process_weight=0.5), late)
-    rows = rows_of(replace(group, record=record), process_weight=0.5).rows
+    found = advantages(record, Returns(process_weight=0.5, discount=discount), late)
+    rows = rows_of(replace(group, record=record), process_weight=0.5, discount=discount).rows
     for row in rows:
         turns = group.trajectories[row.episode_id - 100].turns
         expected = [found[row.episode_id - 100][one.index] for one in turns for _ in one.token_ids]

@@ -1,0 +1,41 @@
+"""SAPO (Gao et al. 2025): a soft gate on the ratio of each token in the place of a clip.
+
+    loss = - mean of  rho f(r) A,   f(r) = 4 / tau sigmoid(tau (r - 1)),   tau = tau_negative if A < 0
+
+Advantages are GRPO's. A token whose ratio left 1 counts less and less, but never stops to count at once; with a
+negative advantage sooner, as tau_negative > tau_positive: such a token makes all others of the vocabulary likelier,
+whatever they are. With one update per step r is 1, and this is GRPO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from agentrl.algos.algorithm import Outputs, Positive
+from agentrl.algos.grpo import GRPO
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SAPO(GRPO):
+    """Soft adaptive policy optimization."""
+
+    unused: ClassVar = frozenset({"clip_low", "clip_high", "dual_clip"})
+
+    kind: Literal["sapo"] = "sapo"  # pyright: ignore[reportIncompatibleVariableOverride]
+    tau_positive: Positive = 1.0  # how quickly a token with a positive advantage counts less
+    tau_negative: Positive = 1.05  # and with a negative one
+
+    def surrogate(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> tuple[Tensor, Tensor]:
+        from agentrl.algos.losses import gated_surrogate
+
+        gated_K = gated_surrogate(
+            outputs.logprobs_K,
+            tokens["proximal"],
+            tokens["advantage"],
+            tau_positive=self.tau_positive,
+            tau_negative=self.tau_negative,
+        )
+        return gated_K, gated_K.isnan()  # nothing is cut
