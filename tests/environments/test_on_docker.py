@@ -11,7 +11,7 @@ from agentrl.env.oracles import judge
 pytestmark = pytest.mark.docker
 
 
-@pytest.mark.parametrize("id", ["agentrl/CodeRepair-v0", "agentrl/RepoRepair-v0"])
+@pytest.mark.parametrize("id", ["agentrl/CodeRepair-v0", pytest.param("agentrl/RepoRepair-v0", marks=pytest.mark.slow)])
 async def test_oracles_get_what_they_must(
     id: str,
     docker_engine: str,  # noqa: F811

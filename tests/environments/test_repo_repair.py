@@ -254,6 +254,7 @@ async def test_both_potentials_add_up() -> None:
     assert first + last == pytest.approx(0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.bubblewrap
 def test_it_keeps_the_contract() -> None:
     env = RepoRepair()

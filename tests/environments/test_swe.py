@@ -65,7 +65,7 @@ async def test_oracles_of_the_shipped_tasks_get_what_they_must(id: str, count: i
 
 
 @boxed
-@pytest.mark.parametrize("id", ["agentrl/SWE-v0", "agentrl/Harbor-v0"])
+@pytest.mark.parametrize("id", ["agentrl/SWE-v0", pytest.param("agentrl/Harbor-v0", marks=pytest.mark.slow)])
 def test_they_keep_the_contract(id: str) -> None:
     assert agentrl.check_env(id).findings == ()
 
@@ -267,6 +267,7 @@ def image(docker_engine: str, root: Path) -> str:  # noqa: F811
     return settings[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.docker
 async def test_oracles_hold_on_docker(
     docker_engine: str,  # noqa: F811

@@ -28,7 +28,11 @@ async def backend(docker_engine: str) -> AsyncGenerator[Docker]:
     await backend.aclose()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# Nine boxes, one after the other.
+_SLOW = {case: pytest.mark.slow for case in CASES if str(case).startswith("no descriptor of this process")}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=_SLOW.get(case, ())) for case in CASES], ids=str)
 async def test_keeps_promise(case: Case, backend: Docker) -> None:
     await case.run(backend)
 

@@ -138,7 +138,7 @@ async def test_an_error_is_that_of_the_call_that_made_it(
                 await trio.testing.wait_all_tasks_blocked(0.01)
     (error,) = errors
     assert isinstance(error, LeaseLost)
-    assert len(began) == 2, "the first, and the others together"
+    assert len(began) <= 2, "two of the three together, or all"
     assert [store.trajectory(claim.episode_id).start == START for claim in claims[:3]] == [True, False, True]
 
 
