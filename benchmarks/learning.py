@@ -38,7 +38,7 @@ RUN_DEADLINE_S = 3600
 TASKS, WINDOW, LEVEL = 128, 5, 0.8
 CHEAP = (
     "buffer.groups_per_step=4",
-    "train.steps=100",
+    "train.steps=80",
     "eval.every=0",
     f'eval.sets=[{{name="held_out",kwargs={{split="held_out"}},n={TASKS}}}]',
 )

@@ -34,7 +34,7 @@ def row(configuration: learning.Configuration, seed: int, **said: Any) -> dict[s
 @pytest.mark.parametrize("configuration", learning.configurations(), ids=lambda one: one.name)
 def test_each_configuration_is_a_run_that_can_begin(configuration: learning.Configuration) -> None:
     chosen = config.load(learning.RUN_FILE, [*learning.CHEAP, *configuration.settings])
-    assert (chosen.train.steps, chosen.buffer.groups_per_step) == (100, 4)
+    assert (chosen.train.steps, chosen.buffer.groups_per_step) == (80, 4)
     assert [(held_out.name, held_out.n) for held_out in chosen.eval.sets] == [("held_out", learning.TASKS)]
 
 
