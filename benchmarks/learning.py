@@ -125,8 +125,8 @@ def run(configuration: Configuration, seed: int, folder: Path) -> Row:
 
 
 def code() -> str:
-    """The version of this checkout."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    """The last commit of this checkout that touched what a run is made of."""
+    command = ["git", "-C", str(ROOT), "log", "-1", "--format=%h", "--", "agentrl", "environments", "tools", "examples"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
