@@ -12,7 +12,8 @@ workers await theirs (see `awaitable`). Standard library and zstandard only; tri
     recovery    repair after a loss of power          metrics     values, drops, length bias of dropping
     bias        what was trained beside what was played
     readers     rows back into records                audit       the laws, checked from the raw rows
-    schema      tables and migrations                 database    transactions and errors
+    schema      tables and migrations                 database    transactions and errors, of any database
+    sqlite      the database in a file
     codec       packing                               rewards     scores of turns, and episodes that wait for them
     forks       continuations of an episode           moving      groups out of one store into another
     replays     tasks lost to infrastructure failures, played again
@@ -54,8 +55,10 @@ from agentrl.store.recovery import Recovery, Saved
 from agentrl.store.replays import ReplayCounts, Replays
 from agentrl.store.returns import Returns
 from agentrl.store.rewards import Rewards, Scored, Source
+from agentrl.store.schema import SET_META
 from agentrl.store.signal import Role, Signal
 from agentrl.store.snapshots import Snapshot, Snapshots
+from agentrl.store.sqlite import SQLite
 
 __all__ = [
     "FULL",
@@ -137,7 +140,7 @@ class RunStore(
     @classmethod
     def create(cls, path: str | Path, config_json: str, *, clock: Callable[[], float] = time.time) -> Self:
         """A new store holding the run's configuration. Raises UsageError if there is a run at `path` already."""
-        db = Database.connect(Path(path), clock=clock, create=True)
+        db = SQLite.connect(Path(path), clock=clock, create=True)
         try:
             db.prepare(
                 create=True,
@@ -154,7 +157,7 @@ class RunStore(
     def open(cls, path: str | Path, *, clock: Callable[[], float] = time.time) -> Self:
         """The store at `path`, its schema brought up to date. Raises UsageError if there is none, StoreVersionError if
         a newer agentrl wrote it, StoreError if the file is something else."""
-        db = Database.connect(Path(path), clock=clock, create=False)
+        db = SQLite.connect(Path(path), clock=clock, create=False)
         try:
             db.prepare(create=False)
         except BaseException:
@@ -177,7 +180,7 @@ class RunStore(
         older agentrl is read from a private copy, which does not change any more.
 
         Raises UsageError if there is none, StoreVersionError if a newer agentrl wrote it."""
-        return cls(Database.look(Path(path), clock=clock))
+        return cls(SQLite.look(Path(path), clock=clock))
 
     def together(self, calls: Sequence[Callable[[], Any]]) -> list[Result]:
         """Make calls of this handle, in one transaction for all their writes; each has its own result. A call that
@@ -225,4 +228,4 @@ class RunStore(
     def set_meta(self, key: str, value: str) -> None:
         """Set a value for every process of the run."""
         with self._db.write():
-            self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+            self._db.execute(SET_META, (key, value))

@@ -23,7 +23,10 @@ class Artifacts(Part):
         with self._db.write():
             check_fence(self._db, episode_id, fence)
             row_id, _ = turn_row(self._db, turn)
-            self._db.execute("INSERT OR REPLACE INTO artifacts VALUES (?, ?)", (row_id, data))
+            self._db.execute(
+                "INSERT INTO artifacts VALUES (?, ?) ON CONFLICT (turn_id) DO UPDATE SET data = excluded.data",
+                (row_id, data),
+            )
 
     def artifacts(self, turn: str) -> dict[str, bytes] | None:
         """The files of a turn by path; None if none were written, or retention dropped them. Raises StoreError for an

@@ -121,7 +121,9 @@ def _count(db: Database, report: AuditReport) -> None:
     counters: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for purpose, state, n in db.rows("SELECT purpose, state, n FROM group_counts WHERE n <> 0"):
         counters[purpose][state] = n
-    endings = db.rows("SELECT evaluation, stop_reason, COUNT(*) FROM episodes WHERE stop_reason NOT NULL GROUP BY 1, 2")
+    endings = db.rows(
+        "SELECT evaluation, stop_reason, COUNT(*) FROM episodes WHERE stop_reason IS NOT NULL GROUP BY 1, 2"
+    )
     counted = db.rows("SELECT evaluation, stop_reason, SUM(n) FROM ending_counts GROUP BY 1, 2")
     if sorted(endings) != sorted(counted):
         report.breach("bookkeeping", f"episodes ended as {endings}, counted as {counted}")
@@ -266,7 +268,7 @@ def _check_ends(db: Database, report: AuditReport) -> None:
             report.breach("turns_lost", f"episode {episode}: {stop_reason} without its environment's last answer")
     for table, what in (("partials", "a turn under way"), ("snapshots", "a snapshot"), ("unsaved", "a note")):
         ids = f"SELECT DISTINCT episode_id FROM {table}"
-        for (episode,) in db.rows(f"SELECT id FROM episodes WHERE ended_s NOT NULL AND id IN ({ids})"):
+        for (episode,) in db.rows(f"SELECT id FROM episodes WHERE ended_s IS NOT NULL AND id IN ({ids})"):
             report.breach("bookkeeping", f"episode {episode} ended with {what}")
     for (episode,) in db.rows(
         "SELECT h.episode_id FROM endings h JOIN episodes e ON e.id = h.episode_id"
@@ -276,11 +278,12 @@ def _check_ends(db: Database, report: AuditReport) -> None:
         report.breach("episode_held", f"episode {episode} has ended or waits for no source, and is held")
     for episode, source in db.rows(
         "SELECT DISTINCT t.episode_id, r.source FROM rewards r JOIN turns t ON t.id = r.turn_id"
-        " JOIN unscored u ON u.turn_id = r.turn_id AND u.source = r.source WHERE r.counts"
+        " JOIN unscored u ON u.turn_id = r.turn_id AND u.source = r.source WHERE r.counts = 1"
     ):
         report.breach("bookkeeping", f"episode {episode}: {source} has scored a turn that still waits for it")
     stuck = db.rows(
-        "SELECT g.id, g.state, SUM(NOT e.late AND e.state IN ('waiting', 'running')), SUM(e.state = 'running'),"
+        "SELECT g.id, g.state, COUNT(*) FILTER (WHERE e.late = 0 AND e.state IN ('waiting', 'running')),"
+        " COUNT(*) FILTER (WHERE e.state = 'running'),"
         " SUM(e.late) FROM groups g JOIN episodes e ON e.group_id = g.id GROUP BY g.id"
     )
     for group, state, unfinished, running, late in stuck:
@@ -294,15 +297,15 @@ def _check_ends(db: Database, report: AuditReport) -> None:
 def _check_forks(db: Database, report: AuditReport) -> None:
     """Check that the turns of a fork before its own are those of its origin, and are context only."""
     for episode, trial, fork_turn, learned, n, other in db.rows(
-        "SELECT e.id, e.trial, g.fork_turn, MIN(iif(t.learns, t.idx, NULL)), COUNT(t.id),"
-        " MIN(iif(g.fork_of NOT NULL AND (o.id IS NULL"
-        " OR (t.text, t.spans, t.n_prompt, t.n_tokens) IS NOT (o.text, o.spans, o.n_prompt, o.n_tokens)"
+        "SELECT e.id, e.trial, g.fork_turn, MIN(iif(t.learns = 1, t.idx, NULL)), COUNT(t.id),"
+        " MIN(iif(g.fork_of IS NOT NULL AND (o.id IS NULL"
+        " OR (t.text, t.spans, t.n_prompt, t.n_tokens) IS DISTINCT FROM (o.text, o.spans, o.n_prompt, o.n_tokens)"
         " OR (g.tokens_dropped = 0 AND k.data <> l.data)), t.idx, NULL)) FROM groups g"
         " JOIN episodes e ON e.group_id = g.id"
         " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = 0 AND t.idx < g.fork_turn"
         " LEFT JOIN turns o ON o.episode_id = g.fork_of AND o.trial = g.fork_trial AND o.idx = t.idx"
         " LEFT JOIN tokens k ON k.turn_id = t.id LEFT JOIN tokens l ON l.turn_id = o.id"
-        " WHERE g.fork_turn NOT NULL GROUP BY e.id"
+        " WHERE g.fork_turn IS NOT NULL GROUP BY e.id, g.id"
     ):
         where = f"episode {episode}, a fork"
         if learned is not None:
@@ -356,7 +359,8 @@ def _check_records(db: Database, report: AuditReport) -> None:
     """Check that a closed group's record is that of its scored members that were not late, at least min(2, size)."""
     members: defaultdict[int, dict[str, tuple[float, int]]] = defaultdict(dict)
     for group, member, stop_reason, outcome, turns in db.rows(
-        "SELECT group_id, member, stop_reason, outcome, n_turns FROM episodes WHERE NOT late AND stop_reason NOT NULL"
+        "SELECT group_id, member, stop_reason, outcome, n_turns FROM episodes"
+        " WHERE late = 0 AND stop_reason IS NOT NULL"
     ):
         if _in_loss(stop_reason, outcome):
             members[group][str(member)] = (outcome, turns)
@@ -380,7 +384,7 @@ def _check_skipped(db: Database, report: AuditReport) -> None:
     weight = config.get("algo", {}).get("process_weight", 1.0)
     roles = config.get("rollout", {}).get("roles", {})
     for group, state, reason, packed in db.rows(
-        "SELECT id, state, reason, record FROM groups WHERE skipped_step NOT NULL OR reason = 'no_signal'"
+        "SELECT id, state, reason, record FROM groups WHERE skipped_step IS NOT NULL OR reason = 'no_signal'"
     ):
         where = f"group {group} left as without signal"
         if (state, reason) != ("expired", "no_signal"):
@@ -446,7 +450,7 @@ def _check_lag(db: Database, report: AuditReport) -> None:
     steps_of: dict[int, int] = dict(db.rows("SELECT version, step FROM versions"))
     rows = db.execute(
         "SELECT l.episode_id, l.step, l.max_lag, t.spans FROM lineage l JOIN episodes e ON e.id = l.episode_id"
-        " JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial WHERE l.undone_attempt IS NULL AND t.learns"
+        " JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial WHERE l.undone_attempt IS NULL AND t.learns = 1"
         " ORDER BY l.id"
     )
     lags: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
@@ -466,6 +470,5 @@ def _check_lag(db: Database, report: AuditReport) -> None:
 
 
 def _check_file(db: Database, report: AuditReport) -> None:
-    for (message,) in db.rows("PRAGMA quick_check"):
-        if message != "ok":
-            report.breach("file_damaged", str(message))
+    for fault in db.faults():
+        report.breach("file_damaged", fault)

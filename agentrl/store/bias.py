@@ -71,10 +71,10 @@ class Bias(Part):
         with self._db.read():
             rows = self._db.rows(
                 "SELECT e.id, e.group_id, e.member, e.n_turns, e.n_tokens, e.ended_s - e.started_s,"
-                " e.taken_step NOT NULL AND e.dropped IS NULL, e.late, e.stop_reason, e.outcome, e.outcomes,"
-                " e.late AND e.dropped IS NULL AND e.taken_step IS NULL"
-                " FROM episodes e JOIN groups g ON g.id = e.group_id WHERE g.purpose = ? AND e.stop_reason NOT NULL"
-                " AND g.state IN ('taken', 'trained', 'expired', 'failed') AND (g.skipped_step IS NULL OR e.late)"
+                " e.taken_step IS NOT NULL AND e.dropped IS NULL, e.late, e.stop_reason, e.outcome, e.outcomes,"
+                " e.late = 1 AND e.dropped IS NULL AND e.taken_step IS NULL"
+                " FROM episodes e JOIN groups g ON g.id = e.group_id WHERE g.purpose = ? AND e.stop_reason IS NOT NULL"
+                " AND g.state IN ('taken', 'trained', 'expired', 'failed') AND (g.skipped_step IS NULL OR e.late = 1)"
                 " ORDER BY e.group_id, e.member",
                 (TRAIN,),
             )
@@ -100,7 +100,7 @@ class Bias(Part):
     ) -> dict[tuple[int, int], tuple[float, float]]:
         """The mean advantage and mean |advantage| of each judged member, by group and member."""
         found: dict[tuple[int, int], tuple[float, float]] = {}
-        for id, packed in self._db.execute("SELECT id, record FROM groups WHERE record NOT NULL"):
+        for id, packed in self._db.execute("SELECT id, record FROM groups WHERE record IS NOT NULL"):
             if id in groups:
                 for member, own in advantages(unpack_record(packed), returns, late.get(id)).items():
                     if own:

@@ -91,7 +91,7 @@ class Deaths(Part):
         any episode, a new attempt begins, so that its failures do not count against the new one's budget."""
         with self._db.write():
             self._db.execute(
-                "UPDATE meta SET value = CAST(value AS INTEGER) + 1 WHERE key = 'attempt'"
+                "UPDATE meta SET value = CAST(CAST(value AS INTEGER) + 1 AS TEXT) WHERE key = 'attempt'"
                 " AND EXISTS (SELECT 1 FROM ending_counts WHERE attempt = CAST(value AS INTEGER))"
             )
             self._db.execute("DELETE FROM leases")
@@ -114,7 +114,8 @@ class Deaths(Part):
         with self._db.read():
             rows = self._db.rows(
                 "SELECT g.task, q.episode_id, q.reason, q.time_s FROM quarantine q"
-                " JOIN episodes e ON e.id = q.episode_id JOIN groups g ON g.id = e.group_id ORDER BY q.time_s, q.rowid"
+                " JOIN episodes e ON e.id = q.episode_id JOIN groups g ON g.id = e.group_id"
+                " ORDER BY q.time_s, q.episode_id"
             )
         return [
             Quarantined(task=unpack_task(task), episode_id=id, reason=reason, time_s=time_s)
@@ -149,7 +150,8 @@ class Deaths(Part):
         end_episode(self._db, episode_id, "finished", StopReason.ENV_FAILED, now)
         self._db.execute("UPDATE episodes SET detail = ? WHERE id = ?", (reason, episode_id))
         self._db.execute(
-            "INSERT OR IGNORE INTO quarantine VALUES (?, ?, ?, ?)", (pack_identity(task), episode_id, reason, now)
+            "INSERT INTO quarantine VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
+            (pack_identity(task), episode_id, reason, now),
         )
         close_if_ended(self._db, group_id, now)
         self._db.execute(

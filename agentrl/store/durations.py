@@ -33,8 +33,8 @@ class Durations(Part):
                 "SELECT e.id, e.group_id, e.started_s, e.ended_s, e.stop_reason, e.outcome, t.started_s, t.ended_s,"
                 " t.n_tokens FROM (SELECT id FROM groups WHERE purpose = ? ORDER BY id DESC LIMIT ?) g"
                 " JOIN episodes e ON e.group_id = g.id"
-                " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial AND t.learns AND t.n_tokens > 0"
-                " WHERE e.ended_s NOT NULL AND e.started_s NOT NULL ORDER BY e.id, t.idx",
+                " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial AND t.learns = 1 AND t.n_tokens > 0"
+                " WHERE e.ended_s IS NOT NULL AND e.started_s IS NOT NULL ORDER BY e.id, t.idx",
                 (TRAIN, limit),
             )
         found: list[EpisodeTimes] = []
@@ -48,7 +48,7 @@ class Durations(Part):
         """Seconds from the minting of each weight version until the engines served it, oldest first."""
         with self._db.read():
             rows = self._db.rows(
-                "SELECT confirmed_s - minted_s FROM versions WHERE confirmed_s NOT NULL AND undone_attempt IS NULL"
+                "SELECT confirmed_s - minted_s FROM versions WHERE confirmed_s IS NOT NULL AND undone_attempt IS NULL"
                 " ORDER BY version"
             )
         return [seconds for (seconds,) in rows]

@@ -79,12 +79,12 @@ class Forks(Part):
         for (id,) in db.rows(
             "SELECT id FROM turns WHERE episode_id = ? AND trial = ? AND idx < ? ORDER BY idx", (origin, trial, turn)
         ):
-            copy = db.execute(
+            copy = db.insert(
                 "INSERT INTO turns (episode_id, trial, idx, parent, role, learns, finish, text, spans, n_prompt,"
                 " n_tokens, oldest_step, started_s, ended_s) SELECT ?, 0, idx, parent, role, 0, finish, text, spans,"
                 " n_prompt, n_tokens, NULL, started_s, ended_s FROM turns WHERE id = ?",
                 (member, id),
-            ).lastrowid
+            )
             for table in ("tokens", "experts"):
                 db.execute(f"INSERT INTO {table} SELECT ?, data FROM {table} WHERE turn_id = ?", (copy, id))
             columns = "observation, reward, terminated, truncated, info"

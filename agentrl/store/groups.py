@@ -16,6 +16,7 @@ from agentrl.store.codec import pack_identity, pack_record, pack_task, unpack_ta
 from agentrl.store.database import Database, Part
 from agentrl.store.readers import load_scores, source_weights
 from agentrl.store.replays import lost_groups
+from agentrl.store.schema import SET_META
 from agentrl.store.versions import latest_confirmed
 
 TRAIN = "train"
@@ -60,7 +61,7 @@ class Groups(Part):
             playable = [task for task in new if not quarantined or pack_identity(task) not in quarantined]
             for task in playable:
                 create_group(self._db, task, bounds.group_size, TRAIN, step)
-            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('next_task', ?)", (str(first + len(new)),))
+            self._db.execute(SET_META, ("next_task", str(first + len(new))))
         return len(again) + len(playable)
 
     def _room(self, bounds: Bounds, limit: int) -> tuple[Room, int]:
@@ -153,16 +154,15 @@ def _buffered_tokens(db: Database) -> int:
 
 def create_group(db: Database, task: Task, size: int, purpose: str, step: int) -> int:
     """Start a group and its waiting members; its id. `step` is that of the weights that sample now."""
-    cursor = db.execute(
+    group_id = db.insert(
         "INSERT INTO groups (purpose, task, size, state, started_step, admitted_s) VALUES (?, ?, ?, 'waiting', ?, ?)",
         (purpose, pack_task(task), size, step, db.clock()),
     )
-    assert cursor.lastrowid is not None
     db.execute_many(
         "INSERT INTO episodes (group_id, member, evaluation) VALUES (?, ?, ?)",
-        [(cursor.lastrowid, member, int(purpose != TRAIN)) for member in range(size)],
+        [(group_id, member, int(purpose != TRAIN)) for member in range(size)],
     )
-    return cursor.lastrowid
+    return group_id
 
 
 def _create_again(db: Database, lost: int, size: int, step: int) -> None:

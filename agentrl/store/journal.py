@@ -107,7 +107,8 @@ class Journal(Versions):
         with self._db.write():
             trial = check_fence(self._db, episode_id, fence)
             if self._db.row(
-                "SELECT 1 FROM episodes e JOIN groups g ON g.id = e.group_id WHERE e.id = ? AND g.fork_turn NOT NULL",
+                "SELECT 1 FROM episodes e JOIN groups g ON g.id = e.group_id"
+                " WHERE e.id = ? AND g.fork_turn IS NOT NULL",
                 (episode_id,),
             ):
                 raise StoreError(f"episode {episode_id}: a fork cannot start anew, its siblings begin at a later turn")
@@ -165,7 +166,7 @@ def write_turn(
 ) -> None:
     """Write a turn whose place was checked. `blob` has its tokens, `oldest` is the step of the oldest version that
     sampled it, None if it does not learn; `answer` is its packed step, if it has one. Inside a transaction."""
-    cursor = db.execute(
+    row_id = db.insert(
         "INSERT INTO turns (episode_id, trial, idx, parent, role, learns, finish, text, spans, n_prompt,"
         " n_tokens, oldest_step, started_s, ended_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
@@ -176,7 +177,7 @@ def write_turn(
             turn.role,
             turn.learns,
             turn.finish,
-            pack_text(turn.text),
+            db.any_text(pack_text(turn.text)),
             pack_spans(turn.spans),
             len(turn.prompt_ids),
             len(turn.token_ids),
@@ -185,18 +186,18 @@ def write_turn(
             turn.ended_s,
         ),
     )
-    db.execute("INSERT INTO tokens VALUES (?, ?)", (cursor.lastrowid, blob))
+    db.execute("INSERT INTO tokens VALUES (?, ?)", (row_id, blob))
     if turn.experts is not None:
-        db.execute("INSERT INTO experts VALUES (?, ?)", (cursor.lastrowid, pack_experts(turn.experts)))
+        db.execute("INSERT INTO experts VALUES (?, ?)", (row_id, pack_experts(turn.experts)))
     drop_partial(db, episode_id)
     if turn.learns:
         db.execute(
-            "INSERT INTO unscored SELECT c.source, ?, e.id FROM sources c JOIN episodes e"
+            "INSERT INTO unscored SELECT c.source, ?, e.id FROM sources c, episodes e"
             " WHERE e.id = ? AND e.evaluation = 0",
-            (cursor.lastrowid, episode_id),
+            (row_id, episode_id),
         )
     if answer is not None:
-        db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", (cursor.lastrowid, *answer))
+        db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", (row_id, *answer))
 
 
 def pack_step(where: str, step: Step) -> tuple[str, float, bool, bool, str]:
@@ -224,7 +225,7 @@ def conclude(db: Database, episode_id: int, ending: Ending, now: float) -> None:
 def _hold(db: Database, episode_id: int, ending: Ending, now: float) -> None:
     """Keep an episode's ending until its sources have scored it. The fence rises: nobody holds it."""
     db.execute(
-        "INSERT OR IGNORE INTO endings VALUES (?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO endings VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
         (
             episode_id,
             now,
@@ -277,7 +278,7 @@ def end_episode(db: Database, episode_id: int, state: str, stop_reason: StopReas
         "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial), newest_step ="
         " (SELECT MAX(v.step) FROM turns t JOIN json_each(t.spans) s"
         "  JOIN versions v ON v.version = json_extract(s.value, '$[0]')"
-        "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial AND t.learns) WHERE id = ?",
+        "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial AND t.learns = 1) WHERE id = ?",
         (state, stop_reason, now, episode_id),
     )
     for table in ("unscored", "endings"):

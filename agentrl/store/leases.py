@@ -49,19 +49,19 @@ _CLAIMABLE = """
 SELECT id, deaths, group_id FROM (
     SELECT * FROM (
         SELECT id, group_id, evaluation, 1 AS fresh, 0 AS deaths FROM episodes WHERE state = 'waiting' AND deaths = 0
-            ORDER BY evaluation DESC, id LIMIT ?3)
+            ORDER BY evaluation DESC, id LIMIT ?3) waiting
     UNION ALL
     SELECT id, group_id, evaluation, 1, deaths FROM episodes WHERE state = 'waiting' AND deaths > 0
     UNION ALL
     SELECT * FROM (
         SELECT e.id, e.group_id, e.evaluation, 0, 0 FROM leases l CROSS JOIN episodes e ON e.holder = l.holder
             WHERE l.until_s < ?1 AND l.holder <> ?2 AND e.state = 'running' AND e.deaths = 0
-                AND (e.evaluation OR e.group_id < ?4)
-            ORDER BY e.evaluation DESC, e.id LIMIT ?3)
+                AND (e.evaluation = 1 OR e.group_id < ?4)
+            ORDER BY e.evaluation DESC, e.id LIMIT ?3) left_behind
     UNION ALL
     SELECT e.id, e.group_id, e.evaluation, 0, e.deaths FROM leases l CROSS JOIN episodes e ON e.holder = l.holder
         WHERE l.until_s < ?1 AND l.holder <> ?2 AND e.state = 'running' AND e.deaths > 0
-) WHERE evaluation OR group_id < ?4 ORDER BY deaths > 0, evaluation DESC, fresh, id
+) claimable WHERE evaluation = 1 OR group_id < ?4 ORDER BY deaths > 0, evaluation DESC, fresh, id
 """
 
 _APART = 2  # from so many deaths on, an episode is played apart from all that are suspected
@@ -152,7 +152,11 @@ class Leases(Part):
 
     def _renew(self, worker: str, until_s: float) -> str:
         holder = self._holder(worker)
-        self._db.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?)", (holder, worker, until_s))
+        self._db.execute(
+            "INSERT INTO leases VALUES (?, ?, ?) ON CONFLICT (holder)"
+            " DO UPDATE SET worker = excluded.worker, until_s = excluded.until_s",
+            (holder, worker, until_s),
+        )
         return holder
 
     def _load(self, episode_id: int) -> Claim:

@@ -86,17 +86,17 @@ class Lineage(Part):
                 )
             self._db.execute(
                 "UPDATE episodes SET taken_step = NULL, dropped ="
-                " (SELECT iif(g.tokens_dropped, ?, NULL) FROM groups g WHERE g.id = group_id) WHERE taken_step > ?",
+                " (SELECT iif(g.tokens_dropped = 1, ?, NULL) FROM groups g WHERE g.id = group_id) WHERE taken_step > ?",
                 (TOKENS_DROPPED, step),
             )
             self._db.execute(
-                "UPDATE groups SET taken_step = NULL, state = iif(tokens_dropped, 'expired', 'scored'),"
-                " reason = iif(tokens_dropped, ?, NULL) WHERE taken_step > ? AND state IN ('taken', 'trained')",
+                "UPDATE groups SET taken_step = NULL, state = iif(tokens_dropped = 1, 'expired', 'scored'),"
+                " reason = iif(tokens_dropped = 1, ?, NULL) WHERE taken_step > ? AND state IN ('taken', 'trained')",
                 (TOKENS_DROPPED, step),
             )
             self._db.execute(
-                "UPDATE groups SET skipped_step = NULL, state = iif(tokens_dropped, state, 'scored'),"
-                " reason = iif(tokens_dropped, reason, NULL) WHERE skipped_step > ?",
+                "UPDATE groups SET skipped_step = NULL, state = iif(tokens_dropped = 1, state, 'scored'),"
+                " reason = iif(tokens_dropped = 1, reason, NULL) WHERE skipped_step > ?",
                 (step,),
             )
             self._undo_evaluations(step, attempt)

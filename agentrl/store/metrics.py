@@ -97,7 +97,7 @@ class Metrics(Part):
         with self._db.read():
             rows = self._db.rows(
                 "SELECT kind, step, attempt, time_s, data, undone_attempt FROM metrics"
-                " WHERE kind = ? AND step > ? AND (undone_attempt IS NULL OR ?) ORDER BY step, id",
+                " WHERE kind = ? AND step > ? AND (undone_attempt IS NULL OR ? = 1) ORDER BY step, id",
                 (kind, after, undone),
             )
         return [
@@ -133,7 +133,7 @@ class Metrics(Part):
             attempt, well = ended_well(self._db)
             ended = self._db.row("SELECT COALESCE(SUM(n), 0) FROM ending_counts WHERE attempt = ?", (attempt,))
             outages = self._db.row(
-                "SELECT COUNT(*), COALESCE(SUM(well = ?), 0), COALESCE(SUM(episodes), 0) FROM outages"
+                "SELECT COUNT(*), COUNT(*) FILTER (WHERE well = ?), COALESCE(SUM(episodes), 0) FROM outages"
                 " WHERE attempt = ?",
                 (well, attempt),
             )
@@ -154,7 +154,7 @@ class Metrics(Part):
             row = self._db.row(
                 "SELECT TOTAL(ended_s - started_s), TOTAL((SELECT SUM(t.ended_s - t.started_s) FROM turns t"
                 "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial))"
-                " FROM episodes WHERE evaluation = 0 AND ended_s NOT NULL AND started_s NOT NULL"
+                " FROM episodes WHERE evaluation = 0 AND ended_s IS NOT NULL AND started_s IS NOT NULL"
             )
         assert row is not None
         return Waits(engine_s=row[1], env_s=max(0.0, row[0] - row[1]))
@@ -186,12 +186,12 @@ class Metrics(Part):
         ended episode: do not call it every turn."""
         with self._db.read():
             rows = self._db.rows(
-                "SELECT e.taken_step NOT NULL AND e.dropped IS NULL,"
-                " COALESCE(e.dropped, iif(g.state IN ('expired', 'failed') AND NOT e.late, g.reason, NULL)),"
+                "SELECT e.taken_step IS NOT NULL AND e.dropped IS NULL,"
+                " COALESCE(e.dropped, iif(g.state IN ('expired', 'failed') AND e.late = 0, g.reason, NULL)),"
                 " e.stop_reason, e.outcome IS NULL, COUNT(*), SUM(e.n_turns), SUM(e.n_tokens),"
                 " TOTAL(e.ended_s - e.started_s) FROM episodes e JOIN groups g ON g.id = e.group_id"
                 " WHERE g.purpose = ? AND g.state IN ('taken', 'trained', 'expired', 'failed')"
-                " AND e.stop_reason NOT NULL GROUP BY 1, 2, 3, 4",
+                " AND e.stop_reason IS NOT NULL GROUP BY 1, 2, 3, 4",
                 (TRAIN,),
             )
         trained = _Sum()

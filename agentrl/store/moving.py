@@ -55,7 +55,7 @@ class Moving(Versions):
     def run_id(self) -> str:
         """The run's own name, made at the first question; no other run has it."""
         with self._db.write():
-            self._db.execute("INSERT OR IGNORE INTO meta VALUES ('run_id', ?)", (uuid.uuid4().hex,))
+            self._db.execute("INSERT INTO meta VALUES ('run_id', ?) ON CONFLICT DO NOTHING", (uuid.uuid4().hex,))
             row = self._db.row("SELECT value FROM meta WHERE key = 'run_id'")
         assert row is not None
         return row[0]
@@ -181,12 +181,11 @@ class Moving(Versions):
         )
         if known is not None:
             return known[0]
-        minted = self._db.execute(
+        minted = self._db.insert(
             "INSERT INTO versions (step, path, attempt, minted_s, undone_attempt)"
             " SELECT ?, NULL, CAST(value AS INTEGER), ?, CAST(value AS INTEGER) FROM meta WHERE key = 'attempt'",
             (step, self._db.clock()),
-        ).lastrowid
-        assert minted is not None
+        )
         self._db.execute("INSERT INTO imported_versions VALUES (?, ?, ?)", (run, version, minted))
         return minted
 

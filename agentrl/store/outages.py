@@ -21,12 +21,14 @@ def note_failure(db: Database, episode_id: int, cause: StopReason, now: float) -
         "SELECT id, began_s FROM outages WHERE attempt = ? AND cause = ? ORDER BY id DESC LIMIT 1", (attempt, cause)
     )
     alive = db.row(
-        "SELECT MAX(COALESCE(e.started_s, ?), COALESCE(MAX(t.ended_s), 0)) FROM episodes e"
-        " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial WHERE e.id = ?",
-        (now, episode_id),
+        "SELECT e.started_s, MAX(t.ended_s) FROM episodes e"
+        " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial WHERE e.id = ? GROUP BY e.id",
+        (episode_id,),
     )
     assert alive is not None
-    if latest is not None and (alive[0] < latest[1] or (well and now - latest[1] < OUTAGE_S)):
+    started_s, turned_s = alive
+    alive_s = max(now if started_s is None else started_s, turned_s or 0.0)
+    if latest is not None and (alive_s < latest[1] or (well and now - latest[1] < OUTAGE_S)):
         db.execute("UPDATE outages SET episodes = episodes + 1 WHERE id = ?", (latest[0],))
     else:
         db.execute(

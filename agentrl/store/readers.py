@@ -146,7 +146,7 @@ class Readers(Part):
                 " e.outcome, e.success, e.detail, e.trial, COUNT(t.id), TOTAL(t.n_tokens), e.started_s, e.ended_s"
                 " FROM episodes e JOIN groups g ON g.id = e.group_id"
                 " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial"
-                f" WHERE {' AND '.join(conditions)} GROUP BY e.id ORDER BY e.id LIMIT ?",
+                f" WHERE {' AND '.join(conditions)} GROUP BY e.id, g.id ORDER BY e.id LIMIT ?",
                 (*parameters, limit),
             )
         return [_episode_row(row) for row in rows]
@@ -182,7 +182,7 @@ def load_group(db: Database, group_id: int, only: Collection[int] | None = None)
     if row is None:
         raise StoreError(f"no group {group_id} in {db.path}")
     task, state, size, started_step, taken_step, record = row
-    chosen = "1" if only is None else f"e.id IN ({', '.join('?' * len(only))})"
+    chosen = "TRUE" if only is None else f"e.id IN ({', '.join('?' * len(only))})"
     return Group(
         id=group_id,
         task=unpack_task(task),
@@ -234,7 +234,7 @@ def load_scores(
     scores: defaultdict[int, dict[str, float]] = defaultdict(dict)
     sums: defaultdict[int, float] = defaultdict(float)
     for index, source, value, weight in db.rows(
-        "SELECT t.idx, r.source, r.value, c.weight FROM turns t JOIN rewards r ON r.turn_id = t.id AND r.counts"
+        "SELECT t.idx, r.source, r.value, c.weight FROM turns t JOIN rewards r ON r.turn_id = t.id AND r.counts = 1"
         f" JOIN sources c ON c.source = r.source WHERE {where} ORDER BY t.idx, r.source",
         parameters,
     ):

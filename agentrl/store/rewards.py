@@ -92,7 +92,7 @@ class Rewards(Part):
             rows = self._db.rows(
                 "SELECT t.episode_id, t.trial, t.idx FROM unscored u JOIN turns t ON t.id = u.turn_id"
                 " JOIN steps s ON s.turn_id = t.id WHERE u.source = ?"
-                f" AND ({_SETTLED if settled else '1'}) ORDER BY u.turn_id LIMIT ?",
+                f" AND ({_SETTLED if settled else 'TRUE'}) ORDER BY u.turn_id LIMIT ?",
                 (source, limit + len(left_out)),
             )
         ids = (turn_id(*row) for row in rows)
@@ -123,7 +123,7 @@ class Rewards(Part):
             waited = self._db.row("SELECT 1 FROM unscored WHERE source = ? AND turn_id = ?", (source, row_id))
             counts = waited is not None and version == known
             written = self._db.execute(
-                "INSERT OR IGNORE INTO rewards VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO rewards VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
                 (row_id, source, version, float(value), counts, self._db.clock(), took_s, cost),
             )
             if written.rowcount == 0:
@@ -185,9 +185,9 @@ class Rewards(Part):
 
     def _late(self, now: float) -> list[tuple[int, str, Late, float]]:
         return self._db.rows(  # pyright: ignore[reportReturnType]
-            "SELECT DISTINCT h.episode_id, c.source, c.late, c.deadline_s FROM endings h"
-            " JOIN unscored u ON u.episode_id = h.episode_id JOIN sources c ON c.source = u.source"
-            " WHERE h.time_s + c.deadline_s < ? ORDER BY h.episode_id, c.late <> 'drop', c.source",
+            "SELECT h.episode_id, c.source, c.late, c.deadline_s FROM endings h, sources c"
+            " WHERE EXISTS (SELECT 1 FROM unscored u WHERE u.episode_id = h.episode_id AND u.source = c.source)"
+            " AND h.time_s + c.deadline_s < ? ORDER BY h.episode_id, c.late <> 'drop', c.source",
             (now,),
         )
 

@@ -43,6 +43,8 @@ import sqlite3
 
 from agentrl.errors import StoreError, StoreVersionError
 
+SET_META = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
+
 APPLICATION_ID = 0x6152_4C31  # "aRL1": tells our file from any other SQLite database
 
 _FIRST = """
@@ -81,12 +83,14 @@ CREATE TABLE group_counts (
     purpose TEXT NOT NULL, state TEXT NOT NULL, n INTEGER NOT NULL, PRIMARY KEY (purpose, state)
 ) STRICT, WITHOUT ROWID;
 CREATE TRIGGER count_new_group AFTER INSERT ON groups BEGIN
-    INSERT INTO group_counts VALUES (new.purpose, new.state, 1) ON CONFLICT DO UPDATE SET n = n + 1;
+    INSERT INTO group_counts VALUES (new.purpose, new.state, 1)
+        ON CONFLICT (purpose, state) DO UPDATE SET n = group_counts.n + 1;
 END;
 CREATE TRIGGER count_group_state AFTER UPDATE OF state, purpose ON groups
 WHEN old.state <> new.state OR old.purpose <> new.purpose BEGIN
     UPDATE group_counts SET n = n - 1 WHERE purpose = old.purpose AND state = old.state;
-    INSERT INTO group_counts VALUES (new.purpose, new.state, 1) ON CONFLICT DO UPDATE SET n = n + 1;
+    INSERT INTO group_counts VALUES (new.purpose, new.state, 1)
+        ON CONFLICT (purpose, state) DO UPDATE SET n = group_counts.n + 1;
 END;
 
 CREATE TABLE leases (
@@ -126,7 +130,7 @@ CREATE TABLE ending_counts (
 CREATE TRIGGER count_ending AFTER UPDATE OF stop_reason ON episodes WHEN old.stop_reason IS NULL BEGIN
     INSERT INTO ending_counts
         SELECT CAST(value AS INTEGER), new.evaluation, new.stop_reason, 1 FROM meta WHERE key = 'attempt'
-        ON CONFLICT DO UPDATE SET n = n + 1;
+        ON CONFLICT (attempt, evaluation, stop_reason) DO UPDATE SET n = ending_counts.n + 1;
 END;
 
 CREATE TABLE turns (
@@ -338,9 +342,9 @@ CREATE TABLE endings (
 
 _SCORE_COUNTS = """
 CREATE TABLE score_counts (source TEXT PRIMARY KEY, n INTEGER NOT NULL) STRICT, WITHOUT ROWID;
-INSERT INTO score_counts SELECT source, COUNT(*) FROM rewards WHERE counts GROUP BY source;
-CREATE TRIGGER count_score AFTER INSERT ON rewards WHEN new.counts BEGIN
-    INSERT INTO score_counts VALUES (new.source, 1) ON CONFLICT DO UPDATE SET n = n + 1;
+INSERT INTO score_counts SELECT source, COUNT(*) FROM rewards WHERE counts = 1 GROUP BY source;
+CREATE TRIGGER count_score AFTER INSERT ON rewards WHEN new.counts = 1 BEGIN
+    INSERT INTO score_counts VALUES (new.source, 1) ON CONFLICT (source) DO UPDATE SET n = score_counts.n + 1;
 END;
 """
 

@@ -12,7 +12,8 @@ import sqlite3
 from pathlib import Path
 from typing import Literal
 
-from agentrl.store.database import Row, named, read_only
+from agentrl.store.database import Row
+from agentrl.store.sqlite import named, read_only
 
 Role = Literal["rollout", "learner", "control", "reward"]
 """Who waits: a worker for episodes, the learner for members, admission for room, a reward source for turns."""

@@ -29,7 +29,8 @@ class Snapshots(Part):
         with self._db.write():
             check_fence(self._db, episode_id, fence)
             self._db.execute(
-                "INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?)",
+                "INSERT INTO snapshots VALUES (?, ?, ?, ?) ON CONFLICT (episode_id)"
+                " DO UPDATE SET turn = excluded.turn, seconds = excluded.seconds, data = excluded.data",
                 (episode_id, snapshot.turn, snapshot.seconds, snapshot.data),
             )
 
@@ -44,7 +45,9 @@ class Snapshots(Part):
         episode is no longer held under `fence`."""
         with self._db.write():
             check_fence(self._db, episode_id, fence)
-            self._db.execute("INSERT OR IGNORE INTO unsaved VALUES (?, ?, ?)", (episode_id, turn, printable(reason)))
+            self._db.execute(
+                "INSERT INTO unsaved VALUES (?, ?, ?) ON CONFLICT DO NOTHING", (episode_id, turn, printable(reason))
+            )
 
     def unsaved(self, episode_id: int) -> str:
         """Why no snapshot of a running episode was taken any more; empty if there is no such reason."""

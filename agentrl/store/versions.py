@@ -31,13 +31,12 @@ class Versions(Part):
         """A new version for the weights that optimizer step `step` made (0: the weights a run starts from). Waits for
         the disk: an engine elsewhere may still serve it after a loss of power."""
         with self._db.write(durable=True):
-            cursor = self._db.execute(
+            number = self._db.insert(
                 "INSERT INTO versions (step, path, attempt, minted_s)"
                 " VALUES (?, ?, (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'attempt'), ?)",
                 (step, None if path is None else str(path), self._db.clock()),
             )
-        assert cursor.lastrowid is not None
-        return WeightVersion(version=cursor.lastrowid, step=step)
+        return WeightVersion(version=number, step=step)
 
     def confirm_version(self, version: WeightVersion | int) -> None:
         """An engine serves it: admission counts from its step from now on. Raises StoreError if it was never minted."""
