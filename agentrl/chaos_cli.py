@@ -10,6 +10,9 @@ import typer
 from rich.console import Console
 
 _SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")]
+_RESTART_GROUPS = Annotated[
+    bool, typer.Option(help="Interrupted groups start anew; with --compare, in a further run with the same faults")
+]
 _ONLY = Annotated[list[str] | None, typer.Option(help="Only this fault, as kill:worker; may be given again")]
 
 
@@ -22,6 +25,7 @@ def chaos(
     only: _ONLY = None,
     disk_mb: Annotated[int, typer.Option(min=0, help="Size of the disk that is filled; 0: none is")] = 512,
     compare: Annotated[bool, typer.Option(help="Run it undisturbed as well, and show both")] = False,
+    restart_groups: _RESTART_GROUPS = False,
     settings: _SETTINGS = None,
 ) -> None:
     """Hurt a run on purpose (kill, stop, slow down, cut off, fill its disk …) and audit it; exit code 1 if it does not
@@ -39,6 +43,7 @@ def chaos(
         only=tuple(only or ()),
         settings=tuple(settings or ()),
         compare=compare,
+        restart_groups=restart_groups,
     )
     load(file, settings)  # before anything is made: a mistyped setting leaves no folder behind
     if not 0 < every_s < math.inf:

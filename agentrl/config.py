@@ -18,7 +18,16 @@ from agentrl import registry
 from agentrl.algos.algorithm import Algorithm
 from agentrl.algos.grpo import GRPO
 from agentrl.errors import ConfigError, UnknownIdError, UsageError
-from agentrl.settings import Buffer, Count, Positive, RewardSource, check_sources, config_error
+from agentrl.settings import (
+    Buffer,
+    Count,
+    CurriculumSettings,
+    Positive,
+    Resume,
+    RewardSource,
+    check_sources,
+    config_error,
+)
 from agentrl.settings import Section as _Section
 
 MAX_LORA_RANK = 512  # that vLLM takes
@@ -64,17 +73,6 @@ class TaskTable(_Section):
         return self.model_copy(update={"rows": str((folder / self.rows).resolve())})
 
 
-class CurriculumSettings(_Section):
-    """Which tasks are left out for a while: see `agentrl.env.tasks.Curriculum`."""
-
-    pool: Count = 10_000  # tasks it chooses from: the first ones of its sources
-    solved: Annotated[float, Field(ge=0, le=1)] = 0.95  # smoothed success rate from which a task pauses
-    hopeless: Annotated[float, Field(ge=0, le=1)] = 0.02  # and down to which
-    min_plays: Count = 8  # episodes of a task before it may pause
-    pause: Count = 1_000  # groups of others before it is tested again
-    smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.5  # weight of what was measured before
-
-
 class Rollout(_Section):
     """How episodes run."""
 
@@ -92,6 +90,7 @@ class Rollout(_Section):
     episode_deadline_s: Positive = 300.0  # of all steps together; what engine and host take is not in it
     group_deadline_s: Positive = 600.0  # a group closes with what has ended, its late members end after as long again
     checkpoint_tokens: Annotated[int, Field(ge=0)] = 64  # of a running turn, the most that a death can cost; 0: any
+    resume: Resume = "tokens"  # what an interrupted episode goes on from; the others lose work, for comparisons
     lease_s: Positive = 120.0  # a worker silent for so long loses its episodes to others, should nobody have ended it
     liveness_deadline_s: Positive = 60.0  # a worker whose loop stands still so long (or lease_s / 2) is started again
     snapshot_every_turns: Annotated[int, Field(ge=0)] = 1  # of environments that offer snapshots; 0: none are taken
@@ -376,6 +375,8 @@ class RunConfig(_Section):
         if self.quorum is not None and self.quorum < least:
             hint = f"the algorithm learns nothing from fewer than {least} members: give buffer.quorum = {least}"
             raise ConfigError("buffer.quorum", self.quorum, hint)
+        if rollout.resume != "tokens" and self.engine.preempt:
+            raise ConfigError("rollout.resume", rollout.resume, "preempted turns go on from tokens: take 'tokens'")
         if self.engine.sync not in ("auto", "full") and self.engine.kind == "embedded":
             raise ConfigError("engine.sync", self.engine.sync, "the embedded engine takes whole files: give 'auto'")
         if self.engine.routed_experts and self.engine.kind == "embedded":

@@ -1,5 +1,5 @@
-"""What the sections of the run file are made of, and the sections of reward sources and of the buffer. `agentrl.config`
-has the others."""
+"""What the sections of the run file are made of, and the sections of reward sources, curriculum and buffer.
+`agentrl.config` has the others."""
 
 from __future__ import annotations
 
@@ -16,12 +16,24 @@ from agentrl.errors import ConfigError
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+Resume = Literal["tokens", "turns", "episode", "group"]
 
 
 class Section(BaseModel):
     """A table of the run file: unknown keys are refused, and nothing changes after it was read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class CurriculumSettings(Section):
+    """Which tasks are left out for a while: see `agentrl.env.tasks.Curriculum`."""
+
+    pool: Count = 10_000  # tasks it chooses from: the first ones of its sources
+    solved: Annotated[float, Field(ge=0, le=1)] = 0.95  # smoothed success rate from which a task pauses
+    hopeless: Annotated[float, Field(ge=0, le=1)] = 0.02  # and down to which
+    min_plays: Count = 8  # episodes of a task before it may pause
+    pause: Count = 1_000  # groups of others before it is tested again
+    smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.5  # weight of what was measured before
 
 
 class Buffer(Section):

@@ -46,6 +46,7 @@ from agentrl.records import (
 )
 from agentrl.rollout.guard import Guard, TimeUp, one_line, reason_of
 from agentrl.rollout.replay import replay, replay_after
+from agentrl.rollout.resuming import resumed
 from agentrl.rollout.sampling import sample
 from agentrl.rollout.saving import keep_artifacts, keep_snapshot, prepare
 from agentrl.store import Claim, Partial
@@ -94,9 +95,13 @@ async def play(claim: Claim, context: RolloutContext) -> Ending:
 
     Failures of engine, sandbox, environment and rewarder end the episode with a reason that keeps it out of the loss
     (law 3); a PolicyFault that the environment does not answer ends it, and it is scored.
-    Raises LeaseLost when another worker has the episode by now, StoreError when the journal cannot be written,
-    HandedBack between two turns once the worker is leaving."""
-    episode = _Episode(claim, context)
+    Raises LeaseLost when another worker has the episode by now, or its group starts anew; StoreError when the journal
+    cannot be written; HandedBack between two turns once the worker is leaving."""
+    return await resumed(claim, context.store, context.settings, partial(_play, context))
+
+
+async def _play(context: RolloutContext, claim: Claim, unbroken: bool) -> Ending:
+    episode = _Episode(claim, context, unbroken)
     try:
         try:
             ending = await episode.run()
@@ -118,8 +123,8 @@ class HandedBack(Exception):
 class _Episode:
     """The turns so far, as the journal holds them, and the live environment."""
 
-    def __init__(self, claim: Claim, context: RolloutContext) -> None:
-        self._claim, self._context = claim, context
+    def __init__(self, claim: Claim, context: RolloutContext, unbroken: bool) -> None:
+        self._claim, self._context, self._unbroken = claim, context, unbroken
         self._turns: list[Turn] = list(claim.turns)
         self._trial = claim.trial
         self._start: Messages = claim.start or ()
@@ -394,6 +399,7 @@ class _Episode:
             decode=context.renderer.decode,
             keep=partial(context.store.post_partial, claim.episode_id, claim.fence),
             every=context.settings.checkpoint_tokens,
+            unbroken=self._unbroken,
         )
         self._begun = None
         return Turn(

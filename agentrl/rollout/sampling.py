@@ -18,18 +18,30 @@ from agentrl.records import Generation, VersionSpan
 from agentrl.store import Partial
 from agentrl.store.roles import Posted
 
+
+class BrokenOff(Exception):
+    """A turn left its engine amid its tokens, and the run does not go on from them (`rollout.resume`)."""
+
+
 Keep = Callable[[Partial], Posted]
 
 
 async def sample(
-    engine: Engine, request: GenerateRequest, begun: Partial, *, decode: Decode, keep: Keep, every: int
+    engine: Engine,
+    request: GenerateRequest,
+    begun: Partial,
+    *,
+    decode: Decode,
+    keep: Keep,
+    every: int,
+    unbroken: bool = False,
 ) -> Generation:
     """Sample the turn that `request` asks for. Its part `begun` is not sampled again, and its seconds count; if it ends
     the turn, the engine is not asked.
 
     At any instant at most `every` tokens are not yet given to `keep` (0: it is never called), unless the part before is
     still being written. If the turn is interrupted, the tokens at hand are given to it. Raises the errors of engine and
-    `keep`."""
+    `keep`; with `unbroken` also BrokenOff, if the turn leaves an engine that has sampled some of it."""
     sampling, have = request.sampling, begun.token_ids
     before = Chunk(token_ids=have, logprobs=begun.logprobs, spans=begun.spans, columns=begun.columns)
     left_s = request.deadline_s - begun.spent_s
@@ -43,9 +55,9 @@ async def sample(
         deadline_s=left_s,
         sampled=len(have),
     )
-    if not every:
+    if not every and not unbroken:
         return joined(before, await engine.generate(rest))
-    log = _Log(begun, keep, every, len(have) + rest.sampling.max_tokens)
+    log = _Log(begun, keep, every, len(have) + rest.sampling.max_tokens, unbroken)
     try:
         return joined(before, await engine.generate(replace(rest, on_chunk=log.add)))
     except (EngineError, StoreError):  # the episode ends, or is another worker's
@@ -65,6 +77,7 @@ class _Log:
     keep: Keep
     every: int
     most: int  # tokens that the turn may have
+    unbroken: bool  # whether the turn may not go on at another engine
     kept: int = field(init=False)  # tokens that are written
     chunks: list[Chunk] = field(default_factory=list[Chunk])  # those that are not
     unkept: int = 0  # their tokens
@@ -76,7 +89,7 @@ class _Log:
 
     def add(self, chunk: Chunk) -> None:
         """Take a chunk, and write if a crash could lose too many tokens from now on, or if the engine was left. Raises
-        the error of an earlier write, save DiskFull."""
+        the error of an earlier write, save DiskFull; BrokenOff."""
         self.chunks.append(chunk)
         self.unkept += len(chunk.token_ids)
         if chunk.finish is not None:
@@ -86,11 +99,13 @@ class _Log:
         if self.posted is None and (self.unkept + to_come > self.every or not chunk.token_ids):
             self.write()
             self._settle()
+        if self.unbroken and not chunk.token_ids and self.kept + self.unkept:
+            raise BrokenOff
 
     def write(self) -> None:
         """Give `keep` the tokens that came since the last part."""
         before, at = self.given
-        if self.unkept == at:
+        if self.unkept == at or not self.every:
             return
         chunks = self.chunks[before:]
         spans, base = list[VersionSpan](), 0

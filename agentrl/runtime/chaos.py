@@ -12,6 +12,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
@@ -42,6 +43,7 @@ class Hurts:
     only: tuple[str, ...]
     settings: tuple[str, ...]
     compare: bool
+    restart_groups: bool = False
 
     @property
     def among(self) -> list[Fault]:
@@ -53,9 +55,35 @@ class Hurts:
         return [known[name] for name in self.only]
 
     @property
+    def runs(self) -> dict[str, Run]:
+        """The runs to hurt, by what an interrupted episode goes on from."""
+        groups = Run(self, self.out, "group")
+        if not self.restart_groups:
+            return {"as configured": Run(self, self.out)}
+        if not self.compare:
+            return {"from its group's start": groups}
+        beside = self.out.with_name(f"{self.out.name}-groups")
+        return {"from its tokens": Run(self, self.out, "tokens"), "from its group's start": Run(self, beside, "group")}
+
+    @property
+    def quiet(self) -> Run | None:
+        """The undisturbed run, to compare with."""
+        return Run(self, self.out.with_name(f"{self.out.name}-quiet")) if self.compare else None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of what was asked for, in its folder `out`."""
+
+    what: Hurts
+    out: Path
+    resume: str = ""
+
+    @property
     def words(self) -> list[str]:
         """The arguments of `agentrl train`."""
-        return [str(self.file), *(word for setting in self.settings for word in ("--set", setting))]
+        settings = (*self.what.settings, *([f"rollout.resume={self.resume}"] if self.resume else ()))
+        return [str(self.what.file), *(word for setting in settings for word in ("--set", setting))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,71 +114,144 @@ def on_a_small_disk(what: Hurts, disk_mb: int) -> int | None:
     bwrap = shutil.which("bwrap")
     if not wanted or bwrap is None:
         return None
-    _check_free(what.out)
-    what.out.mkdir(parents=True)
-    below = os.open(what.out, os.O_DIRECTORY)
+    outs = [run.out for run in what.runs.values()]
+    below: list[int] = []
     try:
-        disk = ["--dev-bind", "/", "/", "--size", str(disk_mb << 20), "--tmpfs", str(what.out.resolve())]
-        command = [bwrap, *disk, "--die-with-parent", "--", *_MAIN, *sys.argv[1:]]
-        return subprocess.run(command, pass_fds=[below], env={**os.environ, _DISK: str(below)}, check=False).returncode
+        for out in outs:
+            _check_free(out)
+            out.mkdir(parents=True)
+            below.append(os.open(out, os.O_DIRECTORY))
+        disks = [word for out in outs for word in ("--size", str(disk_mb << 20), "--tmpfs", str(out.resolve()))]
+        command = [bwrap, "--dev-bind", "/", "/", *disks, "--die-with-parent", "--", *_MAIN, *sys.argv[1:]]
+        env = {**os.environ, _DISK: " ".join(map(str, below))}
+        return subprocess.run(command, pass_fds=below, env=env, check=False).returncode
     finally:
-        os.close(below)
+        for folder in below:
+            os.close(folder)
 
 
 def hurt(what: Hurts, console: Console) -> bool:
-    """Run it under faults and print the results. Returns whether the run ended well and every audit was clean. To
+    """Run it under faults and print the results. Returns whether each run ended well and every audit was clean. To
     compare, the same run is repeated without faults at `OUT-quiet`."""
-    below = os.environ.pop(_DISK, None)
-    if below is None:
-        _check_free(what.out)
-    chaos = ChaosRun(what.words, what.out, faults=what.faults, seed=what.seed, every_s=what.every_s, among=what.among)
+    below = os.environ.pop(_DISK, "").split()
+    runs, quiet = what.runs, what.quiet
+    for run in () if below else runs.values():
+        _check_free(run.out)
+    reports = dict[str, ChaosReport]()
+    for at, (how, run) in enumerate(runs.items()):
+        if len(runs) > 1:
+            console.print(f"an interrupted episode goes on {how}", highlight=False)
+        reports[how] = _hurt_one(run, Path(f"/proc/self/fd/{below[at]}") if below else None, console)
+    if quiet is not None:
+        argv = [*_MAIN, "train", *quiet.words, "--out", str(quiet.out)]
+        if subprocess.run(argv, stdout=subprocess.DEVNULL, check=False).returncode:
+            raise RunFailed(f"the undisturbed run failed; read {quiet.out / 'logs'}")
+    ended = {how: report for how, report in reports.items() if report.status == 0}
+    costs = [Cost.of(how, report, runs[how].out, quiet and quiet.out) for how, report in ended.items()]
+    for one in costs:
+        for line in one.lines(titled=len(runs) > 1):
+            console.print(line, markup=False, highlight=False)
+    if quiet is not None:
+        console.print(compared(costs, quiet.out))
+    return all(report.ok for report in reports.values())
+
+
+def _hurt_one(run: Run, below: Path | None, console: Console) -> ChaosReport:
+    """Hurt one run, and bring what it wrote out of its small disk into `below`."""
+    what = run.what
+    chaos = ChaosRun(run.words, run.out, faults=what.faults, seed=what.seed, every_s=what.every_s, among=what.among)
     try:
         report = chaos.run(lambda line: console.print(line, markup=False, highlight=False))
     finally:
         if below is not None:
-            shutil.copytree(what.out, f"/proc/self/fd/{below}", dirs_exist_ok=True)
+            shutil.copytree(run.out, below, dirs_exist_ok=True)
     console.print(_table(report))
     for what_not, why in LEFT_OUT.items():
         console.print(f"left out: {what_not}: {why}", markup=False, highlight=False)
     for line in (*report.violations, *(f"left behind: {one}" for one in report.left)):
         console.print(line, style="bold red", markup=False, highlight=False)
     console.print(f"exit status {report.status} after {report.wall_s:.0f} s", highlight=False)
-    quiet = what.out.with_name(f"{what.out.name}-quiet") if what.compare else None
-    if quiet is not None:
-        run = [*_MAIN, "train", *what.words, "--out", str(quiet)]
-        if subprocess.run(run, stdout=subprocess.DEVNULL, check=False).returncode:
-            raise RunFailed(f"the undisturbed run failed; read {quiet / 'logs'}")
-    if report.status == 0:
-        for line in cost(report, what.out, quiet):
-            console.print(line, markup=False, highlight=False)
-    return report.ok
+    return report
 
 
-def cost(report: ChaosReport, run: Path, quiet: Path | None) -> list[str]:
-    """What the faults cost, one line each: held-out success, training time that was useful, tokens.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What the faults cost a run whose interrupted episodes go on `how`: held-out success, training time that was
+    useful, tokens left behind (`abandoned` of `tokens` in all).
 
-    Useful is the time that the same steps take undisturbed: in the quiet run, else at this run's own median pace."""
-    pace, n = Pace.of(run), max(1, len(report.outcomes))
-    calm = pace if quiet is None else Pace.of(quiet)
-    step_s = pace.step_s if quiet is None else calm.train_s / calm.steps
-    useful_s = min(pace.train_s, pace.steps * step_s)
-    lost_s = (pace.train_s - useful_s) / n
-    whose = "its own median step" if quiet is None else "the undisturbed run"
-    kills = [one for one in report.outcomes if one.fault.kind in ("kill", "stop")]
-    lines = [f"held-out success: {_success(run)}"]
-    if quiet is not None:
-        lines.append(f"held-out success, undisturbed: {_success(quiet)}")
-    lines.append(
-        f"effective training time: {useful_s / pace.train_s:.2f} ({useful_s:.0f} useful of {pace.train_s:.0f} s, by"
-        f" {whose}); {lost_s:.1f} s lost a fault, so {max(0.0, 1 - lost_s / 60):.2f} at one fault a minute"
-    )
-    if kills:
-        left, stake = [one.tokens_lost for one in kills], fmean(one.at_stake for one in kills)
-        lines.append(
-            f"tokens left behind by a kill or a hang: {fmean(left):.1f} in the mean, {max(left)} at most; a restart of"
-            f" the unfinished groups would have left {stake:.0f}"
+    Useful is the time that the same steps take undisturbed: in the quiet run, else at this run's own median pace
+    (`whose`). `left` and `stake` are tokens at each kill or hang."""
+
+    how: str
+    success: str
+    train_s: float
+    useful_s: float
+    whose: str
+    faults: int
+    left: tuple[int, ...]
+    stake: tuple[int, ...]
+    tokens: int
+    abandoned: int
+
+    @classmethod
+    def of(cls, how: str, report: ChaosReport, run: Path, quiet: Path | None) -> Cost:
+        """Measure it from the stores."""
+        pace = Pace.of(run)
+        calm = pace if quiet is None else Pace.of(quiet)
+        step_s = pace.step_s if quiet is None else calm.train_s / calm.steps
+        kills = [one for one in report.outcomes if one.fault.kind in ("kill", "stop")]
+        return cls(
+            how=how,
+            success=_success(run),
+            train_s=pace.train_s,
+            useful_s=min(pace.train_s, pace.steps * step_s),
+            whose="its own median step" if quiet is None else "the undisturbed run",
+            faults=len(report.outcomes),
+            left=tuple(one.tokens_lost for one in kills),
+            stake=tuple(one.at_stake for one in kills),
+            tokens=report.tokens,
+            abandoned=report.abandoned,
         )
-    return lines
+
+    @property
+    def share(self) -> float:
+        """Effective training time: the useful part."""
+        return self.useful_s / self.train_s
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds a fault."""
+        return (self.train_s - self.useful_s) / max(1, self.faults)
+
+    @property
+    def a_minute(self) -> float:
+        """The effective training time at one such fault a minute."""
+        return max(0.0, 1 - self.lost_s / 60)
+
+    def lines(self, *, titled: bool) -> list[str]:
+        """One line each."""
+        lines = [f"an interrupted episode went on {self.how}:"] if titled else []
+        lines += [
+            f"held-out success: {self.success}",
+            f"effective training time: {self.share:.2f} ({self.useful_s:.0f} useful of {self.train_s:.0f} s, by"
+            f" {self.whose}); {self.lost_s:.1f} s lost a fault, so {self.a_minute:.2f} at one fault a minute",
+        ]
+        if self.left:
+            lines.append(
+                f"tokens left behind by a kill or a hang: {fmean(self.left):.1f} in the mean, {max(self.left)} at most;"
+                f" {fmean(self.stake):.0f} were at stake in unfinished groups"
+            )
+        return lines
+
+
+def compared(costs: Sequence[Cost], quiet: Path) -> Table:
+    """The hurt runs beside the undisturbed one."""
+    table = Table("an interrupted episode goes on", "held-out success", "effective time", "lost a fault", "tokens lost")
+    table.add_row("(no faults)", _success(quiet), "1.00", "", "")
+    for one in costs:
+        lost = f"{one.abandoned} of {one.tokens}"
+        table.add_row(one.how, one.success, f"{one.share:.2f}", f"{one.lost_s:.1f} s", lost)
+    return table
 
 
 def _check_free(out: Path) -> None:

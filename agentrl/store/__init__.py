@@ -17,6 +17,7 @@ workers await theirs (see `awaitable`). Standard library and zstandard only; tri
     codec       packing                               rewards     scores of turns, and episodes that wait for them
     forks       continuations of an episode           moving      groups out of one store into another
     replays     tasks lost to infrastructure failures, played again
+    restarts    interrupted work that is given up on purpose
     durations   how long episodes, turns and pushes took
     roles       what each process of a run may ask of the store
     signal      when to look at the store again       waiting     the same in a trio program
@@ -53,6 +54,7 @@ from agentrl.store.partials import Partial
 from agentrl.store.readers import EpisodeRow, GroupResult, Readers, Restart
 from agentrl.store.recovery import Recovery, Saved
 from agentrl.store.replays import ReplayCounts, Replays
+from agentrl.store.restarts import Restarts
 from agentrl.store.returns import Returns
 from agentrl.store.rewards import Rewards, Scored, Source
 from agentrl.store.schema import SET_META
@@ -117,6 +119,7 @@ class RunStore(
     Leases,
     Deaths,
     Journal,
+    Restarts,
     Snapshots,
     Buffer,
     Lineage,

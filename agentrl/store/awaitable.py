@@ -88,6 +88,12 @@ class AsyncStore:
     async def restart_episode(self, episode_id: int, fence: int, reason: str) -> None:
         await self._write(partial(self._store.restart_episode, episode_id, fence, reason))
 
+    async def discard_turn(self, episode_id: int, fence: int) -> None:
+        await self._write(partial(self._store.discard_turn, episode_id, fence))
+
+    async def restart_group(self, episode_id: int, fence: int, max_replays: int) -> bool:
+        return await self._write(partial(self._store.restart_group, episode_id, fence, max_replays))
+
     async def finish(
         self,
         episode_id: int,

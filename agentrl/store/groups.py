@@ -55,7 +55,7 @@ class Groups(Part):
                 return 0
             again = lost_groups(self._db, bounds.max_replays)[: room.replays]
             for group_id in again:
-                _create_again(self._db, group_id, bounds.group_size, step)
+                create_again(self._db, group_id, bounds.group_size, step)
             new = tasks[: room.groups - room.replays]
             quarantined = {task for (task,) in self._db.rows("SELECT task FROM quarantine")} if new else set[str]()
             playable = [task for task in new if not quarantined or pack_identity(task) not in quarantined]
@@ -165,12 +165,14 @@ def create_group(db: Database, task: Task, size: int, purpose: str, step: int) -
     return group_id
 
 
-def _create_again(db: Database, lost: int, size: int, step: int) -> None:
+def create_again(db: Database, lost: int, size: int, step: int) -> int:
+    """Start a group that plays the task of a lost one again; its id."""
     row = db.row("SELECT task, replays FROM groups WHERE id = ?", (lost,))
     assert row is not None
     task, replays = row
     group_id = create_group(db, unpack_task(task), size, TRAIN, step)
     db.execute("UPDATE groups SET replay_of = ?, replays = ? WHERE id = ?", (lost, replays + 1, group_id))
+    return group_id
 
 
 def close_if_ended(db: Database, group_id: int, now: float) -> None:

@@ -27,7 +27,7 @@ from agentrl.store.database import Database
 from agentrl.store.groups import close_if_ended, scored
 from agentrl.store.leases import check_fence
 from agentrl.store.outages import FAILURES, note_failure
-from agentrl.store.partials import Partial, drop_partial, pack_part, write_part
+from agentrl.store.partials import Partial, discard_partial, drop_partial, pack_part, write_part
 from agentrl.store.snapshots import drop_snapshot
 from agentrl.store.versions import Versions
 
@@ -116,10 +116,10 @@ class Journal(Versions):
                 "INSERT INTO restarts SELECT id, trial, start, ?, ? FROM episodes WHERE id = ?",
                 (printable(reason), self._db.clock(), episode_id),
             )
+            discard_partial(self._db, episode_id)
             self._db.execute("UPDATE episodes SET trial = ?, start = NULL WHERE id = ?", (trial + 1, episode_id))
             for table in ("unscored", "endings"):
                 self._db.execute(f"DELETE FROM {table} WHERE episode_id = ?", (episode_id,))
-            drop_partial(self._db, episode_id)
             drop_snapshot(self._db, episode_id)
 
     def finish(

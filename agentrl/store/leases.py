@@ -26,7 +26,8 @@ from agentrl.store.versions import latest_confirmed
 class Claim:
     """An episode to play or to continue. `turns` are those already journaled, the last one perhaps without its step;
     `partial` holds the tokens of the next turn if it was interrupted; `start` is None if the episode has not begun.
-    Every journal call takes `fence`. In a fork, turns from `fork_turn` on are its own (see `forks`)."""
+    Every journal call takes `fence`. In a fork, turns from `fork_turn` on are its own (see `forks`). `resumed`: another
+    claim began it, or an earlier attempt of this one."""
 
     episode_id: int
     group_id: int
@@ -40,6 +41,7 @@ class Claim:
     turns: tuple[Turn, ...]
     partial: Partial | None = None
     fork_turn: int | None = None
+    resumed: bool = False
 
 
 # Evaluation first, then episodes of dead workers, then the oldest group's; last, in the same order, those suspected of
@@ -110,7 +112,8 @@ class Leases(Part):
         """The same claim with what was journaled since. Raises LeaseLost if the episode is no longer held."""
         with self._db.read():
             check_fence(self._db, claim.episode_id, claim.fence)
-            return replace(self._load(claim.episode_id), fence=claim.fence)
+            found = self._load(claim.episode_id)
+            return replace(found, fence=claim.fence, resumed=found.start is not None)
 
     def renew(self, worker: str, *, lease_s: float, now: float | None = None) -> frozenset[int]:
         """Renew this worker's lease; returns the ids of the episodes that it still holds."""
@@ -180,6 +183,7 @@ class Leases(Part):
             turns=() if start is None else load_turns(self._db, episode_id),
             partial=None if start is None else load_partial(self._db, episode_id),
             fork_turn=fork_turn,
+            resumed=fence > 1 and start is not None,
         )
 
 

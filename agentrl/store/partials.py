@@ -100,6 +100,16 @@ def load_partial(db: Database, episode_id: int) -> Partial | None:
     )
 
 
+def discard_partial(db: Database, episode_id: int) -> None:
+    """Forget the turn under way although its episode could go on from it, and note how many tokens that cost."""
+    db.execute(
+        "INSERT INTO discarded SELECT p.episode_id, e.trial, p.turn, SUM(p.n), ? FROM partials p"
+        " JOIN episodes e ON e.id = p.episode_id WHERE p.episode_id = ? GROUP BY p.episode_id",
+        (db.clock(), episode_id),
+    )
+    drop_partial(db, episode_id)
+
+
 def drop_partial(db: Database, episode_id: int) -> None:
     """Forget the turn under way: it is journaled, or its episode begins anew or is over."""
     db.execute("DELETE FROM partials WHERE episode_id = ?", (episode_id,))

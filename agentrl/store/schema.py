@@ -28,6 +28,7 @@ k to k + 1, so a new store runs all of them. A store is made in one transaction:
     imports      which group of another run came in as which group of this one
     imported_versions  the version of this run that stands for one of another's, whose tokens came in
     restarts     why and when an episode started anew; its earlier trial's turns stay, never trained
+    discarded    how many tokens of an unfinished turn were given up, because the run does not go on from tokens
     outages      failures of one cause at one time, and how many episodes had ended well before
     quarantine   tasks that killed their workers, and are not admitted again
     lineage      which optimizer step trained which episode; at most one row per episode that is not undone
@@ -408,6 +409,13 @@ _ARTIFACTS = """
 CREATE TABLE artifacts (turn_id INTEGER PRIMARY KEY REFERENCES turns, data BLOB NOT NULL) STRICT;
 """
 
+_DISCARDED = """
+CREATE TABLE discarded (
+    episode_id INTEGER NOT NULL REFERENCES episodes, trial INTEGER NOT NULL, turn INTEGER NOT NULL,
+    tokens INTEGER NOT NULL, time_s REAL NOT NULL
+) STRICT;
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _ROLES,
@@ -427,6 +435,7 @@ MIGRATIONS: tuple[str, ...] = (
     _FORKS,
     _IMPORTS,
     _ARTIFACTS,
+    _DISCARDED,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

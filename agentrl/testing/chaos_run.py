@@ -88,7 +88,7 @@ class Outcome:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosReport:
     """`status` is the run's exit status, `left` the processes and folders that it left behind, `skipped` the faults for
-    which there was no part."""
+    which there was no part; of `tokens` sampled ones in all, `abandoned` were left behind."""
 
     outcomes: tuple[Outcome, ...]
     status: int
@@ -96,6 +96,8 @@ class ChaosReport:
     violations: tuple[str, ...]
     left: tuple[str, ...]
     skipped: tuple[str, ...] = ()
+    tokens: int = 0
+    abandoned: int = 0
 
     @property
     def ok(self) -> bool:
@@ -161,6 +163,8 @@ class ChaosRun:
             violations=tuple(self._auditor.look(ended=True)),
             left=tuple(self._left()),
             skipped=tuple(skipped),
+            tokens=self._auditor.tokens,
+            abandoned=self._auditor.abandoned,
         )
 
     def _start(self) -> None:

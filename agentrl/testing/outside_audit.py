@@ -31,8 +31,9 @@ _NOT_ITS_DOING = "('engine_failed', 'sandbox_failed', 'env_failed', 'expired')"
 @dataclass(slots=True)
 class OutsideAuditor:
     """Audits the store at `path`. `turns` and `tokens` are the counts at the last look; `abandoned` counts the sampled
-    tokens of trials that a restart of their episode left behind, and of training episodes that expired; `at_stake`
-    those of training groups that are not closed."""
+    tokens of trials that a restart of their episode left behind, of training episodes that expired, of groups that were
+    restarted, and of turns that were given up amid their tokens; `at_stake` those of training groups that are not
+    closed."""
 
     path: Path
     turns: int = 0
@@ -95,8 +96,10 @@ class OutsideAuditor:
         self._sums = sums
         (self.abandoned,) = db.execute(
             "SELECT COALESCE(SUM(t.n_tokens), 0) FROM turns t JOIN episodes e ON e.id = t.episode_id"
-            " WHERE t.trial < e.trial OR (e.stop_reason = 'expired' AND NOT e.evaluation)"
+            " JOIN groups g ON g.id = e.group_id WHERE t.trial < e.trial"
+            " OR (e.stop_reason = 'expired' AND NOT e.evaluation) OR g.reason = 'restarted'"
         ).fetchone()
+        self.abandoned += sum(tokens for *_, tokens in _discarded(db))
         (self.at_stake,) = db.execute(
             "SELECT COALESCE(SUM(t.n_tokens), 0) FROM turns t JOIN episodes e ON e.id = t.episode_id"
             " AND e.trial = t.trial JOIN groups g ON g.id = e.group_id"
@@ -129,7 +132,10 @@ class OutsideAuditor:
                 self._found.append(f"law 1: turn {index} of episode {episode} under way: gap at token {len(ids)}")
             found[place] = (ids + values[prompt : prompt + n], logprobs + values[prompt + n :])
         now = dict(db.execute("SELECT id, trial FROM episodes WHERE stop_reason IS NULL"))
+        given_up = {(episode, trial, turn) for episode, trial, turn, _ in _discarded(db)}
         for place, before in self._under_way.items():
+            if place in given_up:
+                continue  # said so, and counted
             after = found.get(place) or _journaled(db, place)
             if after is None and now.get(place[0]) != place[1]:
                 continue  # the episode ended in the turn, or started anew
@@ -366,6 +372,13 @@ class OutsideAuditor:
 
 def _has(db: sqlite3.Connection, table: str, column: str) -> bool:
     return any(row[1] == column for row in db.execute(f"PRAGMA table_info({table})"))
+
+
+def _discarded(db: sqlite3.Connection) -> list[tuple[int, int, int, int]]:
+    """Turns that were given up amid their tokens, and how many: episode, trial, turn, tokens."""
+    if not _has(db, "discarded", "tokens"):
+        return []
+    return db.execute("SELECT episode_id, trial, turn, tokens FROM discarded").fetchall()
 
 
 def _journaled(db: sqlite3.Connection, place: _Place) -> _Tokens | None:

@@ -11,10 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from agentrl.runtime.chaos import Hurts, hurt
 from agentrl.store import RunStore
 from agentrl.testing import chaos_run
-from agentrl.testing.chaos_run import ChaosReport, ChaosRun, Fault
+from agentrl.testing.chaos_run import ChaosReport, ChaosRun, Fault, Outcome
 from agentrl.testing.outside_audit import OutsideAuditor
 
 from .test_run import ENVS, command, run_file
@@ -88,3 +90,83 @@ def test_a_fault_that_silently_does_nothing_is_a_violation(
         outcome = one._hurt(Fault(kind=kind, part="engine"), 0.0)
     assert len(outcome.violations) == 1 and outcome.violations[0].startswith(f"{kind}:engine had no effect: ")
     assert not ChaosReport(outcomes=(outcome,), status=0, wall_s=0.0, violations=(), left=()).ok
+
+
+def finished(folder: Path, step_s: float, success: float) -> None:
+    """What a run of four steps leaves for a comparison."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with RunStore.create(
+        folder / "store.sqlite", "{}", clock=iter(100.0 + step_s * n for n in range(99)).__next__
+    ) as it:
+        for step in range(1, 5):
+            it.record("step", step, {})
+        it.set_meta("train_started_s", "100")
+        it.set_meta("train_ended_s", str(100 + 4 * step_s))
+    held_out = {"sets": {"held_out": {"before": None, "after": {"success": success}}}}
+    (folder / "summary.json").write_text(json.dumps({"eval": held_out}))
+
+
+def test_a_comparison_hurts_a_run_from_tokens_and_one_from_groups_by_the_same_faults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, out, seen = tmp_path / "run.toml", tmp_path / "run", list[ChaosRun]()
+
+    def hurt_it(self: ChaosRun, say: object) -> ChaosReport:
+        seen.append(self)
+        groups = "rollout.resume=group" in self.words
+        finished(self.folder, 15.0 if groups else 12.0, 0.8)
+        fault = Fault(kind="kill", part="worker")
+        hit = Outcome(fault=fault, at_s=1.0, recovery_s=2.0, tokens_lost=300 if groups else 0, at_stake=400)
+        return ChaosReport(
+            outcomes=(hit,),
+            status=0,
+            wall_s=9.0,
+            violations=(),
+            left=(),
+            tokens=9000,
+            abandoned=300 if groups else 0,
+        )
+
+    def quiet(argv: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        finished(Path(argv[-1]), 10.0, 0.9)
+        return subprocess.CompletedProcess(argv, 0)
+
+    monkeypatch.setattr(ChaosRun, "run", hurt_it)
+    monkeypatch.setattr(subprocess, "run", quiet)
+    what = Hurts(
+        file=file,
+        out=out,
+        faults=3,
+        seed=7,
+        every_s=9.0,
+        only=(),
+        settings=("train.steps=4",),
+        compare=True,
+        restart_groups=True,
+    )
+    console = Console(width=200, record=True)
+    assert hurt(what, console)
+    assert [(one.seed, one.every_s, one.faults) for one in seen] == [(7, 9.0, 3)] * 2
+    assert [list(one.words)[-1] for one in seen] == ["rollout.resume=tokens", "rollout.resume=group"]
+    rows = [[cell.strip() for cell in line.split("│")] for line in console.export_text().splitlines()]
+    assert [row[1:-1] for row in rows if len(row) == 7] == [
+        ["(no faults)", "held_out 0.900", "1.00", "", ""],
+        ["from its tokens", "held_out 0.800", "0.83", "8.0 s", "0 of 9000"],
+        ["from its group's start", "held_out 0.800", "0.67", "20.0 s", "300 of 9000"],
+    ]
+
+
+def test_without_a_comparison_one_run_restarts_its_groups(tmp_path: Path) -> None:
+    what = Hurts(
+        file=tmp_path / "run.toml",
+        out=tmp_path / "run",
+        faults=1,
+        seed=0,
+        every_s=1.0,
+        only=(),
+        settings=(),
+        compare=False,
+        restart_groups=True,
+    )
+    (run,) = what.runs.values()
+    assert run.words == [str(tmp_path / "run.toml"), "--set", "rollout.resume=group"] and run.out == tmp_path / "run"

@@ -77,6 +77,7 @@ WRITES: dict[str, Callable[[RunStore], Any]] = {
     "keep_snapshot": lambda store: store.keep_snapshot(16, 1, Snapshot(turn=0, data=b"box")),
     "journal_step": lambda store: store.journal_step(16, 1, 1, answer(1)),
     "restart_episode": lambda store: store.restart_episode(16, 1, "cannot replay"),
+    "restart_group": lambda store: store.restart_group(16, 1, 9),
     "finish": lambda store: store.finish(16, 1, stop_reason=StopReason.TIME_LIMIT, outcome=0.0, success=False),
     "take": lambda store: store.take(4, 2, max_lag=1),
     "expire": lambda store: store.expire(1e6, 600.0),

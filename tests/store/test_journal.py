@@ -242,12 +242,26 @@ def calls(store: RunStore, claim: Claim) -> dict[str, Any]:
         "journal_turn": lambda: store.journal_turn(id, fence, turn(1, 1)),
         "journal_step": lambda: store.journal_step(id, fence, 0, answer(0)),
         "restart_episode": lambda: store.restart_episode(id, fence, "cannot replay"),
+        "discard_turn": lambda: store.discard_turn(id, fence),
+        "restart_group": lambda: store.restart_group(id, fence, 9),
         "finish": lambda: store.finish(id, fence, stop_reason=StopReason.DONE, outcome=1.0, success=True),
         "reload": lambda: store.reload(claim),
     }
 
 
-@pytest.mark.parametrize("call", ["begin", "journal_turn", "journal_step", "restart_episode", "finish", "reload"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "begin",
+        "journal_turn",
+        "journal_step",
+        "restart_episode",
+        "discard_turn",
+        "restart_group",
+        "finish",
+        "reload",
+    ],
+)
 @pytest.mark.parametrize("how", ["released", "claimed anew", "expired", "finished", "unknown"])
 def test_law_2_a_worker_that_lost_its_lease_writes_nothing(store: RunStore, begun: Claim, call: str, how: str) -> None:
     store.journal_turn(begun.episode_id, begun.fence, turn(0, 1))
