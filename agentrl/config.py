@@ -22,6 +22,7 @@ from agentrl.settings import (
     Buffer,
     Count,
     CurriculumSettings,
+    Evaluation,
     Positive,
     Resume,
     RewardSource,
@@ -237,25 +238,6 @@ class Train(_Section):
         if outer := [name for name in self.lora_targets if name.endswith(("lm_head", "embed_tokens"))]:
             raise ConfigError("train.lora_targets", outer, "an adapter leaves embedding and output layer as they are")
         return self
-
-
-class HeldOut(_Section):
-    """One held-out evaluation: `n` tasks from the environment's own held-out seeds, sampled as in training."""
-
-    name: str  # what the set is called in tables and curves
-    id: str | None = None  # default: the training environment
-    kwargs: dict[str, Any] = Field(default_factory=dict)  # laid over those of the training environment
-    options: dict[str, Any] = Field(default_factory=dict)  # likewise
-    n: Count = 256  # tasks, one episode each
-    first_seed: int = 1_000_000_000  # of its tasks; far from those of training
-
-
-class Evaluation(_Section):
-    """When and on what the policy is measured. Every set runs before and after; the first one also every `every`."""
-
-    every: Annotated[int, Field(ge=0)] = 0  # steps between evaluations of the first set; 0: only before and after
-    n_during: Count = 96  # tasks of such an evaluation
-    sets: list[HeldOut] = Field(default_factory=list[HeldOut])
 
 
 class RunConfig(_Section):

@@ -1,5 +1,5 @@
-"""What the sections of the run file are made of, and the sections of reward sources, curriculum and buffer.
-`agentrl.config` has the others."""
+"""What the sections of the run file are made of, and the sections of reward sources, curriculum, buffer and
+evaluation. `agentrl.config` has the others."""
 
 from __future__ import annotations
 
@@ -125,6 +125,25 @@ class RewardSource(Section):
         if self.source == "env":
             raise ConfigError("rewards.source", "env", "this is the environment itself: choose another name")
         return self
+
+
+class HeldOut(Section):
+    """One held-out evaluation: `n` tasks from the environment's own held-out seeds, sampled as in training."""
+
+    name: str  # what the set is called in tables and curves
+    id: str | None = None  # default: the training environment
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # laid over those of the training environment
+    options: dict[str, Any] = Field(default_factory=dict)  # likewise
+    n: Count = 256  # tasks, one episode each
+    first_seed: int = 1_000_000_000  # of its tasks; far from those of training
+
+
+class Evaluation(Section):
+    """When and on what the policy is measured. Every set runs before and after; the first one also every `every`."""
+
+    every: Annotated[int, Field(ge=0)] = 0  # steps between evaluations of the first set; 0: only before and after
+    n_during: Count = 96  # tasks of such an evaluation
+    sets: list[HeldOut] = Field(default_factory=list[HeldOut])
 
 
 def check_sources(sources: Sequence[RewardSource], *, stall_deadline_s: float) -> None:

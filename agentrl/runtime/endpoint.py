@@ -19,7 +19,7 @@ import trio
 
 from agentrl import clock
 from agentrl.clock import Whose
-from agentrl.config import HeldOut, RunConfig
+from agentrl.config import RunConfig
 from agentrl.engine.scoring import ScoringClient
 from agentrl.env import answers, as_async
 from agentrl.env.dialects import get_format
@@ -29,6 +29,7 @@ from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Message, Messages, Step, StopReason, Task
 from agentrl.registration import make
 from agentrl.runtime.evaluation import EvalResult, tasks_of
+from agentrl.settings import HeldOut
 
 T = TypeVar("T")
 

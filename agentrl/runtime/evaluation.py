@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
-from agentrl.config import HeldOut, RunConfig
+from agentrl.config import RunConfig
 from agentrl.records import GroupState, Task
+from agentrl.settings import HeldOut
 from agentrl.store.roles import ControlStore, ReadStore
 
 _ALL = 1 << 30
