@@ -21,6 +21,7 @@ from rich.table import Table
 from agentrl.chaos_cli import chaos
 from agentrl.episodes_cli import add_commands
 from agentrl.errors import AgentRLError, UsageError
+from agentrl.retrain_cli import retrain
 from agentrl.rewards_cli import rescore, rewards
 from agentrl.simulate_cli import simulate
 
@@ -42,6 +43,7 @@ app.command()(rescore)
 add_commands(app)
 app.command()(simulate)
 app.command()(chaos)
+app.command()(retrain)
 _UNWRAPPED = 10_000  # columns
 _SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")]
 

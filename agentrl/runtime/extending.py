@@ -22,6 +22,7 @@ _MAY_CHANGE = (
     "train.steps",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    "train.hash_every",
     "train.threads",
     "train.compile",
     "train.gradient_checkpointing",

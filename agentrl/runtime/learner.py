@@ -36,6 +36,7 @@ from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.store.roles import LearnerStore
 from agentrl.telemetry import Telemetry
+from agentrl.train.hashes import circumstances
 from agentrl.train.learner import Learner
 from agentrl.train.sender import Sender
 from agentrl.train.snapshot import take
@@ -66,7 +67,7 @@ class _Learning:
         self._config: RunConfig = run.config()
         start = start_point(run, store)
         self._learner = Learner(
-            self._config, model_dir(self._config.model), _device(self._config), progress=self._heartbeat.mark
+            self._config, model_dir(self._config.model), device_of(self._config), progress=self._heartbeat.mark
         )
         if start.checkpoint is not None:
             self._learner.load(start.checkpoint)
@@ -106,7 +107,9 @@ class _Learning:
             busy_s = time.perf_counter() - busy
             idle_s += self._settle()
             taken = [group.id for group in groups if not group.skipped]
-            row = {**asdict(report), "idle_s": idle_s, "busy_s": busy_s, "groups": taken}
+            weights = {str(group.id): group.weight for group in groups if group.weight != 1.0}
+            row = {**asdict(report), "idle_s": idle_s, "busy_s": busy_s, "groups": taken, "group_weights": weights}
+            self._record_hashes()
             version = self._publish(row)
             self._heartbeat.mark()
             if self._is_time(learner.step_index):
@@ -223,6 +226,13 @@ class _Learning:
             self._telemetry.record("step", version.step, {**row, **sync, "version": version.version})
         trio.run(self._publisher.tidy, urls)
 
+    def _record_hashes(self) -> None:
+        """What `agentrl retrain` compares its weights with. Only the store has it: it is no curve."""
+        step, every = self._learner.step_index, self._config.train.hash_every
+        if every and step % every == 0:
+            made = {"hashes": list(self._learner.hashes().values()), "with": circumstances(self._config.train)}
+            self._store.record("weights", step, made)
+
     def _is_time(self, step: int) -> bool:
         """Whether to save now, so that a dead learner loses no more steps or time than the settings allow."""
         every = self._config.train
@@ -241,7 +251,7 @@ class _Learning:
         )
 
 
-def _device(config: RunConfig) -> torch.device:
+def device_of(config: RunConfig) -> torch.device:
     """The device for training. Raises ConfigError for a GPU that this machine does not have."""
     device = torch.device(config.train.device)
     seen = torch.cuda.device_count()

@@ -15,6 +15,7 @@ workers await theirs (see `awaitable`). Standard library and zstandard only; tri
     schema      tables and migrations                 database    transactions and errors, of any database
     sqlite      the database in a file
     codec       packing                               rewards     scores of turns, and episodes that wait for them
+    retaking    the groups of an earlier step once more
     forks       continuations of an episode           moving      groups out of one store into another
     replays     tasks lost to infrastructure failures, played again
     restarts    interrupted work that is given up on purpose
@@ -55,6 +56,7 @@ from agentrl.store.readers import EpisodeRow, GroupResult, Readers, Restart
 from agentrl.store.recovery import Recovery, Saved
 from agentrl.store.replays import ReplayCounts, Replays
 from agentrl.store.restarts import Restarts
+from agentrl.store.retaking import Retaking
 from agentrl.store.returns import Returns
 from agentrl.store.rewards import Rewards, Scored, Source
 from agentrl.store.schema import SET_META
@@ -122,6 +124,7 @@ class RunStore(
     Restarts,
     Snapshots,
     Buffer,
+    Retaking,
     Lineage,
     Recovery,
     Rewards,

@@ -10,7 +10,7 @@ Which of the closed groups a step takes is an order's choice (see `orders`); gro
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -131,8 +131,7 @@ class Buffer(Part):
         with self._db.read():
             groups = [replace(self._taken(taken[pick.group_id]), weight=pick.weight) for pick in picks]
             groups += [self._taken(members) for members in late.values()]
-            skipped = self._db.rows("SELECT id FROM groups WHERE skipped_step = ? ORDER BY id", (step,))
-            groups += [self._skipped(group_id) for (group_id,) in skipped]
+            groups += skipped_for(self._db, step)
         return [group for group in groups if group.trajectories or group.left_out]
 
     def expire(self, now: float, group_deadline_s: float, *, close_policy: ClosePolicy = FULL) -> Expired:
@@ -242,23 +241,7 @@ class Buffer(Part):
 
     def _taken(self, members: Sequence[_Ended]) -> Group:
         trains = {one.id for one in members if one.trains}
-        group = load_group(self._db, members[0].group_id, [one.id for one in members])
-        record = group.record
-        if record is None:  # closed by an older agentrl, which kept no records: no member is late
-            record = {one.member: one.record for one in group.trajectories if one.scored}
-        return replace(
-            group,
-            trajectories=tuple(one for one in group.trajectories if one.episode_id in trains),
-            left_out=tuple(one for one in group.trajectories if one.episode_id not in trains),
-            record=record,
-        )
-
-    def _skipped(self, group_id: int) -> Group:
-        rows = self._db.rows(
-            "SELECT id FROM episodes WHERE group_id = ? AND late = 0 AND stop_reason IS NOT NULL", (group_id,)
-        )
-        group = load_group(self._db, group_id, [id for (id,) in rows])
-        return replace(group, trajectories=(), left_out=group.trajectories, skipped=True)
+        return taken_for(self._db, members[0].group_id, [one.id for one in members], trains)
 
     def _due(self, now: float, deadline_s: float, policy: ClosePolicy) -> Expired:
         running = self._db.rows(
@@ -304,3 +287,29 @@ class Buffer(Part):
             )
             if expired.rowcount == 0:
                 close_if_ended(self._db, group_id, now)
+
+
+def taken_for(db: Database, group_id: int, members: Collection[int], trains: Collection[int]) -> Group:
+    """A group as a step takes it: these members, of which it `trains` some. Inside a transaction."""
+    group = load_group(db, group_id, members)
+    record = group.record
+    if record is None:  # closed by an older agentrl, which kept no records: no member is late
+        record = {one.member: one.record for one in group.trajectories if one.scored}
+    return replace(
+        group,
+        trajectories=tuple(one for one in group.trajectories if one.episode_id in trains),
+        left_out=tuple(one for one in group.trajectories if one.episode_id not in trains),
+        record=record,
+    )
+
+
+def skipped_for(db: Database, step: int) -> list[Group]:
+    """The groups that left for a step without signal. Inside a transaction."""
+    found: list[Group] = []
+    for (group_id,) in db.rows("SELECT id FROM groups WHERE skipped_step = ? ORDER BY id", (step,)):
+        rows = db.rows(
+            "SELECT id FROM episodes WHERE group_id = ? AND late = 0 AND stop_reason IS NOT NULL", (group_id,)
+        )
+        group = load_group(db, group_id, [id for (id,) in rows])
+        found.append(replace(group, trajectories=(), left_out=group.trajectories, skipped=True))
+    return found

@@ -70,7 +70,7 @@ class Critic:
     def save(self, folder: Path) -> None:
         """Write its own parameters into a new folder."""
         folder.mkdir()
-        save_file({name: tensor.detach().contiguous() for name, tensor in self._tensors().items()}, folder / _FILE)
+        save_file({name: tensor.detach().contiguous() for name, tensor in self.tensors().items()}, folder / _FILE)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -79,7 +79,7 @@ class Critic:
             tensors = load_file(folder / _FILE)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"no critic in {str(folder)!r} ({error}): was another algo.kind trained?") from error
-        own = self._tensors()
+        own = self.tensors()
         wrong = own.keys() ^ tensors.keys() or {name for name in own if own[name].shape != tensors[name].shape}
         if wrong:
             raise ModelError(
@@ -88,7 +88,8 @@ class Critic:
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """What `save` writes, by name, not copied."""
         trunk = self._trunk.module.named_parameters() if self.own else ()
         named = {f"trunk.{name}": p for name, p in trunk if p.requires_grad}
         return {**named, **{f"head.{name}": p for name, p in self.head.named_parameters()}}

@@ -22,27 +22,34 @@ computed.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from agentrl.algos.algorithm import Outputs
 from agentrl.checkpoint_folders import newest
 from agentrl.config import RunConfig
 from agentrl.records import Group
 from agentrl.train import checkpoint, lora
 from agentrl.train.checkpoint import CheckpointState
 from agentrl.train.export import WeightFile, export_weights
+from agentrl.train.hashes import hash_of
 from agentrl.train.models import Models
 from agentrl.train.packing import Pack, packs
 from agentrl.train.report import StepReport, Stopwatch, Tally, summarise
 from agentrl.train.samples import GroupRows, StepOf, Undone, group_rows, weigh
 
+Passed = Callable[[Pack, Mapping[str, Tensor], Outputs], None]
+"""Looks at a pass before its gradients: the pass, the columns of its tokens, and what the models say of them."""
+
 
 class Learner:
     """Trains one policy. Invariants: `step_index` steps are in the weights; `trained` holds the ids of the episodes
-    trained since the last checkpoint, step by step; between calls the model's gradients are empty."""
+    trained since the last checkpoint, step by step; between calls the model's gradients are empty. Whoever wants to
+    look at passes sets `on_pass`; it must change nothing."""
 
     def __init__(
         self,
@@ -66,6 +73,7 @@ class Learner:
         self.step_index = 0
         self.checkpoint_step = 0
         self.trained: list[tuple[int, ...]] = []
+        self.on_pass: Passed | None = None
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -149,6 +157,8 @@ class Learner:
         for pack in part:
             outputs = self.models.forward(pack, entropy_grad=self.algorithm.entropy_gradient)
             tokens = {"proximal": outputs.logprobs_K.detach(), **pack.columns, **self.models.frozen(pack)}
+            if self.on_pass is not None:
+                self.on_pass(pack, tokens, outputs)
             pack_loss = self.algorithm.loss(tokens, outputs, self.step_index)
             tally.passed(pack, tokens["proximal"], outputs.entropy_K, pack_loss)
             watch.lap("forward")
@@ -178,6 +188,10 @@ class Learner:
         """Log-probs of `token_ids[1:]` under the current weights rounded to `dtype`, in nats at temperature 1, for the
         canary."""
         return self.model.score(token_ids, dtype)
+
+    def hashes(self) -> dict[str, str]:
+        """Of each trained tensor, by name: see `agentrl.train.hashes`."""
+        return {name: hash_of(tensor) for name, tensor in self.models.tensors().items()}
 
     def save(self, root: Path) -> Path:
         """Write a checkpoint of this step under `root`; the episodes in `trained` are recorded in it, then forgotten.

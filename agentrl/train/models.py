@@ -68,6 +68,12 @@ class Models:
         train = self._config.train
         return torch.optim.AdamW(parameters, lr=lr, betas=train.betas, weight_decay=train.weight_decay)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The trained tensors of all models by name, not copied; tied ones once."""
+        own = {f"policy.{name}": p for name, p in self.policy.module.named_parameters() if p.requires_grad}
+        critic = {} if self.critic is None else self.critic.tensors()
+        return {**own, **{f"critic.{name}": tensor for name, tensor in critic.items()}}
+
     # --- passes ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -28,10 +28,10 @@ class Scene:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.step_s, self.behind = 0.0, 1.0, False
-        self.saved, self.recorded, self.published = list[int](), list[int](), list[int]()
+        self.saved, self.recorded, self.published, self.hashed = list[int](), list[int](), list[int](), list[int]()
         self.deliver: Callable[[], None] = lambda: None
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s, perf_counter=lambda: 0.0))
-        self.learner = SimpleNamespace(step_index=0, trained=[], step=self._step, save=self._save)
+        self.learner = SimpleNamespace(step_index=0, trained=[], step=self._step, save=self._save, hashes=dict)
         self.learning: Any = object.__new__(module._Learning)
         self.learning.__dict__.update(
             _run=SimpleNamespace(checkpoints=folder),
@@ -44,6 +44,7 @@ class Scene:
                 step_of=None,
                 is_undone=None,
                 checkpoint=lambda step, version, folder: self.recorded.append(step),
+                record=lambda kind, step, values: self.hashed.append(step),
                 retain=lambda *_, **__: None,
             ),
             _urls=lambda: ["http://engine"],
@@ -125,3 +126,9 @@ def test_engines_that_serve_an_undone_version_get_a_new_one_before_the_first_ste
     scene.behind = behind
     scene.run(steps=1)
     assert scene.published == ([0, 1] if behind else [1])
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3, 4]), (2, [2, 4]), (0, [])])
+def test_the_hash_of_the_weights_is_recorded_every_so_many_steps(every: int, steps: list[int], scene: Scene) -> None:
+    scene.run(steps=4, hash_every=every)
+    assert scene.hashed == steps
