@@ -73,8 +73,8 @@ LAST = (
 
 
 def configurations() -> list[Configuration]:
-    """In order of value; every registered algorithm is among them."""
-    others = sorted(set(registry.ids("algorithms")) - {"grpo", "ppo"})
+    """In order of value; every registered algorithm is among them, `rloo` as `grpo`, whose defaults it has."""
+    others = sorted(set(registry.ids("algorithms")) - {"grpo", "ppo", "rloo"})
     return [*FIRST, *(Configuration(kind, (f"algo.kind={kind}",)) for kind in others), *LAST]
 
 
