@@ -7,6 +7,8 @@ answer round; here they only count less. One ratio, to the policy that sampled, 
 so there is no proximal policy, and `importance_cap` is not used.
 """
 
+# pyright: reportIncompatibleVariableOverride=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -22,11 +24,12 @@ if TYPE_CHECKING:
 class CISPO(GRPO):
     """Clipped importance-sampling policy optimization."""
 
-    unused: ClassVar = frozenset({"importance_cap", "dual_clip"})
+    unused: ClassVar = frozenset({"importance_cap", "importance_floor", "importance_mode", "dual_clip"})
 
-    kind: Literal["cispo"] = "cispo"  # pyright: ignore[reportIncompatibleVariableOverride]
+    kind: Literal["cispo"] = "cispo"
     clip_low: Positive = 1.0  # the weight is at least 1 minus this: 1 is no bound
     clip_high: Positive = 4.0  # and at most 1 plus this
+    importance: Literal["token", "none"] = "token"  # the ratio is that to the policy that sampled, or the proximal one
 
     def surrogate(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> tuple[Tensor, Tensor]:
         base_K = tokens["behaviour"] if self.corrects else tokens["proximal"]

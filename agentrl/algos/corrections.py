@@ -3,13 +3,21 @@
 Owns importance weights and the gauges that say how far behaviour and learner are apart. `_T` are sampled tokens.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaves parts of its signatures untyped)
+
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Literal
 
+import torch
 from torch import Tensor
+
+Mode = Literal["truncate", "mask"]
+Level = Literal["token", "sequence", "geometric"]
 
 
 class Origin(IntEnum):
@@ -24,12 +32,52 @@ class Origin(IntEnum):
     UNDONE = 2
 
 
-def importance_weights(proximal_T: Tensor, behaviour_T: Tensor, cap: float) -> Tensor:
-    """min(cap, exp(proximal - behaviour)) per token, without gradient: [T].
+def importance_weights(
+    proximal_T: Tensor, behaviour_T: Tensor, cap: float, *, floor: float = 0.0, mode: Mode = "truncate"
+) -> Tensor:
+    """exp(proximal - behaviour) per token, within bounds (see `bounded`), without gradient: [T]."""
+    return bounded((proximal_T - behaviour_T).detach().exp(), floor, cap, mode)
 
-    Truncation bounds the variance at the price of a bias towards the behaviour policy (V-trace's c-bar, Espeholt et
-    al. 2018, section 4.1; truncated importance sampling for engine mismatch, Yao et al. 2025)."""
-    return (proximal_T - behaviour_T).detach().exp().clamp(max=cap)
+
+def bounded(ratio_T: Tensor, floor: float, cap: float, mode: Mode) -> Tensor:
+    """Importance weights from ratios, which are not negative: [T].
+
+    `truncate`: a ratio outside [floor, cap] becomes the nearer bound. This bounds the variance at the price of a bias
+    towards the behaviour policy (V-trace's c-bar, Espeholt et al. 2018, section 4.1; truncated importance sampling for
+    engine mismatch, Yao et al. 2025). `mask`: it becomes 0, so that the token says nothing; per token this is IcePop
+    (Ling Team 2025), per sequence masked importance sampling. The token stays in the normalisation: the mean is over
+    the same number of tokens, and no other token weighs more because one is masked."""
+    if mode == "truncate":
+        return ratio_T.clamp(floor, cap)
+    return torch.where((ratio_T >= floor) & (ratio_T <= cap), ratio_T, 0.0)
+
+
+def ratios(gap_T: Tensor, episode_T: Tensor, role_T: Tensor, level: Level) -> Tensor:
+    """The ratio proximal / behaviour of each token, or of its sequence: float64 [T]. `gap_T` are differences of
+    log-probs, behaviour -> proximal. A sequence is what one role sampled in an episode.
+
+    `sequence`: the product of its tokens' ratios. Weighing an episode by it is unbiased; its variance grows with the
+    length. `geometric`: their geometric mean, exp(mean gap), which has the same scale at any length, and a bias."""
+    gap_T = gap_T.detach().double()
+    if level == "token":
+        return gap_T.exp()
+    sequence_T, length_S = _sequences(episode_T, role_T)
+    gap_S = gap_T.new_zeros(len(length_S)).index_add(0, sequence_T, gap_T)
+    return (gap_S / length_S if level == "geometric" else gap_S).exp()[sequence_T]
+
+
+def within(ratio_T: Tensor, episode_T: Tensor, role_T: Tensor, below: float, above: float) -> Tensor:
+    """Whether all ratios of a token's sequence are within [below, above]: bool [T]."""
+    sequence_T, length_S = _sequences(episode_T, role_T)
+    outside_T = ~((ratio_T >= below) & (ratio_T <= above))
+    return torch.zeros_like(length_S).index_add(0, sequence_T, outside_T.long())[sequence_T] == 0
+
+
+def _sequences(episode_T: Tensor, role_T: Tensor) -> tuple[Tensor, Tensor]:
+    """The number of each token's sequence, [T], and how many tokens each sequence has, [S]."""
+    keys_2T = torch.stack([episode_T, role_T])
+    _, sequence_T, length_S = torch.unique(keys_2T, dim=1, return_inverse=True, return_counts=True)
+    return sequence_T, length_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

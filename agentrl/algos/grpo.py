@@ -30,7 +30,6 @@ class GRPO(Clipped):
     scale: Literal["none", "std", "mean"] = "none"  # divides advantages by the spread, or the mean, of their group
     source_scale: Literal["none", "std", "leave_one_out"] = "none"  # or outcome and each source by its own spread
     discount: Share = 1.0  # of a reward per turn between; the outcome is earned at the last turn
-    importance: Literal["token", "none"] = "token"  # behaviour -> proximal correction
 
     @property
     def least_members(self) -> int:
@@ -43,10 +42,6 @@ class GRPO(Clipped):
         if self.source_scale != "none" and self.discount != 1:
             raise ValueError(f"discount = {self.discount:g} and source_scale = {self.source_scale!r}: leave one out")
         return self
-
-    @property
-    def corrects(self) -> bool:
-        return self.importance != "none"
 
     @property
     def compares(self) -> bool:

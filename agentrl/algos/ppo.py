@@ -10,8 +10,11 @@ tokens that older weights sampled. An episode is judged by itself: it needs no s
 Stale tokens: `importance = "token"` weighs a token by its own ratio rho; the states that it was sampled in remain those
 of the older policy, as in V-trace. `"prefix"` weighs it by the ratio of the whole episode up to this action: with
 `gae_lambda = 1` and a cap that cuts nothing the gradient is then unbiased, at the price of variance. `"none"` is plain
-GAE and is biased as soon as tokens are stale.
+GAE and is biased as soon as tokens are stale; so are the advantages, not the targets, of `"sequence"` and
+`"geometric"`, since the ratio of the whole episode corrects them.
 """
+
+# pyright: reportIncompatibleVariableOverride=false
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class PPO(Clipped):
 
     kind: Literal["ppo"] = "ppo"
     clip_high: Positive = 0.2  # and rise by so much
-    importance: Literal["token", "prefix", "none"] = "token"  # of a stale token: its own ratio, its episode's so far
+    importance: Literal["token", "prefix", "sequence", "geometric", "none"] = "token"  # prefix: of the episode so far
     level: Literal["token", "turn"] = "token"  # what an action is: values are those before a token, or before a turn
     discount: Share = 1.0  # of a reward per action between
     gae_lambda: Share = 1.0  # of the policy's advantages; below 1 the critic's errors bias them
@@ -49,10 +52,6 @@ class PPO(Clipped):
         return Slots(frozen=super().slots.frozen, critic=self.critic, critic_lr=self.critic_lr)
 
     @property
-    def corrects(self) -> bool:
-        return self.importance != "none"
-
-    @property
     def ahead(self) -> bool:
         return True
 
@@ -64,6 +63,7 @@ class PPO(Clipped):
     def advantages(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
         import torch
 
+        from agentrl.algos.corrections import bounded
         from agentrl.algos.values import Sequences, lambda_of_length, traces
 
         by_turn = self.level == "turn"
@@ -73,35 +73,37 @@ class PPO(Clipped):
         to_go_BU = sequences.first(tokens["to_go"].double())  # an action earned what is no longer to come after it
         rewards_BU = to_go_BU - torch.nn.functional.pad(to_go_BU[:, 1:], (0, 1))
 
-        def traced(lambda_B: Tensor) -> tuple[Tensor, Tensor]:
+        def traced(lambda_B: Tensor, ratio_BU: Tensor) -> tuple[Tensor, Tensor]:
             return traces(
                 rewards_BU,
                 sequences.first(tokens["values"].double()),
                 length_B,
                 discount=self.discount,
                 lambda_B=lambda_B,
-                ratio_BU=gap_BU.exp(),
+                ratio_BU=ratio_BU,
                 cap=self.importance_cap,
             )
 
         lambda_B = torch.full_like(length_B, self.gae_lambda, dtype=torch.float64)
         if self.gae_length_alpha is not None:
             lambda_B = lambda_of_length(length_B, self.gae_length_alpha)
-        advantages_BU, _ = traced(lambda_B)
-        _, targets_BU = traced(torch.full_like(lambda_B, self.value_lambda))
+        whole, ratio_BU = self.importance in ("sequence", "geometric"), gap_BU.exp()
+        advantages_BU, _ = traced(lambda_B, torch.ones_like(ratio_BU) if whole else ratio_BU)
+        _, targets_BU = traced(torch.full_like(lambda_B, self.value_lambda), ratio_BU)
         log_weight_T = sequences.tokens(gap_BU.cumsum(1)) if self.importance == "prefix" else gap_T
+        floor, cap, mode = self.importance_floor, self.importance_cap, self.importance_mode
         begins_T = sequences.begins()
         share_T = tokens["weight"] * begins_T
         columns = {
             "advantage": sequences.tokens(advantages_BU),
             "target": sequences.tokens(targets_BU),
-            "importance": log_weight_T.exp().clamp(max=self.importance_cap),
+            "importance": bounded(log_weight_T.exp(), floor, cap, mode),
             "value_share": share_T * (tokens["weight"].sum() / share_T.sum()),
         }
-        return {name: column.to(tokens["weight"].dtype) for name, column in columns.items()}
-
-    def correction(self, tokens: Mapping[str, Tensor]) -> Tensor:
-        return tokens["importance"]
+        corrected = super().advantages(tokens)
+        if "kept" in corrected:
+            columns["value_share"] = columns["value_share"] * corrected["kept"]
+        return {**{name: column.to(tokens["weight"].dtype) for name, column in columns.items()}, **corrected}
 
     def trained(self, step: int) -> tuple[str, ...]:
         return ("policy", "critic") if step >= self.critic_warmup_steps else ("critic",)
@@ -124,6 +126,7 @@ class PPO(Clipped):
         return Loss(
             total=self.value_weight * value_loss + (policy.total if learns else 0.0),
             clipped_K=policy.clipped_K,
+            importance_K=policy.importance_K,
             gauges={
                 "value_loss": value_loss,
                 "value_mean": (share_K * old_K).sum(),

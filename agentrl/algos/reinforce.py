@@ -24,11 +24,6 @@ class Reinforce(Clipped):
     """REINFORCE with the baseline and the scale of the step."""
 
     kind: Literal["reinforce++"] = "reinforce++"
-    importance: Literal["token", "none"] = "token"  # behaviour -> proximal correction
-
-    @property
-    def corrects(self) -> bool:
-        return self.importance != "none"
 
     def prepare(self, siblings: Siblings) -> dict[str, Tensor]:
         from agentrl.algos.credit import reward_to_go
@@ -41,4 +36,5 @@ class Reinforce(Clipped):
         returns_T = tokens["to_go"]
         shifted_T = returns_T - returns_T[:1]  # equal returns are exactly 0, however their mean is rounded
         centred_T = shifted_T - shifted_T.mean()
-        return {"advantage": centred_T / (centred_T.square().mean().sqrt() + STD_FLOOR)}
+        advantage_T = centred_T / (centred_T.square().mean().sqrt() + STD_FLOOR)
+        return {"advantage": advantage_T, **super().advantages(tokens)}

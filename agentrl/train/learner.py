@@ -40,7 +40,7 @@ from agentrl.train.hashes import hash_of
 from agentrl.train.models import Models
 from agentrl.train.packing import Pack, packs
 from agentrl.train.report import StepReport, Stopwatch, Tally, summarise
-from agentrl.train.samples import GroupRows, StepOf, Undone, group_rows, weigh
+from agentrl.train.samples import GroupRows, Row, StepOf, Undone, group_rows, weigh
 
 Passed = Callable[[Pack, Mapping[str, Tensor], Outputs], None]
 """Looks at a pass before its gradients: the pass, the columns of its tokens, and what the models say of them."""
@@ -125,12 +125,18 @@ class Learner:
         return [order[index::n] for index in range(n)]
 
     def _lay(self, parts: Sequence[Sequence[GroupRows]]) -> list[list[Pack]]:
-        """The passes of each update, without rows that cannot move the weights."""
-        budget, matters = self.config.train.tokens_per_batch, self.algorithm.matters
-        kept = [
-            [[row for row in group if matters(row.columns)] for group in part] for part in weigh(parts, self.algorithm)
-        ]
-        return [packs(rows, budget, self.model.device) for rows in kept]
+        """The passes of each update, without rows that cannot move the weights; if the algorithm looks ahead, without
+        episodes that cannot."""
+
+        def kept(rows: Sequence[Row]) -> list[Row]:
+            matter = [row for row in rows if self.algorithm.matters(row.columns)]
+            if not self.algorithm.ahead:
+                return matter
+            episodes = {row.episode_id for row in matter}
+            return [row for row in rows if row.episode_id in episodes]
+
+        laid = [[kept(group) for group in part] for part in weigh(parts, self.algorithm)]
+        return [packs(rows, self.config.train.tokens_per_batch, self.model.device) for rows in laid]
 
     def _looked_ahead(self, updates: Sequence[Sequence[Pack]]) -> list[list[Pack]]:
         """The passes with what the models say of them before the first update."""

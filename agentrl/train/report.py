@@ -41,6 +41,7 @@ class StepReport:
     episodes: int
     episodes_late: int  # of these, those that ended after their group had closed
     episodes_left_out: int  # infrastructure failed them (law 3)
+    episodes_rejected: int  # trained with weight 0, since their ratios were out of bounds (`algo.reject`)
     episodes_stale: int  # every token beyond the lag bound: not trained, but counted in the means below (law 5)
     outcome_mean: float | None
     process_mean: float | None  # sum of an episode's process rewards
@@ -65,6 +66,7 @@ class StepReport:
     kl_k1: float | None
     kl_k3: float | None
     truncated: float | None
+    masked: float | None  # share of tokens whose importance weight is 0 (`algo.importance_mode`)
     clip_fraction: float | None
     mismatch_mean: float | None  # of fresh tokens: the difference of engine and learner alone
     mismatch_max: float | None
@@ -96,6 +98,7 @@ class Tally:
     packs: list[Pack] = field(default_factory=list[Pack])
     proximal: list[Tensor] = field(default_factory=list[Tensor])
     clipped: list[Tensor] = field(default_factory=list[Tensor])
+    importance: list[Tensor] = field(default_factory=list[Tensor])
     entropy: list[Tensor] = field(default_factory=list[Tensor])
     gauges: defaultdict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
     gauged: float = 0.0  # the shares over which the gauges are means; 0: one for each update
@@ -105,6 +108,8 @@ class Tally:
         self.packs.append(pack)
         self.proximal.append(proximal_K.detach())
         self.clipped.append(loss.clipped_K.detach())
+        if loss.importance_K is not None:
+            self.importance.append(loss.importance_K.detach())
         for name, value in loss.gauges.items():
             self.gauges[name] += float(value.detach())
         self.gauged += 0.0 if loss.gauged is None else float(loss.gauged)
@@ -156,6 +161,7 @@ def summarise(
         episodes=len(outcomes) - sum(group.members_stale for group in ready) - sum(len(g.outcomes) for g in skipped),
         episodes_late=sum(group.late for group in ready),
         episodes_left_out=sum(group.left_out for group in ready),
+        episodes_rejected=_rejected(laid),
         episodes_stale=sum(group.members_stale for group in ready),
         outcome_mean=_mean(outcomes),
         process_mean=_mean(process),
@@ -178,6 +184,7 @@ def summarise(
         kl_k1=drift.kl_k1 if drift else None,
         kl_k3=drift.kl_k3 if drift else None,
         truncated=drift.truncated if drift else None,
+        masked=float((torch.cat(tally.importance) == 0).float().mean()) if tally.importance else None,
         clip_fraction=float(torch.cat(tally.clipped).float().mean()) if tally.clipped else None,
         mismatch_mean=fresh.mean if fresh else None,
         mismatch_max=fresh.max if fresh else None,
@@ -193,6 +200,12 @@ def _advantages(rows: Sequence[Row], laid: Sequence[Pack]) -> Tensor:
     early = [row.columns["advantage"] for row in rows if "advantage" in row.columns]
     late = [pack.columns["advantage"] for pack in laid if "advantage" in pack.columns]
     return torch.cat(early or late) if early or late else torch.zeros(0)
+
+
+def _rejected(laid: Sequence[Pack]) -> int:
+    """How many episodes the algorithm left out of the loss: those with a sequence that is not kept."""
+    found = [pack.columns["episode"][~pack.columns["kept"]] for pack in laid if "kept" in pack.columns]
+    return len(torch.unique(torch.cat(found))) if found else 0
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -7,7 +7,12 @@ import math
 import pytest
 import torch
 
+from agentrl import config
+from agentrl.algos.algorithm import Loss, Outputs
+from agentrl.algos.clipped import Clipped
 from agentrl.algos.corrections import Origin, effective_sample_size, gauges, importance_weights
+from agentrl.algos.grpo import GRPO
+from agentrl.errors import ConfigError
 
 
 def test_weights_are_ratios_up_to_the_cap_and_carry_no_gradient() -> None:
@@ -81,3 +86,124 @@ def test_each_token_counts_in_one_kind_of_mismatch() -> None:
 def test_a_kind_without_tokens_is_not_measured() -> None:
     got = gauges(torch.tensor([-1.0]), torch.tensor([-1.0]), torch.tensor([2]), torch.tensor([Origin.PLAIN]), cap=2.0)
     assert got.mismatch.keys() == {"lag_2_3"}
+
+
+# --- weights of tokens, sequences and their geometric means; rejection ------------------------------------------------
+
+TOKENS = [(1, 0), (2, 0), (1, 0), (1, 1), (2, 0), (1, 1), (3, 0)]  # episode and role of each token, in any order
+GAPS = [0.4, -0.1, 0.5, -0.2, 0.15, 0.05, -1.5]  # proximal - behaviour
+
+
+def loop_weights(level: str, mode: str, floor: float, cap: float) -> list[float]:
+    """The definition, over Python floats."""
+    weights = []
+    for own, gap in zip(TOKENS, GAPS, strict=True):
+        gaps = [other for sequence, other in zip(TOKENS, GAPS, strict=True) if sequence == own]
+        log_ratio = {"token": gap, "sequence": sum(gaps), "geometric": sum(gaps) / len(gaps)}[level]
+        ratio = math.exp(log_ratio)
+        inside = floor <= ratio <= cap
+        weights.append(ratio if inside else min(max(ratio, floor), cap) if mode == "truncate" else 0.0)
+    return weights
+
+
+def columns(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    behaviour = torch.linspace(-2.0, -1.0, len(TOKENS), dtype=dtype)
+    return {
+        "episode": torch.tensor([episode for episode, _ in TOKENS]),
+        "role": torch.tensor([role for _, role in TOKENS]),
+        "turn": torch.tensor([role for _, role in TOKENS]),
+        "behaviour": behaviour,
+        "proximal": behaviour + torch.tensor(GAPS, dtype=dtype),
+        "advantage": torch.linspace(-1.1, 2.0, len(TOKENS), dtype=dtype),
+        "weight": torch.full((len(TOKENS),), 1 / len(TOKENS), dtype=dtype),
+    }
+
+
+def loss_of(algo: Clipped, tokens: dict[str, torch.Tensor]) -> tuple[Loss, list[float]]:
+    """The loss at the step's start, and its gradient by the log-probs."""
+    now = tokens["proximal"].clone().requires_grad_()
+    loss = algo.loss({**tokens, **algo.advantages(tokens)}, Outputs(logprobs_K=now, entropy_K=-now.detach()), step=0)
+    return loss, torch.autograd.grad(loss.total, now)[0].tolist()
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_the_weights_of_each_level_and_mode_are_their_definition(level: str, mode: str) -> None:
+    bounds = {"importance_floor": 0.8, "importance_cap": 1.45}
+    tokens = columns()
+    algo = GRPO.model_validate({"importance": level, "importance_mode": mode, **bounds})
+    expected = loop_weights(level, mode, *bounds.values())
+    assert len({*expected}) > 2 and expected != loop_weights(level, mode, 0.0, 9.0)  # bounds cut some, not all
+    loss, gradient = loss_of(algo, tokens)
+    assert loss.importance_K is not None and loss.importance_K.tolist() == pytest.approx(expected, rel=1e-12)
+    shares = (tokens["weight"] * tokens["advantage"]).tolist()
+    assert gradient == pytest.approx([-weight * share for weight, share in zip(expected, shares, strict=True)])
+
+
+def test_a_masked_token_stays_in_the_mean() -> None:
+    """The loss is a mean over all seven tokens, however many are masked: no other one weighs more."""
+    tokens = columns()
+    masked = GRPO(importance_mode="mask", importance_floor=0.5, importance_cap=5.0)  # IcePop's bounds
+    _, gradient = loss_of(masked, tokens)
+    _, free = loss_of(GRPO(importance_cap=1e9), tokens)
+    assert [at for at, one in enumerate(gradient) if one == 0] == [6]  # exp(-1.5) < 0.5
+    assert gradient[:6] == free[:6]
+
+
+@pytest.mark.parametrize(
+    ("level", "below", "above", "rejected"),
+    [
+        ("token", 0.5, 2.0, {3}),
+        ("token", 0.5, 1.6, {1, 3}),  # a token of episode 1 has exp(0.5)
+        ("sequence", 0.5, 2.0, {1, 3}),  # of which the first role's product is exp(0.9)
+        ("geometric", 0.5, 2.0, {3}),
+        ("geometric", 0.0, 1.5, {1}),
+    ],
+)
+def test_a_rejected_sequence_has_no_part_in_the_loss_and_stays_in_the_mean(
+    level: str, below: float, above: float, rejected: set[int]
+) -> None:
+    """The other role of a rejected sequence's episode is judged by itself."""
+    settings = {"reject": level, "reject_below": below, "reject_above": above, "importance": "none"}
+    algo = GRPO.model_validate({**settings, "kl_weight": 0.5, "entropy_weight": 0.5})
+    plain = GRPO(importance="none", kl_weight=0.5, entropy_weight=0.5)
+    tokens = {**columns(), "reference": columns()["proximal"] - 0.3}
+    out = [episode in rejected and role == 0 for episode, role in TOKENS]
+    kept = algo.advantages(tokens)["kept"].tolist()
+    assert kept == [not one for one in out]
+    loss, gradient = loss_of(algo, tokens)
+    of_kept = {**tokens, "weight": tokens["weight"] * ~torch.tensor(out)}
+    expected, free = loss_of(plain, of_kept)
+    assert loss.total.item() == pytest.approx(expected.total.item())
+    assert gradient == pytest.approx(free)
+    assert all((one == 0) == left for one, left in zip(gradient, out, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        ({"importance_floor": 2.0}, "importance_floor = 2 must be below importance_cap = 2"),
+        ({"reject": "token", "reject_below": 3.0}, "reject_below = 3 must be below reject_above = 2"),
+        ({"importance": "none", "importance_mode": "mask"}, "give importance = 'token'"),
+        ({"kind": "cispo", "importance_mode": "mask"}, "does not use importance_mode"),
+        ({"kind": "cispo", "importance": "sequence"}, "algo.importance.*'token' or 'none'"),
+    ],
+)
+def test_impossible_corrections_are_refused(settings: dict[str, object], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        config.parse({"model": "m", "env": {"id": "e"}, "algo": settings})
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo", "cispo", "sapo", "reinforce++", "ppo"])
+def test_every_clipped_kind_takes_the_corrections(kind: str) -> None:
+    algo = config.algorithm(kind).model_validate({"reject": "geometric", "reject_above": 1.5, "reject_below": 0.0})
+    assert algo.ahead
+    tokens = {**columns(), "to_go": columns()["advantage"], "values": torch.zeros(len(TOKENS), dtype=torch.float64)}
+    tokens |= algo.advantages(tokens)
+    assert tokens["kept"].tolist() == [(episode, role) != (1, 0) for episode, role in TOKENS]
+    now = tokens["proximal"].clone().requires_grad_()
+    values = tokens["values"].clone().requires_grad_()
+    loss = algo.loss(tokens, Outputs(logprobs_K=now, entropy_K=now, values_K=values), step=99).total
+    by_token, by_value = torch.autograd.grad(loss, [now, values], allow_unused=True)
+    assert not by_token[~tokens["kept"]].any() and by_token[tokens["kept"]].any()
+    assert by_value is None or (not by_value[~tokens["kept"]].any() and by_value[tokens["kept"]].any())
