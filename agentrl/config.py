@@ -340,8 +340,10 @@ class RunConfig(_Section):
         if buffer.skip_without_signal and not self.algo.compares:
             hint = "the algorithm compares no siblings, so members that earn the same are a signal too: leave it out"
             raise ConfigError("buffer.skip_without_signal", True, hint)
-        if buffer.skip_without_signal and getattr(self.algo, "source_scale", "none") != "none":
-            hint = "with algo.source_scale, sources may differ where returns are equal: leave one of the two out"
+        if buffer.skip_without_signal and not self.algo.judges_returns:
+            hint = (
+                "the algorithm finds signal in a group whose returns are equal (algo.source_scale, GiGPO): leave it out"
+            )
             raise ConfigError("buffer.skip_without_signal", True, hint)
         if self.train.tokens_per_batch < rollout.max_context:
             raise ConfigError(

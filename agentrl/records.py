@@ -17,9 +17,11 @@ turn extends the last turn of its role.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import blake2b
 from itertools import chain, pairwise
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -74,6 +76,9 @@ POLICY = "policy"
 
 ENV = "env"
 """The environment as a source of rewards."""
+
+UNKNOWN = -1
+"""The state of a turn that nobody wrote down: it is like no other's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +244,12 @@ class Turn:
         return (self.step.reward if self.step else 0.0) + self.score
 
     @property
+    def state(self) -> int:
+        """A number from 0: a hash of `prompt_ids`, equal for turns that answered the same text."""
+        data = array("I", self.prompt_ids).tobytes()
+        return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
+
+    @property
     def versions(self) -> tuple[int, ...]:
         """The weight version of each sampled token, [T]."""
         return tuple(span.version for span in self.spans for _ in range(span.start, span.end))
@@ -250,7 +261,8 @@ class MemberRecord:
 
     `rewards` has one process reward for each turn of a role, in order; `outcomes` has the outcome rewards of roles with
     their own. In a run with reward sources, `streams` has by role and source the rewards that `rewards` sums up, before
-    their `weights` (those of the environment are called `env`, with weight 1). It holds no tokens."""
+    their `weights` (those of the environment are called `env`, with weight 1). `states` has the state of each turn of a
+    role: two turns that answered the same text have the same (see `Turn.state`). It holds no tokens."""
 
     outcome: float
     outcomes: Mapping[str, float]
@@ -259,6 +271,7 @@ class MemberRecord:
         default_factory=dict[str, Mapping[str, tuple[float, ...]]]
     )
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
+    states: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
     def outcome_of(self, role: str) -> float:
         """The outcome reward of a role: its own, else the episode's."""
@@ -269,9 +282,9 @@ class MemberRecord:
         return self.streams.get(role, {ENV: self.rewards.get(role, ())})
 
 
-Earned = tuple[str, float, Mapping[str, float], Mapping[str, float]]
+Earned = tuple[str, float, Mapping[str, float], Mapping[str, float], int]
 """What one turn earned: the role that acted, its reward from the environment, the rewards of other roles for this turn,
-and the scores of other sources."""
+the scores of other sources; and the state it was in."""
 
 
 def member_record(
@@ -280,7 +293,9 @@ def member_record(
     """The record of a member, from its turns in order and the weights of the run's sources. The reward of another role
     is added to that role's last turn (a role that has not acted yet gets nothing)."""
     streams: dict[str, dict[str, list[float]]] = {}
-    for actor, reward, others, scores in turns:
+    states: dict[str, list[int]] = {}
+    for actor, reward, others, scores, state in turns:
+        states.setdefault(actor, []).append(state)
         for role, own in streams.items():
             if role != actor:
                 own[ENV][-1] += float(others.get(role, 0.0))
@@ -295,6 +310,7 @@ def member_record(
             role: {source: tuple(values) for source, values in own.items()} for role, own in streams.items() if weights
         },
         weights=dict(weights),
+        states={role: tuple(own) for role, own in states.items()},
     )
 
 
@@ -338,6 +354,7 @@ class Trajectory:
                 turn.step.reward if turn.step else 0.0,
                 turn.step.rewards if turn.step else dict[str, float](),
                 turn.scores,
+                turn.state,
             )
             for turn in self.turns
         )

@@ -29,6 +29,7 @@ _registered: dict[tuple[Kind, str], Target] = {
     ("algorithms", "cispo"): "agentrl.algos.cispo:CISPO",
     ("algorithms", "sapo"): "agentrl.algos.sapo:SAPO",
     ("algorithms", "maxrl"): "agentrl.algos.maxrl:MaxRL",
+    ("algorithms", "gigpo"): "agentrl.algos.gigpo:GiGPO",
     ("algorithms", "rloo"): "agentrl.algos.presets:RLOO",
     ("algorithms", "dr_grpo"): "agentrl.algos.presets:DrGRPO",
     ("algorithms", "dapo"): "agentrl.algos.presets:DAPO",

@@ -5,6 +5,9 @@ Members that are not scored (law 3: infrastructure failed them) are neither judg
 ended after their group had closed are only judged.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaves parts of its signatures untyped)
+
 from __future__ import annotations
 
 from typing import Literal
@@ -63,3 +66,38 @@ def spread(returns_G: Tensor, scored_G: Tensor, kind: Scale) -> Tensor:
     if kind != "std" or len(scored) < 2:
         return one
     return scored.std(correction=1) + STD_FLOOR
+
+
+def state_advantages(
+    returns_GT: Tensor, states_GT: Tensor, alive_GT: Tensor, judges_G: Tensor, *, baseline: Baseline, scale: Scale
+) -> Tensor:
+    """Returns from each turn on, less the mean of those of turns in the same state: [G, T]; 0 where not `alive_GT`, and
+    for a turn without a judging one in its state.
+
+    `leave_one_out`: over the turns of the judging siblings. `group_mean`: over the turns of all judges, the turn itself
+    and its episode's other visits included (GiGPO, Feng et al. 2025). `scale="std"` divides by the sample deviation of
+    the judges' turns in the state, plus `STD_FLOOR`; a state with less than two of them says nothing."""
+    place_N, member_N = alive_GT.flatten().nonzero()[:, 0], alive_GT.nonzero()[:, 0]
+    returns_N = returns_GT.flatten()[place_N]
+    _, state_N = torch.unique(states_GT.flatten()[place_N], return_inverse=True)
+    states = int(state_N.max()) + 1 if len(state_N) else 0
+
+    def total(values_N: Tensor) -> Tensor:
+        """The sum of the judges' values by state and member, [S, G]."""
+        of_judges_N = torch.where(judges_G[member_N], values_N, 0.0)
+        zeros_SG = torch.zeros(states * len(judges_G), dtype=values_N.dtype, device=values_N.device)
+        return zeros_SG.index_add(0, state_N * len(judges_G) + member_N, of_judges_N).view(states, len(judges_G))
+
+    count_SG, sum_SG = total(torch.ones_like(returns_N)), total(returns_N)
+    count_N, sum_N = count_SG.sum(1)[state_N], sum_SG.sum(1)[state_N]
+    mean_N = sum_N / count_N.clamp(min=1)
+    divisor_N = torch.ones_like(returns_N)
+    if scale == "std":
+        squares_S = total((returns_N - mean_N).square()).sum(1)
+        deviation_N = (squares_S[state_N] / (count_N - 1).clamp(min=1)).sqrt() + STD_FLOOR
+        divisor_N = torch.where(count_N > 1, deviation_N, torch.inf)
+    if baseline == "leave_one_out":
+        count_N, sum_N = count_N - count_SG[state_N, member_N], sum_N - sum_SG[state_N, member_N]
+        mean_N = sum_N / count_N.clamp(min=1)
+    found_N = torch.where(count_N > 0, returns_N - mean_N, 0.0) / divisor_N
+    return torch.zeros_like(returns_GT).flatten().index_copy(0, place_N, found_N).view(returns_GT.shape)

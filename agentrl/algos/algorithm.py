@@ -49,7 +49,8 @@ ROUNDING = 1e-9  # sums of equal rewards in another order differ by less
 class Siblings:
     """What the members of a group earned, as one role sees it: `_G` members, `_T` turns of the role. Rewards are
     float64; anything past `turns_G` is 0. `scored_G` says who takes part, `judges_G` who may form a baseline.
-    `rewards_GT` is the sum over `_K` sources of `streams_KGT` times `weights_K`."""
+    `rewards_GT` is the sum over `_K` sources of `streams_KGT` times `weights_K`. `states_GT` (int64) is equal for turns
+    that answered the same text, and below 0 where it is not known what a turn answered."""
 
     outcomes_G: Tensor
     rewards_GT: Tensor
@@ -58,6 +59,7 @@ class Siblings:
     judges_G: Tensor
     streams_KGT: Tensor
     weights_K: Tensor
+    states_GT: Tensor | None = None  # no state is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +141,11 @@ class Algorithm(BaseModel):
     def least_members(self) -> int:
         """The least size of a group that it can learn from."""
         return 2 if self.compares else 1
+
+    @property
+    def judges_returns(self) -> bool:
+        """Whether a group says nothing if its members' returns are equal from each turn on."""
+        return self.compares
 
     @property
     def turn_discount(self) -> float:

@@ -48,6 +48,10 @@ class GRPO(Clipped):
         return self.baseline != "none"
 
     @property
+    def judges_returns(self) -> bool:
+        return self.compares and self.source_scale == "none"
+
+    @property
     def turn_discount(self) -> float:
         return self.discount
 

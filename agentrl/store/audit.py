@@ -381,7 +381,7 @@ def _check_skipped(db: Database, report: AuditReport) -> None:
     """Check that a group that left without signal is gone, and that no turn in its record has an advantage: the return
     at each turn is the mean of the siblings' (of one that had stopped, its outcome)."""
     config = json.loads(db.rows("SELECT value FROM meta WHERE key = 'config'")[0][0])
-    weight = config.get("algo", {}).get("process_weight", 1.0)
+    weight, discount = (config.get("algo", {}).get(name, 1.0) for name in ("process_weight", "discount"))
     roles = config.get("rollout", {}).get("roles", {})
     for group, state, reason, packed in db.rows(
         "SELECT id, state, reason, record FROM groups WHERE skipped_step IS NOT NULL OR reason = 'no_signal'"
@@ -394,7 +394,11 @@ def _check_skipped(db: Database, report: AuditReport) -> None:
             outcome = [one["outcomes"].get(role, one["outcome"]) for one in members]
             rewards = [one["rewards"].get(role, []) for one in members]
             for turn in range(max(map(len, rewards))):
-                returns = [o + weight * math.fsum(own[turn:]) for o, own in zip(outcome, rewards, strict=True)]
+                returns = [
+                    discount ** max(len(own) - 1 - turn, 0) * of_episode
+                    + weight * math.fsum(discount**after * reward for after, reward in enumerate(own[turn:]))
+                    for of_episode, own in zip(outcome, rewards, strict=True)
+                ]
                 mean = math.fsum(returns) / len(returns)
                 alive = [value for value, own in zip(returns, rewards, strict=True) if turn < len(own)]
                 if any(abs(value - mean) > 1e-6 for value in alive):

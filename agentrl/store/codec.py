@@ -265,6 +265,7 @@ def unpack_record(text: str) -> dict[int, MemberRecord]:
                 for role, own in one.get("streams", {}).items()
             },
             weights=one.get("weights", {}),
+            states={role: tuple(states) for role, states in one.get("states", {}).items()},
         )
         for member, one in json.loads(text).items()
     }

@@ -81,8 +81,8 @@ class Forks(Part):
         ):
             copy = db.insert(
                 "INSERT INTO turns (episode_id, trial, idx, parent, role, learns, finish, text, spans, n_prompt,"
-                " n_tokens, oldest_step, started_s, ended_s) SELECT ?, 0, idx, parent, role, 0, finish, text, spans,"
-                " n_prompt, n_tokens, NULL, started_s, ended_s FROM turns WHERE id = ?",
+                " n_tokens, oldest_step, state, started_s, ended_s) SELECT ?, 0, idx, parent, role, 0, finish, text,"
+                " spans, n_prompt, n_tokens, NULL, state, started_s, ended_s FROM turns WHERE id = ?",
                 (member, id),
             )
             for table in ("tokens", "experts"):

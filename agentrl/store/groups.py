@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from agentrl.records import GroupState, MemberRecord, StopReason, Task, member_record
+from agentrl.records import UNKNOWN, GroupState, MemberRecord, StopReason, Task, member_record
 from agentrl.store.admission import Bounds, Load, Room, admissible_groups
 from agentrl.store.codec import pack_identity, pack_record, pack_task, unpack_task
 from agentrl.store.database import Database, Part
@@ -239,7 +239,8 @@ def record_of(db: Database, episode_id: int, outcome: float, outcomes: str) -> M
     """The record of a scored member, from its last trial."""
     last_trial = "t.episode_id = ?1 AND t.trial = (SELECT trial FROM episodes WHERE id = ?1)"
     turns = db.rows(
-        "SELECT t.idx, t.role, COALESCE(s.reward, 0.0), COALESCE(json_extract(s.info, '$.rewards'), '{}') FROM turns t"
+        "SELECT t.idx, t.role, t.state, COALESCE(s.reward, 0.0), COALESCE(json_extract(s.info, '$.rewards'), '{}')"
+        " FROM turns t"
         f" LEFT JOIN steps s ON s.turn_id = t.id WHERE {last_trial} ORDER BY t.idx",
         (episode_id,),
     )
@@ -247,7 +248,10 @@ def record_of(db: Database, episode_id: int, outcome: float, outcomes: str) -> M
     return member_record(
         outcome,
         json.loads(outcomes),
-        [(role, reward, json.loads(others), scores.get(index, {})) for index, role, reward, others in turns],
+        [
+            (role, reward, json.loads(others), scores.get(index, {}), UNKNOWN if state is None else state)
+            for index, role, state, reward, others in turns
+        ],
         source_weights(db),
     )
 

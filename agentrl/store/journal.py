@@ -168,7 +168,7 @@ def write_turn(
     sampled it, None if it does not learn; `answer` is its packed step, if it has one. Inside a transaction."""
     row_id = db.insert(
         "INSERT INTO turns (episode_id, trial, idx, parent, role, learns, finish, text, spans, n_prompt,"
-        " n_tokens, oldest_step, started_s, ended_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        " n_tokens, oldest_step, state, started_s, ended_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             episode_id,
             trial,
@@ -182,6 +182,7 @@ def write_turn(
             len(turn.prompt_ids),
             len(turn.token_ids),
             oldest,
+            turn.state,
             turn.started_s,
             turn.ended_s,
         ),

@@ -12,7 +12,7 @@ k to k + 1, so a new store runs all of them. A store is made in one transaction:
     leases       which process holds a lease, and until when
     episodes     one row per member: its worker (holder, fence), how it ended, whether its group closed before it did
                  (late), the step in which it left the buffer, and why it left untrained (dropped)
-    turns        one row per action of the policy, written before the environment sees it
+    turns        one row per action of the policy, written before the environment sees it; `state` tells what it answers
     tokens       a turn's token ids and log-probs, packed; a table of their own, so that retention frees whole pages
     experts      the experts that a mixture of experts chose for a turn's tokens, packed, if the run keeps them
     steps        the environment's answer to a turn
@@ -416,6 +416,10 @@ CREATE TABLE discarded (
 ) STRICT;
 """
 
+_STATES = """
+ALTER TABLE turns ADD COLUMN state INTEGER;
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _ROLES,
@@ -436,6 +440,7 @@ MIGRATIONS: tuple[str, ...] = (
     _IMPORTS,
     _ARTIFACTS,
     _DISCARDED,
+    _STATES,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

@@ -30,7 +30,7 @@ from agentrl.algos.algorithm import ROUNDING, Algorithm, Siblings
 from agentrl.algos.corrections import Origin
 from agentrl.algos.losses import token_weights
 from agentrl.columns import Column, filled, known
-from agentrl.records import ENV, Group, GroupState, MemberRecord, Trajectory, Turn, VersionSpan
+from agentrl.records import ENV, UNKNOWN, Group, GroupState, MemberRecord, Trajectory, Turn, VersionSpan
 
 StepOf = Callable[[int], int]
 """The optimizer step that made a weight version."""
@@ -206,6 +206,10 @@ def _judged(group: Group, algo: Algorithm, record: Mapping[int, MemberRecord] | 
         rewards_GT = torch.zeros(size, int(turns_G.max()), dtype=torch.float64)
         for place, own in enumerate(rewards):
             rewards_GT[place, : len(own)] = torch.tensor(own, dtype=torch.float64)
+        states_GT = torch.full(rewards_GT.shape, UNKNOWN)
+        for place, one in records.items():
+            own = one.states.get(role, ())
+            states_GT[place, : len(own)] = torch.tensor(own, dtype=torch.long)
         outcomes = [records[place].outcome_of(role) if place in records else 0.0 for place in range(size)]
         siblings = Siblings(
             outcomes_G=torch.tensor(outcomes, dtype=torch.float64),
@@ -213,6 +217,7 @@ def _judged(group: Group, algo: Algorithm, record: Mapping[int, MemberRecord] | 
             turns_G=turns_G,
             scored_G=scored_G,
             judges_G=judges_G,
+            states_GT=states_GT,
             **_streams(records, next((one.weights for one in (judges or records).values()), {}), role, rewards_GT),
         )
         for name, of_role_GT in algo.prepare(siblings).items():

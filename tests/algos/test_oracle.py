@@ -27,6 +27,7 @@ from .test_ppo import LENGTH_P, OUTCOME_P, REWARDS_PT, any_values, exact_gradien
 TURN_T = torch.tensor([0, 0, 1])
 REWARDS_P2 = torch.stack([REWARDS_PT[:, :2].sum(1), REWARDS_PT[:, 2]], 1)
 TURNS_P = TURN_T[LENGTH_P - 1] + 1
+STATES_P2 = torch.tensor([[0, 1 + path[1] if len(path) > 2 else -1] for path in PATHS])  # the last action, if any
 KINDS = registry.ids("algorithms")
 SAMPLES = 1_000_000
 
@@ -82,6 +83,7 @@ class Problem:
             judges_G=torch.arange(size) < judges,
             streams_KGT=REWARDS_P2[chosen][None],
             weights_K=torch.ones(1, dtype=torch.float64),
+            states_GT=STATES_P2[chosen],
         )
         alive_GT = torch.arange(HORIZON) < LENGTH_P[chosen][:, None]
         prepared = {name: column[:, TURN_T][alive_GT] for name, column in algo.prepare(siblings).items()}

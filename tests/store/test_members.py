@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from agentrl.records import Group, GroupState, MemberRecord, Step, StopReason
@@ -87,11 +89,14 @@ def test_what_a_member_is_judged_against_is_kept_exactly(store: RunStore) -> Non
     )
     play(store, two, turns=2)
     (group,) = store.take(1, 1, max_lag=0) or []
-    assert group.record == {
+    assert group.record is not None
+    assert {member: replace(one, states={}) for member, one in group.record.items()} == {
         0: MemberRecord(outcome=0.5, outcomes={"bob": -2.0}, rewards={"ann": (0.1 - 0.3, 1 / 3), "bob": (0.7,)}),
         1: MemberRecord(outcome=1.0, outcomes={}, rewards={"policy": (0.0, 0.25)}),
     }
     assert {one.member: one.record for one in group.trajectories} == group.record
+    states = [state for one in group.record.values() for own in one.states.values() for state in own]
+    assert len(states) == 5 and len(set(states)) == 3, "turns of equal prompts are in one state: 0 and 1 of both, and 2"
 
 
 def test_law_4_a_stalling_member_does_not_take_its_siblings_with_it_and_is_itself_scored(

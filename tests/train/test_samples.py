@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from agentrl.algos.corrections import Origin
+from agentrl.algos.gigpo import GiGPO
 from agentrl.algos.grpo import GRPO
 from agentrl.records import Group, Step, StopReason, Trajectory, Turn, VersionSpan
 from agentrl.train.samples import GroupRows, group_rows, weigh
@@ -45,6 +46,18 @@ def test_the_worked_example_of_records() -> None:
     # the sibling has outcome 0 and no process reward: 1 + 1.5 for the first turn, 1 + 0.5 for the second
     torch.testing.assert_close(row.columns["advantage"], torch.tensor([2.5, 2.5, 1.5]))
     assert (got.outcomes, got.process, got.successes) == ((1.0, 0.0), (1.5, 0.0), (True, False))
+
+
+def test_a_turn_is_judged_by_siblings_turns_that_answered_the_same_text() -> None:
+    """Also by those of members that are not trained in this step: their states are in the record."""
+    one = episode(0, [turn(0, [1], [2]), turn(1, [8], [3], parent=0), turn(2, [9], [4], parent=1)], 1.0)
+    two = episode(1, [turn(0, [1], [5]), turn(1, [8], [6], parent=0), turn(2, [7], [4], parent=1)], 0.0)
+    algo = GiGPO(step_weight=10.0, step_discount=1.0)
+    whole = group_of([one, two])
+    apart = replace(whole, trajectories=(one,), record={0: one.record, 1: two.record})
+    for group in (whole, apart):
+        row = group_rows(group, algo, step_of=lambda version: 0, step_now=0, max_lag=9).rows[0]
+        assert row.columns["advantage"].tolist() == [11.0, 11.0, 1.0]
 
 
 def test_a_fork_is_a_second_row() -> None:
