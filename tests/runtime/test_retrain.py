@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from agentrl.checkpoint_folders import complete
+from agentrl.checkpoint_folders import complete, step_of
 from agentrl.cli import app
 from agentrl.config import RunConfig, parse
 from agentrl.errors import ConfigError, UsageError
@@ -295,21 +295,40 @@ def test_a_run_that_recorded_no_hash_has_nothing_to_compare(tmp_path: Path, mode
     assert code == 1 and "the run recorded no hash of its weights, nothing was compared" in said
 
 
-def test_steps_undone_by_a_restart_are_those_of_the_lineage_that_counts(tmp_path: Path, model: Path) -> None:
-    """The learner dies after step 3; its next life goes on from the checkpoint of step 2."""
-    run = RunDir.create(tmp_path / "run", config_of(model, 4))
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing in the code under test catches it."""
 
-    class Killed(BaseException):
-        pass
 
-    class Dies(Played):
-        def _publish(self, row: dict[str, Any]) -> WeightVersion:
-            if self._learner.step_index == 3:
-                raise Killed
-            return super()._publish(row)
+class Dies(Played):
+    """A learner that is killed at step 3: before its checkpoint is begun, or before the store knows of it."""
 
+    before = ""
+
+    def _publish(self, row: dict[str, Any]) -> WeightVersion:
+        if self._learner.step_index == 3 and self.before == "checkpoint":
+            raise Killed
+        return super()._publish(row)
+
+    def _checkpoint(self, version: WeightVersion) -> None:
+        if self._learner.step_index == 3:
+            self._learner.save(self._run.checkpoints)
+            raise Killed
+        super()._checkpoint(version)
+
+
+@pytest.mark.parametrize("algo", [{}, {"kind": "ppo", "critic_warmup_steps": 1, "kl_weight": 0.1}], ids=["grpo", "ppo"])
+@pytest.mark.parametrize(("before", "every"), [("checkpoint", 2), ("the store knows it", 1)])
+def test_a_killed_learner_goes_on_with_the_same_bits(
+    tmp_path: Path, model: Path, before: str, every: int, algo: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next life goes on from the newest checkpoint; every step of the lineage is that of an unharmed learner."""
+    run = RunDir.create(tmp_path / "run", config_of(model, 4, algo=algo, train={"steps": 4, "checkpoint_every": every}))
+    monkeypatch.setattr(Dies, "before", before)
     with RunStore.open(run.store_path) as store, pytest.raises(Killed):
         Dies(run, store).run()
     train(run)
-    for step in range(1, 5):
-        assert retrain(run, step).equal
+    for folder in complete(run.checkpoints):
+        if step_of(folder) > 1:
+            shutil.rmtree(folder)  # so that a step before the kill and those after it are trained in one life
+    last = retrain(run, 4)
+    assert last.equal and last.compared == (1, 2, 3, 4)
