@@ -3,6 +3,7 @@
 A column is registered once, and travels by itself from the engine's chunks through turn, journal and rows to the loss:
 the log-probs of a teacher, say, or what a server adds to a token. Log-probs and versions have fields of their own in
 `agentrl.records`, since laws 1 and 5 check them; the experts of a mixture have one because they cover the prompt too.
+A *ragged* column holds for each token as many numbers as that token needs.
 
 A package offers its columns under the entry-point group `agentrl.columns`; a program may `register` one. Never knows
 what a column means.
@@ -26,9 +27,13 @@ from agentrl.errors import UsageError
 Dtype = Literal["float32", "float64", "int32", "int64", "uint8"]
 
 Columns = Mapping[str, tuple[float, ...]]
-"""By column, the values of some tokens: `width` numbers for each token, one token after the other."""
+"""By column, the values of some tokens, one token after the other: `width` numbers for each or, in a ragged column, a
+head and as many numbers as it says, whatever its sign."""
 
 NONE: Final[Columns] = {}
+
+KEPT: Final = "kept"
+"""The column of `agentrl.kept`: every process knows it."""
 
 _TAKEN: Final = frozenset(
     {"behaviour", "lag", "origin", "episode", "role", "turn", "weight", "advantage", "proximal", "values"}
@@ -38,26 +43,41 @@ _TAKEN: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A value, or an array of `shape`, for each sampled token. It is kept as `dtype`, in the journal and in tensors;
-    `default` stands for it where nobody said it."""
+    """A value, an array of `shape` or, if `ragged`, a head and its numbers for each sampled token. It is kept as
+    `dtype`, in the journal and in tensors; `default` stands for it where nobody said it, for a ragged one a head 0."""
 
     name: str
     dtype: Dtype = "float32"
     shape: tuple[int, ...] = ()
     default: float = math.nan
+    ragged: bool = False
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier() or len(self.name) > 255:
             raise UsageError(f"column {self.name!r}: give it a name of letters, digits and underscores")
-        if self.name in _TAKEN:
+        if self.name in _TAKEN or (self.name == KEPT and not self.ragged):
             raise UsageError(f"column {self.name!r}: the learner makes one of that name: give it another name")
+        if self.ragged and (self.shape or self.default or "float" in self.dtype):
+            raise UsageError(f"column {self.name!r}: a ragged one holds whole numbers, with default 0 and no shape")
         if "float" not in self.dtype and not isinstance(self.default, int):
             raise UsageError(f"column {self.name!r}: {self.dtype} has no {self.default}: give it a whole default")
 
     @property
     def width(self) -> int:
-        """Numbers per token."""
+        """Numbers per token, of one that is not ragged."""
         return math.prod(self.shape)
+
+    def size(self, values: Sequence[float], count: int) -> int:
+        """How many of `values` belong to the first `count` tokens. They may be fewer than it says."""
+        if not self.ragged:
+            return count * self.width
+        at = 0
+        for _ in range(count):
+            at += 1 + abs(int(values[at])) if at < len(values) else 1
+        return at
+
+
+_KEPT: Final = Column(name=KEPT, dtype="int32", default=0, ragged=True)
 
 
 def register(column: Column) -> None:
@@ -66,12 +86,14 @@ def register(column: Column) -> None:
 
 
 def known() -> dict[str, Column]:
-    """All registered columns by name."""
+    """All registered columns by name, without our own."""
     return {name: column(name) for name in registry.ids("columns")}
 
 
 def column(name: str) -> Column:
     """A registered column. Raises UnknownIdError."""
+    if name == KEPT:
+        return _KEPT
     found = cast(Any, registry.resolve("columns", name))
     return found if isinstance(found, Column) else found()
 
@@ -80,7 +102,7 @@ def check(columns: Columns, n: int) -> None:
     """Raises ValueError if a column does not have its numbers for each of `n` tokens, UnknownIdError if one is not
     registered."""
     for name, values in columns.items():
-        if len(values) != (expected := n * column(name).width):
+        if len(values) != (expected := column(name).size(values, n)):
             raise ValueError(f"column {name!r} has {len(values)} numbers for {n} tokens, should have {expected}")
 
 
@@ -101,4 +123,4 @@ def filled(name: str, columns: Columns, n: int) -> tuple[float, ...]:
 
 def first(columns: Columns, count: int) -> Columns:
     """The columns of the first `count` tokens."""
-    return {name: values[: count * column(name).width] for name, values in columns.items()}
+    return {name: values[: column(name).size(values, count)] for name, values in columns.items()}

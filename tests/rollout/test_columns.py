@@ -113,9 +113,9 @@ def turn_with(**named: tuple[float, ...]) -> Turn:
 
 
 def test_a_store_is_read_where_its_columns_are_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    blob = pack_tokens(turn_with(odds=(0.1, 0.2), pair=(1, 2, 3, 4)))
+    blob = pack_tokens(turn_with(odds=(0.1, 0.2), kept=(2, 5, 9, -1, 64), pair=(1, 2, 3, 4)))
     monkeypatch.setattr(registry, "_registered", {})
-    assert unpack_tokens(blob)[3] == {"odds": (0.1, 0.2), "pair": (1, 2, 3, 4)}
+    assert unpack_tokens(blob)[3] == {"odds": (0.1, 0.2), "kept": (2, 5, 9, -1, 64), "pair": (1, 2, 3, 4)}
 
 
 def test_a_blob_of_an_older_store_has_no_columns() -> None:
@@ -130,6 +130,9 @@ def test_a_blob_of_an_older_store_has_no_columns() -> None:
     [
         ({"odds": (0.1,)}, "column 'odds' has 1 numbers for 2 tokens, should have 2"),
         ({"pair": (1, 2)}, "column 'pair' has 2 numbers for 2 tokens, should have 4"),
+        ({"kept": (2, 5, 9)}, "column 'kept' has 3 numbers for 2 tokens, should have 4"),
+        ({"kept": (-3, 5)}, "column 'kept' has 2 numbers for 2 tokens, should have 5"),
+        ({"kept": (1, 5, 1, 6, 0)}, "column 'kept' has 5 numbers for 2 tokens, should have 4"),
         ({"evens": (0.1, 0.2)}, "no columns id 'evens' is registered; known: odds, pair"),
         ({"pair": (1, 2, 3, 2**40)}, "cannot be written"),
     ],
@@ -157,7 +160,15 @@ def test_a_column_that_cannot_be_is_refused() -> None:
         Column(name="a b")
     with pytest.raises(UsageError, match="int32 has no nan: give it a whole default"):
         Column(name="marks", dtype="int32")
-    for taken in (*BUILT_IN, "proximal", "values"):  # a second column of that name would stand for the learner's
+    for wrong in ({"dtype": "float32"}, {"shape": (2,)}, {"default": 1}):
+        with pytest.raises(UsageError, match="a ragged one holds whole numbers, with default 0 and no shape"):
+            Column(name="bag", ragged=True, **{"dtype": "int32", "default": 0, **wrong})
+    for taken in (
+        *BUILT_IN,
+        "proximal",
+        "values",
+        "kept",
+    ):  # a second column of that name would stand for the learner's
         with pytest.raises(UsageError, match=f"^column '{taken}': .* give it another name"):
             Column(name=taken, default=0)
 

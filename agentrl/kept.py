@@ -1,0 +1,60 @@
+"""The kept set: the tokens that top_p, top_k and min_p left to sample one token from.
+
+Owns how the sets of some tokens travel as numbers, from the engine to the learner, in the ragged column `kept`. Never
+knows who cut, nor what is computed over a set. Standard library only.
+
+A token's part of the column is a head and its numbers: `3, 5, 9, 40` is the set {5, 9, 40}. A large set is a bitmap, as
+soon as that is shorter: head -2 and two 32-bit words, the lowest bit first, say of tokens 0 to 63 which are in the set.
+Head 0 stands alone: nobody cut, or nobody said. So a set costs a token at most one bit for each token of the
+vocabulary, whatever an engine sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+_BITS = 32  # of a word
+
+
+def encode(sets: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """The column of tokens with these sets, none of them empty. Raises ValueError for one that is no set of ids."""
+    numbers: list[int] = []
+    for ids in sets:
+        numbers += _encoded(ids)
+    return tuple(numbers)
+
+
+def _encoded(ids: Sequence[int]) -> list[int]:
+    if set(map(type, ids)) != {int} or min(ids) < 0 or (highest := max(ids)) >= 1 << 31:
+        raise ValueError("a kept set is not one of token ids")
+    if len(set(ids)) != len(ids):
+        raise ValueError("a kept set names a token twice")
+    size = highest // _BITS + 1
+    if len(ids) <= size:
+        return [len(ids), *ids]
+    words = [0] * size
+    for id in ids:
+        words[id // _BITS] |= 1 << id % _BITS
+    return [-size, *(word - (word >> 31 << 32) for word in words)]
+
+
+def parts(values: Sequence[float]) -> Iterator[tuple[int, Sequence[float]]]:
+    """The head and the numbers of each token of a column."""
+    at = 0
+    while at < len(values):
+        head = int(values[at])
+        at += 1 + abs(head)
+        yield head, values[at - abs(head) : at]
+
+
+def decode(values: Sequence[float]) -> list[tuple[int, ...]]:
+    """The set of each token of a column, ascending where it was a bitmap; empty for one of which nobody said it."""
+    return [_decoded(head, numbers) for head, numbers in parts(values)]
+
+
+def _decoded(head: int, numbers: Sequence[float]) -> tuple[int, ...]:
+    if head >= 0:
+        return tuple(map(int, numbers))
+    return tuple(
+        at * _BITS + bit for at, word in enumerate(map(int, numbers)) for bit in range(_BITS) if word >> bit & 1
+    )
