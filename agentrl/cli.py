@@ -189,7 +189,7 @@ def _evaluate_endpoint(
         configuration.apply_override(document, override)
     config = configuration.parse(document)
     client = ScoringClient(url, model=model, api_key=os.environ.get(key_variable), concurrency=concurrency)
-    sampling = {"temperature": "temperature", "max_tokens_per_turn": "max_tokens", "stop": "stop"}
+    sampling = {"max_tokens_per_turn": "max_tokens", **{name: name for name in ("temperature", "top_p", "stop")}}
     options = {
         to: getattr(config.rollout, ours) for ours, to in sampling.items() if ours in config.rollout.model_fields_set
     }
@@ -408,6 +408,7 @@ def serve(
     lora_targets: Annotated[str, typer.Option(help="On these layers alone, as q_proj,v_proj (vLLM on a CPU)")] = "",
     sync: Annotated[Literal["auto", "nccl", "ipc"], typer.Option(help="How it takes new weights (vLLM)")] = "auto",
     routed_experts: Annotated[bool, typer.Option(help="Tell which experts a mixture chooses (vLLM)")] = False,
+    kept_sets: Annotated[bool, typer.Option(help="Tell the set that each token is drawn from (vLLM)")] = False,
 ) -> None:
     """Serve a model until Ctrl-C. A run attaches with --set engine.kind=… --set 'engine.urls=["URL"]'."""
     from agentrl.config import EngineSettings
@@ -447,6 +448,7 @@ def serve(
         max_context=max_context,
         lora_rank=lora_rank,
         lora_targets=targets,
+        kept_sets=kept_sets,
     )
 
 

@@ -260,7 +260,8 @@ class Tool(Protocol):
 class GenerateRequest:
     """Tokens in. `session` names the episode, so that a fleet can choose the engine that has its prefix cached. `model`
     names one of several models of an engine (an adapter), None its own. `experts_from` asks a mixture for the experts
-    of tokens from this index on.
+    of tokens from this index on. `kept` asks for the set that each token was drawn from, in the column of that name
+    (`agentrl.kept`).
 
     The last `sampled` of `token_ids` were sampled earlier in this turn, maybe elsewhere: a stop text may begin in them.
     `max_tokens`, `deadline_s` and the answer cover only the rest. `on_chunk` is called with each chunk as it comes, and
@@ -273,6 +274,7 @@ class GenerateRequest:
     deadline_s: float = 120.0
     model: str | None = None
     experts_from: int | None = None
+    kept: bool = False
     sampled: int = 0
     on_chunk: Callable[[Chunk], None] | None = field(default=None, compare=False, repr=False)
 

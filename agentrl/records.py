@@ -101,15 +101,23 @@ class WeightVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample one turn. Log-probs are those of the distribution that these settings define. A turn ends with a
-    token of `stop_token_ids`, or with the token that completes a text of `stop`; both belong to the turn."""
+    """How to sample one turn. Log-probs are those of the distribution that these settings define: the logits divided by
+    `temperature` (0 takes the likeliest token), then only the tokens at least `min_p` times as likely as the likeliest,
+    of these the `top_k` likeliest (≤ 0: all), of these the fewest that together have a probability of `top_p`. A turn
+    ends with a token of `stop_token_ids`, or with the token that completes a text of `stop`; both belong to it."""
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a token is drawn from a part of the vocabulary: its kept set."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

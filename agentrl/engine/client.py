@@ -204,7 +204,7 @@ class EngineClient:
         """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each given the tokens before it, under `model`
         (default: the engine's only one). The engine's prefix cache is not used. Raises EngineError if the engine does
         not score prompts."""
-        params: dict[str, Json] = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        params: dict[str, Json] = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "prompt_logprobs": 0}
         asked: dict[str, Json] = {
             "request_id": f"score-{uuid4().hex}",
             "token_ids": list(token_ids),

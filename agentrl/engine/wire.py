@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from agentrl import columns
+from agentrl import columns, kept
 from agentrl.errors import ConfigError, EngineError
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Finish, Json, RoutedExperts, SamplingParams, VersionSpan
@@ -21,6 +21,7 @@ from agentrl.records import Finish, Json, RoutedExperts, SamplingParams, Version
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 _NO_LOGPROB = -9999.0  # what vLLM writes for a NaN
 _ROUNDING = 1e-3  # nats that a log-prob may be above 0
+_ALL = 1 << 30  # as top_k: every token. A vLLM that tells of kept sets takes no request without top_k
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, EOFError)
 
 
@@ -34,6 +35,8 @@ def check_sampling(sampling: SamplingParams) -> None:
         raise ConfigError("sampling.top_p", sampling.top_p, "must be above 0 and at most 1")
     if sampling.top_k < -1:
         raise ConfigError("sampling.top_k", sampling.top_k, "must be positive, or -1 for all tokens")
+    if not 0 <= sampling.min_p <= 1:
+        raise ConfigError("sampling.min_p", sampling.min_p, "must be from 0 to 1")
     if any(id < 0 for id in sampling.stop_token_ids):
         raise ConfigError("sampling.stop_token_ids", sampling.stop_token_ids, "token ids are not negative")
     if not all(sampling.stop):
@@ -47,7 +50,8 @@ def request_json(request: GenerateRequest, *, stream: bool) -> dict[str, Json]:
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": max(sampling.top_k, 0),
+        "top_k": sampling.top_k if sampling.top_k > 0 else _ALL,
+        "min_p": sampling.min_p,
         "logprobs": 0,
     }
     if sampling.stop_token_ids:
@@ -139,15 +143,30 @@ class ChunkParser:
         if self._request.experts_from is not None and finish in ("stop", "length"):
             end = len(self._request.token_ids) + self._received - 1
             experts = _experts(choice.get("routed_experts"), self._request.experts_from, end)
-        floats = tuple(map(float, logprobs))
+        named = _columns(content[:sound])
+        if self._request.kept and sound:
+            sets = self._kept(token_ids, choice.get("sampling_mask"), len(content))
+            named = {**named, columns.KEPT: kept.encode(sets)}
         return Chunk(
             token_ids=token_ids,
-            logprobs=floats,
+            logprobs=tuple(map(float, logprobs)),
             spans=spans,
             finish=finish,
             experts=experts,
-            columns=_columns(content[:sound]),
+            columns=named,
         )
+
+    def _kept(self, token_ids: Sequence[int], sets: Sequence[Sequence[int]] | None, sent: int) -> list[Sequence[int]]:
+        """The set that each of these tokens was drawn from, of those for the `sent` ones."""
+        if sets is None or len(sets) != sent:
+            number = "no" if sets is None else len(sets)
+            raise EngineError(f"the engine sent {sent} tokens with {number} sets that they were drawn from")
+        for token, ids in zip(token_ids, sets, strict=False):
+            if token not in ids:
+                raise EngineError(f"the engine drew token {token} from a set that does not hold it")
+            if self._vocabulary is not None and (highest := max(ids)) >= self._vocabulary:
+                raise EngineError(f"the engine drew from a set with token {highest}: the model has {self._vocabulary}")
+        return list(sets[: len(token_ids)])
 
     def _spans(self, stamps: Sequence[Json], base: int, count: int) -> tuple[VersionSpan, ...]:
         """The versions of `count` tokens from the one at `base` on, and of earlier ones that are stated again."""

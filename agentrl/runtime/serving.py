@@ -34,13 +34,17 @@ def serve(
     max_context: int,
     lora_rank: int = 0,
     lora_targets: Sequence[str] = (),
+    kept_sets: bool = False,
 ) -> None:
     """Serve `model` until SIGINT or SIGTERM; `port` 0 takes a free one. Prints the URL on its own line when the
     engine answers. Raises UsageError or RunFailed if it does not start, EngineUnavailable if it ends by itself."""
 
     async def main() -> int | None:
         status = None
-        async with _engine(model, settings, host, port, max_context, lora_rank, lora_targets) as (url, process):
+        async with _engine(model, settings, host, port, max_context, lora_rank, lora_targets, kept_sets) as (
+            url,
+            process,
+        ):
             print(url, flush=True)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_end_on_signal, nursery.cancel_scope)
@@ -63,6 +67,7 @@ async def _engine(
     max_context: int,
     lora_rank: int,
     lora_targets: Sequence[str],
+    kept_sets: bool,
 ) -> AsyncGenerator[tuple[str, trio.Process]]:
     if settings.kind == "embedded":
         async with launch_embedded(model, settings, host=host, port=port, max_context=max_context) as engine:
@@ -79,6 +84,7 @@ async def _engine(
             gpus=gpus,
             lora_rank=lora_rank,
             lora_targets=lora_targets,
+            kept_sets=kept_sets,
         )
         server = replace(server, host=host)
         server = server if port else server.on_free_port()

@@ -34,7 +34,7 @@ Kind = Literal[
     "hang_before_head",  # not even the status comes
     "status",  # the answer is `Fault.status`, without a stream
 ]
-Part = Literal["tokens", "admin", "processed", "transfer", "plugin", "lora"]
+Part = Literal["tokens", "admin", "processed", "transfer", "plugin", "lora", "kept"]
 Answer = tuple[int, bytes | AsyncGenerator[bytes, None]]
 
 _DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
@@ -376,6 +376,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
                     "logprobs": {"content": content},
                     "finish_reason": finish,
                     "weight_versions": [dict(span) for span in spans if span["end"] > start] if stamped else None,
+                    "sampling_mask": self._sets(content, params),
                 }
                 start, content = count + 1, []
                 spans = [] if "plugin" not in self.lacks else spans
@@ -385,6 +386,13 @@ class FakeVLLM(httpx.AsyncBaseTransport):
         value = self.logprob(weights, place, token) / temperature
         tops = [{"token_id": token, "logprob": value}, {"token_id": token + 1, "logprob": value - 1 / temperature}]
         return {"token_id": token, "logprob": value, "top_logprobs": tops}
+
+    def _sets(self, content: Sequence[dict[str, Json]], params: dict[str, Any]) -> list[list[int]] | None:
+        """Of a request that cuts: the two tokens that `_entry` names."""
+        cuts = params.get("top_p", 1) < 1 or 0 < params.get("top_k", 0) < 1 << 30 or params.get("min_p", 0) > 0
+        if "kept" in self.lacks or not cuts:
+            return None
+        return [[top["token_id"] for top in entry["top_logprobs"]] for entry in content]
 
     def _finish(self, sampled: Sequence[int], params: dict[str, Any]) -> str | None:
         if sampled[-1] in params.get("stop_token_ids", ()):
@@ -426,8 +434,9 @@ def _cut(choice: dict[str, Any], start: int, end: int) -> dict[str, Any]:
     """An unfinished copy of a choice, whose first token is at `start`, with only the tokens before `end`."""
     content = choice["logprobs"]["content"][: end - start]
     spans = [span | {"end": min(span["end"], end)} for span in choice["weight_versions"] or () if span["start"] < end]
-    logprobs, token_ids = {"content": content}, choice["token_ids"][: end - start]
-    return choice | {"token_ids": token_ids, "logprobs": logprobs, "finish_reason": None, "weight_versions": spans}
+    cut: dict[str, Any] = {"logprobs": {"content": content}, "finish_reason": None, "weight_versions": spans}
+    cut |= {name: choice[name] and choice[name][: end - start] for name in ("token_ids", "sampling_mask")}
+    return choice | cut
 
 
 def _event(document: Json) -> bytes:

@@ -155,7 +155,8 @@ async def test_what_is_sent() -> None:
         return httpx.Response(200, stream=Body(event([1], finish="stop", spans=[("0", 0, 1)])))
 
     await client_with(handler).generate(ask())
-    params = {"max_tokens": 8, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "logprobs": 0, "stop_token_ids": [1]}
+    params = {"max_tokens": 8, "temperature": 1.0, "top_p": 1.0, "top_k": 1 << 30, "min_p": 0.0, "logprobs": 0}
+    params |= {"stop_token_ids": [1]}
     assert seen == [{"request_id": "r", "token_ids": [5, 6], "sampling_params": params, "stream": True}]
 
 
@@ -239,6 +240,7 @@ async def test_leaving_a_stream_closes_it() -> None:
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -2}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
         ({"stop": ("",)}, "stop"),
     ],

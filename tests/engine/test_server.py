@@ -12,13 +12,16 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
+import torch
 import trio
 from tokenizers import Tokenizer, models
 
+from agentrl import kept
 from agentrl.config import EngineSettings
 from agentrl.engine.client import EngineClient
 from agentrl.engine.launch import launch_embedded
@@ -28,7 +31,7 @@ from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import SamplingParams
 
 from .conftest import VOCAB, Server, make_model
-from .oracle import reference_logprobs
+from .oracle import reference_logits, reference_logprobs
 
 GENERATE = "/inference/v1/generate"
 ENDLESS = 8000  # tokens: more than an engine can sample before a test that was held up for seconds goes on
@@ -73,6 +76,26 @@ async def until(client: EngineClient, name: str, value: float) -> None:
     with trio.fail_after(60):
         while (await client.metrics())[name] != value:
             await trio.lowlevel.checkpoint()
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.7}, {"top_k": 5, "min_p": 0.05}, {"top_k": 1000}])
+async def test_each_token_comes_with_the_set_it_was_drawn_from(
+    cut: dict[str, float], client: EngineClient, model_dir: Path
+) -> None:
+    asked = replace(ask("cut", temperature=1.3, **cut), kept=True)
+    generation = await client.generate(asked)
+    sets = kept.decode(generation.columns["kept"])
+    logits_TV = reference_logits(model_dir, [5, 6, 7, *generation.token_ids])[2:-1] / 1.3
+    assert len(sets) == len(generation.token_ids) == 10
+    for token, logprob, ids, logits_V in zip(generation.token_ids, generation.logprobs, sets, logits_TV, strict=True):
+        others = torch.ones(VOCAB, dtype=torch.bool).index_fill(0, torch.tensor(ids), False)
+        assert not others.any() or float(logits_V[~others].min()) >= float(logits_V[others].max()) - 1e-4
+        expected = logits_V.log_softmax(-1)[list(ids)]
+        assert logprob == pytest.approx(float((expected - expected.logsumexp(0))[ids.index(token)]), abs=1e-4)
+        if "top_p" in cut:  # the fewest that reach it
+            assert float(expected.exp().sum()) >= 0.7 - 1e-4
+            assert float(expected.exp().sum() - expected.exp().min()) < 0.7 + 1e-4
+        assert len(ids) <= min(cut.get("top_k", VOCAB), VOCAB)
 
 
 async def test_streamed_and_whole_answers_have_exact_logprobs(client: EngineClient, model_dir: Path) -> None:
@@ -156,7 +179,7 @@ async def test_what_the_server_says_of_itself(client: EngineClient, model_dir: P
             "sampling_params.stop: the model's folder has no token",
         ),
         ({"token_ids": [1], "sampling_params": {"n": 2}}, "sampling_params.n"),
-        ({"token_ids": [1], "sampling_params": {"min_p": 0.1}}, "min_p"),
+        ({"token_ids": [1], "sampling_params": {"min_p": 1.1}}, "min_p"),
         ({"token_ids": [1], "sampling_params": {"prompt_logprobs": 5}}, "prompt_logprobs"),
         ({"token_ids": [1], "request_id": ""}, "request_id"),
         ({"token_ids": [1], "request_id": 7}, "request_id"),

@@ -18,7 +18,7 @@ from typing import cast
 import torch
 
 from agentrl.engine.embedded.model import KVStore, Model, Rows, Run
-from agentrl.engine.embedded.sampler import Settings, sample
+from agentrl.engine.embedded.sampler import sample
 from agentrl.engine.embedded.sharing import share
 from agentrl.engine.embedded.slots import Slots
 from agentrl.records import Finish, SamplingParams, VersionSpan
@@ -30,12 +30,14 @@ _SCORED_AT_ONCE = 256  # prompt tokens whose logits are held at a time
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """New tokens of a request. Spans count from the request's first sampled token."""
+    """New tokens of a request. Spans count from the request's first sampled token. `kept` has the set that each token
+    was drawn from, of a request whose settings cut."""
 
     token_ids: list[int]
     logprobs: list[float]
     spans: list[VersionSpan]
     finish: Finish | None
+    kept: list[list[int]] = field(default_factory=list[list[int]])
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -48,6 +50,7 @@ class Request:
     sink: Callable[[Emission], None]
     prompt_length: int = 0
     logprobs: list[float] = field(default_factory=list[float])
+    kept: list[list[int]] = field(default_factory=list[list[int]])
     emitted: int = 0
     slot: int = -1
     cached: int = 0  # prompt tokens whose keys and values were found, not computed
@@ -272,21 +275,18 @@ class Batcher:
         return rows, sampling
 
     def _sample(self, logits_BV: torch.Tensor, requests: list[Request]) -> None:
-        settings = Settings(
-            temperature_B=[request.sampling.temperature for request in requests],
-            top_p_B=[request.sampling.top_p for request in requests],
-            top_k_B=[request.sampling.top_k for request in requests],
-        )
-        tokens_B, logprobs_B = sample(logits_BV, settings, self._generator)
+        tokens_B, logprobs_B, kept = sample(logits_BV, [request.sampling for request in requests], self._generator)
         self.counters.generated += len(requests)
         slots = self.slots
         tokens = cast("list[int]", tokens_B.tolist())  # pyright: ignore[reportUnknownMemberType]
         logprobs = cast("list[float]", logprobs_B.tolist())  # pyright: ignore[reportUnknownMemberType]
-        for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
+        for row, (request, token, logprob) in enumerate(zip(requests, tokens, logprobs, strict=True)):
             if not request.logprobs:
                 request.version_starts.append((0, self.version))
             request.tokens.append(token)
             request.logprobs.append(logprob)
+            if row in kept:
+                request.kept.append(kept[row])
             at = len(request.tokens)
             slots.tokens[request.slot, at - 1] = token
             slots.known[request.slot] = at
@@ -314,4 +314,5 @@ class Batcher:
         start, end = request.emitted, request.sampled
         request.emitted = end
         tokens = request.tokens[request.prompt_length + start :]
-        request.sink(Emission(tokens, request.logprobs[start:], request.spans(start, end), finish))
+        spans = request.spans(start, end)
+        request.sink(Emission(tokens, request.logprobs[start:], spans, finish, request.kept[start:]))

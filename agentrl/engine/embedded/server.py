@@ -141,6 +141,7 @@ class EngineServer:
             [logprob for part in parts for logprob in part.logprobs],
             request.spans(0, request.sampled),
             parts[-1].finish,
+            [ids for part in parts for ids in part.kept],
         )
         elapsed = time.perf_counter() - started
         self._histograms.observe(whole, elapsed, elapsed, first=True)

@@ -13,6 +13,7 @@ from typing import Any, cast
 from agentrl.engine.embedded.batching import Emission
 from agentrl.records import SamplingParams
 
+_ALL = 1 << 30  # as top_k: nothing is cut
 _STOPS = 64  # stop token ids, or stop texts, that a request may name
 
 
@@ -71,12 +72,13 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 def _sampling(given: dict[str, Any], vocab: int) -> SamplingParams:
     max_tokens = _number(given, "max_tokens", 16, 1, 1 << 30)
-    top_k = _number(given, "top_k", 0, -1, 1 << 30)
+    top_k = _number(given, "top_k", 0, -1, _ALL)
     if max_tokens != int(max_tokens) or top_k != int(top_k):
         raise BadRequest("sampling_params.max_tokens and top_k: must be whole numbers")
     temperature = _number(given, "temperature", 1.0, 0.0, 100.0)
     if 0 < temperature < 1e-3:
         raise BadRequest("sampling_params.temperature: must be 0 (greedy) or at least 0.001")
+    min_p = _number(given, "min_p", 0.0, 0.0, 1.0)
     top_p = _number(given, "top_p", 1.0, 0.0, 1.0)
     if top_p == 0:
         raise BadRequest("sampling_params.top_p: must be above 0")
@@ -88,7 +90,7 @@ def _sampling(given: dict[str, Any], vocab: int) -> SamplingParams:
     texts = cast("list[Any]", given.get("stop") or [])
     if not isinstance(texts, list) or len(texts) > _STOPS or not all(isinstance(one, str) and one for one in texts):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadRequest(f"sampling_params.stop: must be a list of at most {_STOPS} texts, none of them empty")
-    for name in ("min_tokens", "presence_penalty", "frequency_penalty", "min_p", "logit_bias", "seed"):
+    for name in ("min_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "seed"):
         if given.get(name):
             raise BadRequest(f"sampling_params.{name}: the embedded engine does not have it")
     if given.get("n", 1) != 1:
@@ -97,7 +99,8 @@ def _sampling(given: dict[str, Any], vocab: int) -> SamplingParams:
         max_tokens=int(max_tokens),
         temperature=float(temperature),
         top_p=float(top_p),
-        top_k=int(top_k),
+        top_k=int(top_k) if top_k < _ALL else -1,
+        min_p=float(min_p),
         stop_token_ids=tuple(stops),
         stop=tuple(texts),
     )
@@ -115,16 +118,17 @@ def _number(given: dict[str, Any], name: str, default: float, low: float, high: 
 
 
 def choice_json(emission: Emission) -> str:
-    """One choice of a generate answer. Version spans count from the first sampled token."""
+    """One choice of a generate answer, with vLLM's names. Version spans count from the first sampled token."""
     content = ",".join(
         f'{{"token":"token_id:{token}","logprob":{logprob!r},"top_logprobs":[]}}'
         for token, logprob in zip(emission.token_ids, emission.logprobs, strict=True)
     )
     spans = ",".join(f'{{"version":"{span.version}","start":{span.start},"end":{span.end}}}' for span in emission.spans)
     finish = f'"{emission.finish}"' if emission.finish else "null"
+    sets = f',"sampling_mask":{json.dumps(emission.kept, separators=(",", ":"))}' if emission.kept else ""
     return (
         f'{{"index":0,"token_ids":{json.dumps(emission.token_ids, separators=(",", ":"))},'
-        f'"logprobs":{{"content":[{content}]}},"finish_reason":{finish},"weight_versions":[{spans}]}}'
+        f'"logprobs":{{"content":[{content}]}},"finish_reason":{finish},"weight_versions":[{spans}]{sets}}}'
     )
 
 

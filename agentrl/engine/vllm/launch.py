@@ -140,7 +140,8 @@ class VLLMServer:
     """One server to start. `gpus` are those it takes, as torch counts them: its layers are split over several (tensor
     parallel); without any vLLM takes the first. `lora_rank` 0 switches LoRA off; `lora_targets` are ends of the names
     of layers that adapters adapt, which the CPU build has to know of a mixture. `kv_cache_bytes` None leaves the size
-    to vLLM (on a CPU: most of the memory); `plugin_folder` is a folder of this server's own, made if missing."""
+    to vLLM (on a CPU: most of the memory); `plugin_folder` is a folder of this server's own, made if missing. A server
+    with `kept_sets` tells them, and takes no greedy request."""
 
     model: Path
     port: int
@@ -159,6 +160,7 @@ class VLLMServer:
     lora_targets: tuple[str, ...] = ()
     max_loras: int = 2
     routed_experts: bool = False
+    kept_sets: bool = False
     weight_backend: str = BACKEND
     extra: tuple[str, ...] = ()
 
@@ -188,6 +190,8 @@ class VLLMServer:
             "uvicorn-log-level": "warning",
         }
         flags = ["enable-scale-out", "enable-prompt-tokens-details"]
+        if self.kept_sets:
+            flags.append("return-sampling-mask")
         if self.kv_cache_bytes is not None:
             options["kv-cache-memory-bytes"] = self.kv_cache_bytes
             if not self.build.cpu:  # else 92% of its GPU must be free, where a learner or another engine may be

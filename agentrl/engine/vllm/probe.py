@@ -38,6 +38,7 @@ class Need(StrEnum):
     PLUGIN = "agentrl's plugin"
     LORA = "loading LoRA adapters while it runs"
     ROUTED_EXPERTS = "the experts chosen per token"
+    KEPT_SETS = "the set that each token is drawn from (rollout.top_p, top_k and min_p need it)"
 
     @property
     def flags(self) -> str:
@@ -57,6 +58,7 @@ _FLAGS = {
     Need.PLUGIN: f"--worker-extension-cls {EXTENSION}",
     Need.LORA: "--enable-lora",
     Need.ROUTED_EXPERTS: "--enable-return-routed-experts",
+    Need.KEPT_SETS: "--return-sampling-mask",
 }
 _ENV = {
     # Safe: else a checkout of agentrl in the working folder would come first, whose imports vLLM's interpreter lacks.
@@ -153,6 +155,7 @@ async def probe(client: EngineClient, *, untested: bool = False) -> Facts:
         Need.PLUGIN: facts is not None and not facts["missing"],
         Need.LORA: await _takes_adapters(client),
         Need.ROUTED_EXPERTS: bool(answer and answer["choices"][0].get("routed_experts")),
+        Need.KEPT_SETS: bool(answer and answer["choices"][0].get("sampling_mask")),
     }
     return Facts(
         url=client.url,
@@ -172,7 +175,7 @@ async def _sample(client: EngineClient, context: int) -> tuple[dict[str, Json] |
     prompt = list(range(min(_PROMPT, context - 1)))  # several: the row of one may be zero, and leads to no preference
     answers: list[dict[str, Json]] = []
     for temperature in (1.0, 2.0):  # the highest that vLLM takes
-        params: dict[str, Json] = {"max_tokens": 1, "temperature": temperature, "logprobs": _TOPS}
+        params: dict[str, Json] = {"max_tokens": 1, "temperature": temperature, "logprobs": _TOPS, "top_k": _TOPS}
         asked: dict[str, Json] = {"request_id": f"probe-{uuid4().hex}", "token_ids": prompt, "sampling_params": params}
         try:
             body = await client.call("POST", "/inference/v1/generate", json=asked, deadline_s=_DEADLINE_S)

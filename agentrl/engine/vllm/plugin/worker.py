@@ -16,12 +16,13 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from agentrl.engine.vllm import plugin
-from agentrl.engine.vllm.plugin import mending, versions
+from agentrl.engine.vllm.plugin import mending, sets, versions
 from agentrl.engine.vllm.plugin.transfer import Update, tensors
 
 plugin.register()
 if current_platform.is_cpu():
     mending.install()
+    sets.install()
 
 
 class WorkerExtension:

@@ -1,0 +1,73 @@
+"""The set that each token was drawn from, on a CPU: what `--return-sampling-mask` does on a GPU (vLLM needs Triton and
+its newer model runner for it).
+
+With that flag the CPU's sampler keeps the log-probs after all cuts, and what is not minus infinity goes out with the
+token, the way it goes on a GPU: in the field `sampling_mask` of each choice. Requests are refused as there: without
+temperature or `top_k`, which may be larger than the vocabulary.
+"""
+
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+
+def allow() -> None:
+    """Have this process's vLLM take the flag on a CPU. Safe to call again."""
+    from vllm.config import VllmConfig
+    from vllm.platforms import current_platform
+
+    verify = VllmConfig._verify_sampling_replay_config
+    if not current_platform.is_cpu() or hasattr(verify, "__wrapped__"):
+        return
+
+    @functools.wraps(verify)
+    def verified(self):
+        model = self.model_config
+        if model is None or not model.return_sampling_mask:
+            return
+        if model.logprobs_mode != "processed_logprobs":
+            raise ValueError("--return-sampling-mask needs --logprobs-mode processed_logprobs")
+
+    VllmConfig._verify_sampling_replay_config = verified
+
+
+def install() -> None:
+    """Hook this process's sampler and model runner. Safe to call again."""
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    draw, sample = Sampler.sample, CPUModelRunner.sample_tokens
+    if hasattr(draw, "__wrapped__"):
+        return
+
+    @functools.wraps(draw)
+    def seen(self, *args, **kwargs):
+        sampled, processed = draw(self, *args, **kwargs)
+        self.agentrl_processed = processed
+        return sampled, processed
+
+    @functools.wraps(sample)
+    def told(self, *args, **kwargs):
+        self.sampler.agentrl_processed = None
+        output = sample(self, *args, **kwargs)
+        processed = self.sampler.agentrl_processed
+        if self.model_config.return_sampling_mask and processed is not None:
+            output.sampling_masks = _sets(processed)
+        return output
+
+    Sampler.sample = seen
+    CPUModelRunner.sample_tokens = told
+
+
+def _sets(logprobs: Any) -> Any:
+    """The sets of a step's tokens, from log-probs [tokens, vocabulary]."""
+    from vllm.v1.outputs import SamplingMaskLists
+
+    rows, ids = np.nonzero(np.isfinite(logprobs.numpy()))
+    offsets = np.searchsorted(rows, np.arange(len(logprobs) + 1))
+    return SamplingMaskLists(ids.astype(np.int32), offsets)
