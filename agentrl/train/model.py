@@ -24,11 +24,13 @@ from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from agentrl.columns import KEPT
 from agentrl.config import Train
 from agentrl.errors import ConfigError, ModelError
 from agentrl.train import lora
 from agentrl.train.checkpoint import ADAPTER
 from agentrl.train.packing import Branch, Pack
+from agentrl.train.ragged import normalised
 
 ATTENTION = "agentrl_tree"
 """Under this name transformers calls `tree_attention` in every layer."""
@@ -153,13 +155,22 @@ class PolicyModel:
             return _logits(self.module, pack.token_ids_N, pack.depth_N, pack.branches, pack.predictors_P)
 
     def logprobs(self, pack: Pack, *, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-prob [K] of each scored token and entropy [K] at its place, in nats, under softmax(logits /
-        temperature), the distribution that was sampled from. Logits are computed for `predictors_P` only."""
+        """Log-prob [K] of each scored token and entropy [K] at its place, in nats, of the distribution that it was
+        sampled from: softmax(logits / temperature), over its kept set if the engine cut. Logits are computed for
+        `predictors_P` only."""
         logits_PV = self.logits(pack)
         logprobs_PV = functional.log_softmax(logits_PV.float() / temperature, -1)
         with nullcontext() if entropy_grad else torch.no_grad():
             entropy_P = -(logprobs_PV.exp() * logprobs_PV).sum(-1)
-        return logprobs_PV[pack.predictor_K, pack.target_K], entropy_P[pack.predictor_K]
+        logprobs_K, entropy_K = logprobs_PV[pack.predictor_K, pack.target_K], entropy_P[pack.predictor_K]
+        kept = pack.ragged.get(KEPT)
+        if kept is None or not len(kept.numbers_M):
+            return logprobs_K, entropy_K
+        of_M, ids_M = kept.sets()
+        restricted_M, mass_K = normalised(logprobs_PV[pack.predictor_K[of_M], ids_M], of_M, len(logprobs_K))
+        with nullcontext() if entropy_grad else torch.no_grad():
+            own_K = torch.zeros_like(entropy_K).index_add(0, of_M, -restricted_M.exp() * restricted_M)
+        return logprobs_K - mass_K, torch.where(kept.head_K == 0, entropy_K, own_K)
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[float, ...]:

@@ -20,11 +20,12 @@ seeing each other. The depth of a node is its position id.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from agentrl.train.ragged import Ragged
 from agentrl.train.samples import Row
 
 
@@ -63,6 +64,7 @@ class Pack:
     target_K: Tensor  # token ids
     columns: Mapping[str, Tensor]  # [K, ...] by name: those of the rows
     row_tokens: int  # tokens of the same rows without sharing
+    ragged: Mapping[str, Ragged] = field(default_factory=dict[str, Ragged])  # those of the rows
 
     def having(self, columns: Mapping[str, Tensor]) -> Pack:
         """The pack with these columns, [K, ...] each."""
@@ -141,4 +143,5 @@ def _pack(trees: Sequence[Tree], device: torch.device | str) -> Pack:
         target_K=torch.cat(target_K).to(device),
         columns={name: torch.cat([row.columns[name] for row in rows]).to(device) for name in rows[0].columns},
         row_tokens=sum(len(row.token_ids) for row in rows),
+        ragged={name: Ragged.joined([row.ragged[name] for row in rows]).to(device) for name in rows[0].ragged},
     )

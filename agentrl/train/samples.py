@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
@@ -29,8 +29,9 @@ from torch import Tensor
 from agentrl.algos.algorithm import ROUNDING, Algorithm, Siblings
 from agentrl.algos.corrections import Origin
 from agentrl.algos.losses import token_weights
-from agentrl.columns import Column, filled, known
+from agentrl.columns import KEPT, Column, column, filled, known
 from agentrl.records import ENV, UNKNOWN, Group, GroupState, MemberRecord, Trajectory, Turn, VersionSpan
+from agentrl.train.ragged import Ragged
 
 StepOf = Callable[[int], int]
 """The optimizer step that made a weight version."""
@@ -62,6 +63,7 @@ class Row:
     token_ids: tuple[int, ...]
     place_S: Tensor  # int64
     columns: Mapping[str, Tensor]  # [S, ...] by name: `BUILT_IN`, the algorithm's, those of `agentrl.columns`
+    ragged: Mapping[str, Ragged] = field(default_factory=dict[str, Ragged])  # the ragged ones of `agentrl.columns`
 
     def having(self, **columns: Tensor) -> Row:
         """The row with these columns, [S, ...] each."""
@@ -250,9 +252,10 @@ def _rows(
     origin_of: Callable[[Turn, VersionSpan], Origin],
 ) -> list[Row]:
     """All rows of an episode. Raises ValueError for a turn without any context: nothing predicts its first token."""
-    turns, named = trajectory.turns, known()
+    turns, named = trajectory.turns, {**known(), KEPT: column(KEPT)}
     roles = list(dict.fromkeys(turn.role for turn in turns))
     continued = {turn.parent for turn in turns}
+    ragged = {name for name, of in named.items() if of.ragged}
     seen: set[int] = set()
     rows: list[Row] = []
     for leaf in (turn for turn in turns if turn.index not in continued):
@@ -289,7 +292,10 @@ def _rows(
                     episode_id=trajectory.episode_id,
                     token_ids=tuple(token_ids[: place[-1] + 1]),
                     place_S=torch.tensor(place),
-                    columns={name: _tensor(name, numbers, named) for name, numbers in values.items()},
+                    columns={
+                        name: _tensor(name, numbers, named) for name, numbers in values.items() if name not in ragged
+                    },
+                    ragged={name: Ragged.of(values[name]) for name in ragged},
                 )
             )
     return rows
@@ -330,4 +336,5 @@ def _within(row: Row, max_lag: int, stale: Counter[int]) -> Row | None:
         token_ids=row.token_ids[: int(place_S[-1]) + 1],
         place_S=place_S,
         columns={name: column[keep_S] for name, column in row.columns.items()},
+        ragged={name: column.only(keep_S) for name, column in row.ragged.items()},
     )
