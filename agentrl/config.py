@@ -18,31 +18,24 @@ from agentrl import registry
 from agentrl.algos.algorithm import Algorithm
 from agentrl.algos.grpo import GRPO
 from agentrl.errors import ConfigError, UnknownIdError, UsageError
+from agentrl.records import SamplingParams
 from agentrl.settings import (
     Buffer,
     Count,
     CurriculumSettings,
+    EnvSource,
     Evaluation,
     Positive,
     Resume,
     RewardSource,
     check_sources,
+    check_temperatures,
     config_error,
 )
 from agentrl.settings import Section as _Section
 
 MAX_LORA_RANK = 512  # that vLLM takes
 Gpus = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-
-
-class EnvSource(_Section):
-    """Which tasks: environment id, constructor arguments, and the stream of seeds."""
-
-    id: str  # environment: an id, module:Class or file.py:Class
-    kwargs: dict[str, Any] = Field(default_factory=dict)  # arguments of its constructor
-    options: dict[str, Any] = Field(default_factory=dict)  # reset options of every episode
-    first_seed: int = 0  # where the stream of seeds begins
-    reward: str | None = None  # module:name of a rewarder (trajectory -> float, a judge) in the place of its outcome
 
 
 class TaskTable(_Section):
@@ -83,7 +76,10 @@ class Rollout(_Section):
     max_tokens_per_turn: Count = 64  # a longer turn is cut, and the environment told
     max_context: Count = 1024  # tokens of one row
     max_observation_bytes: Count | None = None  # more is cut, and flagged; default: 16 for each token of max_context
-    temperature: Positive = 1.0  # of sampling, in training and evaluation
+    temperature: Positive = 1.0  # of sampling; [eval] may have its own, also of the next three
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # sample from the fewest tokens that have this probability
+    top_k: Annotated[int, Field(ge=0)] = 0  # sample from so many likeliest tokens; 0: from all
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0  # sample from tokens at least so likely, relative to the likeliest
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)  # texts that end a turn as well
     turn_deadline_s: Positive = 60.0  # of sampling one turn: a longer one is cut as well
     step_deadline_s: Positive = 60.0  # of what the policy asks for in one step, and of the environment's own code
@@ -99,6 +95,18 @@ class Rollout(_Section):
     max_replays: Annotated[int, Field(ge=0)] = 2  # of a task whose group infrastructure ended, or its deadline
     failure_budget: Annotated[float, Field(ge=0, le=1)] = 0.2  # share of episodes that may fail, an outage as one
     roles: dict[str, str] = Field(default_factory=dict)  # who plays a role of the environment, see `frozen_roles`
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How training samples a turn; token ids that end it are the renderer's."""
+        return SamplingParams(
+            max_tokens=self.max_tokens_per_turn,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            stop=tuple(self.stop),
+        )
 
     @property
     def observation_bytes(self) -> int:
@@ -277,6 +285,11 @@ class RunConfig(_Section):
         return self.buffer.quorum or (max(2, 3 * size // 4) if size > 1 else None)
 
     @property
+    def eval_sampling(self) -> SamplingParams:
+        """How evaluation samples a turn."""
+        return self.eval.sampling(self.rollout.sampling, self.engine.kind)
+
+    @property
     def syncs_memory(self) -> bool:
         """Whether new weights go from memory to memory, and no file holds them."""
         return self.sync in ("nccl", "ipc")
@@ -365,6 +378,7 @@ class RunConfig(_Section):
             raise ConfigError("engine.sync", self.engine.sync, "the embedded engine takes whole files: give 'auto'")
         if self.engine.routed_experts and self.engine.kind == "embedded":
             raise ConfigError("engine.routed_experts", True, "the embedded engine has no mixtures: take 'vllm'")
+        check_temperatures(self.engine.kind, rollout=rollout.temperature, eval=self.eval.temperature)
         if self.syncs_memory:
             self._possible_memory_sync()
         if self.sync == "adapter" and self.train.lora_rank > MAX_LORA_RANK:

@@ -1,4 +1,4 @@
-"""What the sections of the run file are made of, and the sections of reward sources, curriculum, buffer and
+"""What the sections of the run file are made of, and some of them: environment, curriculum, buffer, reward sources and
 evaluation. `agentrl.config` has the others."""
 
 from __future__ import annotations
@@ -7,12 +7,14 @@ import difflib
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agentrl.errors import ConfigError
+from agentrl.records import SamplingParams
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -23,6 +25,16 @@ class Section(BaseModel):
     """A table of the run file: unknown keys are refused, and nothing changes after it was read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class EnvSource(Section):
+    """Which tasks: environment id, constructor arguments, and the stream of seeds."""
+
+    id: str  # environment: an id, module:Class or file.py:Class
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # arguments of its constructor
+    options: dict[str, Any] = Field(default_factory=dict)  # reset options of every episode
+    first_seed: int = 0  # where the stream of seeds begins
+    reward: str | None = None  # module:name of a rewarder (trajectory -> float, a judge) in the place of its outcome
 
 
 class CurriculumSettings(Section):
@@ -128,7 +140,7 @@ class RewardSource(Section):
 
 
 class HeldOut(Section):
-    """One held-out evaluation: `n` tasks from the environment's own held-out seeds, sampled as in training."""
+    """One held-out evaluation: `n` tasks from the environment's own held-out seeds."""
 
     name: str  # what the set is called in tables and curves
     id: str | None = None  # default: the training environment
@@ -143,7 +155,28 @@ class Evaluation(Section):
 
     every: Annotated[int, Field(ge=0)] = 0  # steps between evaluations of the first set; 0: only before and after
     n_during: Count = 96  # tasks of such an evaluation
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # 0: greedy; default: rollout's
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None  # likewise
+    top_k: Annotated[int, Field(ge=0)] | None = None  # likewise
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = None  # likewise
     sets: list[HeldOut] = Field(default_factory=list[HeldOut])
+
+    def sampling(self, training: SamplingParams, engine: str) -> SamplingParams:
+        """How to sample in an evaluation of a run whose training samples as given. A vLLM that tells kept sets takes no
+        greedy request: it gets one for the likeliest token."""
+        own = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        sampling = replace(training, **{name: value for name, value in own.items() if value is not None})
+        if sampling.temperature == 0 and training.cuts and engine == "vllm":
+            return replace(sampling, temperature=1.0, top_k=1)
+        return sampling
+
+
+def check_temperatures(engine: str, **temperatures: float | None) -> None:
+    """Raises ConfigError for a temperature, by its section, that vLLM refuses or would change silently."""
+    for section, temperature in temperatures.items():
+        if engine == "vllm" and temperature and not 0.01 <= temperature <= 2:
+            hint = "vLLM samples at 0.01 to 2, and takes what is colder for 0.01: give one in between"
+            raise ConfigError(f"{section}.temperature", temperature, hint)
 
 
 def check_sources(sources: Sequence[RewardSource], *, stall_deadline_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from agentrl import config, registry
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, UsageError
+from agentrl.records import SamplingParams
 
 MINIMAL = {"model": "m", "env": {"id": "e"}}
 
@@ -245,3 +247,30 @@ def test_a_quorum_is_three_members_in_four_unless_training_is_synchronous(
 ) -> None:
     document = {**MINIMAL, "rollout": rollout, "buffer": buffer, "algo": {"kind": "reinforce++"}}
     assert config.parse(document).quorum == quorum
+
+
+def test_evaluation_samples_as_training_unless_it_has_its_own_settings() -> None:
+    rollout = {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "min_p": 0.1, "stop": ["END"], "max_tokens_per_turn": 8}
+    same = config.parse({"model": "m", "env": {"id": "e"}, "rollout": rollout})
+    trained = SamplingParams(max_tokens=8, temperature=0.7, top_p=0.9, top_k=50, min_p=0.1, stop=("END",))
+    assert same.rollout.sampling == same.eval_sampling == trained
+    own = {"temperature": 0, "top_p": 1.0, "top_k": 0}
+    other = config.parse({"model": "m", "env": {"id": "e"}, "rollout": rollout, "eval": own})
+    assert other.rollout.sampling == trained
+    assert other.eval_sampling == replace(trained, temperature=0.0, top_p=1.0, top_k=0)
+
+
+@pytest.mark.parametrize(("top_p", "greedy"), [(1.0, (0.0, 0)), (0.9, (1.0, 1))])
+def test_a_server_that_tells_sets_is_asked_for_the_likeliest_token(top_p: float, greedy: tuple[float, int]) -> None:
+    """Such a server refuses greedy requests."""
+    sections = {"rollout": {"top_p": top_p}, "eval": {"temperature": 0}, "engine": {"kind": "vllm"}}
+    sampling = config.parse({"model": "m", "env": {"id": "e"}, **sections}).eval_sampling
+    assert (sampling.temperature, sampling.top_k) == greedy
+
+
+@pytest.mark.parametrize(("section", "value"), [("rollout", 0.005), ("rollout", 2.5), ("eval", 3.0)])
+def test_a_temperature_that_vllm_would_change_is_refused(section: str, value: float) -> None:
+    document = {"model": "m", "env": {"id": "e"}, section: {"temperature": value}}
+    config.parse(document)
+    with pytest.raises(ConfigError, match=rf"{section}\.temperature = {value}: vLLM samples at 0\.01 to 2"):
+        config.parse({**document, "engine": {"kind": "vllm"}})

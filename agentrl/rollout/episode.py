@@ -49,7 +49,7 @@ from agentrl.rollout.replay import replay, replay_after
 from agentrl.rollout.resuming import resumed
 from agentrl.rollout.sampling import sample
 from agentrl.rollout.saving import keep_artifacts, keep_snapshot, prepare
-from agentrl.store import Claim, Partial
+from agentrl.store import TRAIN, Claim, Partial
 from agentrl.store.roles import RolloutStore
 
 _SMALL: Final = 1 << 15  # characters; tokenizing so few takes a moment
@@ -67,6 +67,7 @@ class RolloutContext:
     rewarder: Rewarder | None = None
     frozen: Mapping[str, Engine] = field(default_factory=dict[str, Engine])
     experts: bool = False  # journal those that a mixture of experts chose for sampled tokens
+    eval_sampling: SamplingParams | None = None  # of turns that only measure the policy; None: as in training
     artifacts: bool = False  # keep the files that a reward source tests
     leaving: trio.Event = field(default_factory=trio.Event)  # set: no episode begins another turn
 
@@ -375,19 +376,17 @@ class _Episode:
     async def _generate(self, prompt: _Prompt, max_tokens: int) -> Turn:
         context, claim, index = self._context, self._claim, len(self._turns)
         learns = prompt.role not in context.frozen
+        trains = claim.purpose == TRAIN
+        sampling = context.settings.sampling if trains else context.eval_sampling or context.settings.sampling
         told = 0 if prompt.parent is None else len(prompt.context) - len(prompt.prompt_ids) - 1
         request = GenerateRequest(
             request_id=f"{claim.episode_id}-{claim.fence}-{index}",
             session=str(claim.group_id),
             token_ids=prompt.context,
-            sampling=SamplingParams(
-                max_tokens=max_tokens,
-                temperature=context.settings.temperature,
-                stop_token_ids=context.renderer.stop_token_ids,
-                stop=tuple(context.settings.stop),
-            ),
+            sampling=replace(sampling, max_tokens=max_tokens, stop_token_ids=context.renderer.stop_token_ids),
             deadline_s=context.settings.turn_deadline_s,
             experts_from=told if context.experts and learns else None,
+            kept=trains and learns and sampling.cuts,
         )
         begun = self._begun or Partial(
             index=index, parent=prompt.parent, role=prompt.role, prompt_ids=prompt.prompt_ids, started_s=time.time()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from agentrl import columns
+from agentrl import columns, kept
 from agentrl.engine.stitching import joined
 from agentrl.engine.turn import Decode, finish_of
 from agentrl.errors import DiskFull, EngineError, StoreError
@@ -56,15 +56,24 @@ async def sample(
         sampled=len(have),
     )
     if not every and not unbroken:
-        return joined(before, await engine.generate(rest))
+        return joined(before, _whole(rest, await engine.generate(rest)))
     log = _Log(begun, keep, every, len(have) + rest.sampling.max_tokens, unbroken)
     try:
-        return joined(before, await engine.generate(replace(rest, on_chunk=log.add)))
+        return joined(before, _whole(rest, await engine.generate(replace(rest, on_chunk=log.add))))
     except (EngineError, StoreError):  # the episode ends, or is another worker's
         raise
     except BaseException:
         log.write()
         raise
+
+
+def _whole(request: GenerateRequest, generation: Generation) -> Generation:
+    """The generation, if it has the kept sets that the request asks for: without them the learner would compute the
+    log-probs of another distribution. Raises EngineError."""
+    heads = [head for head, _ in kept.parts(generation.columns.get(columns.KEPT, ()))]
+    if request.kept and (0 in heads or len(heads) != len(generation.token_ids)):
+        raise EngineError("the engine does not say which set each token was drawn from: sample without cuts from it")
+    return generation
 
 
 @dataclass(slots=True)

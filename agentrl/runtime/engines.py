@@ -143,6 +143,7 @@ class Replica:
             gpus=self.gpus,
             lora_rank=self.config.train.lora_rank if self.config.sync == "adapter" else 0,
             lora_targets=self.config.train.lora_targets,
+            kept_sets=self.config.rollout.sampling.cuts,
         )
         server.prepare()
         self.child.python, self.child.argv, self.child.env = str(server.build.python), server.argv(), server.env()
@@ -216,6 +217,7 @@ def vllm_server(
     gpus: Sequence[int] = (),
     lora_rank: int = 0,
     lora_targets: Sequence[str] = (),
+    kept_sets: bool = False,
 ) -> vllm.VLLMServer:
     """A vLLM server with all options that training needs. Raises UsageError if vLLM is not installed."""
     return vllm.VLLMServer(
@@ -234,6 +236,7 @@ def vllm_server(
         lora_targets=tuple(lora_targets),
         max_loras=_ADAPTERS,
         routed_experts=settings.routed_experts,
+        kept_sets=kept_sets,
         weight_backend=settings.sync if settings.sync in ("nccl", "ipc") else BACKEND,
     )
 
@@ -248,9 +251,9 @@ async def attach(url: str, weights: Weights, config: RunConfig, *, fresh: bool =
     deadline_s = settings.admin_deadline_s
     async with aclosing(EngineClient(url, api_key=settings.api_key())) as client:
         if settings.kind == "vllm" and fresh:
-            experts = {Need.ROUTED_EXPERTS} if settings.routed_experts else set[Need]()
+            told = {Need.ROUTED_EXPERTS: settings.routed_experts, Need.KEPT_SETS: config.rollout.sampling.cuts}
             (await probe(client, untested=settings.untested_vllm)).require(
-                needed(config.sync) | experts,
+                needed(config.sync) | {need for need, asked in told.items() if asked},
                 dtype=settings.dtype,
                 context=config.rollout.max_context,
                 lora_rank=config.train.lora_rank,

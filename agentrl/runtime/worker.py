@@ -76,6 +76,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> Non
         rewarder=rewarder,
         frozen=_frozen(config, reader, renderer),
         experts=config.engine.routed_experts,
+        eval_sampling=config.eval_sampling,
         artifacts=any(one.measure == "tests" for one in config.rewards),
     )
     worker = Worker(name, config, store, context)

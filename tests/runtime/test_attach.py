@@ -20,6 +20,7 @@ import trio
 from safetensors.numpy import save_file
 
 from agentrl import config as configuration
+from agentrl.config import Rollout
 from agentrl.engine.client import EngineClient
 from agentrl.errors import ConfigError, UsageError
 from agentrl.records import WeightVersion
@@ -109,6 +110,22 @@ async def test_without_our_plugin_nothing_is_sent(sync: str, server: FakeVLLM, w
     with pytest.raises(UsageError, match=r"agentrl's plugin.* PYTHONPATH=\$\(agentrl vllm-plugin\) "):
         await attach_as(config, weights)
     assert server.version == "default" and not server.paused
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05}])
+async def test_without_the_sets_that_tokens_are_drawn_from_a_cut_is_refused(
+    cut: dict[str, float], server: FakeVLLM, weights: Weights
+) -> None:
+    server.lacks = {"kept"}
+    config = run_config(server.url)
+    cutting = config.model_copy(update={"rollout": Rollout(**cut)})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UsageError, match=r"lacks the set that each token is drawn from .* --return-sampling-mask$"):
+        await attach_as(cutting, weights)
+    assert server.version == "default" and not server.paused
+    await attach_as(config, weights)  # nothing is cut
+    server.lacks = set()
+    await attach_as(cutting, weights)
+    assert server.version == "3"
 
 
 async def test_a_stock_server_is_refused_with_the_whole_command(server: FakeVLLM, weights: Weights) -> None:
