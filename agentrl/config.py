@@ -364,7 +364,7 @@ class RunConfig(_Section):
                 self.train.tokens_per_batch,
                 f"must be at least rollout.max_context = {rollout.max_context}, or a row does not fit a batch",
             )
-        if buffer.max_lag > 0 and not self.algo.corrects and self.algo.slots.frozen:
+        if buffer.max_lag > 0 and not self.algo.corrects and self.algo.diverges:
             raise ConfigError("algo.importance", "none", "a KL penalty on stale tokens needs importance = 'token'")
         if rollout.group_size < (least := self.algo.least_members):
             hint = f"algo.kind = {self.algo.kind!r} compares siblings: give at least {least}, or another algorithm"

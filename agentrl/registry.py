@@ -33,6 +33,7 @@ _registered: dict[tuple[Kind, str], Target] = {
     ("algorithms", "rloo"): "agentrl.algos.presets:RLOO",
     ("algorithms", "dr_grpo"): "agentrl.algos.presets:DrGRPO",
     ("algorithms", "dapo"): "agentrl.algos.presets:DAPO",
+    ("algorithms", "distil"): "agentrl.algos.distil:Distil",
     ("algorithms", "reinforce++"): "agentrl.algos.reinforce:Reinforce",
 }
 

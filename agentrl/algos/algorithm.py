@@ -20,7 +20,7 @@ Columns are tensors [N, ...] by name, one entry for each of N scored tokens. The
     episode, role, turn   numbers that say where the token is; tokens of a turn are in order
     proximal     log-prob under the policy at the start of the step
     values       if `slots` has a critic: its value before the token, at the start of the step
-    reference    if `slots` has such a frozen model: log-prob under it; likewise any other, under its name
+    reference    if `slots` has such a frozen or moving model: log-prob under it; likewise any other, under its name
     and those that `agentrl.columns` knows, and that `prepare` and `advantages` return
 """
 
@@ -63,12 +63,22 @@ class Siblings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Follows:
+    """How a moving model follows the policy: after each `every`-th step it becomes `decay` times itself plus
+    1 - `decay` times the policy. It begins as the policy; with decay 0 it is the policy of some steps ago."""
+
+    every: int
+    decay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:
     """The models besides the policy. `frozen` ones, such as `reference` and `teacher`, by name: the folder of each, or
-    None for the model that the run began with. A critic has a value head on a trunk of its own, or on the policy's; its
-    learning rate is `critic_lr` (default: the policy's)."""
+    None for the model that the run began with. `moving` ones, by name, follow the policy. A critic has a value head on
+    a trunk of its own, or on the policy's; its learning rate is `critic_lr` (default: the policy's)."""
 
     frozen: Mapping[str, str | None] = field(default_factory=dict[str, "str | None"])
+    moving: Mapping[str, Follows] = field(default_factory=dict[str, Follows])
     critic: Trunk | None = None
     critic_lr: float | None = None
 
@@ -151,6 +161,11 @@ class Algorithm(BaseModel):
     def turn_discount(self) -> float:
         """The discount per turn of the returns that it compares."""
         return 1.0
+
+    @property
+    def diverges(self) -> bool:
+        """Whether its loss has a divergence from another model: a token then moves the weights whatever it earned."""
+        return bool(self.slots.frozen or self.slots.moving)
 
     @property
     def corrects(self) -> bool:

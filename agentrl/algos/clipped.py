@@ -3,18 +3,19 @@
     loss = sum over tokens of  weight (rho (surrogate(r, A) + kl) - entropy)
 
 r is the ratio of the current policy to that of the step's start, and rho the importance weight from the policy that
-sampled to that of the step's start (decoupled PPO, Hilton et al. 2022). With one update per step r is 1. A token whose
-weight is 0, and an episode that is rejected, stay in the normalisation.
+sampled to that of the step's start (decoupled PPO, Hilton et al. 2022). With one update per step r is 1. A is the
+advantage from rewards, less what the token costs in divergence from reference and teacher (`agentrl.algos.divergence`).
+A token whose weight is 0, and an episode that is rejected, stay in the normalisation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from agentrl.algos.algorithm import Algorithm, Loss, Outputs, Positive, Slots, Weight
+from agentrl.algos.algorithm import Algorithm, Follows, Loss, Outputs, Positive, Slots, Weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,8 +34,23 @@ class Clipped(Algorithm):
     reject_below: Weight = 0.5  # is below this, `token`: of any of its tokens
     reject_above: Positive = 2.0  # or above this
     kl_weight: Weight = 0.0  # of a penalty on leaving the reference
-    kl_gradient: Literal["k3", "k2"] = "k3"  # k3 pulls along KL(reference || policy), k2 along KL(policy || reference)
+    kl_in: Literal["loss", "reward"] = "loss"  # the penalty of each token, or that of the episode, as a reward
+    kl_gradient: Literal["k3", "k2", "k1"] = "k3"  # in the loss: k3 along KL(reference || policy), k2 and k1 reverse
+    reference_every: Annotated[int, Field(ge=0)] = 0  # steps after which the reference follows the policy; 0: never
+    reference_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of itself that it keeps then; 0: it is the policy
     entropy_weight: Weight = 0.0  # bonus on the entropy of the policy
+    reward_weight: Weight = 1.0  # of the advantage from rewards; 0: distillation alone
+    distil_weight: Weight = 0.0  # of a penalty on leaving the teacher
+    distil_level: Literal["token", "episode"] = "token"  # what a token costs: itself, or all later ones too
+    teacher: str | None = None  # in the learner: a folder, a registered id, or one of the Hugging Face hub
+
+    @model_validator(mode="after")
+    def _of_references(self) -> Self:
+        if self.reference_decay and not self.reference_every:
+            raise ValueError(f"reference_decay = {self.reference_decay:g}: give reference_every, the steps between")
+        if self.teacher is not None and not self.distil_weight:
+            raise ValueError(f"teacher = {self.teacher!r}: give distil_weight, or nothing is learned from it")
+        return self
 
     @model_validator(mode="after")
     def _dual(self) -> Self:
@@ -58,11 +74,37 @@ class Clipped(Algorithm):
 
     @property
     def ahead(self) -> bool:
-        return self.importance in ("sequence", "geometric") or self.reject != "none"
+        return self.importance in ("sequence", "geometric") or self.reject != "none" or bool(self.charges)
 
     @property
     def slots(self) -> Slots:
-        return Slots(frozen={"reference": None} if self.kl_weight > 0 else {})
+        frozen: dict[str, str | None] = {"teacher": self.teacher} if self.teacher is not None else {}
+        if self.kl_weight > 0 and self.reference_every:
+            follows = Follows(every=self.reference_every, decay=self.reference_decay)
+            return Slots(frozen=frozen, moving={"reference": follows})
+        return Slots(frozen=frozen | ({"reference": None} if self.kl_weight > 0 else {}))
+
+    @property
+    def charges(self) -> dict[str, float]:
+        """The weights of the divergences, by the model diverged from, that an episode as a whole is charged for."""
+        reference = self.kl_weight if self.kl_in == "reward" else 0.0
+        teacher = self.distil_weight if self.distil_level == "episode" else 0.0
+        return {name: weight for name, weight in (("reference", reference), ("teacher", teacher)) if weight > 0}
+
+    @property
+    def diverges(self) -> bool:
+        return self.kl_weight > 0 or self.distil_weight > 0
+
+    def advantage(self, tokens: Mapping[str, Tensor]) -> Tensor:
+        """Of each token, from rewards and divergences: [K]."""
+        from agentrl.algos.divergence import gap
+
+        advantage_K = self.reward_weight * tokens["advantage"]
+        if self.charges:
+            advantage_K = advantage_K - tokens["charge"]
+        if self.distil_weight > 0 and self.distil_level == "token":
+            advantage_K = advantage_K - self.distil_weight * gap(tokens, "teacher")
+        return advantage_K
 
     @property
     def entropy_gradient(self) -> bool:
@@ -82,8 +124,10 @@ class Clipped(Algorithm):
         )
 
     def advantages(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What needs whole sequences, if the settings ask for it: their `importance`, and whether they are `kept`."""
+        """What needs whole sequences, if the settings ask for it: their `importance`, whether they are `kept`, and the
+        `charge` that `advantage` takes off."""
         from agentrl.algos.corrections import bounded, ratios, within
+        from agentrl.algos.divergence import charge
 
         columns: dict[str, Tensor] = {}
         if not self.ahead:
@@ -96,6 +140,8 @@ class Clipped(Algorithm):
         if self.reject != "none":
             ratio_T = ratios(gap_T, *keys, self.reject)
             columns["kept"] = within(ratio_T, *keys, self.reject_below, self.reject_above)
+        if weights := self.charges:
+            columns["charge"] = charge(tokens, weights)
         return columns
 
     def correction(self, tokens: Mapping[str, Tensor]) -> Tensor:
@@ -110,12 +156,13 @@ class Clipped(Algorithm):
         return importance_weights(tokens["proximal"], tokens["behaviour"], cap, floor=floor, mode=self.importance_mode)
 
     def loss(self, tokens: Mapping[str, Tensor], outputs: Outputs, step: int) -> Loss:
+        from agentrl.algos.divergence import gauges
         from agentrl.algos.losses import kl_penalty, policy_loss
 
-        surrogate_K, clipped_K = self.surrogate(tokens, outputs)
+        surrogate_K, clipped_K = self.surrogate({**tokens, "advantage": self.advantage(tokens)}, outputs)
         kl_K = None
-        if self.kl_weight > 0:
-            kl_K = kl_penalty(outputs.logprobs_K, tokens["reference"], self.kl_gradient)
+        if self.kl_weight > 0 and self.kl_in == "loss":
+            kl_K = kl_penalty(outputs.logprobs_K, tokens["reference"], self.kl_gradient, tokens["proximal"])
         importance_K = self.correction(tokens)
         total = policy_loss(
             surrogate_K,
@@ -126,4 +173,11 @@ class Clipped(Algorithm):
             entropy_T=outputs.entropy_K if self.entropy_weight > 0 else None,
             entropy_weight=self.entropy_weight,
         )
-        return Loss(total=total, clipped_K=clipped_K, importance_K=importance_K)
+        measured = gauges(tokens, reference=self.kl_weight > 0, teacher=self.distil_weight > 0)
+        return Loss(
+            total=total,
+            clipped_K=clipped_K,
+            importance_K=importance_K,
+            gauges=measured,
+            gauged=tokens["weight"].sum(),
+        )

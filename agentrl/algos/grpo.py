@@ -45,7 +45,7 @@ class GRPO(Clipped):
 
     @property
     def compares(self) -> bool:
-        return self.baseline != "none"
+        return self.baseline != "none" and self.reward_weight > 0
 
     @property
     def judges_returns(self) -> bool:
@@ -87,5 +87,4 @@ class GRPO(Clipped):
         return {"advantage": advantages_GT}
 
     def matters(self, tokens: Mapping[str, Tensor]) -> bool:
-        penalised = self.kl_weight > 0 or self.entropy_weight > 0
-        return penalised or bool((tokens["advantage"].abs() > ROUNDING).any())
+        return self.diverges or self.entropy_weight > 0 or bool((tokens["advantage"].abs() > ROUNDING).any())

@@ -19,6 +19,7 @@ GAE and is biased as soon as tokens are stale; so are the advantages, not the ta
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -49,7 +50,7 @@ class PPO(Clipped):
 
     @property
     def slots(self) -> Slots:
-        return Slots(frozen=super().slots.frozen, critic=self.critic, critic_lr=self.critic_lr)
+        return replace(super().slots, critic=self.critic, critic_lr=self.critic_lr)
 
     @property
     def ahead(self) -> bool:
@@ -128,6 +129,7 @@ class PPO(Clipped):
             clipped_K=policy.clipped_K,
             importance_K=policy.importance_K,
             gauges={
+                **policy.gauges,
                 "value_loss": value_loss,
                 "value_mean": (share_K * old_K).sum(),
                 "target_mean": (share_K * target_K).sum(),

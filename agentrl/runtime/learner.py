@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from agentrl.records import Group, WeightVersion
 from agentrl.runtime.checkpoints import start_point
 from agentrl.runtime.heartbeat import BEAT_S, Heartbeat
 from agentrl.runtime.lifeline import watch_lifeline
-from agentrl.runtime.models import engine_dtype, model_dir
+from agentrl.runtime.models import engine_dtype, model_dir, slot_dir
 from agentrl.runtime.orders import returns_of, take_order
 from agentrl.runtime.publisher import MemoryParcel, NotDelivered, Parcel, WeightPublisher
 from agentrl.runtime.rundir import RunDir
@@ -67,7 +68,11 @@ class _Learning:
         self._config: RunConfig = run.config()
         start = start_point(run, store)
         self._learner = Learner(
-            self._config, model_dir(self._config.model), device_of(self._config), progress=self._heartbeat.mark
+            self._config,
+            model_dir(self._config.model),
+            device_of(self._config),
+            folder_of=partial(slot_dir, self._config),
+            progress=self._heartbeat.mark,
         )
         if start.checkpoint is not None:
             self._learner.load(start.checkpoint)

@@ -24,6 +24,21 @@ def given_model_dir(config: RunConfig, policy: str) -> Path:
     return given
 
 
+def slot_dir(config: RunConfig, name: str) -> Path:
+    """The folder of a model that the algorithm compares the policy with, such as a teacher. Raises ModelError, also if
+    it does not say how probable each token of the policy is."""
+    own, other = model_dir(config.model), model_dir(name)
+    files = [folder / "tokenizer.json" for folder in (own, other)]
+    if all(file.is_file() for file in files) and files[0].read_bytes() != files[1].read_bytes():
+        raise ModelError(f"model {name!r} has another tokenizer.json than {config.model!r}: token for token needs one")
+    sizes = vocabulary(own), vocabulary(other)
+    if sizes[0] is not None and sizes[1] is not None and sizes[1] < sizes[0]:
+        raise ModelError(
+            f"model {name!r} has {sizes[1]} tokens, {config.model!r} has {sizes[0]}: give one with as many"
+        )
+    return other
+
+
 def engine_dtype(settings: EngineSettings, folder: Path) -> Literal["float32", "float16", "bfloat16"]:
     """The dtype in which engines compute with the model of `folder`, and in which weights are sent: float32 for the
     embedded engine. "auto" is the model's own dtype, but bfloat16 for a float32 model, as in vLLM."""

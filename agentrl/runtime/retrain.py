@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, RunFailed, StoreError, UsageError
 from agentrl.records import Group
 from agentrl.runtime.learner import device_of
-from agentrl.runtime.models import model_dir
+from agentrl.runtime.models import model_dir, slot_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.store.metrics import finite
@@ -128,7 +129,7 @@ class _Replay:
 
     def __init__(self, config: RunConfig, store: ReadStore, begun: Path | None) -> None:
         self._config, self._store, self._as_it_was = config, store, True
-        self.learner = Learner(config, model_dir(config.model), device_of(config))
+        self.learner = Learner(config, model_dir(config.model), device_of(config), folder_of=partial(slot_dir, config))
         if begun is not None:
             try:
                 self.learner.load(begun)
@@ -145,7 +146,7 @@ class _Replay:
         """Train the next step with other settings, from the same weights and optimizers. A model that only these need
         is new."""
         old = self.learner
-        new = Learner(config, model_dir(config.model), device_of(config))
+        new = Learner(config, model_dir(config.model), device_of(config), folder_of=partial(slot_dir, config))
         new.model.module.load_state_dict(old.model.module.state_dict())
         if new.models.critic is not None:
             if old.models.critic is not None and new.models.critic.own == old.models.critic.own:

@@ -21,7 +21,7 @@ from agentrl.errors import AgentRLError, ConfigError, EnvError, ModelError, Usag
 from agentrl.protocols import Rewarder
 from agentrl.registration import make
 from agentrl.runtime import defaults, evaluation, extending, report
-from agentrl.runtime.models import given_model_dir, model_dir
+from agentrl.runtime.models import given_model_dir, model_dir, slot_dir
 from agentrl.runtime.orders import take_order
 from agentrl.runtime.pipeline import Interrupted, Supervisor, run_to_end
 from agentrl.runtime.rundir import RunDir
@@ -127,6 +127,17 @@ def check_startable(config: RunConfig) -> None:
     if config.env.reward:
         registry.load_reference(config.env.reward)
     _check_roles(config)
+    _check_slots(config)
+
+
+def _check_slots(config: RunConfig) -> None:
+    """Find the models that the algorithm names, such as its teacher."""
+    for name, given in config.algo.slots.frozen.items():
+        if given is not None:
+            try:
+                slot_dir(config, given)
+            except ModelError as error:
+                raise ConfigError(f"algo.{name}", given, str(error)) from None
 
 
 def _check_environments(config: RunConfig) -> None:

@@ -8,6 +8,7 @@ the reader decides what follows from it.
         model.safetensors            weights, an adapter merged into them
         adapter/                     the adapter alone, in PEFT's format, if one is trained
         critic/                      the critic's own weights, if one is trained
+        reference/                   those of a reference that follows the policy
         optimizer.pt                 optimizers and random state
         state.json                   step, episodes trained since the previous checkpoint, step by step
 """
@@ -23,7 +24,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 
@@ -32,15 +33,22 @@ from agentrl.errors import RunFailed
 from agentrl.train import lora
 from agentrl.train.export import export_weights
 
-if TYPE_CHECKING:
-    from agentrl.train.critic import Critic
-
 ADAPTER, CRITIC = "adapter", "critic"
 """The folders in a checkpoint that hold the adapter and the critic, where one is trained."""
 
 _OPTIMIZER, _WEIGHTS = "optimizer.pt", "model.safetensors"
 _COPIED = frozenset({".json", ".jinja", ".model", ".txt"})
 _OWN = frozenset({STATE, "model.safetensors.index.json"})
+
+
+class Part(Protocol):
+    """What a checkpoint keeps in a folder of its own."""
+
+    def save(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None: ...
+
+
+_NO_PARTS: Final[Mapping[str, Part]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +69,7 @@ def save(
     module: Any,
     model_folder: Path,
     optimizers: Mapping[str, torch.optim.Optimizer],
-    critic: Critic | None = None,
+    parts: Mapping[str, Part] = _NO_PARTS,
     keep: int,
     progress: Callable[[], None] = lambda: None,
 ) -> Path:
@@ -86,8 +94,9 @@ def save(
     if lora.has_adapter(module):
         lora.save(module, draft / ADAPTER)
     rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
-    if critic is not None:
-        critic.save(draft / CRITIC)
+    for name, part in parts.items():
+        part.save(draft / name)
+        progress()
     states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
     torch.save({"optimizers": states, "rng": rng}, draft / _OPTIMIZER)
     progress()
@@ -115,13 +124,13 @@ def read_state(folder: Path) -> CheckpointState:
 
 
 def load(
-    folder: Path, optimizers: Mapping[str, torch.optim.Optimizer], critic: Critic | None = None
+    folder: Path, optimizers: Mapping[str, torch.optim.Optimizer], parts: Mapping[str, Part] = _NO_PARTS
 ) -> CheckpointState:
-    """Put a checkpoint's critic, optimizers and random state in place; the policy's weights are loaded as those of any
-    model folder. Raises ModelError if it has no such critic."""
+    """Put a checkpoint's optimizers, `parts` by their folders and random state in place; the policy's weights are
+    loaded as those of any model folder. Raises ModelError if it has no such part."""
     blob = cast("dict[str, Any]", torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True))
-    if critic is not None:
-        critic.load(folder / CRITIC)
+    for name, part in parts.items():
+        part.load(folder / name)
     states = blob.get("optimizers") or {"policy": blob["optimizer"]}  # an older agentrl had one
     for name, optimizer in optimizers.items():
         optimizer.load_state_dict(states[name])

@@ -58,17 +58,19 @@ class Learner:
         device: torch.device | str = "cpu",
         *,
         reference_dir: Path | None = None,
+        folder_of: Callable[[str], Path] = Path,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`model_dir` holds the policy to start from, `reference_dir` the reference of a KL term (default: the same;
         after a restart from a checkpoint, name the initial policy's). If an adapter is trained over that same folder,
-        the reference is the model with its adapter off, and no second one is loaded. `progress` is called
+        the reference is the model with its adapter off, and no second one is loaded. `folder_of` finds the folder of a
+        model that the algorithm names. `progress` is called
         whenever a part of long work is done: a pass, an update, a file. Raises ModelError."""
         self.config, self.algorithm = config, config.algo
         self._progress = progress
         torch.set_num_threads(config.train.threads)
         torch.manual_seed(config.seed)
-        self.models = Models(config, model_dir, device, reference_dir=reference_dir)
+        self.models = Models(config, model_dir, device, reference_dir=reference_dir, folder_of=folder_of)
         self.model, self.optimizer = self.models.policy, self.models.optimizers["policy"]
         self.step_index = 0
         self.checkpoint_step = 0
@@ -111,6 +113,7 @@ class Learner:
                     self._update(part, tally, watch)
         lr = self.optimizer.param_groups[0]["lr"]
         self.step_index += 1
+        self.models.follow(self.step_index)
         self.trained.append(tuple(one.episode_id for group in groups for one in group.trajectories if one.scored))
         cap = self.algorithm.importance_cap
         laid = [pack for part in updates for pack in part]
@@ -161,8 +164,9 @@ class Learner:
         """One optimizer update from the summed gradients of its passes."""
         loss = 0.0
         for pack in part:
+            others = {} if "proximal" in pack.columns else self.models.others(pack)
             outputs = self.models.forward(pack, entropy_grad=self.algorithm.entropy_gradient)
-            tokens = {"proximal": outputs.logprobs_K.detach(), **pack.columns, **self.models.frozen(pack)}
+            tokens = {"proximal": outputs.logprobs_K.detach(), **pack.columns, **others}
             if self.on_pass is not None:
                 self.on_pass(pack, tokens, outputs)
             pack_loss = self.algorithm.loss(tokens, outputs, self.step_index)
@@ -212,7 +216,7 @@ class Learner:
             module=self.model.module,
             model_folder=self.model.folder,
             optimizers=self.models.optimizers,
-            critic=self.models.critic,
+            parts=self.models.parts(),
             keep=self.config.train.keep_checkpoints,
             progress=self._progress,
         )
@@ -220,9 +224,10 @@ class Learner:
         return folder
 
     def load(self, folder: Path) -> CheckpointState:
-        """Go on from a checkpoint: weights, critic, optimizers, random state, step. Frozen models stay as they are."""
+        """Go on from a checkpoint: weights, critic, moving models, optimizers, random state, step. Frozen models stay
+        as they are."""
         self.model.load_weights(folder)
-        state = checkpoint.load(folder, self.models.optimizers, self.models.critic)
+        state = checkpoint.load(folder, self.models.optimizers, self.models.parts())
         self.step_index = self.checkpoint_step = state.step
         self.trained = []
         return state

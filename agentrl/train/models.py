@@ -1,4 +1,5 @@
-"""The models of a learner by name: the policy, the frozen ones and the critic that its algorithm asks for.
+"""The models of a learner by name: the policy, and the frozen ones, the moving ones and the critic that its algorithm
+asks for.
 
 Owns them, their optimizers, and what a checkpoint keeps of those besides the policy. Never knows a loss.
 """
@@ -9,7 +10,7 @@ Owns them, their optimizers, and what a checkpoint keeps of those besides the po
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from agentrl.algos.algorithm import Outputs
 from agentrl.config import RunConfig, Train
 from agentrl.errors import RunFailed
 from agentrl.train import lora
+from agentrl.train.checkpoint import CRITIC, Part
 from agentrl.train.critic import Critic
+from agentrl.train.follower import Follower
 from agentrl.train.model import PolicyModel
 from agentrl.train.packing import Pack
 
@@ -32,7 +35,13 @@ class Models:
     `critic` if there is one."""
 
     def __init__(
-        self, config: RunConfig, model_dir: Path, device: torch.device | str, *, reference_dir: Path | None
+        self,
+        config: RunConfig,
+        model_dir: Path,
+        device: torch.device | str,
+        *,
+        reference_dir: Path | None,
+        folder_of: Callable[[str], Path] = Path,
     ) -> None:
         """Raises ModelError for a folder that cannot be used."""
         train, slots = config.train, config.algo.slots
@@ -40,9 +49,12 @@ class Models:
         self.policy = self._load(model_dir, device, adapter=train if train.lora_rank else None)
         self._frozen: dict[str, PolicyModel | None] = {}  # None: the policy with its adapter switched off
         for name, folder in slots.frozen.items():
-            chosen = Path(folder) if folder else reference_dir if name == REFERENCE and reference_dir else model_dir
+            chosen = (
+                folder_of(folder) if folder else reference_dir if name == REFERENCE and reference_dir else model_dir
+            )
             below = bool(train.lora_rank) and chosen == model_dir
             self._frozen[name] = None if below else self._load(chosen, device)
+        self.moving = {name: Follower(self.policy.module, follows) for name, follows in slots.moving.items()}
         self.optimizers = {"policy": self._optimizer(self.policy.parameters(), train.lr)}
         self._lr = {"policy": train.lr}
         self.critic: Critic | None = None
@@ -69,18 +81,20 @@ class Models:
         return torch.optim.AdamW(parameters, lr=lr, betas=train.betas, weight_decay=train.weight_decay)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The trained tensors of all models by name, not copied; tied ones once."""
+        """The tensors of all models that a step changes by name, not copied; tied ones once."""
         own = {f"policy.{name}": p for name, p in self.policy.module.named_parameters() if p.requires_grad}
         critic = {} if self.critic is None else self.critic.tensors()
-        return {**own, **{f"critic.{name}": tensor for name, tensor in critic.items()}}
+        named = {CRITIC: critic, **{name: follower.tensors for name, follower in self.moving.items()}}
+        return own | {f"{part}.{name}": tensor for part, of in named.items() for name, tensor in of.items()}
 
     # --- passes ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def ahead(self, pack: Pack) -> dict[str, Tensor]:
-        """Columns of a pass under the models as they are now: `proximal`, and `values` if there is a critic."""
+        """Columns of a pass under the models as they are now: `proximal`, `values` if there is a critic, and those of
+        `others`."""
         outputs = self.forward(pack, entropy_grad=False)
-        columns = {"proximal": outputs.logprobs_K}
+        columns = {"proximal": outputs.logprobs_K, **self.others(pack)}
         return columns if outputs.values_K is None else {**columns, "values": outputs.values_K}
 
     def forward(self, pack: Pack, *, entropy_grad: bool) -> Outputs:
@@ -92,14 +106,14 @@ class Models:
         return Outputs(logprobs_K=logprobs_K, entropy_K=entropy_K, values_K=values_K)
 
     @torch.no_grad()
-    def frozen(self, pack: Pack) -> dict[str, Tensor]:
-        """The log-probs of a pass under each frozen model, by its name."""
+    def others(self, pack: Pack) -> dict[str, Tensor]:
+        """The log-probs of a pass under each frozen and each moving model, by its name."""
         columns: dict[str, Tensor] = {}
         for name, model in self._frozen.items():
-            if model is not None:
-                columns[name] = model.logprobs(pack, temperature=self._temperature)[0]
-                continue
-            with lora.switched_off(self.policy.module):
+            with lora.switched_off(self.policy.module) if model is None else nullcontext():
+                columns[name] = (model or self.policy).logprobs(pack, temperature=self._temperature)[0]
+        for name, follower in self.moving.items():
+            with follower.in_place():
                 columns[name] = self.policy.logprobs(pack, temperature=self._temperature)[0]
         return columns
 
@@ -120,6 +134,16 @@ class Models:
             self.optimizers[name].step()
         self._forget()
         return norms[names[0]]
+
+    def follow(self, step: int) -> None:
+        """Have the moving models follow the policy, after step number `step` (from 1)."""
+        for follower in self.moving.values():
+            follower.follow(step)
+
+    def parts(self) -> Mapping[str, Part]:
+        """What a checkpoint keeps besides the policy and the optimizers, by the name of its folder."""
+        critic: dict[str, Part] = {} if self.critic is None else {CRITIC: self.critic}
+        return {**critic, **self.moving}
 
     def _clip(self, name: str) -> float:
         parameters = self.policy.parameters() if self.critic is None or name == "policy" else self.critic.parameters()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from agentrl import config, registry
 
+from .test_divergence import cosine, spread
 from .test_losses import expected_direction
 from .test_ppo import UNCUT, distance
 
@@ -36,6 +37,11 @@ def test_the_errors_of_the_corrections_are_computed() -> None:
     for name, first in (("none", " (plain GAE)"), ("token", ", uncut"), ("prefix", ", uncut")):
         found = [f"{distance(lag, importance=name, importance_cap=UNCUT):.3f}" for lag in (0, 4, 8)]
         assert cells(f'`"{name}"`{first}') == found, name
+
+
+def test_the_levels_of_distillation_are_computed() -> None:
+    for level in ("token", "episode"):
+        assert cells(f'`distil_level = "{level}"`') == [f"{cosine(level):.3f}", f"{spread(level):.2f}"]
 
 
 def test_an_algorithm_is_one_short_file() -> None:

@@ -1,0 +1,170 @@
+"""References and teachers in the learner: models that follow the policy, and one that the policy follows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.algos.distil import Distil
+from agentrl.algos.grpo import GRPO
+from agentrl.config import Train
+from agentrl.errors import ModelError
+from agentrl.records import Group
+from agentrl.train.learner import Learner
+from agentrl.train.model import PolicyModel
+from agentrl.train.packing import packs
+from agentrl.train.samples import group_rows
+
+from .making import episode, group_of, random_group, run_config, tiny_qwen3, turn
+from .test_learner import PROMPT, SHORT, STEP_OF, same, state_of
+
+TRAIN = {"warmup_steps": 0, "lr": 1e-2}
+
+
+def learner_of(folder: Path, train: dict[str, Any] | None = None, **algo: Any) -> Learner:
+    given = Train.model_validate({**TRAIN, **(train or {})})
+    return Learner(run_config(algo=GRPO.model_validate(algo), train=given, rollout=SHORT, seed=3), folder)
+
+
+def step(learner: Learner, at: int) -> dict[str, float]:
+    groups = [random_group(10 * at + id, seed=10 * at + id) for id in range(2)]
+    return dict(learner.step(groups, step_of=STEP_OF).algorithm)
+
+
+def followed(learner: Learner) -> dict[str, torch.Tensor]:
+    """Everything that a step changes."""
+    state = state_of(learner) | {
+        f"reference.{n}": t.clone() for n, t in learner.models.moving["reference"].tensors.items()
+    }
+    for at, of in learner.optimizer.state_dict()["state"].items():
+        state |= {f"optimizer.{at}.{key}": value.clone() for key, value in of.items()}
+    return state
+
+
+def leaders(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in learner.model.module.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_moving_reference_is_the_policy_of_some_steps_ago_or_their_average(qwen3_dir: Path, lora_rank: int) -> None:
+    copied = learner_of(qwen3_dir, {"lora_rank": lora_rank}, kl_weight=0.1, reference_every=2)
+    averaged = learner_of(qwen3_dir, {"lora_rank": lora_rank}, kl_weight=0.1, reference_every=1, reference_decay=0.75)
+    older = leaders(copied)
+    mean = {name: tensor.double() for name, tensor in leaders(averaged).items()}
+    for at in range(1, 6):
+        step(copied, at)
+        step(averaged, at)
+        if at % 2 == 0:
+            older = leaders(copied)
+        mean = {name: 0.75 * tensor + 0.25 * leaders(averaged)[name].double() for name, tensor in mean.items()}
+        found = copied.models.moving["reference"].tensors
+        assert all(torch.equal(found[name], tensor) for name, tensor in older.items())
+        found = averaged.models.moving["reference"].tensors
+        for name, tensor in mean.items():
+            torch.testing.assert_close(found[name].double(), tensor, atol=1e-6, rtol=1e-5)
+    assert not all(torch.equal(tensor, leaders(copied)[name]) for name, tensor in older.items())
+
+
+def test_a_pass_under_a_moving_reference_is_that_of_a_model_with_its_weights(qwen3_dir: Path, tmp_path: Path) -> None:
+    learner = learner_of(qwen3_dir, kl_weight=0.1, reference_every=2)
+    for at in (1, 2, 3):
+        step(learner, at)
+        if at == 2:
+            folder = learner.save(tmp_path)
+    group = random_group(1, seed=1)
+    (pack,) = packs([group_rows(group, learner.algorithm, step_of=STEP_OF, step_now=0, max_lag=9).rows], 4096)
+    second = PolicyModel(folder)
+    expected = second.logprobs(pack, temperature=1.0)[0]
+    assert torch.equal(learner.models.others(pack)["reference"], expected)
+    assert not torch.equal(learner.models.ahead(pack)["proximal"], expected)
+
+
+@pytest.mark.parametrize("train", [{}, {"minibatches": 2, "epochs": 2}, {"gradient_checkpointing": True}])
+def test_a_reference_that_has_not_moved_yet_trains_bit_for_bit_as_a_frozen_one(
+    qwen3_dir: Path, train: dict[str, Any]
+) -> None:
+    """Both are the model that the run began with; one of them is the policy with other parameters in it."""
+    frozen = learner_of(qwen3_dir, train, kl_weight=0.5)
+    moving = learner_of(qwen3_dir, train, kl_weight=0.5, reference_every=99)
+    for at in range(3):
+        told = step(frozen, at)
+        assert step(moving, at) == told
+        assert same(state_of(frozen), state_of(moving))
+    assert abs(told["kl_reference"]) > 0.01
+
+
+@pytest.mark.parametrize("train", [{}, {"lora_rank": 4, "minibatches": 2}])
+@pytest.mark.parametrize("algo", [{"reference_every": 2}, {"reference_every": 1, "reference_decay": 0.9}])
+def test_a_kill_after_a_checkpoint_resumes_bit_for_bit_with_the_reference_that_moved(
+    qwen3_dir: Path, tmp_path: Path, train: dict[str, Any], algo: dict[str, Any]
+) -> None:
+    given: dict[str, Any] = {"kl_weight": 0.3, "kl_in": "reward", **algo}
+    straight = learner_of(qwen3_dir, train, **given)
+    for at in range(3):
+        step(straight, at)
+    folder = straight.save(tmp_path)
+    at_checkpoint = followed(straight)
+    again = learner_of(qwen3_dir, train, **given)
+    assert again.load(folder).step == 3
+    assert same(at_checkpoint, followed(again))
+    for at in range(3, 6):
+        step(straight, at)
+        step(again, at)
+    assert same(followed(straight), followed(again))
+    assert not same(at_checkpoint, followed(again))
+
+
+def test_a_checkpoint_without_a_moving_reference_is_refused(qwen3_dir: Path, tmp_path: Path) -> None:
+    learner = learner_of(qwen3_dir, kl_weight=0.1)
+    step(learner, 0)
+    folder = learner.save(tmp_path)
+    with pytest.raises(ModelError, match=r"no moving model in .*/reference'.* algo\.reference_every = 0"):
+        learner_of(qwen3_dir, kl_weight=0.1, reference_every=1).load(folder)
+
+
+# --- a teacher in the learner ---------------------------------------------------------------------------------------
+
+
+def next_of(model: PolicyModel, context: list[int]) -> torch.Tensor:
+    """The log-probs of the next token: [V]."""
+    model.module.set_attn_implementation("eager")
+    with torch.no_grad():
+        logits_V = model.module(torch.tensor([context])).logits[0, -1]
+    model.module.set_attn_implementation("agentrl_tree")
+    return torch.log_softmax(logits_V, -1)
+
+
+def sampled(learner: Learner, at: int, n: int) -> list[Group]:
+    """Episodes of one token, each a group of its own, from the policy of now."""
+    logprobs_V = next_of(learner.model, PROMPT)
+    drawn = torch.multinomial(logprobs_V.exp(), n, replacement=True, generator=torch.Generator().manual_seed(at))
+    return [
+        group_of([episode(0, [turn(0, PROMPT, [t], logprobs=[float(logprobs_V[t])])], 0.0, group=id)], id=id)
+        for id, t in enumerate(drawn.tolist(), 1)
+    ]
+
+
+@pytest.mark.parametrize("level", ["token", "episode"])
+def test_the_policy_moves_to_its_teacher_without_any_reward(qwen3_dir: Path, tmp_path: Path, level: str) -> None:
+    teacher = tiny_qwen3(tmp_path / "teacher", seed=5)
+    algo = Distil.model_validate({"teacher": "some/teacher", "distil_level": level})
+    asked: list[str] = []
+
+    def folder_of(name: str) -> Path:
+        asked.append(name)
+        return teacher
+
+    learner = Learner(run_config(algo=algo, train=Train(warmup_steps=0, lr=5e-3)), qwen3_dir, folder_of=folder_of)
+    target_V, divergence = next_of(PolicyModel(teacher), PROMPT), []
+    for at in range(16):
+        now_V = next_of(learner.model, PROMPT)
+        divergence.append(float((now_V.exp() * (now_V - target_V)).sum()))
+        report = learner.step(sampled(learner, at, 48), step_of=lambda version, at=at: at)
+        if at == 0:
+            assert report.algorithm["kl_teacher"] == pytest.approx(divergence[0], rel=0.5)
+    assert asked == ["some/teacher"]
+    assert report.algorithm["untaught"] == 0
+    assert divergence[0] > 0.5 and divergence[-1] < divergence[0] / 4
