@@ -73,8 +73,9 @@ LAST = (
 
 
 def configurations() -> list[Configuration]:
-    """In order of value; every registered algorithm is among them, `rloo` as `grpo`, whose defaults it has."""
-    others = sorted(set(registry.ids("algorithms")) - {"grpo", "ppo", "rloo"})
+    """In order of value; every registered algorithm is among them, `rloo` as `grpo`, whose defaults it has, but for
+    `distil`: no teacher knows this task."""
+    others = sorted(set(registry.ids("algorithms")) - {"grpo", "ppo", "rloo", "distil"})
     return [*FIRST, *(Configuration(kind, (f"algo.kind={kind}",)) for kind in others), *LAST]
 
 
