@@ -65,6 +65,7 @@ def scored(algo: Algorithm, places: list[int], name: str) -> Tensor:
             judges_G=judged_P,
             streams_KGT=REWARDS_PT[None],
             weights_K=torch.ones(1),
+            states_GT=torch.full(REWARDS_PT.shape, -1),
         )
     )
     tokens: dict[str, Any] = {
@@ -166,7 +167,9 @@ def test_every_kind_charges(kind: str, name: str, settings: dict[str, Any]) -> N
     nothing: dict[str, Any] = {"reward_weight": 1.0, "distil_weight": 0.0}
     half = {**settings, next(iter(settings)): 0.35}
     places = [3, 5, 7]
-    none, some, whole = (scored(made(kind, **{**nothing, **given}), places, name) for given in ({}, half, settings))
+    none, some, whole = (
+        scored(algorithm(kind).model_validate({**nothing, **given}), places, name) for given in ({}, half, settings)
+    )
     torch.testing.assert_close(whole - none, 2 * (some - none), atol=1e-9, rtol=1e-7)
     assert (whole - none).abs().max() > 0.05
 
