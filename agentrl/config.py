@@ -282,7 +282,7 @@ class RunConfig(_Section):
         if self.buffer.close == "full" or (self.buffer.close == "auto" and self.buffer.max_lag == 0):
             return None
         size = self.rollout.group_size
-        return self.buffer.quorum or (max(2, 3 * size // 4) if size > 1 else None)
+        return self.buffer.quorum or (max(2, self.algo.least_members, 3 * size // 4) if size > 1 else None)
 
     @property
     def eval_sampling(self) -> SamplingParams:
@@ -344,7 +344,7 @@ class RunConfig(_Section):
                 rollout.max_running,
                 f"must be at least rollout.group_size = {rollout.group_size}, or no group can finish",
             )
-        if self.quorum is not None and self.quorum > rollout.group_size:
+        if buffer.quorum is not None and buffer.quorum > rollout.group_size:
             raise ConfigError(
                 "buffer.quorum",
                 buffer.quorum,

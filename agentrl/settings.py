@@ -58,7 +58,7 @@ class Buffer(Section):
     window: Annotated[float, Field(gt=0, le=1)] = 0.3  # of order windowed: the share of groups it takes from
     skip_without_signal: bool = False  # groups in which no turn has an advantage leave, and others take their place
     skip_at_most: Positive = 4.0  # times groups_per_step, for one step: then it takes groups without signal as well
-    close: Literal["full", "auto", "quorum"] = "full"  # of groups: by the last member or a quorum; auto: full at lag 0
+    close: Literal["auto", "full", "quorum"] = "auto"  # of groups: by the last member or a quorum; auto: full at lag 0
     quorum: Annotated[int, Field(ge=2)] | None = None  # scored members that close a group; default: three in four
     quorum_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0  # that it then waits for the others
     keep_steps: Annotated[int, Field(ge=0)] = 50  # trained groups of so many last steps keep their token arrays

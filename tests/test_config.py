@@ -46,6 +46,7 @@ def test_a_missing_model_is_required() -> None:
         ({"rollout": {"max_running": 4, "group_size": 8}}, "rollout.max_running"),
         ({"rollout": {"group_size": 4}, "buffer": {"close": "quorum", "quorum": 5}}, "buffer.quorum"),
         ({"buffer": {"quorum": 1}}, "buffer.quorum"),
+        ({"buffer": {"close": "full", "quorum": 99}}, "buffer.quorum"),
         ({"rollout": {"group_size": 4}, "buffer": {"close": "auto", "quorum": 5}}, "buffer.quorum"),
         ({"rollout": {"max_tokens_per_turn": 1024, "max_context": 1024}}, "rollout.max_tokens_per_turn"),
         ({"rollout": {"max_context": 9000}}, "train.tokens_per_batch"),
@@ -231,7 +232,8 @@ def test_a_scale_of_sources_that_cannot_be_is_refused(algo: dict[str, str], grou
 @pytest.mark.parametrize(
     ("rollout", "buffer", "quorum"),
     [
-        ({}, {}, None),
+        ({}, {}, 6),
+        ({}, {"max_lag": 0}, None),
         ({}, {"close": "auto"}, 6),
         ({"group_size": 16}, {"close": "auto"}, 12),
         ({"group_size": 2}, {"close": "auto"}, 2),

@@ -123,20 +123,26 @@ class _Learning:
             self._checkpoint(version)
 
     def _take(self) -> tuple[list[Group], float] | None:
-        """The next batch and how long the learner waited for it, in seconds; None if no task is left."""
-        buffer = self._config.buffer
-        started, size = time.perf_counter(), buffer.groups_per_step
+        """The next batch and how long the learner waited for it, in seconds; None if no task is left. The last one
+        waits for late members, which no later step would train, for at most `rollout.group_deadline_s`."""
+        buffer, train = self._config.buffer, self._config.train
+        started, size, whole_at = time.perf_counter(), buffer.groups_per_step, math.inf
+        patience_s = min(self._config.rollout.group_deadline_s, train.stall_deadline_s / 2)
         while (phase := self._store.meta("phase")) != "stop":
             if phase == "drain":
                 size = min(size, self._store.ready_count())  # 0: only late members
-            groups = self._store.take(
-                self._learner.step_index + 1,
-                size,
-                max_lag=buffer.max_lag,
-                order=self._order,
-                returns=self._returns,
-                skip_at_most=buffer.skips,
-            )
+            step, now, groups = self._learner.step_index + 1, time.perf_counter(), None
+            if step < train.steps or not self._store.late_open() or now > whole_at + patience_s:
+                groups = self._store.take(
+                    step,
+                    size,
+                    max_lag=buffer.max_lag,
+                    order=self._order,
+                    returns=self._returns,
+                    skip_at_most=buffer.skips,
+                )
+            elif self._store.ready_count() >= size:
+                whole_at = min(whole_at, now)
             if groups is not None:
                 return groups, time.perf_counter() - started
             if size == 0:

@@ -97,6 +97,7 @@ class Supervisor:
                 await self._tick()
             admission.cancel_scope.cancel()
         await self._with_space(lambda: self._clock("train_ended_s"))
+        await self._with_space(self.store.end_late)
         await self._with_space(lambda: self._enter("eval"))
         self.phase = f"evaluating after {self.store.current_version().step} steps"
         await self.evaluate("after")

@@ -29,6 +29,7 @@ from agentrl.store.versions import lag
 STALE = "stale"
 DEADLINE = "deadline"
 NO_SIGNAL = "no_signal"
+RUN_OVER = "run_over"
 
 
 _RETURNS = Returns()
@@ -153,6 +154,18 @@ class Buffer(Part):
                 end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, now)
                 self._db.execute("UPDATE episodes SET dropped = ? WHERE id = ?", (DEADLINE, episode_id))
         return due
+
+    def end_late(self) -> int:
+        """The last step is over: late members that no step took leave untrained, as "run_over"; those that still run
+        expire. Returns how many there were."""
+        now = self._db.clock()
+        with self._db.write():
+            late = self._db.rows(f"SELECT id, stop_reason FROM episodes WHERE {LATE}")
+            for episode_id, stop_reason in late:
+                if stop_reason is None:
+                    end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, now)
+            self._db.execute_many("UPDATE episodes SET dropped = ? WHERE id = ?", [(RUN_OVER, id) for id, _ in late])
+        return len(late)
 
     def _offer(self, step: int, max_lag: int, returns: Returns, skip_at_most: int) -> _Offer:
         later = self._db.row("SELECT MAX(step) FROM lineage WHERE undone_attempt IS NULL AND step >= ?", (step,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import EnvSource, RunConfig, Train
+from agentrl.config import EnvSource, Rollout, RunConfig, Train
 from agentrl.errors import RunFailed
 from agentrl.records import WeightVersion
 from agentrl.runtime import learner as module
 from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.publisher import NotDelivered
+from agentrl.settings import Buffer
 
 
 @dataclass(frozen=True)
@@ -132,3 +134,52 @@ def test_engines_that_serve_an_undone_version_get_a_new_one_before_the_first_ste
 def test_the_hash_of_the_weights_is_recorded_every_so_many_steps(every: int, steps: list[int], scene: Scene) -> None:
     scene.run(steps=4, hash_every=every)
     assert scene.hashed == steps
+
+
+class Waiting:
+    """A learner at step `step` of 9, at a store in which group 1 is ready and a member of a group before runs on until
+    `late_s`; each wait for work takes a second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, step: int, late_s: float, ready_s: float = 0.0) -> None:
+        self.now_s, self.phase = 0.0, "train"
+        clock = SimpleNamespace(monotonic=lambda: self.now_s, perf_counter=lambda: self.now_s)
+        monkeypatch.setattr(module, "time", clock)
+        self.learning: Any = object.__new__(module._Learning)
+        self.learning.__dict__.update(
+            _config=RunConfig(
+                model="unused",
+                env=EnvSource(id="test/none"),
+                buffer=Buffer(groups_per_step=1),
+                rollout=Rollout(group_deadline_s=40.0),
+                train=Train(steps=9),
+            ),
+            _learner=SimpleNamespace(step_index=step - 1),
+            _heartbeat=Heartbeat(),
+            _order=None,
+            _returns=None,
+            _push=None,
+            _watch_at=math.inf,
+            _store=SimpleNamespace(
+                meta=lambda key: self.phase,
+                late_open=lambda: int(self.now_s < late_s),
+                ready_count=lambda: int(self.now_s >= ready_s),
+                take=lambda step, n, **_: ["a group"] if self.now_s >= ready_s else None,
+                wait_for_work=lambda role, timeout_s: setattr(self, "now_s", self.now_s + 1.0),
+            ),
+        )
+
+
+@pytest.mark.parametrize(
+    ("step", "late_s", "ready_s", "waited_s"),
+    [
+        (8, 5.0, 0.0, 0.0),  # the next step trains it
+        (9, 5.0, 0.0, 5.0),
+        (9, 5.0, 7.0, 7.0),
+        (9, 1e9, 7.0, 48.0),  # from when it could have begun
+    ],
+)
+def test_the_last_step_waits_for_late_members_as_long_as_a_group_has(
+    monkeypatch: pytest.MonkeyPatch, step: int, late_s: float, ready_s: float, waited_s: float
+) -> None:
+    scene = Waiting(monkeypatch, step=step, late_s=late_s, ready_s=ready_s)
+    assert scene.learning._take() == (["a group"], waited_s)

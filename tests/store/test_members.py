@@ -9,6 +9,7 @@ import pytest
 from agentrl.records import Group, GroupState, MemberRecord, Step, StopReason
 from agentrl.store import Claim, LeaseLost, Quorum, RunStore
 from agentrl.store.audit import audit
+from agentrl.testing.outside_audit import OutsideAuditor
 
 from .play import START, Clock, admit, answer, play, serve, task, turn
 
@@ -125,6 +126,24 @@ def test_law_4_a_late_member_expires_after_as_long_again(store: RunStore, clock:
     assert trained(store.take(1, 1, max_lag=1)) == {1: [0, 1]}
     assert store.members_dropped() == {"deadline": 1}
     assert audit(store).violations == []
+
+
+def test_law_5_late_members_that_no_step_took_leave_as_counted_when_the_run_is_over(
+    store: RunStore, clock: Clock
+) -> None:
+    first, second, late, slow = begun(store, size=4)
+    play(store, first)
+    play(store, second)
+    store.expire(clock(), DEADLINE_S, close_policy=Quorum(2, 0.0))
+    assert trained(store.take(1, 1, max_lag=1)) == {1: [0, 1]}
+    play(store, late)
+    assert store.end_late() == 2
+    assert store.members_dropped() == {"run_over": 2} and store.late_open() == 0
+    with pytest.raises(LeaseLost):
+        play(store, slow)
+    assert store.take(2, 0, max_lag=1) is None, "it has left"
+    assert store.end_late() == 0
+    assert audit(store).violations == [] and OutsideAuditor(store.path).look(ended=True) == []
 
 
 def test_a_restarted_run_gives_late_members_their_whole_time_again(store: RunStore, clock: Clock) -> None:
