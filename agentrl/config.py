@@ -14,10 +14,11 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
-from agentrl import registry
+from agentrl import algorithms
+from agentrl.algorithms import algorithm as algorithm
 from agentrl.algos.algorithm import Algorithm
 from agentrl.algos.grpo import GRPO
-from agentrl.errors import ConfigError, UnknownIdError, UsageError
+from agentrl.errors import ConfigError, UsageError
 from agentrl.records import SamplingParams
 from agentrl.settings import (
     Buffer,
@@ -50,6 +51,7 @@ class TaskTable(_Section):
     first_seed: Annotated[int, Field(ge=0)] = 0  # where its seeds begin
     seeds: Count | None = None  # so many, from first_seed on
     epochs: Count | None = None  # how often rows or seeds are played, each time in another order; default: endlessly
+    algo: SerializeAsAny[Algorithm] | None = None  # what trains it, as a table like [algo]; default: that one
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -294,21 +296,27 @@ class RunConfig(_Section):
         """Whether new weights go from memory to memory, and no file holds them."""
         return self.sync in ("nccl", "ipc")
 
+    @property
+    def algorithms(self) -> dict[str, Algorithm]:
+        """The algorithms that train something, by the field that names them: `algo`, `tasks.1.algo`."""
+        named = {f"tasks.{at}.algo": table.algo for at, table in enumerate(self.tasks) if table.algo is not None}
+        default = {"algo": self.algo} if len(named) < max(1, len(self.tasks)) else {}
+        return default | named
+
+    def algo_of(self, env: str) -> Algorithm:
+        """What trains the tasks of an environment."""
+        named = (table.algo for table in self.tasks if table.algo and (table.id or self.env.id) == env)
+        return next(named, self.algo)
+
     @field_validator("algo", mode="before")
     @classmethod
     def _of_algorithm(cls, given: Any) -> Any:
-        """A table becomes the algorithm that its `kind` names: GRPO, if it names none."""
-        if not isinstance(given, dict):
-            return given
-        table = cast("dict[str, Any]", given)
-        try:
-            kind = algorithm(str(table.get("kind", "grpo")))
-        except UnknownIdError as error:
-            raise ConfigError("algo.kind", table["kind"], str(error)) from None
-        try:
-            return kind.model_validate(table)
-        except ValidationError as error:
-            raise config_error(error, kind, ("algo",)) from None
+        return algorithms.read(given, "algo")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_algorithms(cls, document: Any) -> Any:
+        return algorithms.read_tables(cast("dict[str, Any]", document)) if isinstance(document, dict) else document
 
     @model_validator(mode="before")
     @classmethod
@@ -350,28 +358,13 @@ class RunConfig(_Section):
                 buffer.quorum,
                 f"must be at most rollout.group_size = {rollout.group_size}, or no quorum is ever reached",
             )
-        if buffer.skip_without_signal and not self.algo.compares:
-            hint = "the algorithm compares no siblings, so members that earn the same are a signal too: leave it out"
-            raise ConfigError("buffer.skip_without_signal", True, hint)
-        if buffer.skip_without_signal and not self.algo.judges_returns:
-            hint = (
-                "the algorithm finds signal in a group whose returns are equal (algo.source_scale, GiGPO): leave it out"
-            )
-            raise ConfigError("buffer.skip_without_signal", True, hint)
+        self._possible_algorithms()
         if self.train.tokens_per_batch < rollout.max_context:
             raise ConfigError(
                 "train.tokens_per_batch",
                 self.train.tokens_per_batch,
                 f"must be at least rollout.max_context = {rollout.max_context}, or a row does not fit a batch",
             )
-        if buffer.max_lag > 0 and not self.algo.corrects and self.algo.diverges:
-            raise ConfigError("algo.importance", "none", "a KL penalty on stale tokens needs importance = 'token'")
-        if rollout.group_size < (least := self.algo.least_members):
-            hint = f"algo.kind = {self.algo.kind!r} compares siblings: give at least {least}, or another algorithm"
-            raise ConfigError("rollout.group_size", rollout.group_size, hint)
-        if self.quorum is not None and self.quorum < least:
-            hint = f"the algorithm learns nothing from fewer than {least} members: give buffer.quorum = {least}"
-            raise ConfigError("buffer.quorum", self.quorum, hint)
         if rollout.resume != "tokens" and self.engine.preempt:
             raise ConfigError("rollout.resume", rollout.resume, "preempted turns go on from tokens: take 'tokens'")
         if self.engine.sync not in ("auto", "full") and self.engine.kind == "embedded":
@@ -396,6 +389,22 @@ class RunConfig(_Section):
         if len(set(names)) != len(names):
             raise ConfigError("eval.sets", names, "give each set a name of its own")
         return self
+
+    def _possible_algorithms(self) -> None:
+        """Tasks of one environment have one algorithm, by which the learner knows theirs."""
+        first: dict[str, int] = {}
+        for at, table in enumerate(self.tasks):
+            env = table.id or self.env.id
+            if (table.algo or self.algo) != (self.tasks[first.setdefault(env, at)].algo or self.algo):
+                hint = f"tasks.{first[env]} plays {env} too, with another algorithm: give both the same"
+                raise ConfigError(f"tasks.{at}.algo", (table.algo or self.algo).kind, hint)
+        algorithms.check(
+            self.algorithms,
+            self.buffer,
+            group_size=self.rollout.group_size,
+            quorum=self.quorum,
+            default=self.algo,
+        )
 
     def _possible_memory_sync(self) -> None:
         """NCCL joins no GPU with itself, CUDA IPC leaves no GPU; where `engine.gpus` says nothing, an engine that the
@@ -458,19 +467,8 @@ def apply_override(document: dict[str, Any], override: str) -> None:
             raise ConfigError(key, text, f"{section!r} is a value, not a section")
         at = cast("dict[str, Any]", inner)
     if (sections, last) == (["algo"], "kind"):
-        _leave_algorithm(at, str(value))
+        algorithms.leave(at, str(value))
     at[last] = value
-
-
-def _leave_algorithm(table: dict[str, Any], kind: str) -> None:
-    """Take out of `[algo]` what only the algorithm of the run file has: another one is chosen on the command line."""
-    try:
-        old, new = algorithm(str(table.get("kind", "grpo"))), algorithm(kind)
-    except UnknownIdError:
-        return  # said where the table is read
-    used = new.model_fields.keys() - new.unused
-    for name in [name for name in table if name in old.model_fields and name not in used]:
-        del table[name]
 
 
 def parse(document: dict[str, Any], *, folder: Path = Path()) -> RunConfig:
@@ -492,8 +490,3 @@ def to_json(config: RunConfig) -> str:
 def from_json(text: str) -> RunConfig:
     """Read what `to_json` wrote."""
     return parse(json.loads(text))
-
-
-def algorithm(kind: str) -> type[Algorithm]:
-    """The class of an algorithm: ours, or one that a package offers. Raises UnknownIdError."""
-    return cast("type[Algorithm]", registry.resolve("algorithms", kind))

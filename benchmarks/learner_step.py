@@ -140,7 +140,7 @@ def main() -> None:
         learner = Learner(config, Path(folder))
         module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
     ready = [group_rows(group, algo, step_of=lambda _: 0, step_now=0, max_lag=0) for group in groups]
-    rows = [row for part in weigh([ready], algo)[0] for row in part]
+    rows = [row for part in weigh([ready])[0] for row in part]
     by_length = sorted(rows, key=lambda row: len(row.token_ids))
     longest = len(by_length[-1].token_ids)
     reports = []

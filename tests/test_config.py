@@ -200,6 +200,8 @@ def leaves(section: type[RunConfig]) -> Iterator[str]:
         for name, field in schema["properties"].items():
             options = [field, field.get("items", {}), *field.get("anyOf", [])]
             inner = next((whole["$defs"][each["$ref"].rpartition("/")[2]] for each in options if "$ref" in each), None)
+            if name == "algo" and prefix:  # its keys are those of [algo]
+                inner = None
             several = "[]" if field.get("type") == "array" else ""
             yield from of(inner, f"{prefix}{name}{several}.") if inner else [prefix + name]
 

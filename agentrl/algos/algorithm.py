@@ -2,7 +2,7 @@
 
     prepare      what is known of a group before any forward pass, from its rewards alone
     (forward)    if `ahead`: the learner runs the models of `slots` over all tokens of the step
-    advantages   what is known of the tokens of a step then
+    advantages   what is known of the tokens of a step then: those that this algorithm trains
     loss         the loss of one pass, from the columns of its tokens and what its forward pass says of them
 
 Knows tensors, never models, rows or files. An algorithm of yours derives from `Algorithm` and is offered under the
@@ -14,8 +14,8 @@ which imports the functions that it needs inside its methods.
 Columns are tensors [N, ...] by name, one entry for each of N scored tokens. The learner's own:
 
     behaviour    log-prob in nats under the policy that sampled
-    weight       share of the loss; if `normalise` is not "constant" and no group has a weight of its own, those of a
-                 step sum to its number of updates
+    weight       share of the loss; if no `normalise` is "constant" and no group has a weight of its own, those of a
+                 step sum to its number of updates, over all algorithms of the run
     lag, origin  optimizer steps since the weights that sampled; a number of `corrections.Origin`
     episode, role, turn   numbers that say where the token is; tokens of a turn are in order
     proximal     log-prob under the policy at the start of the step

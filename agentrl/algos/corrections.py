@@ -134,8 +134,9 @@ def mismatch_by_kind(gap_T: Tensor, lag_T: Tensor, origin_T: Tensor) -> dict[str
     }
 
 
-def gauges(proximal_T: Tensor, behaviour_T: Tensor, lag_T: Tensor, origin_T: Tensor, cap: float) -> Gauges:
-    """Measure a step. All are [T] with T >= 1, `lag_T` in optimizer steps, `origin_T` of `Origin`; see `Gauges`."""
+def gauges(proximal_T: Tensor, behaviour_T: Tensor, lag_T: Tensor, origin_T: Tensor, cap: float | Tensor) -> Gauges:
+    """Measure a step. All are [T] with T >= 1 (`cap` may be), `lag_T` in optimizer steps, `origin_T` of `Origin`; see
+    `Gauges`."""
     gap_T = (proximal_T - behaviour_T).detach().double()
     ratio_T = gap_T.exp()
     return Gauges(

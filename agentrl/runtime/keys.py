@@ -38,6 +38,7 @@ _NUMBERS = (
     (r"list\[Gpus\]", "list of lists of GPUs"),
     (r"tuple\[float, float\]", "two numbers"),
     (r"dict\[.*\]", "table"),
+    (r"SerializeAsAny\[Algorithm\]", "table"),
     (r"bool", "true or false"),
     (r"str", "text"),
     (r"int", "integer"),

@@ -103,7 +103,7 @@ def retrain(
         if other is not None:
             replay.go_on_with(other)
         if file is not None:
-            replay.learner.on_pass = TokenDump(file, replay.learner.algorithm, step - 1)
+            replay.learner.on_pass = TokenDump(file, step - 1)
         groups, metrics, recorded = replay.train(step)
         saved = None
         if out is not None:

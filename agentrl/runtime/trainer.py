@@ -131,13 +131,14 @@ def check_startable(config: RunConfig) -> None:
 
 
 def _check_slots(config: RunConfig) -> None:
-    """Find the models that the algorithm names, such as its teacher."""
-    for name, given in config.algo.slots.frozen.items():
-        if given is not None:
-            try:
-                slot_dir(config, given)
-            except ModelError as error:
-                raise ConfigError(f"algo.{name}", given, str(error)) from None
+    """Find the models that the algorithms name, such as a teacher."""
+    for field, algo in config.algorithms.items():
+        for name, given in algo.slots.frozen.items():
+            if given is not None:
+                try:
+                    slot_dir(config, given)
+                except ModelError as error:
+                    raise ConfigError(f"{field}.{name}", given, str(error)) from None
 
 
 def _check_environments(config: RunConfig) -> None:

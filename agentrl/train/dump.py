@@ -32,12 +32,12 @@ class TokenDump:
     gradient    derivative of the loss by the token's log-prob: below 0 it is made likelier
     and all columns of the algorithm, such as advantage, behaviour, proximal, weight, lag"""
 
-    def __init__(self, file: IO[str], algorithm: Algorithm, step: int) -> None:
-        self._file, self._algorithm, self._step = file, algorithm, step
+    def __init__(self, file: IO[str], step: int) -> None:
+        self._file, self._step = file, step
         self._passes = 0
 
     def __call__(self, pack: Pack, tokens: Mapping[str, Tensor], outputs: Outputs) -> None:
-        loss_K, gradient_K = self._parts(tokens, outputs)
+        loss_K, gradient_K = self._parts(pack.algo, tokens, outputs)
         logprob_K = outputs.logprobs_K.detach()
         columns: dict[str, list[Any]] = {
             "token_ids": pack.target_K.tolist(),
@@ -56,14 +56,14 @@ class TokenDump:
             at = to
         self._passes += 1
 
-    def _parts(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> tuple[Tensor, Tensor]:
+    def _parts(self, algo: Algorithm, tokens: Mapping[str, Tensor], outputs: Outputs) -> tuple[Tensor, Tensor]:
         """Of each token [K]: its part of the loss, and the derivative of the loss by its log-prob."""
         weight_K = tokens["weight"].detach().clone().requires_grad_()
         logprobs_K = outputs.logprobs_K.detach().clone().requires_grad_()
         values_K = None if outputs.values_K is None else outputs.values_K.detach()
         again = Outputs(logprobs_K=logprobs_K, entropy_K=outputs.entropy_K.detach(), values_K=values_K)
         with torch.enable_grad():
-            total = self._algorithm.loss({**tokens, "weight": weight_K}, again, self._step).total
+            total = algo.loss({**tokens, "weight": weight_K}, again, self._step).total
         if not total.requires_grad:  # a step that trains no policy
             return torch.zeros_like(weight_K), torch.zeros_like(weight_K)
         by_weight, by_logprob = torch.autograd.grad(

@@ -1,18 +1,19 @@
 """The learner: finished groups in, better weights and a report out.
 
-Owns the order of a step and its schedule. Never knows the store, the engine, where groups come from, or what the
-algorithm (`agentrl.algos.algorithm`) does with them.
+Owns the order of a step and its schedule. Never knows the store, the engine, where groups come from, or what an
+algorithm (`agentrl.algos.algorithm`) does with them. If environments have algorithms of their own, each has passes and
+advantages of its own; the gradients of all add up.
 
 A step:
 
-    groups ─► rows with what the algorithm prepares from their rewards (samples) ─► packs of prefix trees (packing)
+    groups ─► rows with what their algorithm prepares from their rewards (samples) ─► packs of prefix trees (packing)
            ─► a pass over all of them, if the algorithm looks ahead or there are several updates ─► its advantages
            ─► per update: passes whose loss it gives add up gradients, clip, AdamW
            ─► StepReport
 
 The proximal policy is the one at the start of the step. With one update per step (the default) it is the current one,
 so its log-probs are those of the pass itself and the ratio is always 1; with several updates its log-probs are computed
-before the first. Rows that cannot move the weights, as the algorithm says, are counted in the normalisation but not
+before the first. Rows that cannot move the weights, as their algorithm says, are counted in the normalisation but not
 computed.
 """
 
@@ -29,6 +30,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from agentrl.algorithms import distinct
 from agentrl.algos.algorithm import Outputs
 from agentrl.checkpoint_folders import newest
 from agentrl.config import RunConfig
@@ -66,7 +68,7 @@ class Learner:
         the reference is the model with its adapter off, and no second one is loaded. `folder_of` finds the folder of a
         model that the algorithm names. `progress` is called
         whenever a part of long work is done: a pass, an update, a file. Raises ModelError."""
-        self.config, self.algorithm = config, config.algo
+        self.config, self.algorithms = config, distinct(config.algorithms)
         self._progress = progress
         torch.set_num_threads(config.train.threads)
         torch.manual_seed(config.seed)
@@ -90,7 +92,7 @@ class Learner:
         ready = [
             group_rows(
                 group,
-                self.algorithm,
+                self.config.algo_of(group.task.env),
                 step_of=step_of,
                 step_now=self.step_index,
                 max_lag=self.config.buffer.max_lag,
@@ -102,11 +104,10 @@ class Learner:
         ]
         updates = self._lay(self._minibatches([one for one in ready if not one.skipped]))
         watch.lap("pack")
-        if self.algorithm.ahead or len(updates) * self.config.train.epochs > 1:
-            updates = self._looked_ahead(updates)
+        updates = self._looked_ahead(updates, every=len(updates) * self.config.train.epochs > 1)
         updates = self._judged(updates)
         watch.lap("proximal")
-        tally = Tally()
+        tally = Tally(self.algorithms)
         for _ in range(self.config.train.epochs):
             for part in updates:
                 if part:
@@ -115,9 +116,8 @@ class Learner:
         self.step_index += 1
         self.models.follow(self.step_index)
         self.trained.append(tuple(one.episode_id for group in groups for one in group.trajectories if one.scored))
-        cap = self.algorithm.importance_cap
         laid = [pack for part in updates for pack in part]
-        return summarise(self.step_index, ready, laid, tally, lr=lr, cap=cap, seconds=watch.seconds)
+        return summarise(self.step_index, ready, laid, tally, lr=lr, seconds=watch.seconds)
 
     def _minibatches(self, ready: Sequence[GroupRows]) -> list[list[GroupRows]]:
         """The step's groups divided into updates; shuffled if there are several, the same way under the same seed."""
@@ -128,48 +128,53 @@ class Learner:
         return [order[index::n] for index in range(n)]
 
     def _lay(self, parts: Sequence[Sequence[GroupRows]]) -> list[list[Pack]]:
-        """The passes of each update, without rows that cannot move the weights; if the algorithm looks ahead, without
+        """The passes of each update, without rows that cannot move the weights; if their algorithm looks ahead, without
         episodes that cannot."""
 
         def kept(rows: Sequence[Row]) -> list[Row]:
-            matter = [row for row in rows if self.algorithm.matters(row.columns)]
-            if not self.algorithm.ahead:
-                return matter
-            episodes = {row.episode_id for row in matter}
-            return [row for row in rows if row.episode_id in episodes]
+            matter = {id(row): row.episode_id for row in rows if row.algo.matters(row.columns)}
+            episodes = set(matter.values())
+            return [row for row in rows if id(row) in matter or (row.algo.ahead and row.episode_id in episodes)]
 
-        laid = [[kept(group) for group in part] for part in weigh(parts, self.algorithm)]
+        laid = [[kept(group) for group in part] for part in weigh(parts)]
         return [packs(rows, self.config.train.tokens_per_batch, self.model.device) for rows in laid]
 
-    def _looked_ahead(self, updates: Sequence[Sequence[Pack]]) -> list[list[Pack]]:
-        """The passes with what the models say of them before the first update."""
+    def _looked_ahead(self, updates: Sequence[Sequence[Pack]], *, every: bool) -> list[list[Pack]]:
+        """The passes with what the models say of them before the first update: of `every` pass, or if its algorithm
+        looks ahead."""
 
         def seen(pack: Pack) -> Pack:
+            if not (every or pack.algo.ahead):
+                return pack
             self._progress()
             return pack.having(self.models.ahead(pack))
 
         return [[seen(pack) for pack in part] for part in updates]
 
     def _judged(self, updates: Sequence[Sequence[Pack]]) -> list[list[Pack]]:
-        """The passes with what the algorithm says of the tokens of the whole step."""
-        laid = [pack for part in updates for pack in part]
-        if not laid:
-            return [list(part) for part in updates]
-        columns = {name: torch.cat([pack.columns[name] for pack in laid]) for name in laid[0].columns}
-        sizes = [len(pack.target_K) for pack in laid]
-        found = {name: iter(column.split(sizes)) for name, column in self.algorithm.advantages(columns).items()}
-        return [[pack.having({name: next(of) for name, of in found.items()}) for pack in part] for part in updates]
+        """The passes with what each algorithm says of all its tokens of the step."""
+        judged = {id(pack): pack for part in updates for pack in part}
+        for algo in self.algorithms.values():
+            laid = [pack for part in updates for pack in part if pack.algo == algo]
+            if not laid:
+                continue
+            columns = {name: torch.cat([pack.columns[name] for pack in laid]) for name in laid[0].columns}
+            sizes = [len(pack.target_K) for pack in laid]
+            found = {name: column.split(sizes) for name, column in algo.advantages(columns).items()}
+            for at, pack in enumerate(laid):
+                judged[id(pack)] = pack.having({name: of[at] for name, of in found.items()})
+        return [[judged[id(pack)] for pack in part] for part in updates]
 
     def _update(self, part: Sequence[Pack], tally: Tally, watch: Stopwatch) -> None:
         """One optimizer update from the summed gradients of its passes."""
         loss = 0.0
         for pack in part:
             others = {} if "proximal" in pack.columns else self.models.others(pack)
-            outputs = self.models.forward(pack, entropy_grad=self.algorithm.entropy_gradient)
+            outputs = self.models.forward(pack, trained=pack.algo.trained(self.step_index))
             tokens = {"proximal": outputs.logprobs_K.detach(), **pack.columns, **others}
             if self.on_pass is not None:
                 self.on_pass(pack, tokens, outputs)
-            pack_loss = self.algorithm.loss(tokens, outputs, self.step_index)
+            pack_loss = pack.algo.loss(tokens, outputs, self.step_index)
             tally.passed(pack, tokens["proximal"], outputs.entropy_K, pack_loss)
             watch.lap("forward")
             self._progress()
@@ -178,7 +183,8 @@ class Learner:
             self._progress()
             loss += float(pack_loss.total.detach())
         step, train = self.step_index + 1, self.config.train
-        names = self.algorithm.trained(self.step_index)
+        trained = {name for pack in part for name in pack.algo.trained(self.step_index)}
+        names = [name for name in self.models.optimizers if name in trained]
         norm = self.models.update(names, warmth=min(1.0, step / (train.warmup_steps + 1)), loss=loss, step=step)
         tally.updated(loss, norm)
         watch.lap("optimizer")

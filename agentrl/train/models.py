@@ -1,5 +1,5 @@
-"""The models of a learner by name: the policy, and the frozen ones, the moving ones and the critic that its algorithm
-asks for.
+"""The models of a learner by name: the policy, and the frozen ones, the moving ones and the critic that its algorithms
+ask for.
 
 Owns them, their optimizers, and what a checkpoint keeps of those besides the policy. Never knows a loss.
 """
@@ -10,13 +10,14 @@ Owns them, their optimizers, and what a checkpoint keeps of those besides the po
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from agentrl import algorithms
 from agentrl.algos.algorithm import Outputs
 from agentrl.config import RunConfig, Train
 from agentrl.errors import RunFailed
@@ -44,7 +45,7 @@ class Models:
         folder_of: Callable[[str], Path] = Path,
     ) -> None:
         """Raises ModelError for a folder that cannot be used."""
-        train, slots = config.train, config.algo.slots
+        train, slots = config.train, algorithms.slots(config.algorithms)
         self._config, self._temperature = config, config.rollout.temperature
         self.policy = self._load(model_dir, device, adapter=train if train.lora_rank else None)
         self._frozen: dict[str, PolicyModel | None] = {}  # None: the policy with its adapter switched off
@@ -91,29 +92,35 @@ class Models:
 
     @torch.no_grad()
     def ahead(self, pack: Pack) -> dict[str, Tensor]:
-        """Columns of a pass under the models as they are now: `proximal`, `values` if there is a critic, and those of
+        """Columns of a pass under the models as they are now: `proximal`, `values` if it needs the critic, and those of
         `others`."""
-        outputs = self.forward(pack, entropy_grad=False)
+        outputs = self.forward(pack, trained=())
         columns = {"proximal": outputs.logprobs_K, **self.others(pack)}
         return columns if outputs.values_K is None else {**columns, "values": outputs.values_K}
 
-    def forward(self, pack: Pack, *, entropy_grad: bool) -> Outputs:
-        """What policy and critic say of a pass, with gradients."""
-        critic = self.critic
+    def forward(self, pack: Pack, *, trained: Collection[str]) -> Outputs:
+        """What the policy, and the critic if the pass needs it, say of a pass, with gradients for those `trained`: a
+        critic on the policy's trunk moves the trunk with the policy only."""
+        critic = None if pack.algo.slots.critic is None else self.critic
         with nullcontext([]) if critic is None or critic.own else critic.listening() as heard:
-            logprobs_K, entropy_K = self.policy.logprobs(pack, temperature=self._temperature, entropy_grad=entropy_grad)
+            logprobs_K, entropy_K = self.policy.logprobs(
+                pack, temperature=self._temperature, entropy_grad=pack.algo.entropy_gradient
+            )
+        if "policy" not in trained:
+            heard = [layer.detach() for layer in heard]
         values_K = None if critic is None else critic.values(pack, heard)
         return Outputs(logprobs_K=logprobs_K, entropy_K=entropy_K, values_K=values_K)
 
     @torch.no_grad()
     def others(self, pack: Pack) -> dict[str, Tensor]:
-        """The log-probs of a pass under each frozen and each moving model, by its name."""
+        """The log-probs of a pass under each frozen and each moving model that it needs, by its name."""
         columns: dict[str, Tensor] = {}
-        for name, model in self._frozen.items():
+        for name in pack.algo.slots.frozen:
+            model = self._frozen[name]
             with lora.switched_off(self.policy.module) if model is None else nullcontext():
                 columns[name] = (model or self.policy).logprobs(pack, temperature=self._temperature)[0]
-        for name, follower in self.moving.items():
-            with follower.in_place():
+        for name in pack.algo.slots.moving:
+            with self.moving[name].in_place():
                 columns[name] = self.policy.logprobs(pack, temperature=self._temperature)[0]
         return columns
 

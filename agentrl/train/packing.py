@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from agentrl.algos.algorithm import Algorithm
 from agentrl.train.ragged import Ragged
 from agentrl.train.samples import Row
 
@@ -51,7 +52,8 @@ class Tree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """What one pass computes. `_N` nodes, `_P` the nodes that predict a scored token, `_K` scored tokens.
+    """What one pass computes. `_N` nodes, `_P` the nodes that predict a scored token, `_K` scored tokens, all of them
+    trained by one algorithm.
 
     A token sampled by two members after the same prefix is one node and two entries of `_K`: each keeps its own
     advantage and behaviour log-prob, so the loss is that of the rows."""
@@ -63,6 +65,7 @@ class Pack:
     predictor_K: Tensor  # index into predictors_P
     target_K: Tensor  # token ids
     columns: Mapping[str, Tensor]  # [K, ...] by name: those of the rows
+    algo: Algorithm  # that of the rows
     row_tokens: int  # tokens of the same rows without sharing
     ragged: Mapping[str, Ragged] = field(default_factory=dict[str, Ragged])  # those of the rows
 
@@ -105,7 +108,17 @@ def forest(rows: Sequence[Row], budget: int) -> list[Tree]:
 
 
 def packs(groups: Sequence[Sequence[Row]], budget: int, device: torch.device | str = "cpu") -> list[Pack]:
-    """Lay the rows of each group into trees and the trees, in order, into passes of at most `budget` nodes."""
+    """Lay the rows of each group into trees and the trees, in order, into passes of at most `budget` nodes. The rows of
+    each algorithm have passes of their own."""
+    algos: list[Algorithm] = []
+    for row in (row for rows in groups for row in rows):
+        if row.algo not in algos:
+            algos.append(row.algo)
+    of_algo = ([[row for row in rows if row.algo == algo] for rows in groups] for algo in algos)
+    return [pack for own in of_algo for pack in _packs(own, budget, device)]
+
+
+def _packs(groups: Sequence[Sequence[Row]], budget: int, device: torch.device | str) -> list[Pack]:
     filled: list[list[Tree]] = [[]]
     room = budget
     for tree in (tree for rows in groups if rows for tree in forest(rows, budget)):
@@ -142,6 +155,7 @@ def _pack(trees: Sequence[Tree], device: torch.device | str) -> Pack:
         predictor_K=predictor_K.to(device),
         target_K=torch.cat(target_K).to(device),
         columns={name: torch.cat([row.columns[name] for row in rows]).to(device) for name in rows[0].columns},
+        algo=rows[0].algo,
         row_tokens=sum(len(row.token_ids) for row in rows),
         ragged={name: Ragged.joined([row.ragged[name] for row in rows]).to(device) for name in rows[0].ragged},
     )

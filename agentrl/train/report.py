@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from agentrl.algos.algorithm import Loss
+from agentrl.algos.algorithm import Algorithm, Loss
 from agentrl.algos.corrections import Mismatch, gauges
+from agentrl.train.environments import EnvironmentReport, by_environment
 from agentrl.train.packing import Pack
 from agentrl.train.samples import GroupRows, Row
 
@@ -72,7 +73,8 @@ class StepReport:
     mismatch_max: float | None
     mismatch: Mapping[str, Mismatch]  # by kind of token, see `corrections.mismatch_by_kind`
     entropy: float | None
-    algorithm: Mapping[str, float]  # what the algorithm itself measures, a mean over the updates
+    algorithm: Mapping[str, float]  # what the algorithm itself measures, a mean over the updates; see `Tally.told`
+    environments: Mapping[str, EnvironmentReport]  # by the environment's id
     seconds: Mapping[str, float]
 
 
@@ -91,8 +93,10 @@ class Stopwatch:
 
 @dataclass(slots=True)
 class Tally:
-    """The results of a step's passes. Tensors are [K] of one pass, detached."""
+    """The results of a step's passes. Tensors are [K] of one pass, detached. `algorithms` are those of the run that
+    differ, by the fields that name them."""
 
+    algorithms: Mapping[str, Algorithm]
     losses: list[float] = field(default_factory=list[float])
     grad_norms: list[float] = field(default_factory=list[float])
     packs: list[Pack] = field(default_factory=list[Pack])
@@ -100,8 +104,10 @@ class Tally:
     clipped: list[Tensor] = field(default_factory=list[Tensor])
     importance: list[Tensor] = field(default_factory=list[Tensor])
     entropy: list[Tensor] = field(default_factory=list[Tensor])
-    gauges: defaultdict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
-    gauged: float = 0.0  # the shares over which the gauges are means; 0: one for each update
+    gauges: defaultdict[tuple[str, str], float] = field(
+        default_factory=lambda: defaultdict[tuple[str, str], float](float)
+    )
+    gauged: defaultdict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
 
     def passed(self, pack: Pack, proximal_K: Tensor, entropy_K: Tensor, loss: Loss) -> None:
         """Record a pass."""
@@ -110,15 +116,26 @@ class Tally:
         self.clipped.append(loss.clipped_K.detach())
         if loss.importance_K is not None:
             self.importance.append(loss.importance_K.detach())
+        of = next(of for of, algo in self.algorithms.items() if algo == pack.algo)
         for name, value in loss.gauges.items():
-            self.gauges[name] += float(value.detach())
-        self.gauged += 0.0 if loss.gauged is None else float(loss.gauged)
+            self.gauges[of, name] += float(value.detach())
+        self.gauged[of] += 0.0 if loss.gauged is None else float(loss.gauged)
         self.entropy.append(entropy_K.detach())
 
     def updated(self, loss: float, grad_norm: float) -> None:
         """Record an optimizer update."""
         self.losses.append(loss)
         self.grad_norms.append(grad_norm)
+
+    def told(self) -> dict[str, float]:
+        """The gauges of the algorithms, each a mean over the shares that it was measured on, or over the updates. Those
+        of a run's first algorithm have plain names, those of another begin with its field, `tasks.1.algo.value_loss`.
+        """
+        first = next(iter(self.algorithms))
+        return {
+            name if of == first else f"{of}.{name}": value / (self.gauged[of] or len(self.losses))
+            for (of, name), value in self.gauges.items()
+        }
 
 
 def summarise(
@@ -128,10 +145,9 @@ def summarise(
     tally: Tally,
     *,
     lr: float,
-    cap: float,
     seconds: Mapping[str, float],
 ) -> StepReport:
-    """The report of step number `step`. `laid` are the step's passes, `cap` bounds the importance weights."""
+    """The report of step number `step`. `laid` are the step's passes."""
     groups = [group for group in ready if not group.taken_before]
     skipped = [group for group in ready if group.skipped]
     stale = sum((group.stale for group in ready), Counter[int]())
@@ -146,7 +162,8 @@ def summarise(
         behaviour_K = torch.cat([pack.columns["behaviour"] for pack in tally.packs])
         lag_K = torch.cat([pack.columns["lag"] for pack in tally.packs])
         origin_K = torch.cat([pack.columns["origin"] for pack in tally.packs])
-        drift = gauges(torch.cat(tally.proximal), behaviour_K, lag_K, origin_K, cap)
+        cap_K = torch.cat([torch.full_like(pack.columns["weight"], pack.algo.importance_cap) for pack in tally.packs])
+        drift = gauges(torch.cat(tally.proximal), behaviour_K, lag_K, origin_K, cap_K)
     mismatch = drift.mismatch if drift else {}
     fresh = mismatch.get("fresh")
     return StepReport(
@@ -190,16 +207,20 @@ def summarise(
         mismatch_max=fresh.max if fresh else None,
         mismatch=mismatch,
         entropy=float(torch.cat(tally.entropy).mean()) if tally.entropy else None,
-        algorithm={name: value / (tally.gauged or len(tally.losses)) for name, value in tally.gauges.items()},
+        algorithm=tally.told(),
+        environments=by_environment(
+            ready, laid, list(zip(tally.packs, tally.proximal, tally.entropy, tally.clipped, strict=True))
+        ),
         seconds=dict(seconds),
     )
 
 
 def _advantages(rows: Sequence[Row], laid: Sequence[Pack]) -> Tensor:
-    """Those of all scored tokens if they were known before the passes, else those of the passes."""
-    early = [row.columns["advantage"] for row in rows if "advantage" in row.columns]
-    late = [pack.columns["advantage"] for pack in laid if "advantage" in pack.columns]
-    return torch.cat(early or late) if early or late else torch.zeros(0)
+    """Those of all scored tokens of an algorithm that knows them before the passes, else those of its passes."""
+    early = [row for row in rows if "advantage" in row.columns]
+    late = [pack for pack in laid if "advantage" in pack.columns and all(row.algo != pack.algo for row in early)]
+    found = [each.columns["advantage"] for each in (*early, *late)]
+    return torch.cat([column.cpu() for column in found]) if found else torch.zeros(0)
 
 
 def _rejected(laid: Sequence[Pack]) -> int:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from agentrl.algos.algorithm import ROUNDING, Algorithm, Siblings
 from agentrl.algos.corrections import Origin
-from agentrl.algos.losses import token_weights
+from agentrl.algos.losses import Normalise, token_weights
 from agentrl.columns import KEPT, Column, column, filled, known
 from agentrl.records import ENV, UNKNOWN, Group, GroupState, MemberRecord, Trajectory, Turn, VersionSpan
 from agentrl.train.ragged import Ragged
@@ -60,6 +60,7 @@ class Row:
 
     group_id: int
     episode_id: int
+    algo: Algorithm  # what trains it
     token_ids: tuple[int, ...]
     place_S: Tensor  # int64
     columns: Mapping[str, Tensor]  # [S, ...] by name: `BUILT_IN`, the algorithm's, those of `agentrl.columns`
@@ -83,9 +84,10 @@ class GroupRows:
     `members_stale` members have no other tokens, and only report their outcome. `late` members ended after their group
     had closed; if it was `taken_before`, in an earlier step, all are late. `cut` says of each turn whether it ended by
     its length and not by the policy. A `skipped` group trains nothing and only reports; `weight` multiplies the share
-    of the loss that its tokens have."""
+    of the loss that its tokens have. `env` is the environment of its task."""
 
     group_id: int
+    env: str
     rows: tuple[Row, ...]
     outcomes: tuple[float, ...]
     process: tuple[float, ...]
@@ -132,7 +134,7 @@ def group_rows(
     stale: Counter[int] = Counter()
     for trajectory, prepared in zip(group.trajectories, _prepared(group, algo, quorum), strict=True):
         if trajectory.scored:
-            for row in _rows(trajectory, prepared, lag_of, origin_of):
+            for row in _rows(trajectory, algo, prepared, lag_of, origin_of):
                 fresh = _within(row, max_lag, stale)
                 if fresh is not None:
                     rows.append(fresh)
@@ -142,6 +144,7 @@ def group_rows(
                 stale[lag_of(span.version)] += span.end - span.start
     return GroupRows(
         group_id=group.id,
+        env=group.task.env,
         rows=tuple(rows),
         outcomes=tuple(member.outcome or 0.0 for member in told),
         process=tuple(sum(turn.reward for turn in member.turns if turn.learns) for member in told),
@@ -157,17 +160,27 @@ def group_rows(
     )
 
 
-def weigh(parts: Sequence[Sequence[GroupRows]], algo: Algorithm) -> list[list[list[Row]]]:
+def weigh(parts: Sequence[Sequence[GroupRows]]) -> list[list[list[Row]]]:
     """The rows of each group of each update of a step, with their tokens' shares of the loss. The losses of the updates
-    average to the loss of the step, however it is divided. A group's weight multiplies the shares of its tokens."""
+    average to the loss of the step, however it is divided. A group's weight multiplies the shares of its tokens.
+
+    Rows whose algorithms normalise alike are normalised together, whatever else is in the step; where algorithms
+    differ in it, each part of the step has the share of the loss that it has of the episodes."""
     rows = [row for part in parts for group in part for row in group.rows]
-    if not rows:
-        return [[[] for _ in part] for part in parts]
-    shares = token_weights(torch.cat([row.columns["episode"] for row in rows]), algo.normalise, algo.divisor)
-    weights = iter((shares * len(parts)).split([len(row.place_S) for row in rows]))
-    return [
-        [[row.having(weight=next(weights) * group.weight) for row in group.rows] for group in part] for part in parts
-    ]
+    alike: dict[tuple[Normalise, int], list[int]] = {}
+    for at, row in enumerate(rows):
+        algo = row.algo
+        alike.setdefault((algo.normalise, algo.divisor if algo.normalise == "constant" else 0), []).append(at)
+    episodes = {key: len({rows[at].episode_id for at in places}) for key, places in alike.items()}
+    weights: list[Tensor] = [torch.zeros(0)] * len(rows)
+    for (normalise, divisor), places in alike.items():
+        own = [rows[at] for at in places]
+        shares = token_weights(torch.cat([row.columns["episode"] for row in own]), normalise, divisor)
+        shares = shares * (episodes[normalise, divisor] / sum(episodes.values())) * len(parts)
+        for at, weight in zip(places, shares.split([len(row.place_S) for row in own]), strict=True):
+            weights[at] = weight
+    found = iter(weights)
+    return [[[row.having(weight=next(found) * group.weight) for row in group.rows] for group in part] for part in parts]
 
 
 def _prepared(group: Group, algo: Algorithm, quorum: int | None) -> list[dict[str, Tensor]]:
@@ -247,6 +260,7 @@ def _streams(
 
 def _rows(
     trajectory: Trajectory,
+    algo: Algorithm,
     prepared: Mapping[str, Tensor],
     lag_of: Callable[[int], int],
     origin_of: Callable[[Turn, VersionSpan], Origin],
@@ -290,6 +304,7 @@ def _rows(
                 Row(
                     group_id=trajectory.group_id,
                     episode_id=trajectory.episode_id,
+                    algo=algo,
                     token_ids=tuple(token_ids[: place[-1] + 1]),
                     place_S=torch.tensor(place),
                     columns={

@@ -56,7 +56,7 @@ def test_values_over_trees_are_those_of_single_rows(qwen3_dir: Path, trunk: Trun
     critic = learner.models.critic
     assert critic is not None
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(1))
-    algo = learner.algorithm
+    algo = learner.config.algo
     rows = group_rows(random_group(1, seed=3), algo, step_of=STEP_OF, step_now=0, max_lag=9).rows
     (pack,) = packs([rows], 4096)
     got = learner.models.ahead(pack)["values"]

@@ -75,7 +75,7 @@ def test_a_pass_under_a_moving_reference_is_that_of_a_model_with_its_weights(qwe
         if at == 2:
             folder = learner.save(tmp_path)
     group = random_group(1, seed=1)
-    (pack,) = packs([group_rows(group, learner.algorithm, step_of=STEP_OF, step_now=0, max_lag=9).rows], 4096)
+    (pack,) = packs([group_rows(group, learner.config.algo, step_of=STEP_OF, step_now=0, max_lag=9).rows], 4096)
     second = PolicyModel(folder)
     expected = second.logprobs(pack, temperature=1.0)[0]
     assert torch.equal(learner.models.others(pack)["reference"], expected)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from agentrl.algos.grpo import GRPO
 from agentrl.train.packing import build_tree, forest, packs
 from agentrl.train.samples import Row
 
@@ -18,6 +19,7 @@ def row(
     return Row(
         group_id=0,
         episode_id=episode,
+        algo=GRPO(),
         token_ids=tuple(token_ids),
         place_S=torch.tensor(at),
         columns={

@@ -233,13 +233,13 @@ def test_process_rewards_can_be_switched_off() -> None:
 
 def test_weights_are_shares_of_the_whole_update() -> None:
     two = [turn(0, [1], [2, 3]), turn(1, [9], [4], parent=None)]  # one episode, two rows
-    groups = [rows_of(group_of([episode(0, two, 1.0), episode(1, [turn(0, [1], [2])], 0.0)]))]
-    (rows,) = weigh([groups], GRPO(normalise="sequence"))[0]
+    group = group_of([episode(0, two, 1.0), episode(1, [turn(0, [1], [2])], 0.0)])
+    (rows,) = weigh([[rows_of(group, normalise="sequence")]])[0]
     assert [len(row.columns["weight"]) for row in rows] == [2, 1, 1]
     assert torch.cat([row.columns["weight"] for row in rows]).tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
-    (rows,) = weigh([groups], GRPO())[0]
+    (rows,) = weigh([[rows_of(group)]])[0]
     assert torch.cat([row.columns["weight"] for row in rows]).tolist() == pytest.approx([0.25] * 4)
-    assert weigh([[rows_of(group_of([]))]], GRPO()) == [[[]]]
+    assert weigh([[rows_of(group_of([]))]]) == [[[]]]
 
 
 def test_what_ended_by_its_length_is_told_of_the_turns_that_learn() -> None:
@@ -328,10 +328,10 @@ def test_what_is_left_out_has_no_share_of_the_updates_loss() -> None:
     """Two tokens of a member are too old; the weights of the one left, and of its sibling's three, sum to 1."""
     mixed = replace(turn(0, [1], [2, 3, 4]), spans=(VersionSpan(1, 0, 2), VersionSpan(8, 2, 3)))
     sibling_of = episode(1, [turn(0, [1], [5, 6, 7], version=8)], 0.0)
-    rows = rows_of(group_of([episode(0, [mixed], 1.0), sibling_of]), step_now=8, max_lag=1)
-    (weighed,) = weigh([[rows]], GRPO())[0]
+    group = group_of([episode(0, [mixed], 1.0), sibling_of])
+    (weighed,) = weigh([[rows_of(group, step_now=8, max_lag=1)]])[0]
     assert torch.cat([row.columns["weight"] for row in weighed]).tolist() == [0.25] * 4
-    (weighed,) = weigh([[rows]], GRPO(normalise="sequence"))[0]
+    (weighed,) = weigh([[rows_of(group, step_now=8, max_lag=1, normalise="sequence")]])[0]
     assert torch.cat([row.columns["weight"] for row in weighed]).tolist() == pytest.approx([0.5, 1 / 6, 1 / 6, 1 / 6])
 
 

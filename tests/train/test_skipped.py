@@ -67,9 +67,9 @@ def test_skipped_groups_leave_the_minibatches_even(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["token", "sequence"])
 def test_a_groups_weight_multiplies_its_share_of_the_loss(kind: Normalise) -> None:
-    groups = [rows_of(replace(random_group(id, seed=id), weight=weight)) for id, weight in ((1, 1.0), (2, 2.5))]
-    algo = GRPO(normalise=kind)
-    (plain,) = weigh([[rows_of(random_group(id, seed=id)) for id in (1, 2)]], algo)
-    for weight, rows, without in zip((1.0, 2.5), weigh([groups], algo)[0], plain, strict=True):
+    pairs = [(random_group(id, seed=id), weight) for id, weight in ((1, 1.0), (2, 2.5))]
+    groups = [rows_of(replace(group, weight=weight), normalise=kind) for group, weight in pairs]
+    (plain,) = weigh([[rows_of(group, normalise=kind) for group, _ in pairs]])
+    for weight, rows, without in zip((1.0, 2.5), weigh([groups])[0], plain, strict=True):
         for row, one in zip(rows, without, strict=True):
             torch.testing.assert_close(row.columns["weight"], weight * one.columns["weight"])
