@@ -23,6 +23,7 @@ from agentrl.episodes_cli import add_commands
 from agentrl.errors import AgentRLError, UsageError
 from agentrl.retrain_cli import retrain
 from agentrl.rewards_cli import rescore, rewards
+from agentrl.sft_cli import sft
 from agentrl.simulate_cli import simulate
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ add_commands(app)
 app.command()(simulate)
 app.command()(chaos)
 app.command()(retrain)
+app.command()(sft)
 _UNWRAPPED = 10_000  # columns
 _SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from agentrl.errors import UsageError
 
 if TYPE_CHECKING:
     from agentrl.runtime.rundir import RunDir
@@ -34,13 +36,29 @@ def fork(
     print(f"if it does not run now: {go_on}")
 
 
-def export_episodes(path: _RUN, out: Annotated[Path, typer.Option(help="The file to write")]) -> None:
-    """Write a run's untrained episodes to a file, unfinished ones with their tokens and snapshots."""
+def export_episodes(
+    path: _RUN,
+    out: Annotated[Path, typer.Option(help="The file to write")],
+    form: Annotated[
+        Literal["moving", "messages", "tokens"],
+        typer.Option("--format", help="moving: untrained ones, for another run; the others: demonstrations"),
+    ] = "moving",
+    best_of: Annotated[int | None, typer.Option(min=1, help="The best of the first N episodes of a task")] = None,
+    min_outcome: Annotated[float | None, typer.Option(help="Only those with such an outcome, or a better one")] = None,
+    per_task: Annotated[int | None, typer.Option(min=1, help="At most so many of a task, the best ones")] = None,
+) -> None:
+    """Write a run's untrained episodes to a file, unfinished ones with their tokens and snapshots; or, with --format
+    messages or tokens, its best finished ones as demonstrations for agentrl sft."""
     from agentrl.runtime.moving import export_episodes as write
     from agentrl.runtime.rundir import RunDir
     from agentrl.store import RunStore
 
     run = RunDir.open(path)
+    if form != "moving":
+        _export_demonstrations(run, out, form, best_of, min_outcome, per_task)
+        return
+    if (best_of, min_outcome, per_task) != (None, None, None):
+        raise UsageError("--best-of, --min-outcome and --per-task choose demonstrations: give --format messages too")
     with RunStore.open(run.store_path) as store:
         moved = write(run.config(), store, out)
     print(f"{moved.groups} groups with {moved.episodes} episodes, {moved.unfinished} of them unfinished, in {out}")
@@ -50,6 +68,28 @@ def export_episodes(path: _RUN, out: Annotated[Path, typer.Option(help="The file
         print(f"{moved.large} groups are not in it: an episode of theirs is too large to be moved")
     if moved.groups:
         print(f"take them into another run: agentrl import-episodes OTHER_RUN {out}")
+
+
+def _export_demonstrations(
+    run: RunDir,
+    out: Path,
+    form: Literal["messages", "tokens"],
+    best_of: int | None,
+    min_outcome: float | None,
+    per_task: int | None,
+) -> None:
+    from agentrl.runtime.selecting import Choice, select
+    from agentrl.store import RunStore
+
+    with RunStore.read(run.store_path) as store:
+        told = select(store, Choice(best_of=best_of, min_outcome=min_outcome, per_task=per_task), form, out)
+    print(f"{told.written} episodes in {out}")
+    if told.rewritten:
+        print(f"{told.rewritten} are not in it: no single conversation; --format tokens has them")
+    if told.dropped:
+        print(
+            f"{told.dropped} are not in it: retention dropped their tokens (buffer.keep_steps); try --format messages"
+        )
 
 
 def import_episodes(

@@ -69,6 +69,28 @@ class Renderer:
             return ids[1:]
         return ids
 
+    def demonstrated(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] = ()
+    ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """For each message of the assistant, the tokens before it and its own, with the one that ends its turn: what
+        the policy would see and should say. Tool calls are as the template writes them. Raises ModelError if it writes
+        a message otherwise than where the assistant speaks."""
+        guarded = self._guard(messages)
+        found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        for at in (at for at, message in enumerate(messages) if message["role"] == "assistant"):
+            before = self._render(guarded[:at], tools)
+            whole = self._render(guarded[: at + 1], tools, asks=False)
+            if not whole.startswith(before):
+                raise ModelError(
+                    f"the chat template of {str(self._folder)!r} does not write message {at} where the assistant speaks"
+                )
+            said = self._encode(whole[len(before) :])
+            ends = [place for place, token in enumerate(said) if token == self._closing]
+            if not ends:
+                raise ModelError(f"the chat template of {str(self._folder)!r} does not end message {at}")
+            found.append((self._encode(before), said[: ends[-1] + 1]))
+        return found
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of sampled tokens, special ones written out, without the one that ends the turn."""
         kept = list(ids)
@@ -78,10 +100,10 @@ class Renderer:
 
     # --- how ----------------------------------------------------------------------------------------------------
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]]) -> str:
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]], *, asks: bool = True) -> str:
         schemas = [_as_function(tool) for tool in tools] or None
         try:
-            return self._template.render(messages=messages, tools=schemas, add_generation_prompt=True, **self._kwargs)
+            return self._template.render(messages=messages, tools=schemas, add_generation_prompt=asks, **self._kwargs)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise ModelError(f"the chat template of {str(self._folder)!r} refuses these messages: {error}") from error
 

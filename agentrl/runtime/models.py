@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentrl import registry
+from agentrl.checkpoint_folders import newest
 from agentrl.config import EngineSettings, RunConfig
 from agentrl.errors import ModelError
 from agentrl.runtime import hub
@@ -60,11 +61,16 @@ def vocabulary(folder: Path) -> int | None:
 
 def model_dir(name: str) -> Path:
     """The folder (Hugging Face layout) behind a path, a registered id such as `agentrl/tiny-coder`, or an id of the
-    Hugging Face hub, which is downloaded if it is not in the cache.
+    Hugging Face hub, which is downloaded if it is not in the cache. For a run's folder: its newest checkpoint.
 
     Raises ModelError if nothing is found, or the folder has no config.json."""
     path = Path(name)
-    if not path.is_dir():
+    if (path / "checkpoints").is_dir():  # a run: what it has trained
+        newest_one = newest(path / "checkpoints")
+        if newest_one is None:
+            raise ModelError(f"run {name!r} has no checkpoint yet: train it for longer, or name a model")
+        path = newest_one
+    elif not path.is_dir():
         path = _named(name)
     if not (path / "config.json").is_file():
         raise ModelError(f"model folder {str(path)!r} has no config.json: save a model there with save_pretrained")

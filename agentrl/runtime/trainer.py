@@ -69,7 +69,7 @@ class Trainer:
     def train(self, view: View | None = None) -> dict[str, Any]:
         """Run to the end. Returns the contents of `summary.json`. Settings that `config` leaves out are chosen for this
         machine first. Raises RunFailed if the run cannot go on."""
-        self.config = _fitted(self.config)
+        self.config = _fitted(_pinned(self.config))
         check_startable(self.config)
         run = RunDir.create(self.out, self.config, overwrite=self._overwrite)
         try:
@@ -94,6 +94,12 @@ def began(run: RunDir) -> bool:
     """Whether the run got as far as playing episodes: its engines were up."""
     with RunStore.read(run.store_path) as store:
         return store.meta("phase") is not None
+
+
+def _pinned(config: RunConfig) -> RunConfig:
+    """With the checkpoint of a run that is named as the model: it stays the same should that run go on."""
+    named = Path(config.model) / "checkpoints"
+    return config.model_copy(update={"model": str(model_dir(config.model))}) if named.is_dir() else config
 
 
 def _fitted(config: RunConfig) -> RunConfig:
