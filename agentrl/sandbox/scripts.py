@@ -44,7 +44,16 @@ case "$p/" in {WORKSPACE}/*) ;; *) no "leads out of the work folder" ;; esac
 [ -e "$p" ] || no "No such file or directory"
 """
 READ = RESOLVE + '[ -f "$p" ] || no "not a regular file"; head -c "$2" -- "$p"'
-PACK = RESOLVE + '[ -d "$p" ] || exit 92; cd -- "$p" && tar -cf - . | head -c "$2"'
+PACK = (
+    RESOLVE
+    + """
+[ -d "$p" ] || exit 92
+cd -- "$p" || exit 1
+exec 4>&1
+exit "$({ { tar -cf - .; echo $? >&3; } | head -c "$2" >&4; } 3>&1)"
+"""
+)
+"""Packs one folder. It fails if tar left a file out."""
 WRITE = f"""
 no() {{ echo "$1" >&2; exit {REFUSED}; }}
 mkdir -p -- "$1" && d=$(cd -- "$1" && pwd -P && printf _) || exit {REFUSED}

@@ -13,7 +13,7 @@ import trio.testing
 
 from agentrl.errors import SandboxError, SandboxPathError
 from agentrl.protocols import SandboxSpec
-from agentrl.sandbox import container
+from agentrl.sandbox import container, scripts
 from agentrl.sandbox.container import Container, Engine
 from agentrl.sandbox.streams import AttachedStreams
 
@@ -61,7 +61,10 @@ async def test_files_that_tar_cannot_read_are_not_left_out_of_a_packed_box_in_si
     (work / "f").write_text("x")
     way = f"{programs}:/usr/bin:/bin"
 
-    async def own(self: Container, script: str, *words: str, limit: int) -> tuple[int, bytes, bytes]:
+    async def own(
+        self: Container, script: str, *words: str, stdin: bytes = b"", limit: int
+    ) -> tuple[int, bytes, bytes]:
+        script = f"cd {work}; {script.replace(scripts.WORKSPACE, str(work))}"
         command = ["sh", "-c", script, "sh", *words]
         ran = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False, env={"PATH": way})
         return ran.returncode, ran.stdout, ran.stderr
@@ -70,11 +73,17 @@ async def test_files_that_tar_cannot_read_are_not_left_out_of_a_packed_box_in_si
     monkeypatch.setattr(container, "_WRITABLE", (str(work),))
     monkeypatch.setattr(container, "WORKSPACE", str(work))
     box = Container(cast(Engine, Gone(starved=False)), SandboxSpec(), set())
-    assert await box.pack(1 << 20)
+    assert await box.pack(1 << 20) and await box._pack()
+    await box.download(".", tmp_path / "whole")
+    assert (tmp_path / "whole" / "f").read_text() == "x"
     (programs / "tar").write_text('#!/bin/sh\nPATH=/usr/bin:/bin tar "$@"\necho "f: Permission denied" >&2\nexit 2\n')
     (programs / "tar").chmod(0o755)
     with pytest.raises(SandboxPathError, match="not readable"):
         await box.pack(1 << 20)
+    with pytest.raises(SandboxPathError, match="f: Permission denied"):
+        await box._pack()
+    with pytest.raises(SandboxPathError, match="f: Permission denied"):
+        await box.download(".", tmp_path / "part")
 
 
 async def test_a_container_that_is_gone_for_another_reason_is_the_hosts_failure() -> None:
