@@ -16,7 +16,8 @@ from agentrl.rollout.guard import Guard, TimeUp, one_line
 from agentrl.store import Claim, Snapshot
 from agentrl.store.roles import RolloutStore
 
-_ARTIFACT_BYTES: Final = 1 << 20  # of all files of a turn together: more is no source that anyone wrote
+_ARTIFACT_BYTES: Final = 1 << 20  # of all files of a turn and their paths: more is no source that anyone wrote
+_ARTIFACT_FILES: Final = 1000  # of a turn: each costs its test a file of a box
 
 
 def prepare(env: AsyncEnv, settings: Rollout) -> None:
@@ -64,7 +65,8 @@ async def keep_artifacts(
     files: Mapping[str, bytes] = {}
     with suppress(TimeUp, PolicyFault):
         files = await guard("artifacts", lambda: _bytes_of(env), policy_s=policy_s)
-    if sum(map(len, files.values())) > _ARTIFACT_BYTES:
+    size = sum(len(path) + len(data) for path, data in files.items())
+    if size > _ARTIFACT_BYTES or len(files) > _ARTIFACT_FILES:
         files = {}
     await store.keep_artifacts(claim.episode_id, claim.fence, turn, files)
 

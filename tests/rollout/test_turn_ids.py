@@ -99,7 +99,16 @@ async def test_the_work_of_each_turn_is_kept_before_its_answer_if_a_source_tests
     assert [store.artifacts(f"1.0.{turn}") for turn in (0, 1)] == [{"module.py": b"x"}, {"module.py": b"xx"}]
 
 
-@pytest.mark.parametrize("spoilt", [PolicyFault("it is a folder now"), {"module.py": b"x" * (2 << 20)}])
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        PolicyFault("it is a folder now"),
+        {"module.py": b"x" * (2 << 20)},
+        {f"{n}.py": b"" for n in range(1001)},
+        {"x" * (2 << 20): b""},
+    ],
+    ids=["folder", "bytes", "files", "paths"],
+)
 async def test_work_that_the_policy_made_unreadable_is_empty_and_the_episode_stays(
     store: RunStore, claim_one: Any, context: Any, spoilt: Any
 ) -> None:
