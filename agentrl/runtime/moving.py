@@ -33,6 +33,7 @@ from agentrl.store.roles import MovingStore
 FORMAT: Final = "agentrl episodes 1"
 _LEVEL: Final = 3
 _LINE: Final = 64 << 20  # bytes
+_GROUP: Final = 256 << 20  # bytes of all lines of a group, which comes in whole
 _WINDOW: Final = 8 << 20  # memory that reading a stream may take
 _MEMBERS: Final = 4096
 _ROUNDING: Final = 1e-3  # nats that a log-prob may be above 0
@@ -167,7 +168,9 @@ def export_episodes(config: RunConfig, store: MovingStore, file: Path) -> Moved:
                 if group is None:
                     continue
                 lines = [_line(_group_line(group, store)), *(_line(_member_line(one)) for one in group.members)]
-                if max(map(len, lines)) > _LINE:  # no reader would take it, nor what follows it
+                if (
+                    max(map(len, lines)) > _LINE or sum(map(len, lines)) > _GROUP
+                ):  # no reader would take it, nor what follows it
                     moved.large += 1
                     continue
                 out.write(b"".join(lines))
@@ -305,7 +308,7 @@ class _Reader:
     """The lines of a file, one after the other, and where it stands."""
 
     def __init__(self, file: Path) -> None:
-        self._file, self._at = file, 0
+        self._file, self._at, self._of_group = file, 0, 0
         try:
             raw = file.open("rb")
         except OSError as error:
@@ -322,6 +325,9 @@ class _Reader:
                 return None
             if not line.endswith(b"\n"):
                 raise ValueError(f"it is cut off, or longer than {_LINE} bytes")
+            self._of_group = len(line) + (0 if kind is GroupLine else self._of_group)
+            if self._of_group > _GROUP:
+                raise ValueError(f"its group is longer than {_GROUP} bytes")
             return kind.model_validate_json(line)
 
     def naming(self) -> _Naming:

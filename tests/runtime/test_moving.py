@@ -214,6 +214,19 @@ def test_a_group_too_large_for_a_line_stays_and_the_others_can_be_taken_in(
     assert import_episodes(CONFIG, here, path) == Moved(groups=1, episodes=2, unfinished=2)
 
 
+def test_a_group_too_large_for_memory_stays_and_no_reader_takes_one(
+    there: RunStore, here: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there.add_groups([task(1)], size=2, purpose="train")
+    path = tmp_path / "large.zst"
+    assert export_episodes(CONFIG, there, path).groups == 2
+    monkeypatch.setattr("agentrl.runtime.moving._GROUP", 1000)
+    with pytest.raises(UsageError, match=r"line \d+: its group is longer than 1000 bytes"):
+        import_episodes(CONFIG, here, path)
+    assert export_episodes(CONFIG, there, path) == Moved(groups=1, episodes=2, unfinished=2, large=1)
+    assert import_episodes(CONFIG, here, path) == Moved(groups=1, episodes=2, unfinished=2)
+
+
 # --- hostile files ------------------------------------------------------------------------------------------------
 
 
