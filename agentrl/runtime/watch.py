@@ -23,7 +23,7 @@ from agentrl.errors import AgentRLError, EngineError
 from agentrl.runtime.engines import PAUSES, Weights, WrongWeights, fit
 from agentrl.store.roles import Versions
 
-_LOOK_S = 5.0  # time between two checks
+_LOOK_S = 1.0  # time between two checks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +47,8 @@ class Watch:
             heard = trio.current_time()
             while True:
                 await trio.sleep(_LOOK_S)
-                version = await _served(client, deadline_s)
+                left_s = heard + deadline_s - trio.current_time() if hangs is not None else deadline_s
+                version = await _served(client, max(_LOOK_S, left_s))
                 now = trio.current_time()
                 if version is not None:
                     heard = now
