@@ -16,7 +16,7 @@ pytestmark = pytest.mark.vllm
 
 async def test_a_server_of_ours_has_what_it_was_started_with(server: Server, client: EngineClient) -> None:
     facts = await probe(client)
-    assert facts.has == frozenset(Need) - {Need.ROUTED_EXPERTS, Need.NCCL, Need.IPC}
+    assert facts.has == frozenset(Need) - {Need.ROUTED_EXPERTS, Need.KEPT_SETS, Need.NCCL, Need.IPC}
     assert (facts.model, facts.max_model_len, facts.version) == ("policy", 2048, server.spec.build.version)
     assert (facts.root, facts.dtype) == (str(server.spec.model), "float32")
     assert facts.backend == "FileTransferEngine"
@@ -27,7 +27,7 @@ async def test_a_server_of_ours_has_what_it_was_started_with(server: Server, cli
 
 async def test_a_server_without_lora_says_so(mixture_client: EngineClient) -> None:
     facts = await probe(mixture_client)
-    assert facts.has == frozenset(Need) - {Need.LORA, Need.NCCL, Need.IPC}
+    assert facts.has == frozenset(Need) - {Need.LORA, Need.KEPT_SETS, Need.NCCL, Need.IPC}
     with pytest.raises(UsageError, match="--enable-lora"):
         facts.require({Need.LORA})
 
