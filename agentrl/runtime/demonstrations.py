@@ -78,8 +78,9 @@ def _turns(row: Any, renderer: Renderer) -> list[Turn]:
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """With a text as content, and the arguments of calls as objects, which templates expect, and not as their JSON."""
-    plain = {**message, "content": message.get("content") or ""}
-    if calls := plain.pop("tool_calls", None):
+    plain: dict[str, Any] = {**message, "content": message.get("content") or ""}
+    calls: list[dict[str, Any]] = plain.pop("tool_calls", None) or []
+    if calls:
         plain["tool_calls"] = [{**call, "function": _read_arguments(call["function"])} for call in calls]
     return plain
 
