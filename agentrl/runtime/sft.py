@@ -180,14 +180,14 @@ class _Training:
         learner = self._learner
         config = learner.config
         ready = [
-            group_rows(_group(at, one), learner.algorithm, step_of=lambda _: 0, step_now=0, max_lag=0)
+            group_rows(_group(at, one), config.algo, step_of=lambda _: 0, step_now=0, max_lag=0)
             for at, one in enumerate(self._held_out)
         ]
-        (rows,) = weigh([ready], learner.algorithm)
+        (rows,) = weigh([ready])
         loss = hits = tokens = 0.0
         for pack in packs(rows, config.train.tokens_per_batch, learner.model.device):
             accuracy = _Accuracy(learner)
-            outputs = learner.models.forward(pack, entropy_grad=False)
+            outputs = learner.models.forward(pack, trained=())
             accuracy.passed(pack, pack.columns, outputs)
             accuracy.close()
             loss -= float((pack.columns["weight"] * outputs.logprobs_K).sum())
