@@ -284,7 +284,8 @@ class RunConfig(_Section):
         if self.buffer.close == "full" or (self.buffer.close == "auto" and self.buffer.max_lag == 0):
             return None
         size = self.rollout.group_size
-        return self.buffer.quorum or (max(2, self.algo.least_members, 3 * size // 4) if size > 1 else None)
+        least = max(algo.least_members for algo in self.algorithms.values())
+        return self.buffer.quorum or (max(2, least, 3 * size // 4) if size > 1 else None)
 
     @property
     def eval_sampling(self) -> SamplingParams:
