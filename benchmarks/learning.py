@@ -152,7 +152,12 @@ def table(rows: Sequence[Row], chosen: Sequence[Configuration]) -> Iterator[str]
     for one in chosen:
         own = found(rows, one)
         if lacking := sorted(set(range(1, one.seeds + 1)) - {row["seed"] for row in own}):
-            missing.append(f"{one.name}: seed{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}")
+            which = (
+                f"all {one.seeds} seeds"
+                if not own
+                else f"seed{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"
+            )
+            missing.append(f"{one.name} ({which})")
         if not own:
             continue
         needed = [steps_to(row["success"]) or len(row["success"]) + 1 for row in own]
@@ -170,7 +175,7 @@ def table(rows: Sequence[Row], chosen: Sequence[Configuration]) -> Iterator[str]
         ]
         yield "| " + " | ".join(cells) + " |"
     yield ""
-    yield f"**Not run:** {'; '.join(missing) or 'nothing'}."
+    yield f"**Not run:** {', '.join(missing) or 'nothing'}."
     versions = sorted({row["code"] for one in chosen for row in found(rows, one)})
     yield f"Versions of the code: {', '.join(versions) or 'none'}."
 

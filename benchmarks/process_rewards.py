@@ -6,9 +6,10 @@ latency: the real store, admission, journal and scorer in virtual time, once wit
 same seeds. A turn takes 1 s on average (lognormal, sigma 0.5), a call of the source 1 s in the median and 10 s at the
 99th percentile (lognormal). An episode has four turns; 64 run at once; a step trains 4 groups of 8.
 
-credit: `agentrl/Combination-v0` with eight dials, from examples/tiny_locksmith.toml, synchronously. The outcome alone
-(`algo.process_weight=0`) is trained for so many steps; credit over turns, until its success rate is at that run's last
-one. Rates are means over the last 8 steps (128 episodes). Prints the tables of process_rewards.md.
+credit: `agentrl/Combination-v0` with eight dials, from examples/tiny_locksmith.toml, synchronously: the outcome alone
+(`algo.process_weight=0`), process rewards with GRPO, and with PPO at the level of turns; and after how many steps these
+are where the outcome alone ends. Rates are means over the last 8 steps (128 episodes). Prints the tables of
+process_rewards.md.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ SOURCE = RewardSource(
 )
 WINDOW = 8
 POLICIES: dict[str, ClosePolicy] = {"full": FULL, "6 of 8": Quorum(6, 0.0)}
+BY_TURN = ["algo.kind=ppo", "algo.level=turn", "algo.gae_lambda=0.8", "algo.discount=0.5", "algo.critic_warmup_steps=0"]
+CREDIT = {"process rewards": list[str](), "with PPO by turn": BY_TURN}
 CASES = ((1, "full"), (2, "full"), (4, "full"), (4, "6 of 8"), (8, "full"))
 
 
@@ -173,22 +176,27 @@ def latency(steps: int, seeds: list[int]) -> Iterator[str]:
 
 
 def credit(steps: int, seeds: list[int]) -> Iterator[str]:
-    """The table of what credit over turns gains."""
+    """The table of what credit over turns gains over the outcome alone."""
     import torch
     from _turn_credit import learn, smoothed, steps_until
 
     torch.set_num_threads(1)
-    yield f"| seed | outcome alone, {steps} steps | turn credit gets there after | ratio | turn credit, {steps} steps |"
-    yield "|---|---|---|---|---|"
-    ratios: list[float] = []
+    columns = ["seed", f"outcome alone, {steps} steps"]
+    columns += [column for way in CREDIT for column in (f"{way}, {steps} steps", "there after")]
+    yield "| " + " | ".join(columns) + " |"
+    yield "|---" * len(columns) + "|"
+    margins: dict[str, list[float]] = {way: [] for way in CREDIT}
     for seed in seeds:
         alone = smoothed(learn(seed, steps, ["algo.process_weight=0"]), WINDOW)[-1]
-        rates = learn(seed, steps, [])
-        found = steps_until(rates, alone, WINDOW)
-        ratios.append(math.inf if found is None else found / steps)
-        last = smoothed(rates, WINDOW)[-1]
-        yield f"| {seed} | {alone:.2f} | {found or 'never'} | {ratios[-1]:.2f} | {last:.2f} |"
-    yield f"| median | | | {statistics.median(ratios):.2f} | |"
+        cells = [f"{seed}", f"{alone:.2f}"]
+        for way, settings in CREDIT.items():
+            rates = learn(seed, steps, settings)
+            last = smoothed(rates, WINDOW)[-1]
+            margins[way].append(last - alone)
+            cells += [f"{last:.2f}", str(steps_until(rates, alone, WINDOW) or "never")]
+        yield "| " + " | ".join(cells) + " |"
+    ends = [f"{min(own):+.2f}, {statistics.median(own):+.2f} | |" for own in margins.values()]
+    yield "| least and median margin | | " + " ".join(ends)
 
 
 def main() -> None:

@@ -82,7 +82,7 @@ def test_the_table_has_medians_and_ranges_and_says_what_was_not_run() -> None:
         "3 of 4", "0.400", "0.700 (0.500 to 0.900)", "7 (7 to >8)", "1.0, 2", "100"
     ]  # fmt: skip
     assert len(head.split(" | ")) == len(cells.split(" | "))
-    assert missing == "**Not run:** one: seed 3; other: seeds 1, 2, 3."
+    assert missing == "**Not run:** one (seed 3), other (all 3 seeds)."
     assert versions == "Versions of the code: abc."
 
 
