@@ -80,6 +80,10 @@ class Column:
 _KEPT: Final = Column(name=KEPT, dtype="int32", default=0, ragged=True)
 
 
+TEACHER: Final = Column(name="teacher")
+"""Log-prob in nats of each token under a teacher; NaN if it told nothing of the token."""
+
+
 def register(column: Column) -> None:
     """Offer a column for this process. Every process of a run needs it: a package uses an entry point instead."""
     registry.register("columns", column.name, lambda: column)

@@ -23,6 +23,7 @@ Kind = Literal["environments", "tools", "sandboxes", "models", "columns", "algor
 Target = str | Callable[..., Any]
 
 _registered: dict[tuple[Kind, str], Target] = {
+    ("columns", "teacher"): "agentrl.columns:TEACHER",
     ("algorithms", "grpo"): "agentrl.algos.grpo:GRPO",
     ("algorithms", "ppo"): "agentrl.algos.ppo:PPO",
     ("algorithms", "gspo"): "agentrl.algos.gspo:GSPO",

@@ -79,7 +79,7 @@ class RewardSource(Section):
     """Who says what single turns are worth, beside the environment. See `docs/rewards.md`."""
 
     source: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # its name, in tables and records; `env` is the environment's
-    kind: Literal["callable", "shaping", "tests", "prm", "judge"]  # who is asked, see docs/rewards.md
+    kind: Literal["callable", "shaping", "tests", "prm", "judge", "teacher"]  # who is asked, see docs/rewards.md
     call: str | None = None  # module:name of (trajectory up to the turn) -> float; tests: of (task) -> files by path
     potential: Literal["callable", "tests"] = "callable"  # shaping: what measures it
     command: list[str] = Field(default_factory=list)  # tests: what runs them in their box
@@ -89,13 +89,15 @@ class RewardSource(Section):
     image: str | None = None  # tests: what boxes are made of
     box_s: Positive = 20.0  # tests: of the command; work that takes longer gets 0
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0  # shaping: of its formula; returns are undiscounted, so take 1
-    url: str | None = None  # prm, judge: the server; a /v1 at the end is taken off
+    url: str | None = None  # prm, judge, teacher: the server; teacher: or "policy", the run's own engines
+    prompt: str | None = None  # teacher: a system message that it alone reads, before the episode
+    envs: list[str] = Field(default_factory=list)  # teacher: of the environments that it teaches; none: of all
     model: str | None = None  # by which the server knows the model; default: its only one
     api_key_env: str | None = None  # the environment variable with the key that the server asks for
     rubric: str | None = None  # judge: by which it scores the last action, from 0 to 1
     label: Annotated[int, Field(ge=0)] = 0  # prm: which output, of a model with several
     activation: bool = False  # prm: through a sigmoid or softmax first
-    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0  # its share in a turn's process reward
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0  # in a turn's process reward; teacher: no part of it
     version: Count = 1  # of what it says; scores of another version do not count
     concurrency: Count = 8  # calls at once
     call_deadline_s: Positive = 30.0  # of one call
@@ -124,8 +126,8 @@ class RewardSource(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        needed = {"callable": ("call",), "tests": ("command",), "prm": ("url",), "judge": ("url", "rubric")}
-        for name in needed[self.measure]:
+        needed = {"callable": ("call",), "tests": ("command",), "judge": ("url", "rubric")}
+        for name in needed.get(self.measure, ("url",)):
             if not getattr(self, name):
                 raise ConfigError(f"rewards.{name}", getattr(self, name), f"a source of kind {self.kind!r} needs it")
         if self.measure == "tests" and self.box_s >= self.call_deadline_s:
@@ -133,6 +135,9 @@ class RewardSource(Section):
             raise ConfigError("rewards.box_s", self.box_s, hint)
         if self.kind == "shaping" and self.late == "partial":
             hint = "a part of the differences of a potential adds up to a reward: give 'drop' or 'neutral'"
+            raise ConfigError("rewards.late", self.late, hint)
+        if self.kind == "teacher" and self.late != "partial":
+            hint = "a teacher that is late or refuses must not take an episode out: give 'partial'"
             raise ConfigError("rewards.late", self.late, hint)
         if self.source == "env":
             raise ConfigError("rewards.source", "env", "this is the environment itself: choose another name")

@@ -26,6 +26,7 @@ from agentrl.engine.wire import (
     prompt_logprobs,
     refusal,
     request_json,
+    score_json,
 )
 from agentrl.errors import EngineBroke, EngineError, EngineRefusal, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
@@ -204,14 +205,7 @@ class EngineClient:
         """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each given the tokens before it, under `model`
         (default: the engine's only one). The engine's prefix cache is not used. Raises EngineError if the engine does
         not score prompts."""
-        params: dict[str, Json] = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "prompt_logprobs": 0}
-        asked: dict[str, Json] = {
-            "request_id": f"score-{uuid4().hex}",
-            "token_ids": list(token_ids),
-            "sampling_params": params,
-        }
-        if model is not None:
-            asked["model"] = model
+        asked = score_json(token_ids, model)
         answer = parse_json(await self.call("POST", "/inference/v1/generate", json=asked, deadline_s=deadline_s))
         return prompt_logprobs(answer, token_ids)
 

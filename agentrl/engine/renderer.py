@@ -91,6 +91,10 @@ class Renderer:
             found.append((self._encode(before), said[: ends[-1] + 1]))
         return found
 
+    def tokens(self, text: str) -> tuple[int, ...]:
+        """The tokens of a text as it is; no part of it is a control token."""
+        return self._encode(self._guard_value(text))
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of sampled tokens, special ones written out, without the one that ends the turn."""
         kept = list(ids)

@@ -18,7 +18,7 @@ from trio.lowlevel import RunVar
 
 from agentrl.clock import granted
 from agentrl.engine.client import EngineClient
-from agentrl.engine.wire import parse_json
+from agentrl.engine.wire import parse_json, prompt_logprobs, score_json
 from agentrl.errors import EngineTimeout, EngineUnavailable, ScoreError
 from agentrl.records import Json, Message
 
@@ -97,6 +97,20 @@ class ScoringClient:
             return dict(answer["choices"][0]["message"])
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ScoreError(f"{self.url} gave no chat completion: {str(answer)[:200]}") from error
+
+    async def logprobs(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each given the tokens before it, under the server's
+        model. Raises EngineTimeout at the deadline, EngineError if the server refuses or does not score prompts."""
+        answer = await self._post("/inference/v1/generate", score_json(token_ids, self._model.get("model")))
+        return prompt_logprobs(answer, token_ids)
+
+    async def tokens(self, text: str) -> tuple[int, ...]:
+        """The server's tokens of a text, without any that open or close it. Raises as `logprobs`."""
+        answer = await self._post("/tokenize", {**self._model, "prompt": text, "add_special_tokens": False})
+        try:
+            return tuple(int(token) for token in answer["tokens"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ScoreError(f"{self.url} gave no tokens: {str(answer)[:200]}") from error
 
     async def _classify(self, asked: Mapping[str, Json], activation: bool) -> tuple[float, ...]:
         answer = await self._post("/classify", {**self._model, **asked, "use_activation": activation})

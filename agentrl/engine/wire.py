@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
+from uuid import uuid4
 
 import numpy as np
 
@@ -67,6 +68,17 @@ def request_json(request: GenerateRequest, *, stream: bool) -> dict[str, Json]:
         "stream": stream,
     }
     return body if request.model is None else body | {"model": request.model}
+
+
+def score_json(token_ids: Sequence[int], model: str | None) -> dict[str, Json]:
+    """The body of a request for the log-probs of a prompt's tokens at temperature 1."""
+    params: dict[str, Json] = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "prompt_logprobs": 0}
+    asked: dict[str, Json] = {
+        "request_id": f"score-{uuid4().hex}",
+        "token_ids": list(token_ids),
+        "sampling_params": params,
+    }
+    return asked if model is None else asked | {"model": model}
 
 
 def prompt_logprobs(document: Mapping[str, Json], token_ids: Sequence[int]) -> tuple[float, ...]:

@@ -18,6 +18,7 @@ from typing import Final
 import httpx
 import trio
 
+from agentrl.columns import NONE
 from agentrl.engine.scoring import ScoringClient
 from agentrl.errors import DiskFull, ScoreError
 from agentrl.records import StopReason, Trajectory
@@ -27,10 +28,11 @@ from agentrl.rewards.contents import Known
 from agentrl.rewards.judge import Judge
 from agentrl.rewards.reward_model import RewardModel
 from agentrl.rewards.shaping import Shaping
+from agentrl.rewards.verdict import Verdict
 from agentrl.settings import RewardSource
 from agentrl.store.roles import RewardStore
 
-TurnRewarder = Callable[[Trajectory], "float | Awaitable[float]"]
+TurnRewarder = Callable[[Trajectory], "float | Verdict | Awaitable[float | Verdict]"]
 """Scores the last turn of an episode as far as it went. May be async; a blocking one runs in a thread."""
 
 _LOOK_S: Final = 1.0  # a source looks so often for turns that may be asked for again
@@ -44,12 +46,16 @@ def rewarder_of(
     settings: RewardSource,
     *,
     artifacts_of: ArtifactsOf = lambda _: None,
+    teacher_of: Callable[[RewardSource], TurnRewarder] | None = None,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> TurnRewarder:
     """What a source asks. A model reads up to the turn's action; a callable is also given the environment's answer;
-    tests get the turn's artifacts. `transport` takes the place of the network.
+    tests get the turn's artifacts. `teacher_of` makes a teacher. `transport` takes the place of the network.
 
     Raises UsageError for a reference that cannot be imported and for tests that cannot be read."""
+    if settings.kind == "teacher":
+        assert teacher_of is not None, "a run makes its teachers"
+        return teacher_of(settings)
     if settings.measure in ("callable", "tests"):
         own: TurnRewarder = (
             BoxTests(settings, artifacts_of) if settings.measure == "tests" else load_reference(settings.call or "")
@@ -58,7 +64,11 @@ def rewarder_of(
             return own
         threads = trio.CapacityLimiter(settings.concurrency)
         known = Known(apart=settings.measure == "tests")
-        return Shaping(lambda state: _called(own, state, threads), settings.gamma, known)
+
+        async def potential(state: Trajectory) -> float:
+            return (await _called(own, state, threads)).value
+
+        return Shaping(potential, settings.gamma, known)
     client = ScoringClient(
         settings.url or "",
         model=settings.model,
@@ -143,26 +153,28 @@ class Scorer:
         turn's episode began anew meanwhile."""
         seen = until(await self.store.trajectory(int(turn.split(".")[0])), turn, settled=self._settled)
         started = time.monotonic()
-        value, cost = self._known.get(seen), 0.0
+        value, cost, columns = self._known.get(seen), 0.0, NONE
         if value is None:
-            value, cost = await self._asked(seen)
-            self._known.keep(seen, value)
-        took_s = time.monotonic() - started
-        await self.store.score(turn, self.settings.source, value, version=version, took_s=took_s, cost=cost)
+            verdict, cost = await self._asked(seen)
+            value, columns = verdict.value, verdict.columns
+            if self.settings.kind != "teacher":  # what it says is of tokens, and texts may be alike
+                self._known.keep(seen, value)
+        took_s, source = time.monotonic() - started, self.settings.source
+        await self.store.score(turn, source, value, version=version, took_s=took_s, cost=cost, columns=columns)
         return value
 
-    async def _asked(self, seen: Trajectory) -> tuple[float, float]:
-        """The value, and how many calls it took."""
+    async def _asked(self, seen: Trajectory) -> tuple[Verdict, float]:
+        """The verdict, and how many calls it took."""
         failure = ""
         for attempt in range(self.settings.retries + 1):
             if attempt:
                 await trio.sleep(_PAUSE_S * 2 ** (attempt - 1))
             with trio.move_on_after(self.settings.call_deadline_s) as scope:
                 try:
-                    value = await _called(self.ask, seen, self._threads)
-                    if math.isfinite(value):
-                        return value, attempt + 1.0
-                    failure = f"{value} is no reward"
+                    verdict = await _called(self.ask, seen, self._threads)
+                    if math.isfinite(verdict.value):
+                        return verdict, attempt + 1.0
+                    failure = f"{verdict.value} is no reward"
                 except Exception as error:  # whatever a source's own code raises is its failure, and is named here
                     failure = " ".join(f"{type(error).__name__}: {error}".split())
             if scope.cancelled_caught:
@@ -170,10 +182,11 @@ class Scorer:
         raise ScoreError(f"{self.settings.retries + 1} attempts failed, the last one: {failure}")
 
 
-async def _called(ask: TurnRewarder, seen: Trajectory, threads: trio.CapacityLimiter) -> float:
+async def _called(ask: TurnRewarder, seen: Trajectory, threads: trio.CapacityLimiter) -> Verdict:
     """A source's answer. A blocking one is left behind at the deadline, in its thread, and holds its place there."""
     if inspect.iscoroutinefunction(ask) or inspect.iscoroutinefunction(type(ask).__call__):
         answer = ask(seen)
     else:
         answer = await trio.to_thread.run_sync(ask, seen, abandon_on_cancel=True, limiter=threads)
-    return float(await answer if inspect.isawaitable(answer) else answer)
+    said = await answer if inspect.isawaitable(answer) else answer
+    return said if isinstance(said, Verdict) else Verdict(float(said))

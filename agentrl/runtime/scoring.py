@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 
 import trio
@@ -11,6 +12,7 @@ import trio
 from agentrl.config import RunConfig
 from agentrl.errors import ScoreError, UsageError
 from agentrl.rewards.sources import Scorer, rewarder_of
+from agentrl.runtime.teaching import teacher_of
 from agentrl.settings import RewardSource
 from agentrl.store import RunStore, Source
 from agentrl.store.awaitable import AsyncStore
@@ -22,10 +24,16 @@ def declare(config: RunConfig, store: ControlStore) -> None:
 
     Raises, before anything is played, UsageError if a source cannot be imported, ConfigError if a key is not set."""
     for one in config.rewards:
-        rewarder_of(one, artifacts_of=store.artifacts)
+        rewarder_of(one, artifacts_of=store.artifacts, teacher_of=partial(teacher_of, config, _nobody))
     store.declare_sources(
         [
-            Source(name=one.source, version=one.version, weight=one.weight, deadline_s=one.deadline_s, late=one.late)
+            Source(
+                name=one.source,
+                version=one.version,
+                weight=0.0 if one.kind == "teacher" else one.weight,
+                deadline_s=one.deadline_s,
+                late=one.late,
+            )
             for one in config.rewards
         ]
     )
@@ -35,7 +43,13 @@ async def serve(config: RunConfig, store: RewardStore) -> None:
     """Score turns by every source of the run until cancelled. Raises UsageError if a source cannot be imported."""
     async with trio.open_nursery() as nursery:
         for settings in config.rewards:
-            nursery.start_soon(Scorer(settings, store, rewarder_of(settings, artifacts_of=store.artifacts)).serve)
+            teacher = partial(teacher_of, config, store.meta)
+            ask = rewarder_of(settings, artifacts_of=store.artifacts, teacher_of=teacher)
+            nursery.start_soon(Scorer(settings, store, ask).serve)
+
+
+async def _nobody(_: str) -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +96,8 @@ async def rescore(config: RunConfig, store: RunStore, source: str) -> tuple[int,
     said = [one.version for one in store.scores(source)]
     version = max([settings.version, *said]) + 1
     desk = AsyncStore(store)
-    scorer = Scorer(settings, desk, rewarder_of(settings, artifacts_of=store.artifacts))
+    teacher = partial(teacher_of, config, desk.meta)
+    scorer = Scorer(settings, desk, rewarder_of(settings, artifacts_of=store.artifacts, teacher_of=teacher))
     limiter, failed = trio.CapacityLimiter(settings.concurrency), 0
 
     async def score(turn: str) -> None:

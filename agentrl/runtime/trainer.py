@@ -26,6 +26,7 @@ from agentrl.runtime.orders import take_order
 from agentrl.runtime.pipeline import Interrupted, Supervisor, run_to_end
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.sources import first_tasks, task_source
+from agentrl.runtime.teaching import check_teachers
 from agentrl.store import RunStore
 
 _TRAINING = ("torch", "transformers", "safetensors", "peft", "matplotlib")  # the packages of the extra `train`
@@ -134,6 +135,7 @@ def check_startable(config: RunConfig) -> None:
         registry.load_reference(config.env.reward)
     _check_roles(config)
     _check_slots(config)
+    check_teachers(config)
 
 
 def _check_slots(config: RunConfig) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import trio
 
+from agentrl.columns import NONE, Columns
 from agentrl.errors import StoreError
 from agentrl.records import Json, Messages, Step, StopReason, Trajectory, Turn, WeightVersion
 from agentrl.store import Claim, Partial, RunStore, Snapshot
@@ -147,9 +148,18 @@ class AsyncStore:
         return self._reader.artifacts(turn)
 
     async def score(
-        self, turn: str, source: str, value: float, *, version: int | None = None, took_s: float, cost: float
+        self,
+        turn: str,
+        source: str,
+        value: float,
+        *,
+        version: int | None = None,
+        took_s: float,
+        cost: float,
+        columns: Columns = NONE,
     ) -> bool:
-        call = partial(self._store.score, turn, source, value, version=version, took_s=took_s, cost=cost)
+        said = {"version": version, "took_s": took_s, "cost": cost, "columns": columns}
+        call = partial(self._store.score, turn, source, value, **said)
         return await self._write(call)
 
     # --- writes

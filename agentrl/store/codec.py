@@ -80,6 +80,15 @@ def unpack_tokens(blob: bytes) -> tuple[tuple[int, ...], tuple[int, ...], tuple[
     return tuple(ids[:n_prompt]), tuple(ids[n_prompt:]), tuple(logprobs), unpack_columns(data[named:])
 
 
+def with_columns(blob: bytes, named: columns.Columns, what: str) -> bytes:
+    """A blob of tokens with more columns; those that it has stay. Raises StoreError as `pack_columns`."""
+    data = zstandard.decompress(blob)
+    _, _, n_tokens = _HEADER.unpack_from(data)
+    known = unpack_tokens(blob)[3]
+    more = {name: values for name, values in named.items() if name not in known}
+    return zstandard.compress(data + pack_columns(more, n_tokens, what), _LEVEL)
+
+
 def pack_columns(named: columns.Columns, n: int, what: str) -> bytes:
     """The columns of `n` tokens. Raises StoreError naming `what` for one that is not registered, has another length, or
     whose numbers its dtype cannot hold."""

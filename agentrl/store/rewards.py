@@ -16,8 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from agentrl.columns import NONE, Columns
 from agentrl.errors import StoreError
 from agentrl.records import StopReason, turn_id
+from agentrl.store.codec import with_columns
 from agentrl.store.database import Database, Part
 from agentrl.store.journal import Ending, end_as, held_ending
 
@@ -107,9 +109,11 @@ class Rewards(Part):
         version: int | None = None,
         took_s: float = 0.0,
         cost: float = 0.0,
+        columns: Columns = NONE,
     ) -> bool:
         """Write the value that `source`, in `version` (default: the declared one, else 1), gives the turn with this id.
-        If that version has scored it already, the first value stays, and the result is False.
+        If that version has scored it already, the first value stays, and the result is False. `columns` of the turn's
+        tokens are kept with them, if the episode waited for this value.
 
         The last value that an episode waits for ends it, in the same transaction. Raises StoreError for an unknown turn
         and for a value that is not finite."""
@@ -129,6 +133,8 @@ class Rewards(Part):
             if written.rowcount == 0:
                 return False
             if counts:
+                if columns:
+                    self._annotate(row_id, turn, columns)
                 self._db.execute("DELETE FROM unscored WHERE source = ? AND turn_id = ?", (source, row_id))
                 self._end_if_scored(episode_id)
         return True
@@ -182,6 +188,13 @@ class Rewards(Part):
             )
             for episode_id, trial, index, name, version, value, counts, time_s, took_s, cost in rows
         ]
+
+    def _annotate(self, row_id: int, turn: str, columns: Columns) -> None:
+        """Keep columns with the tokens of a turn; of several under one name, the first stays."""
+        blob = self._db.row("SELECT data FROM tokens WHERE turn_id = ?", (row_id,))
+        if blob is not None:
+            data = with_columns(blob[0], columns, f"turn {turn}")
+            self._db.execute("UPDATE tokens SET data = ? WHERE turn_id = ?", (data, row_id))
 
     def _late(self, now: float) -> list[tuple[int, str, Late, float]]:
         return self._db.rows(  # pyright: ignore[reportReturnType]

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
+from agentrl.columns import NONE, Columns
 from agentrl.records import (
     Group,
     GroupState,
@@ -179,8 +180,17 @@ class RewardStore(Protocol):
     async def trajectory(self, episode_id: int) -> Trajectory: ...
     def artifacts(self, turn: str) -> dict[str, bytes] | None: ...
     async def score(
-        self, turn: str, source: str, value: float, *, version: int | None = None, took_s: float, cost: float
+        self,
+        turn: str,
+        source: str,
+        value: float,
+        *,
+        version: int | None = None,
+        took_s: float,
+        cost: float,
+        columns: Columns = NONE,
     ) -> bool: ...
+    async def meta(self, key: str) -> str | None: ...
     async def wait_for_work(self, role: Role, timeout_s: float) -> None: ...
 
 

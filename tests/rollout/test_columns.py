@@ -185,6 +185,6 @@ def test_a_package_offers_a_column_by_an_entry_point(tmp_path: Path, monkeypatch
     registry._offered.cache_clear()
     try:
         assert columns.column("teacher_logprobs") == Column(name="teacher_logprobs", default=0.0)
-        assert columns.known().keys() == {"odds", "pair", "teacher_logprobs"}
+        assert columns.known().keys() == {"odds", "pair", "teacher", "teacher_logprobs"}
     finally:
         registry._offered.cache_clear()

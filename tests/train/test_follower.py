@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from agentrl.algos.distil import Distil
 from agentrl.algos.grpo import GRPO
 from agentrl.config import Train
 from agentrl.errors import ModelError
-from agentrl.records import Group
+from agentrl.records import Group, context_ids
 from agentrl.train.learner import Learner
 from agentrl.train.model import PolicyModel
 from agentrl.train.packing import packs
@@ -168,3 +169,35 @@ def test_the_policy_moves_to_its_teacher_without_any_reward(qwen3_dir: Path, tmp
     assert asked == ["some/teacher"]
     assert report.algorithm["untaught"] == 0
     assert divergence[0] > 0.5 and divergence[-1] < divergence[0] / 4
+
+
+def test_a_journaled_teacher_trains_as_one_in_the_learner(qwen3_dir: Path, tmp_path: Path) -> None:
+    """What it said of each token is a column of the turn; a turn that has none costs nothing."""
+    folder = tiny_qwen3(tmp_path / "teacher", seed=5)
+    groups = [random_group(id, seed=id) for id in (1, 2)]
+
+    def told(context: list[int], tokens: tuple[int, ...]) -> tuple[float, ...]:
+        return PolicyModel(folder).score([*context, *tokens])[-len(tokens) :]
+
+    def having(group: Group) -> Group:
+        members = []
+        for member in group.trajectories:
+            turns = []
+            for one in member.turns:
+                columns = {"teacher": told(list(context_ids(member.turns, one.index)), one.token_ids)}
+                turns.append(replace(one, columns=columns))
+            members.append(replace(member, turns=tuple(turns)))
+        return replace(group, trajectories=tuple(members))
+
+    slot, column, silent = (
+        Learner(run_config(algo=Distil(teacher=name), train=Train.model_validate(TRAIN), rollout=SHORT), qwen3_dir)
+        for name in (str(folder), None, None)
+    )
+    begun = state_of(slot)
+    expected = slot.step(groups, step_of=STEP_OF)
+    found = column.step([having(group) for group in groups], step_of=STEP_OF)
+    assert found.algorithm["kl_teacher"] == pytest.approx(expected.algorithm["kl_teacher"], rel=1e-4)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+    assert found.algorithm["untaught"] == 0 and not same(begun, state_of(column))
+    nothing = silent.step(groups, step_of=STEP_OF)
+    assert nothing.grad_norm == 0 and nothing.algorithm["untaught"] == pytest.approx(1)

@@ -1,0 +1,61 @@
+"""A teacher that an engine serves: how probable it finds each token that the policy sampled (on-policy distillation).
+
+Owns the tokens that the teacher reads: those of the episode as they were sampled, never tokenized again, after a prompt
+of its own if it has one. What it says is a column of the turn's tokens, so that the journal keeps it. Knows neither the
+run nor the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from agentrl.columns import TEACHER, Columns
+from agentrl.engine.renderer import Renderer
+from agentrl.engine.scoring import ScoringClient
+from agentrl.errors import ModelError, ScoreError
+from agentrl.records import Message, Trajectory, context_ids
+from agentrl.rewards.verdict import Verdict
+
+_LEAST = -9999.0  # what vLLM writes for a NaN
+
+
+@dataclass(slots=True)
+class Teacher:
+    """Scores the last turn of an episode. `clients` finds the servers of now, which share the turns. Of an environment
+    that is not among `envs`, it says nothing (no `envs`: it teaches all)."""
+
+    clients: Callable[[], Awaitable[Sequence[ScoringClient]]]
+    prefix: tuple[int, ...] = ()
+    envs: frozenset[str] = frozenset()
+
+    async def __call__(self, seen: Trajectory) -> Verdict:
+        """The mean of log teacher - log policy over the turn's tokens, and the teacher's log-prob of each. Raises
+        EngineError if a server refuses or is gone, ScoreError if what it says is no log-prob."""
+        turn = seen.turns[-1]
+        if not turn.token_ids or (self.envs and seen.task.env not in self.envs):
+            return Verdict(0.0)
+        clients = await self.clients()
+        if not clients:
+            raise ScoreError("no engine of the policy is known yet")
+        tokens = (*self.prefix, *context_ids(seen.turns, turn.index), *turn.token_ids)
+        told = (await clients[seen.episode_id % len(clients)].logprobs(tokens))[-len(turn.token_ids) :]
+        if not all(math.isfinite(one) and one > _LEAST for one in told):
+            raise ScoreError("the teacher gave a log-prob that is none")
+        gaps = [one - own for one, own in zip(told, turn.logprobs, strict=True)]
+        columns: Columns = {TEACHER.name: told}
+        return Verdict(fmean(gaps), columns)
+
+
+def prefix_of(renderer: Renderer, prompt: str | None) -> tuple[int, ...]:
+    """The tokens of a system message before any conversation. Raises ModelError if the chat template writes a
+    conversation otherwise after one."""
+    if prompt is None:
+        return ()
+    asked: Message = {"role": "user", "content": "."}
+    alone, after = renderer.start([asked]), renderer.start([{"role": "system", "content": prompt}, asked])
+    if len(after) <= len(alone) or after[-len(alone) :] != alone:
+        raise ModelError("the chat template does not put a system message before a conversation that is without one")
+    return after[: -len(alone)]

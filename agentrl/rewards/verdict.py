@@ -1,0 +1,15 @@
+"""What a source of rewards may say of a turn besides a number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from agentrl.columns import NONE, Columns
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A turn's `value`, and `columns` of its tokens (`agentrl.columns`), which the journal keeps with them."""
+
+    value: float
+    columns: Columns = field(default_factory=lambda: NONE)
