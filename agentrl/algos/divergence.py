@@ -10,8 +10,9 @@ whole episodes, but has far less variance. `episode` is exactly that, since the 
 the score times the sum of gaps (past gaps and the derivative of k1 itself have mean 0). Its baseline b is the mean over
 the step's other episodes at the same place, which the judged episode has no part in.
 
-The policy is that of the step's start. `_T` are tokens, `_B` sequences of `_U` tokens, `_E` episodes; a NaN says that
-the other model told nothing of a token: its gap is 0. Never knows where the other's log-probs come from.
+The policy is that of the step's start. `_T` are tokens, `_B` sequences of `_U` tokens, `_E` episodes; 1 instead of
+a log-prob says that the other model told nothing of a token: its gap is 0. Never knows where the other's log-probs
+come from.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -29,7 +30,11 @@ from agentrl.algos.values import Sequences
 
 def gap(tokens: Mapping[str, Tensor], name: str) -> Tensor:
     """k1 of each token to the model `name`: [T], without gradient."""
-    return (tokens["proximal"] - tokens[name]).detach().nan_to_num(nan=0.0)
+    return torch.where(_told(tokens[name]), tokens["proximal"] - tokens[name], 0.0).detach()
+
+
+def _told(other_T: Tensor) -> Tensor:
+    return other_T < 0.5
 
 
 def charge(tokens: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
@@ -56,5 +61,5 @@ def gauges(tokens: Mapping[str, Tensor], *, reference: bool, teacher: bool) -> d
         found["kl_reference"] = (weight_T * gap(tokens, "reference")).sum()
     if teacher:
         found["kl_teacher"] = (weight_T * gap(tokens, "teacher")).sum()
-        found["untaught"] = (weight_T * tokens["teacher"].isnan()).sum()
+        found["untaught"] = (weight_T * ~_told(tokens["teacher"])).sum()
     return found

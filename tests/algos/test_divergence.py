@@ -182,7 +182,7 @@ def test_a_token_that_the_teacher_told_nothing_of_costs_nothing() -> None:
         "turn": torch.zeros(3, dtype=torch.long),
         "proximal": torch.tensor([-1.0, -1.0, -1.0]),
         "behaviour": torch.tensor([-1.0, -1.0, -1.0]),
-        "teacher": torch.tensor([-2.0, float("nan"), -1.5]),
+        "teacher": torch.tensor([-2.0, 1.0, -1.5]),
         "weight": torch.full((3,), 1 / 3),
         "advantage": torch.ones(3),
     }
