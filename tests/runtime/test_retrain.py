@@ -117,7 +117,7 @@ def config_of(model: Path, steps: int, **sections: Any) -> RunConfig:
         "model": str(model),
         "seed": 3,
         "env": {"id": "test/Env-v0"},
-        "rollout": {"group_size": SIZE, "max_context": 64, "max_tokens_per_turn": 8},
+        "rollout": {"group_size": SIZE, "max_context": 64, "max_tokens_per_turn": 8, "group_deadline_s": 0.01},
         "buffer": {"groups_per_step": PER_STEP, "max_lag": 2, "close": "quorum", "quorum": 2},
         "train": {"steps": steps, "checkpoint_every": 2, "lr": 1e-2, "tokens_per_batch": 64},
         "engine": {"canary": False},
