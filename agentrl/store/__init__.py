@@ -13,7 +13,8 @@ workers await theirs (see `awaitable`). Standard library and zstandard only; tri
     bias        what was trained beside what was played
     readers     rows back into records                audit       the laws, checked from the raw rows
     schema      tables and migrations                 database    transactions and errors, of any database
-    sqlite      the database in a file
+    sqlite      the database in a file                postgres    the same on a server
+    choice      which of the two a run has
     codec       packing                               rewards     scores of turns, and episodes that wait for them
     retaking    the groups of an earlier step once more
     forks       continuations of an episode           moving      groups out of one store into another
@@ -39,6 +40,7 @@ from agentrl.store.admission import Bounds, Load, Room, admissible_groups
 from agentrl.store.artifacts import Artifacts
 from agentrl.store.bias import Bias, Side, TrainingBias
 from agentrl.store.buffer import Buffer, Expired
+from agentrl.store.choice import connect, look
 from agentrl.store.closing import FULL, ClosePolicy, Full, Quorum, close_policy
 from agentrl.store.database import Database, Result
 from agentrl.store.deaths import Deaths, Quarantined, Released
@@ -62,7 +64,6 @@ from agentrl.store.rewards import Rewards, Scored, Source
 from agentrl.store.schema import SET_META
 from agentrl.store.signal import Role, Signal
 from agentrl.store.snapshots import Snapshot, Snapshots
-from agentrl.store.sqlite import SQLite
 
 __all__ = [
     "FULL",
@@ -144,9 +145,12 @@ class RunStore(
         self._signals: dict[Role, Signal] = {}
 
     @classmethod
-    def create(cls, path: str | Path, config_json: str, *, clock: Callable[[], float] = time.time) -> Self:
-        """A new store holding the run's configuration. Raises UsageError if there is a run at `path` already."""
-        db = SQLite.connect(Path(path), clock=clock, create=True)
+    def create(
+        cls, path: str | Path, config_json: str, *, url: str | None = None, clock: Callable[[], float] = time.time
+    ) -> Self:
+        """A new store holding the run's configuration: at `path`, or in the PostgreSQL database at `url`, and then
+        `path` is the address file that says so. Raises UsageError if there is a run at `path` already."""
+        db = connect(Path(path), clock=clock, create=True, url=url)
         try:
             db.prepare(
                 create=True,
@@ -163,7 +167,7 @@ class RunStore(
     def open(cls, path: str | Path, *, clock: Callable[[], float] = time.time) -> Self:
         """The store at `path`, its schema brought up to date. Raises UsageError if there is none, StoreVersionError if
         a newer agentrl wrote it, StoreError if the file is something else."""
-        db = SQLite.connect(Path(path), clock=clock, create=False)
+        db = connect(Path(path), clock=clock)
         try:
             db.prepare(create=False)
         except BaseException:
@@ -186,7 +190,7 @@ class RunStore(
         older agentrl is read from a private copy, which does not change any more.
 
         Raises UsageError if there is none, StoreVersionError if a newer agentrl wrote it."""
-        return cls(SQLite.look(Path(path), clock=clock))
+        return cls(look(Path(path), clock=clock))
 
     def together(self, calls: Sequence[Callable[[], Any]]) -> list[Result]:
         """Make calls of this handle, in one transaction for all their writes; each has its own result. A call that
@@ -196,7 +200,7 @@ class RunStore(
     def signal(self, role: Role) -> Signal:
         """Tells `role` when to look at the store again, see `signal`. One for each role of this handle."""
         if role not in self._signals:
-            self._signals[role] = Signal(self._db.path, role)
+            self._signals[role] = Signal(self._db.watch(), role)
         return self._signals[role]
 
     def wait_for_work(self, role: Role, timeout_s: float) -> None:

@@ -47,6 +47,20 @@ class Cursor(Protocol):
     def __iter__(self) -> Iterator[Row]: ...
 
 
+class Watch(Protocol):
+    """Tells whether the store was written."""
+
+    def written(self) -> bool:
+        """Whether anybody has committed since this was last asked; True at first."""
+        ...
+
+    def row(self, sql: str) -> Row | None:
+        """The row that a statement returns."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Database(ABC):
     """One process's handle of the store. Threads may share it: calls take turns.
 
@@ -114,6 +128,10 @@ class Database(ABC):
     @abstractmethod
     def insert(self, sql: str, parameters: Sequence[Any]) -> int:
         """Insert one row into a table that numbers its rows; the number."""
+
+    @abstractmethod
+    def watch(self) -> Watch:
+        """Watch the store for writes of all processes, on a connection of its own."""
 
     @abstractmethod
     def faults(self) -> list[str]:

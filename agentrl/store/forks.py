@@ -57,7 +57,8 @@ class Forks(Part):
         if purpose != TRAIN:
             raise UsageError(f"episode {episode_id} is of {purpose}, which is never trained: fork one of training")
         turns = self._db.rows(
-            "SELECT s.terminated OR s.truncated, k.turn_id IS NOT NULL FROM turns t JOIN steps s ON s.turn_id = t.id"
+            "SELECT s.terminated = 1 OR s.truncated = 1, k.turn_id IS NOT NULL"
+            " FROM turns t JOIN steps s ON s.turn_id = t.id"
             " LEFT JOIN tokens k ON k.turn_id = t.id WHERE t.episode_id = ? AND t.trial = ? ORDER BY t.idx",
             (episode_id, trial),
         )

@@ -277,8 +277,8 @@ def end_episode(db: Database, episode_id: int, state: str, stop_reason: StopReas
         "UPDATE episodes SET state = ?, stop_reason = ?, ended_s = ?, holder = NULL, (n_turns, n_tokens) ="
         " (SELECT COUNT(*), COALESCE(SUM(t.n_tokens), 0) FROM turns t"
         "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial), newest_step ="
-        " (SELECT MAX(v.step) FROM turns t JOIN json_each(t.spans) s"
-        "  JOIN versions v ON v.version = json_extract(s.value, '$[0]')"
+        " (SELECT MAX(v.step) FROM turns t CROSS JOIN json_each(t.spans) s"
+        "  JOIN versions v ON v.version = CAST(json_extract(s.value, '$[0]') AS INTEGER)"
         "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial AND t.learns = 1) WHERE id = ?",
         (state, stop_reason, now, episode_id),
     )

@@ -193,7 +193,7 @@ def too_early(db: Database, step: int, ahead: int) -> float:
     row = db.row(
         "SELECT id FROM (SELECT id FROM groups"
         " WHERE purpose = ?1 AND state IN ('waiting', 'running', 'finished', 'scored')"
-        " UNION ALL SELECT id FROM groups WHERE purpose = ?1 AND state = 'taken' AND taken_step > ?2)"
+        " UNION ALL SELECT id FROM groups WHERE purpose = ?1 AND state = 'taken' AND taken_step > ?2) ahead"
         " ORDER BY id LIMIT 1 OFFSET ?3",
         (TRAIN, step, ahead),
     )

@@ -108,7 +108,7 @@ class Readers(Part):
             rows = self._db.rows(
                 "SELECT g.id, g.task, COUNT(e.success), COALESCE(AVG(e.success), 0.0) FROM groups g"
                 " JOIN episodes e ON e.group_id = g.id AND e.late = 0"
-                " WHERE +g.purpose = ?1 AND g.fork_turn IS NULL AND g.id > ?2 AND g.id < COALESCE("
+                " WHERE g.purpose || '' = ?1 AND g.fork_turn IS NULL AND g.id > ?2 AND g.id < COALESCE("
                 "(SELECT MIN(id) FROM groups WHERE purpose = ?1 AND state IN ('waiting', 'running')), 9e18)"
                 " GROUP BY g.id ORDER BY g.id",
                 ("train", after),

@@ -463,18 +463,18 @@ def read_version(connection: sqlite3.Connection, path: str) -> int:
 
 def migrate(connection: sqlite3.Connection, version: int) -> None:
     """Bring a store from schema `version` to the newest. The caller holds a write transaction and commits it."""
-    for migration in MIGRATIONS[version:]:
-        for statement in _statements(migration):
-            connection.execute(statement)
+    for statement in statements(version):
+        connection.execute(statement)
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
-def _statements(script: str) -> list[str]:
-    """Split a script into statements. `executescript` would do, but it commits the transaction it is called in."""
+def statements(version: int) -> list[str]:
+    """What takes a store from schema `version` to the newest, statement by statement. `executescript` would do, but it
+    commits the transaction it is called in."""
     statements: list[str] = []
     lines: list[str] = []
-    for line in script.splitlines():
+    for line in "\n".join(MIGRATIONS[version:]).splitlines():
         lines.append(line)
         text = "\n".join(lines).strip()
         if text and sqlite3.complete_statement(text):

@@ -1,19 +1,15 @@
 """Says when a process of the run should look at the store again, in place of looking all the time.
 
-A signal reads the counter that SQLite raises when another connection commits (`PRAGMA data_version`, microseconds), on
-a read-only connection of its own. So it sees every process's writes, its own process's too, and misses none, whoever
-is killed. If the counter has moved, a role may have a mark, a small row that changes with what it waits for: the
-learner does not look again because a turn was journaled. Never says what there is to do.
+A signal has the database's own watch, on a connection of its own. So it sees the writes of every process, its own too,
+and misses none, whoever is killed. If somebody has written, a role may have a mark, a small row that changes with what
+it waits for: the learner does not look again because a turn was journaled. Never says what there is to do.
 """
 
 from __future__ import annotations
 
-import sqlite3
-from pathlib import Path
 from typing import Literal
 
-from agentrl.store.database import Row
-from agentrl.store.sqlite import named, read_only
+from agentrl.store.database import Row, Watch
 
 Role = Literal["rollout", "learner", "control", "reward"]
 """Who waits: a worker for episodes, the learner for members, admission for room, a reward source for turns."""
@@ -37,10 +33,8 @@ _MARKS: dict[Role, str | None] = {
 class Signal:
     """Tells one waiting role of changes. The first look is a change."""
 
-    def __init__(self, path: Path, role: Role) -> None:
-        self._path, self._mark_of = path, _MARKS[role]
-        self._connection = read_only(path)
-        self._counter: int | None = None
+    def __init__(self, watch: Watch, role: Role) -> None:
+        self._watch, self._mark_of = watch, _MARKS[role]
         self._mark: Row | None = None
         self._pause_s = _LEAST_S
 
@@ -51,19 +45,15 @@ class Signal:
 
     def changed(self) -> bool:
         """Whether there may be work that was not there when this was last true."""
-        try:
-            (counter,) = self._connection.execute("PRAGMA data_version").fetchone()
-            if counter == self._counter:
-                self._pause_s = min(_MOST_S, self._pause_s * _GROWTH)
-                return False
-            self._counter, self._pause_s = counter, _LEAST_S
-            if self._mark_of is None:
-                return True
-            before, self._mark = self._mark, self._connection.execute(self._mark_of).fetchone()
-        except sqlite3.Error as error:
-            raise named(error, self._path) from error
+        if not self._watch.written():
+            self._pause_s = min(_MOST_S, self._pause_s * _GROWTH)
+            return False
+        self._pause_s = _LEAST_S
+        if self._mark_of is None:
+            return True
+        before, self._mark = self._mark, self._watch.row(self._mark_of)
         return before != self._mark
 
     def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
+        """Close the watch."""
+        self._watch.close()

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from agentrl.errors import DiskFull, StoreBusy, StoreError, UsageError
 from agentrl.store import schema
-from agentrl.store.database import BUSY_S, Database, damaged
+from agentrl.store.database import BUSY_S, Database, Row, Watch, damaged
 
 _WRITE_LOCK = 120
 """The byte of the file `-shm` that SQLite locks to write (WAL_WRITE_LOCK in its sources)."""
@@ -149,11 +149,36 @@ class SQLite(Database):
         assert number is not None
         return number
 
+    def watch(self) -> Watch:
+        return Counter(self.path)
+
     def faults(self) -> list[str]:
         return [str(message) for (message,) in self.rows("PRAGMA quick_check") if message != "ok"]
 
     def any_text(self, text: str | bytes) -> str | bytes:
         return text
+
+
+class Counter:
+    """Reads the counter that SQLite raises when another connection commits (`PRAGMA data_version`, microseconds)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._connection = path, read_only(path)
+        self._last: int | None = None
+
+    def written(self) -> bool:
+        row = self.row("PRAGMA data_version")
+        last, self._last = self._last, None if row is None else row[0]
+        return last != self._last
+
+    def row(self, sql: str) -> Row | None:
+        try:
+            return self._connection.execute(sql).fetchone()
+        except sqlite3.Error as error:
+            raise named(error, self._path) from error
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 def read_only(path: Path) -> sqlite3.Connection:

@@ -1,0 +1,69 @@
+"""Which database a run has: SQLite in a file, or PostgreSQL if the path is that of an address file.
+
+PostgreSQL's driver is an extra, so `postgres` is imported only for runs that have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from agentrl.errors import UsageError
+from agentrl.store.database import Database
+from agentrl.store.sqlite import SQLite
+
+ADDRESS = "store.address"
+"""The name of the file, in a run's folder, that says where its store is."""
+
+
+def connect(path: Path, *, clock: Callable[[], float], create: bool = False, url: str | None = None) -> Database:
+    """Connect to write. With `create`, a store that is yet to be prepared; in the database at `url` if that is given.
+
+    Raises UsageError if there is none, or if the driver is not installed, StoreError if it cannot be reached."""
+    if path.name != ADDRESS:
+        return SQLite.connect(path, clock=clock, create=create)
+    _require_driver()
+    from agentrl.store.postgres import Address, Postgres
+
+    if url is None:
+        return Postgres(path, Address.read(path), clock)
+    if path.exists():
+        raise UsageError(f"{path} names a run's store already: resume it, or choose another folder")
+    address = Address.of(url, path.parent)
+    db = Postgres(path, address, clock)
+    address.write(path)
+    return db
+
+
+def look(path: Path, *, clock: Callable[[], float]) -> Database:
+    """Connect to look: nothing is written or migrated, and no writer waits. Raises as `connect` does."""
+    if path.name != ADDRESS:
+        return SQLite.look(path, clock=clock)
+    _require_driver()
+    from agentrl.store.postgres import Address, Postgres
+
+    db = Postgres(path, Address.read(path), clock, reads=True)
+    try:
+        db.look()
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def remove(path: Path) -> None:
+    """Remove the tables that an address file names, for good; nothing for a file of SQLite."""
+    if path.name == ADDRESS and path.exists():
+        _require_driver()
+        from agentrl.store.postgres import Address, Postgres
+
+        db = Postgres(path, Address.read(path), lambda: 0.0)
+        db.drop()
+        db.close()
+
+
+def _require_driver() -> None:
+    try:
+        import psycopg  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ImportError as error:
+        raise UsageError(f"a store in PostgreSQL needs its driver ({error}): pip install 'agentrl[postgres]'") from None
