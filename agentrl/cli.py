@@ -25,6 +25,7 @@ from agentrl.retrain_cli import retrain
 from agentrl.rewards_cli import rescore, rewards
 from agentrl.sft_cli import sft
 from agentrl.simulate_cli import simulate
+from agentrl.store_cli import store
 
 if TYPE_CHECKING:
     from agentrl.config import RunConfig
@@ -46,6 +47,7 @@ app.command()(simulate)
 app.command()(chaos)
 app.command()(retrain)
 app.command()(sft)
+app.add_typer(store, name="store")
 _UNWRAPPED = 10_000  # columns
 _SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")]
 
@@ -212,7 +214,7 @@ def _evaluation_config(what: str, env: str | None, n: int, settings: list[str]) 
 
     path = Path(what)
     document: dict[str, Any]
-    if (path / "store.sqlite").exists():
+    if RunDir(path).store_path.exists():
         run = RunDir.open(path)
         document = run.config().model_dump(mode="json")
         checkpoint = newest(run.checkpoints)

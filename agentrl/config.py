@@ -22,6 +22,7 @@ from agentrl.errors import ConfigError, UsageError
 from agentrl.records import SamplingParams
 from agentrl.settings import (
     Buffer,
+    Cluster,
     Count,
     CurriculumSettings,
     EnvSource,
@@ -264,6 +265,7 @@ class RunConfig(_Section):
     rewards: list[RewardSource] = Field(default_factory=list[RewardSource])
     engine: EngineSettings = EngineSettings()
     buffer: Buffer = Buffer()
+    cluster: Cluster = Cluster()
     algo: SerializeAsAny[Algorithm] = Field(default_factory=GRPO)  # one of the algorithms, by its `kind`
     train: Train = Train()
     eval: Evaluation = Evaluation()

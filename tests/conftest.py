@@ -48,6 +48,12 @@ def _docker() -> str | None:
     return _fails(["docker", "version", "--format", "{{.Server.Version}}"])
 
 
+def _postgres() -> str | None:
+    from store.server import missing
+
+    return missing() or (None if importlib.util.find_spec("psycopg") else "psycopg is not installed")
+
+
 def _vllm() -> str | None:
     from agentrl.engine.vllm.launch import find_build
     from agentrl.errors import UsageError
@@ -91,6 +97,7 @@ def _fails(argv: list[str]) -> str | None:
 PARTS: dict[str, Callable[[], str | None]] = {
     "bubblewrap": _bubblewrap,
     "docker": _docker,
+    "postgres": _postgres,
     "vllm": _vllm,
     "adapters": _adapters,
     "compiler": _compiler,

@@ -58,7 +58,7 @@ def keep_training(
 
     def command() -> list[str]:
         nonlocal began
-        began, again = True, began and (path / "store.sqlite").exists()
+        began, again = True, began and RunDir(path).store_path.exists()
         chosen = ["train", "--resume", str(path)] if again else words
         return [sys.executable, "-c", "from agentrl.cli import main; main()", *chosen]
 

@@ -2,6 +2,7 @@
 
     RUN/config.json         the whole configuration, defaults included
     RUN/store.sqlite        the run store: journal, buffer, lineage, metrics
+    RUN/store.address       in its place: where the run store is, if PostgreSQL has it
     RUN/checkpoints/        step-NNNNNNNN/ folders that any engine can serve
     RUN/logs/               one log per process; NAME.error holds the one line of its error
     RUN/metrics.jsonl       every metric row, one JSON object per line
@@ -33,7 +34,8 @@ from agentrl import config as configuration
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, UsageError
 from agentrl.owner import Janitor, is_dead, label
-from agentrl.store import RunStore
+from agentrl.store import RunStore, choice
+from agentrl.store.choice import ADDRESS, STORE
 
 _PATIENCE_S = 8.0  # time for children to end by themselves after their lifeline ended
 _DEAD_S, _POLL_S = 30.0, 0.05  # how long to wait for the janitor of a dead supervisor
@@ -50,7 +52,8 @@ class RunDir:
 
     @property
     def store_path(self) -> Path:
-        return self.path / "store.sqlite"
+        address = self.path / ADDRESS
+        return address if address.exists() else self.path / STORE
 
     @property
     def checkpoints(self) -> Path:
@@ -92,6 +95,7 @@ class RunDir:
             if not overwrite:
                 raise UsageError(f"{path} holds a run: give --resume {path}, --overwrite, or another --out")
             with run.lock():
+                choice.remove(run.store_path)
                 shutil.rmtree(path)
         elif path.is_dir() and any(entry != run.logs for entry in path.iterdir()):
             raise UsageError(f"{path} is not empty and holds no run: give another --out")
@@ -100,7 +104,9 @@ class RunDir:
             run.checkpoints.mkdir()
         except OSError as error:
             raise UsageError(f"{path} cannot be made a run's folder ({error.strerror}): give another --out") from None
-        with RunStore.create(run.store_path, configuration.to_json(config)) as store:
+        url = config.cluster.store
+        place = path / (STORE if url is None else ADDRESS)
+        with RunStore.create(place, configuration.to_json(config), url=url) as store:
             store.set_meta("created_s", str(time.time()))
             run.write_config(config, store)
         return run
@@ -120,7 +126,7 @@ class RunDir:
         """An existing run. Raises UsageError if there is none."""
         run = cls(path)
         if not run.store_path.exists():
-            raise UsageError(f"{path} holds no run (no store.sqlite): give a run directory")
+            raise UsageError(f"{path} holds no run (no store.sqlite or store.address): give a run directory")
         return run
 
     def config(self) -> RunConfig:

@@ -12,8 +12,11 @@ from agentrl.errors import UsageError
 from agentrl.store.database import Database
 from agentrl.store.sqlite import SQLite
 
+STORE = "store.sqlite"
+"""The name of SQLite's file in a run's folder."""
+
 ADDRESS = "store.address"
-"""The name of the file, in a run's folder, that says where its store is."""
+"""The name of the file in its place that says where the store is."""
 
 
 def connect(path: Path, *, clock: Callable[[], float], create: bool = False, url: str | None = None) -> Database:

@@ -134,6 +134,18 @@ class Database(ABC):
         """Watch the store for writes of all processes, on a connection of its own."""
 
     @abstractmethod
+    def tables(self) -> dict[str, tuple[str, ...]]:
+        """The columns of each of the store's tables, inside a transaction."""
+
+    @abstractmethod
+    def loosen(self) -> None:
+        """Let the open transaction write rows before those that they refer to."""
+
+    @abstractmethod
+    def renumber(self) -> None:
+        """Let numbers of new rows go on after the highest there is, inside a transaction."""
+
+    @abstractmethod
     def faults(self) -> list[str]:
         """What the database itself finds wrong with the store, inside a transaction."""
 

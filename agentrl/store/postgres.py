@@ -4,10 +4,12 @@ The run's folder holds an address file in the place of SQLite's file. Owns the c
 PostgreSQL says in other words than SQLite: parameters (`?`, `?2`), `INDEXED BY`, `CROSS JOIN … ON`, column types and
 triggers. Never knows what a table is for.
 
-A write holds an advisory lock of its run until it commits, so writers take turns as they do with SQLite. The server
-ends a session that is silent within a transaction for `_SILENT_S`, and one whose host no longer answers: a process that
-hangs, or is cut off, gives the lock up and leaves nothing of its transaction. A connection that was lost between two
-transactions is made anew, for as long as a write may wait for the lock; one that is lost within fails that call.
+Every commit waits for the server's disk: the server may fall and come back under processes that live on, and they must
+not have seen what it lost. A write holds an advisory lock of its run until it commits, so writers take turns as they do
+with SQLite. The server ends a session that is silent within a transaction for `_SILENT_S`, and one whose host no longer
+answers: a process that hangs, or is cut off, gives the lock up and leaves nothing of its transaction. A connection that
+was lost between two transactions is made anew, for as long as a write may wait for the lock; one that is lost within a
+transaction fails that call.
 """
 
 from __future__ import annotations
@@ -95,7 +97,6 @@ class Address(NamedTuple):
         """A new connection, outside any transaction. Raises psycopg.Error."""
         settings = {
             "search_path": self.schema,
-            "synchronous_commit": "off",  # a commit survives the death of any process, not of the machine
             "lock_timeout": f"{int(1000 * busy_s)}",
             "statement_timeout": f"{int(1000 * (busy_s + 60.0))}",
             "idle_in_transaction_session_timeout": f"{int(1000 * _SILENT_S)}",
@@ -228,10 +229,7 @@ class Postgres(Database):
         self._start("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
 
     def _begin_write(self, *, durable: bool) -> None:
-        self._start(
-            "BEGIN; SET LOCAL synchronous_commit = on" if durable else "BEGIN",
-            lambda: f"SELECT pg_advisory_xact_lock({self._lock_id})",
-        )
+        self._start("BEGIN", lambda: f"SELECT pg_advisory_xact_lock({self._lock_id})")
 
     def _start(self, begin: str, lock: Callable[[], str] | None = None) -> None:
         """Begin a transaction; on a new connection if the old one was lost."""
@@ -292,6 +290,24 @@ class Postgres(Database):
 
     def watch(self) -> Watch:
         return Notices(self.path, self._address)
+
+    def tables(self) -> dict[str, tuple[str, ...]]:
+        found: dict[str, tuple[str, ...]] = {}
+        for table, column in self.rows(
+            "SELECT table_name, column_name FROM information_schema.columns WHERE table_schema = current_schema()"
+            " AND table_name <> 'schema_version' ORDER BY table_name, ordinal_position"
+        ):
+            found[table] = (*found.get(table, ()), column)
+        return found
+
+    def loosen(self) -> None:
+        self._run("SET CONSTRAINTS ALL DEFERRED")
+
+    def renumber(self) -> None:
+        for table, columns in self.tables().items():
+            if columns[0] in ("id", "version") and self.row("SELECT pg_get_serial_sequence(?, ?)", (table, columns[0])):
+                sequence = f"pg_get_serial_sequence('{table}', '{columns[0]}')"
+                self.execute(f"SELECT setval({sequence}, (SELECT MAX({columns[0]}) FROM {table}))")
 
     def faults(self) -> list[str]:
         return []  # checksums are the server's own affair
@@ -372,6 +388,7 @@ def translated(sql: str) -> bytes:
 
 _TYPES = (
     (re.compile(r"\b(id|version) INTEGER PRIMARY KEY( AUTOINCREMENT)?(?! REFERENCES)"), r"\1 BIGSERIAL PRIMARY KEY"),
+    (re.compile(r"\bREFERENCES (\w+)"), r"REFERENCES \1 DEFERRABLE"),
     (re.compile(r"\bINTEGER\b"), "BIGINT"),
     (re.compile(r"\bREAL\b"), "DOUBLE PRECISION"),
     (re.compile(r"\b(BLOB|ANY)\b"), "BYTEA"),

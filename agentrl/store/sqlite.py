@@ -6,6 +6,7 @@ transaction or nothing, and two processes never deadlock halfway. Never knows wh
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
@@ -152,10 +153,24 @@ class SQLite(Database):
     def watch(self) -> Watch:
         return Counter(self.path)
 
+    def tables(self) -> dict[str, tuple[str, ...]]:
+        found = self.rows("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
+        columns = "SELECT name FROM pragma_table_info(?) ORDER BY cid"
+        return {table: tuple(name for (name,) in self.rows(columns, (table,))) for (table,) in found}
+
+    def loosen(self) -> None:
+        self.execute("PRAGMA defer_foreign_keys = ON")
+
+    def renumber(self) -> None:
+        pass  # SQLite goes on by itself
+
     def faults(self) -> list[str]:
         return [str(message) for (message,) in self.rows("PRAGMA quick_check") if message != "ok"]
 
     def any_text(self, text: str | bytes) -> str | bytes:
+        if isinstance(text, bytes):  # as PostgreSQL has all text, or with lone surrogates
+            with contextlib.suppress(UnicodeDecodeError):
+                return text.decode()
         return text
 
 

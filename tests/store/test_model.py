@@ -53,7 +53,7 @@ def snapshot(store: RunStore) -> dict[str, Any]:
             turns.setdefault(episode, []).append((made_at, step is not None))
         else:
             aside[episode] = aside.get(episode, 0) + 1
-    episodes = rows("SELECT id, state, fence, trial, start NOT NULL, stop_reason, outcome FROM episodes ORDER BY id")
+    episodes = rows("SELECT id, state, fence, trial, start IS NOT NULL, stop_reason, outcome FROM episodes ORDER BY id")
     partial = dict(rows("SELECT episode_id, SUM(n) FROM partials GROUP BY episode_id"))
     versions = rows("SELECT step, undone_attempt, confirmed_s FROM versions ORDER BY version")
     assert all(confirmed is not None for *_, confirmed in versions)
@@ -123,10 +123,15 @@ class StoreMachine(RuleBasedStateMachine):
         shm = Path("/dev/shm")  # no disk to wait for: what survives a loss of power is not the question here
         self._folder = tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None)
         self.clock = Clock()
-        self.store = RunStore.create(Path(self._folder.name) / "store.sqlite", "{}", clock=self.clock)
+        self.store = self.make_store(Path(self._folder.name))
         self.model = Model()
         self.claims: list[tuple[int, int]] = []  # episode, fence: every one ever handed out
-        self.outside = OutsideAuditor(self.store.path)
+
+    def make_store(self, folder: Path) -> RunStore:
+        return RunStore.create(folder / "store.sqlite", "{}", clock=self.clock)
+
+    def look_from_outside(self) -> list[str]:
+        return OutsideAuditor(self.store.path).look()
 
     @initialize()
     def start(self) -> None:
@@ -157,9 +162,9 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             assert real() == expected
         except Killed:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")  # what the system does to the locks of a dead process
-            connection.close()
+            database._connection = connection  # pyright: ignore[reportPrivateUsage]
+            database._roll_back()  # pyright: ignore  # what the system does to the locks of a dead process
+            self.store.close()
             self.store = RunStore.open(self.store.path, clock=self.clock)
             seen = snapshot(self.store)
             assert seen in (self.model.snapshot(), after.snapshot())
@@ -401,7 +406,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert audit(self.store).violations == []
 
     def teardown(self) -> None:
-        assert self.outside.look() == []
+        assert self.look_from_outside() == []
         self.store.close()
         self._folder.cleanup()
 

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import tempfile
+import time
 from collections.abc import AsyncIterator, Generator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
 
-from agentrl.store import RunStore
+from agentrl.config import parse
+from agentrl.errors import StoreBusy, StoreError, UsageError
+from agentrl.records import GroupState, StopReason
+from agentrl.runtime.rundir import RunDir
+from agentrl.store import Claim, RunStore
+from agentrl.store.audit import audit
 from agentrl.store.awaitable import AsyncStore
-from agentrl.store.choice import ADDRESS
+from agentrl.store.choice import ADDRESS, STORE
+from agentrl.testing.outside_audit import OutsideAuditor
 
 from .conformance import *  # noqa: F403  (the tests)
 from .conformance import Offer
-from .play import serve
+from .play import START, admit, answer, serve, turn
 from .server import Server, running
+from .test_model import StoreMachine
+
+postgres = pytest.importorskip("agentrl.store.postgres")  # its driver is an extra
+Address = postgres.Address
+move = pytest.importorskip("agentrl.store.copying").move
 
 pytestmark = pytest.mark.postgres
 
@@ -42,3 +59,190 @@ async def offer(path: Path, server: Server, request: pytest.FixtureRequest) -> A
         serve(other, 0)
         async with AsyncStore(writer, reader, inline=inline) as desk:
             yield Offer(rollout=desk, rewards=desk, learner=other, control=other, read=reader)
+
+
+def turns(store: RunStore) -> int:
+    with store._db.read():  # pyright: ignore[reportPrivateUsage]
+        return store._db.rows("SELECT COUNT(*) FROM turns")[0][0]  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.fixture
+def store(path: Path, server: Server) -> Generator[RunStore]:
+    with RunStore.create(path, "{}", url=server.url) as store:
+        serve(store, 0)
+        yield store
+
+
+def claim(store: RunStore, n: int = 99) -> list[Claim]:
+    admit(store, limit=2)
+    return store.claim("w", n, lease_s=1e9)
+
+
+def test_any_text_of_a_policy_is_kept(store: RunStore) -> None:
+    """NUL, which no text of PostgreSQL holds, and half a surrogate pair, which is not UTF-8."""
+    one = claim(store)[0]
+    hostile = "a\0b\ud800c'; DROP TABLE turns; --"
+    store.begin(one.episode_id, one.fence, ({"role": "user", "content": hostile},))
+    journaled = replace(turn(0, 1), text=hostile)
+    store.journal_turn(one.episode_id, one.fence, journaled)
+    step = replace(answer(0, last=True), info={"said": hostile}, rewards={"a": 1.0})
+    store.journal_step(one.episode_id, one.fence, 0, step)
+    store.finish(one.episode_id, one.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True, detail="x")
+    read = store.trajectory(one.episode_id)
+    assert read.turns[0].text == hostile
+    assert read.start[0]["content"] == hostile
+    assert audit(store).violations == []
+
+
+def test_law_1_a_server_that_fell_comes_back_with_all_that_was_written(store: RunStore, server: Server) -> None:
+    one = claim(store)[0]
+    with RunStore.read(store.path) as reader:
+        signal = reader.signal("rollout")
+        assert signal.changed() and not signal.changed()
+        server.stop("immediate")
+        server.start()
+        store.begin(one.episode_id, one.fence, START)
+        assert reader.counts() == store.counts() != {}
+        assert any(signal.changed() for _ in range(10)), "something may have been written while nobody listened"
+
+
+def test_while_the_server_is_away_a_write_waits_no_longer_than_for_a_lock(store: RunStore, server: Server) -> None:
+    store.hurry(0.5)
+    server.stop()
+    try:
+        with pytest.raises(StoreError, match=r"store\.address: the database says: connection .* failed"):
+            store.set_meta("a", "b")
+    finally:
+        server.start()
+    store.set_meta("a", "b")
+    assert store.meta("a") == "b"
+
+
+def test_law_2_a_session_that_ends_within_a_transaction_leaves_nothing_of_it(store: RunStore, server: Server) -> None:
+    one = claim(store)[0]
+    store.begin(one.episode_id, one.fence, START)
+    db = store._db  # pyright: ignore[reportPrivateUsage]
+    with RunStore.open(store.path) as other, pytest.raises(StoreError, match="terminat"), db.write():
+        pid = db.rows("SELECT pg_backend_pid()")[0][0]
+        db.execute("UPDATE groups SET state = 'failed'")
+        with other._db.read():  # pyright: ignore[reportPrivateUsage]
+            other._db.rows("SELECT pg_terminate_backend(?)", (pid,))  # pyright: ignore[reportPrivateUsage]
+        db.rows("SELECT 1")
+    assert store.counts() == {GroupState.RUNNING: 2}
+    store.journal_turn(one.episode_id, one.fence, turn(0, 1))
+    assert turns(store) == 1
+
+
+def test_a_writer_that_hangs_gives_the_lock_up(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres, "_SILENT_S", 0.3)
+    with RunStore.open(store.path) as stopped:
+        db = stopped._db  # pyright: ignore[reportPrivateUsage]
+        with pytest.raises(StoreError, match="idle-in-transaction"), db.write():
+            db.execute("UPDATE meta SET value = 'half' WHERE key = 'config'")
+            store.set_meta("a", "b")  # it waits until the server has ended the silent session
+            db.rows("SELECT 1")
+    assert (store.meta("a"), store.meta("config")) == ("b", "{}")
+
+
+def test_a_lock_that_is_held_for_too_long_is_named_with_what_to_do(store: RunStore) -> None:
+    with RunStore.open(store.path) as other:
+        other.hurry(0.2)
+        with store._db.write(), pytest.raises(StoreBusy, match=r"for over 0\.2 s: .*pg_terminate_backend.*--resume"):  # pyright: ignore[reportPrivateUsage]
+            other.set_meta("a", "b")
+        other.set_meta("a", "b")
+
+
+def test_a_run_moves_to_the_database_and_back_and_nothing_of_it_changes(tmp_path: Path, server: Server) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with RunStore.create(run / STORE, '{"a": 1}') as store:
+        serve(store, 0)
+        for one in claim(store)[:3]:
+            store.begin(one.episode_id, one.fence, START)
+            store.journal_turn(
+                one.episode_id, one.fence, replace(turn(0, 1), text="half \ud800" if one.member else "é")
+            )
+            store.journal_step(one.episode_id, one.fence, 0, answer(0, last=True))
+            store.finish(one.episode_id, one.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+        store.take(1, 1, max_lag=1)
+        store.record("step", 1, {"loss": 0.5})
+        before = dump(run / STORE)
+    kept, rows = move(run, server.url, time.time)
+    assert kept == run / f"{STORE}.old" and rows == sum(map(len, before.values()))
+    with RunStore.open(run / ADDRESS) as there:
+        assert audit(there).violations == []
+        assert there.counts() == {GroupState.TAKEN: 1, GroupState.RUNNING: 1}
+        admit(there, limit=2)  # numbers go on after the highest
+        assert sum(there.counts().values()) > 2
+    with RunStore.open(kept) as old, RunStore.create(tmp_path / ADDRESS, "{}", url=server.url):
+        assert sum(old.counts().values()) == 2, "the old store stays as it was"
+    move(run, None, time.time)
+    with RunStore.open(run / STORE) as back:
+        assert audit(back).violations == []
+        assert OutsideAuditor(run / STORE).look() == []
+    after = dump(run / STORE)
+    assert {table: before[table] for table in ("turns", "tokens", "lineage", "metrics")} == {
+        table: after[table] for table in ("turns", "tokens", "lineage", "metrics")
+    }
+    with pytest.raises(UsageError, match=r"run has no store\.address: its store is a file already"):
+        move(run, None, time.time)
+
+
+def dump(path: Path) -> dict[str, list[tuple[object, ...]]]:
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
+        return {table: sorted(connection.execute(f"SELECT * FROM {table}"), key=repr) for (table,) in tables.fetchall()}
+
+
+def test_the_servers_tables_are_those_of_the_file(tmp_path: Path, store: RunStore) -> None:
+    with RunStore.create(tmp_path / STORE, "{}") as file, file._db.read(), store._db.read():  # pyright: ignore[reportPrivateUsage]
+        assert file._db.tables() == store._db.tables()  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("postgresql://me:secret@host/runs", "the store's URL holds a password: leave it out"),
+        ("postgresql://host", "names no database: give postgresql://user@host/database"),
+        ("mysql://host/runs", "give postgresql://user@host/database"),
+    ],
+)
+def test_a_wrong_url_is_refused_before_anything_is_made(path: Path, url: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says) as error:
+        RunStore.create(path, "{}", url=url)
+    assert "secret" not in str(error.value) and not path.exists()
+
+
+def test_a_database_that_cannot_be_reached_is_one_line(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(StoreError) as error:
+        RunStore.create(path, "{}", url=f"postgresql://me@/runs?host={tmp_path}")
+    assert "\n" not in str(error.value) and not path.exists()
+
+
+def test_a_run_that_is_overwritten_leaves_no_tables_behind(tmp_path: Path, server: Server) -> None:
+    document = {"model": "m", "env": {"id": "e"}, "cluster": {"store": server.url}}
+    run = RunDir.create(tmp_path / "run", parse(document))
+    assert run.store_path.name == ADDRESS and RunDir.open(run.path).config() == run.config()
+    old = Address.read(run.store_path)
+    again = RunDir.create(tmp_path / "run", parse(document), overwrite=True)
+    assert Address.read(again.store_path).schema != old.schema
+    with RunStore.open(again.store_path) as store, store._db.read():  # pyright: ignore[reportPrivateUsage]
+        schemas = {name for (name,) in store._db.rows("SELECT nspname FROM pg_namespace")}  # pyright: ignore[reportPrivateUsage]
+    assert old.schema not in schemas and Address.read(again.store_path).schema in schemas
+
+
+class OnServer(StoreMachine):
+    """The model, crashes between any two statements included, over the server."""
+
+    url = ""
+
+    def make_store(self, folder: Path) -> RunStore:
+        return RunStore.create(folder / ADDRESS, "{}", url=self.url, clock=self.clock)
+
+    def look_from_outside(self) -> list[str]:
+        return []  # that auditor reads files
+
+
+def test_law_2_the_store_is_its_model_through_any_crash(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OnServer, "url", server.url)
+    run_state_machine_as_test(OnServer, settings=settings(max_examples=4, stateful_step_count=40))
