@@ -36,4 +36,5 @@ def returns_of(config: RunConfig) -> Returns:
         process_weight=config.algo.process_weight,
         discount=config.algo.turn_discount,
         frozen=frozenset(config.rollout.frozen_roles()),
+        quorum=config.quorum,
     )

@@ -21,27 +21,30 @@ _ROUNDING = 1e-9  # as in the learner: sums of equal rewards in another order di
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returns:
     """What a return is made of: the weight of process rewards beside the outcome, the discount of both per turn, and
-    the roles that do not learn."""
+    the roles that do not learn. With a `quorum` of k, everyone is judged by the k - 1 others that ended first."""
 
     process_weight: float = 1.0
     discount: float = 1.0
     frozen: frozenset[str] = frozenset()
+    quorum: int | None = None
 
 
 def advantages(
     record: Mapping[int, MemberRecord], returns: Returns, late: Mapping[int, MemberRecord] | None = None
 ) -> dict[int, list[float]]:
-    """The advantages of each member's learning turns, role by role, before any scale. Members of the record are judged
-    by the others in it (leave-one-out), `late` members by all of them. Without a judge, all are 0."""
-    found: dict[int, list[float]] = {member: [] for member in (*record, *(late or {}))}
+    """The advantages of each member's learning turns, role by role, before any scale. Members of the record, which are
+    in the order in which they ended, are judged by the others in it (leave-one-out), `late` members by all of them; or
+    all by as many, see `Returns`. Without a judge, all are 0."""
+    everyone = {**record, **(late or {})}
+    judges, most = list(record), len(record)
+    if returns.quorum is not None and len(record) >= returns.quorum:
+        judges, most = judges[: returns.quorum], returns.quorum - 1
+    found: dict[int, list[float]] = {member: [] for member in everyone}
     for role in {role for one in record.values() for role in one.rewards} - returns.frozen:
-        own = {member: _to_go(one, role, returns) for member, one in record.items()}
+        own = {member: _to_go(one, role, returns) for member, one in everyone.items()}
         for member, values in own.items():
-            others = [(record[other].outcome_of(role), each) for other, each in own.items() if other != member]
-            found[member] += _above(values, others)
-        judges = [(record[member].outcome_of(role), each) for member, each in own.items()]
-        for member, one in (late or {}).items():
-            found[member] += _above(_to_go(one, role, returns), judges)
+            others = [other for other in judges if other != member][:most]
+            found[member] += _above(values, [(record[other].outcome_of(role), own[other]) for other in others])
     return found
 
 

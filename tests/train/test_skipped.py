@@ -18,9 +18,9 @@ from agentrl.train.samples import GroupRows, group_rows, weigh
 from .making import episode, group_of, random_group, run_config, tiny_qwen3, turn
 
 
-def rows_of(group: Group, **algo: object) -> GroupRows:
+def rows_of(group: Group, *, quorum: int | None = None, **algo: object) -> GroupRows:
     settings = GRPO.model_validate(algo)
-    return group_rows(group, settings, step_of=lambda version: 0, step_now=0, max_lag=9)
+    return group_rows(group, settings, step_of=lambda version: 0, step_now=0, max_lag=9, quorum=quorum)
 
 
 def solved(id: int) -> Group:
@@ -28,14 +28,16 @@ def solved(id: int) -> Group:
     return group_of(members, id=id)
 
 
-@pytest.mark.parametrize("discount", [1.0, 0.8])
+@pytest.mark.parametrize(("discount", "quorum"), [(1.0, None), (0.8, None), (1.0, 2), (0.8, 3)])
 @pytest.mark.parametrize("seed", range(20))
-def test_the_stores_advantages_are_those_that_the_learner_computes(seed: int, discount: float) -> None:
+def test_the_stores_advantages_are_those_that_the_learner_computes(
+    seed: int, discount: float, quorum: int | None
+) -> None:
     group = random_group(1, seed)
     record = {one.member: one.record for one in group.trajectories[:-1]}
     late = {one.member: one.record for one in group.trajectories[-1:]}
-    found = advantages(record, Returns(process_weight=0.5, discount=discount), late)
-    rows = rows_of(replace(group, record=record), process_weight=0.5, discount=discount).rows
+    found = advantages(record, Returns(process_weight=0.5, discount=discount, quorum=quorum), late)
+    rows = rows_of(replace(group, record=record), quorum=quorum, process_weight=0.5, discount=discount).rows
     for row in rows:
         turns = group.trajectories[row.episode_id - 100].turns
         expected = [found[row.episode_id - 100][one.index] for one in turns for _ in one.token_ids]
