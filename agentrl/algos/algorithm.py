@@ -85,11 +85,15 @@ class Slots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """What a pass with gradients says of its tokens: log-probs in nats, entropies, and values if there is a critic."""
+    """What a pass with gradients says of its tokens: log-probs in nats, entropies, and values if there is a critic. If
+    the algorithm `observes`, `observed_O` are the log-probs of what the environment said, and `observed_weight_O` their
+    shares, which sum to 1 over an update as those of the scored tokens do."""
 
     logprobs_K: Tensor
     entropy_K: Tensor
     values_K: Tensor | None = None
+    observed_O: Tensor | None = None
+    observed_weight_O: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +144,11 @@ class Algorithm(BaseModel):
     @property
     def entropy_gradient(self) -> bool:
         """Whether its loss differentiates the entropy."""
+        return False
+
+    @property
+    def observes(self) -> bool:
+        """Whether its loss predicts what the environment said."""
         return False
 
     @property

@@ -1,11 +1,15 @@
 """What algorithms with a clipped ratio share: the surrogate, the importance of stale tokens, KL and entropy terms.
 
     loss = sum over tokens of  weight (rho (surrogate(r, A) + kl) - entropy)
+           - observation_weight mean over observed tokens of  log pi
 
 r is the ratio of the current policy to that of the step's start, and rho the importance weight from the policy that
 sampled to that of the step's start (decoupled PPO, Hilton et al. 2022). With one update per step r is 1. A is the
 advantage from rewards, less what the token costs in divergence from reference and teacher (`agentrl.algos.divergence`).
 A token whose weight is 0, and an episode that is rejected, stay in the normalisation.
+
+Observed tokens are what the environment answered, between two actions of the policy: predicting them trains a model of
+the world from the same pass, also where no action has an advantage (ECHO, Shrivastava et al. 2026, arXiv 2605.24517).
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ class Clipped(Algorithm):
     reward_weight: Weight = 1.0  # of the advantage from rewards; 0: distillation alone
     distil_weight: Weight = 0.0  # of a penalty on leaving the teacher
     distil_level: Literal["token", "episode"] = "token"  # what a token costs: itself, or all later ones too
+    observation_weight: Weight = 0.0  # of the cross-entropy of what the environment answered (ECHO)
     teacher: str | None = None  # in the learner: a folder, a registered id, or one of the Hugging Face hub
 
     @model_validator(mode="after")
@@ -110,6 +115,10 @@ class Clipped(Algorithm):
     def entropy_gradient(self) -> bool:
         return self.entropy_weight > 0
 
+    @property
+    def observes(self) -> bool:
+        return self.observation_weight > 0
+
     def surrogate(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> tuple[Tensor, Tensor]:
         """Loss per token before importance and penalties, and where a clip cut its gradient: both [K]."""
         from agentrl.algos.losses import clipped_surrogate
@@ -174,6 +183,12 @@ class Clipped(Algorithm):
             entropy_weight=self.entropy_weight,
         )
         measured = gauges(tokens, reference=self.kl_weight > 0, teacher=self.distil_weight > 0)
+        if self.observes:
+            assert outputs.observed_O is not None and outputs.observed_weight_O is not None
+            observation_loss = -(outputs.observed_weight_O * outputs.observed_O).sum()
+            total = total + self.observation_weight * observation_loss
+            share = outputs.observed_weight_O.sum().clamp(min=1e-12)
+            measured = {**measured, "observation_loss": observation_loss / share * tokens["weight"].sum()}
         return Loss(
             total=total,
             clipped_K=clipped_K,

@@ -87,4 +87,6 @@ class GRPO(Clipped):
         return {"advantage": advantages_GT}
 
     def matters(self, tokens: Mapping[str, Tensor]) -> bool:
-        return self.diverges or self.entropy_weight > 0 or bool((tokens["advantage"].abs() > ROUNDING).any())
+        if self.diverges or self.observes or self.entropy_weight > 0:
+            return True
+        return bool((tokens["advantage"].abs() > ROUNDING).any())

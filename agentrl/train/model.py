@@ -158,19 +158,24 @@ class PolicyModel:
         """Log-prob [K] of each scored token and entropy [K] at its place, in nats, of the distribution that it was
         sampled from: softmax(logits / temperature), over its kept set if the engine cut. Logits are computed for
         `predictors_P` only."""
+        return self.outputs(pack, temperature=temperature, entropy_grad=entropy_grad)[:2]
+
+    def outputs(self, pack: Pack, *, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """`logprobs`, and the log-prob [O] of each observed token, at temperature 1: nobody sampled it."""
         logits_PV = self.logits(pack)
         logprobs_PV = functional.log_softmax(logits_PV.float() / temperature, -1)
         with nullcontext() if entropy_grad else torch.no_grad():
             entropy_P = -(logprobs_PV.exp() * logprobs_PV).sum(-1)
+        observed_O = -functional.cross_entropy(logits_PV[pack.observer_O].float(), pack.observed_O, reduction="none")
         logprobs_K, entropy_K = logprobs_PV[pack.predictor_K, pack.target_K], entropy_P[pack.predictor_K]
         kept = pack.ragged.get(KEPT)
         if kept is None or not len(kept.numbers_M):
-            return logprobs_K, entropy_K
+            return logprobs_K, entropy_K, observed_O
         of_M, ids_M = kept.sets()
         restricted_M, mass_K = normalised(logprobs_PV[pack.predictor_K[of_M], ids_M], of_M, len(logprobs_K))
         with nullcontext() if entropy_grad else torch.no_grad():
             own_K = torch.zeros_like(entropy_K).index_add(0, of_M, -restricted_M.exp() * restricted_M)
-        return logprobs_K - mass_K, torch.where(kept.head_K == 0, entropy_K, own_K)
+        return logprobs_K - mass_K, torch.where(kept.head_K == 0, entropy_K, own_K), observed_O
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[float, ...]:

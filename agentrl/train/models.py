@@ -103,13 +103,19 @@ class Models:
         critic on the policy's trunk moves the trunk with the policy only."""
         critic = None if pack.algo.slots.critic is None else self.critic
         with nullcontext([]) if critic is None or critic.own else critic.listening() as heard:
-            logprobs_K, entropy_K = self.policy.logprobs(
+            logprobs_K, entropy_K, observed_O = self.policy.outputs(
                 pack, temperature=self._temperature, entropy_grad=pack.algo.entropy_gradient
             )
         if "policy" not in trained:
             heard = [layer.detach() for layer in heard]
         values_K = None if critic is None else critic.values(pack, heard)
-        return Outputs(logprobs_K=logprobs_K, entropy_K=entropy_K, values_K=values_K)
+        return Outputs(
+            logprobs_K=logprobs_K,
+            entropy_K=entropy_K,
+            values_K=values_K,
+            observed_O=observed_O,
+            observed_weight_O=pack.observed_weight_O,
+        )
 
     @torch.no_grad()
     def others(self, pack: Pack) -> dict[str, Tensor]:

@@ -52,8 +52,8 @@ class Tree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """What one pass computes. `_N` nodes, `_P` the nodes that predict a scored token, `_K` scored tokens, all of them
-    trained by one algorithm.
+    """What one pass computes. `_N` nodes, `_P` the nodes that predict a scored or observed token, `_K` scored tokens,
+    all of them trained by one algorithm, `_O` observed ones, see `Row`.
 
     A token sampled by two members after the same prefix is one node and two entries of `_K`: each keeps its own
     advantage and behaviour log-prob, so the loss is that of the rows."""
@@ -67,6 +67,9 @@ class Pack:
     columns: Mapping[str, Tensor]  # [K, ...] by name: those of the rows
     algo: Algorithm  # that of the rows
     row_tokens: int  # tokens of the same rows without sharing
+    observer_O: Tensor  # index into predictors_P, of observed tokens
+    observed_O: Tensor  # token ids
+    observed_weight_O: Tensor  # shares of the loss on observations
     ragged: Mapping[str, Ragged] = field(default_factory=dict[str, Ragged])  # those of the rows
 
     def having(self, columns: Mapping[str, Tensor]) -> Pack:
@@ -137,6 +140,8 @@ def _pack(trees: Sequence[Tree], device: torch.device | str) -> Pack:
     branches: list[Branch] = []
     before_K: list[Tensor] = []
     target_K: list[Tensor] = []
+    before_O: list[Tensor] = []
+    observed_O: list[Tensor] = []
     for tree in trees:
         first = len(token_ids)
         token_ids += tree.token_ids_N
@@ -145,17 +150,24 @@ def _pack(trees: Sequence[Tree], device: torch.device | str) -> Pack:
         for row, path in zip(tree.rows, tree.paths, strict=True):
             before_K.append(path[row.place_S - 1] + first)
             target_K.append(torch.tensor(row.token_ids)[row.place_S])
+            before_O.append(path[row.observed_O - 1] + first)
+            observed_O.append(torch.tensor(row.token_ids)[row.observed_O])
     rows = [row for tree in trees for row in tree.rows]
-    predictors_P, predictor_K = torch.unique(torch.cat(before_K), return_inverse=True)
+    predictors_P, predictor_KO = torch.unique(torch.cat([*before_K, *before_O]), return_inverse=True)
+    scored = sum(map(len, before_K))
+    weight_O = [torch.full(row.observed_O.shape, row.observed_weight) for row in rows]
     return Pack(
         token_ids_N=torch.tensor(token_ids, device=device),
         depth_N=torch.tensor(depth, device=device),
         branches=tuple(branches),
         predictors_P=predictors_P.to(device),
-        predictor_K=predictor_K.to(device),
+        predictor_K=predictor_KO[:scored].to(device),
         target_K=torch.cat(target_K).to(device),
         columns={name: torch.cat([row.columns[name] for row in rows]).to(device) for name in rows[0].columns},
         algo=rows[0].algo,
         row_tokens=sum(len(row.token_ids) for row in rows),
         ragged={name: Ragged.joined([row.ragged[name] for row in rows]).to(device) for name in rows[0].ragged},
+        observer_O=predictor_KO[scored:].to(device),
+        observed_O=torch.cat(observed_O).to(device),
+        observed_weight_O=torch.cat(weight_O).to(device),
     )

@@ -55,6 +55,8 @@ BUILT_IN: Final = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One sequence to train on. `_S` are its scored tokens, in order; `place_S` their indices in `token_ids`.
+    `observed_O` are those of the tokens that a scored turn answers and its parent led to, if the algorithm predicts
+    them.
 
     Worked example, prompt P P, sampled A, tool answer O, sampled B: token_ids = (P, P, A, O, B), place = (2, 4)."""
 
@@ -65,6 +67,8 @@ class Row:
     place_S: Tensor  # int64
     columns: Mapping[str, Tensor]  # [S, ...] by name: `BUILT_IN`, the algorithm's, those of `agentrl.columns`
     ragged: Mapping[str, Ragged] = field(default_factory=dict[str, Ragged])  # the ragged ones of `agentrl.columns`
+    observed_O: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    observed_weight: float = 1.0  # share of the loss on observations that each of them has
 
     def having(self, **columns: Tensor) -> Row:
         """The row with these columns, [S, ...] each."""
@@ -163,6 +167,7 @@ def group_rows(
 def weigh(parts: Sequence[Sequence[GroupRows]]) -> list[list[list[Row]]]:
     """The rows of each group of each update of a step, with their tokens' shares of the loss. The losses of the updates
     average to the loss of the step, however it is divided. A group's weight multiplies the shares of its tokens.
+    Observations have the same share each, whatever the algorithm's normalisation.
 
     Rows whose algorithms normalise alike are normalised together, whatever else is in the step; where algorithms
     differ in it, each part of the step has the share of the loss that it has of the episodes."""
@@ -180,7 +185,12 @@ def weigh(parts: Sequence[Sequence[GroupRows]]) -> list[list[list[Row]]]:
         for at, weight in zip(places, shares.split([len(row.place_S) for row in own]), strict=True):
             weights[at] = weight
     found = iter(weights)
-    return [[[row.having(weight=next(found) * group.weight) for row in group.rows] for group in part] for part in parts]
+    of_observed = len(parts) / max(sum(len(row.observed_O) for row in rows), 1)
+
+    def weighed(row: Row, weight: float) -> Row:
+        return replace(row.having(weight=next(found) * weight), observed_weight=of_observed * weight)
+
+    return [[[weighed(row, group.weight) for row in group.rows] for group in part] for part in parts]
 
 
 def _prepared(group: Group, algo: Algorithm, quorum: int | None) -> list[dict[str, Tensor]]:
@@ -275,6 +285,7 @@ def _rows(
     for leaf in (turn for turn in turns if turn.index not in continued):
         token_ids: list[int] = []
         place: list[int] = []
+        observed: list[int] = []
         values: dict[str, list[float]] = {name: [] for name in (*BUILT_IN, *prepared, *named)}
         for turn in _path(turns, leaf):
             token_ids += turn.prompt_ids
@@ -286,6 +297,8 @@ def _rows(
                 continue
             seen.add(turn.index)
             place += range(start, len(token_ids))
+            if algo.observes and turn.parent is not None:
+                observed += range(start - len(turn.prompt_ids), start)
             n = len(turn.token_ids)
             values["behaviour"] += turn.logprobs
             for span in turn.spans:
@@ -311,6 +324,7 @@ def _rows(
                         name: _tensor(name, numbers, named) for name, numbers in values.items() if name not in ragged
                     },
                     ragged={name: Ragged.of(values[name]) for name in ragged},
+                    observed_O=torch.tensor(observed, dtype=torch.int64),
                 )
             )
     return rows
@@ -350,6 +364,7 @@ def _within(row: Row, max_lag: int, stale: Counter[int]) -> Row | None:
         row,
         token_ids=row.token_ids[: int(place_S[-1]) + 1],
         place_S=place_S,
+        observed_O=row.observed_O[row.observed_O < place_S[-1]],
         columns={name: column[keep_S] for name, column in row.columns.items()},
         ragged={name: column.only(keep_S) for name, column in row.ragged.items()},
     )
