@@ -342,7 +342,7 @@ class RunConfig(_Section):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         rollout, buffer = self.rollout, self.buffer
-        check_sources(self.rewards, stall_deadline_s=self.train.stall_deadline_s)
+        check_sources(self.rewards, rollout.max_tokens_per_turn, stall_deadline_s=self.train.stall_deadline_s)
         if rollout.max_tokens_per_turn >= rollout.max_context:
             raise ConfigError(
                 "rollout.max_tokens_per_turn",

@@ -85,7 +85,9 @@ class RewardSource(Section):
     """Who says what single turns are worth, beside the environment. See `docs/rewards.md`."""
 
     source: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # its name, in tables and records; `env` is the environment's
-    kind: Literal["callable", "shaping", "tests", "prm", "judge", "teacher"]  # who is asked, see docs/rewards.md
+    kind: Literal[
+        "callable", "shaping", "tests", "prm", "judge", "teacher", "overlong"
+    ]  # who is asked, see docs/rewards.md
     call: str | None = None  # module:name of (trajectory up to the turn) -> float; tests: of (task) -> files by path
     potential: Literal["callable", "tests"] = "callable"  # shaping: what measures it
     command: list[str] = Field(default_factory=list)  # tests: what runs them in their box
@@ -94,7 +96,9 @@ class RewardSource(Section):
     sandbox: str = "bubblewrap"  # tests: where boxes come from
     image: str | None = None  # tests: what boxes are made of
     box_s: Positive = 20.0  # tests: of the command; work that takes longer gets 0
-    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0  # shaping: of its formula; returns are undiscounted, so take 1
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0  # shaping: of its formula, as algo.discount
+    most_tokens: Count | None = None  # overlong: of a turn, which costs 1; as rollout.max_tokens_per_turn
+    margin_tokens: Count | None = None  # overlong: the last ones before, over which the cost rises from 0
     url: str | None = None  # prm, judge, teacher: the server; teacher: or "policy", the run's own engines
     prompt: str | None = None  # teacher: a system message that it alone reads, before the episode
     envs: list[str] = Field(default_factory=list)  # teacher: of the environments that it teaches; none: of all
@@ -132,7 +136,12 @@ class RewardSource(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        needed = {"callable": ("call",), "tests": ("command",), "judge": ("url", "rubric")}
+        needed = {
+            "callable": ("call",),
+            "tests": ("command",),
+            "judge": ("url", "rubric"),
+            "overlong": ("most_tokens", "margin_tokens"),
+        }
         for name in needed.get(self.measure, ("url",)):
             if not getattr(self, name):
                 raise ConfigError(f"rewards.{name}", getattr(self, name), f"a source of kind {self.kind!r} needs it")
@@ -145,6 +154,9 @@ class RewardSource(Section):
         if self.kind == "teacher" and self.late != "partial":
             hint = "a teacher that is late or refuses must not take an episode out: give 'partial'"
             raise ConfigError("rewards.late", self.late, hint)
+        if self.most_tokens and self.margin_tokens and self.margin_tokens > self.most_tokens:
+            hint = f"must be at most rewards.most_tokens = {self.most_tokens}"
+            raise ConfigError("rewards.margin_tokens", self.margin_tokens, hint)
         if self.source == "env":
             raise ConfigError("rewards.source", "env", "this is the environment itself: choose another name")
         return self
@@ -190,12 +202,16 @@ def check_temperatures(engine: str, **temperatures: float | None) -> None:
             raise ConfigError(f"{section}.temperature", temperature, hint)
 
 
-def check_sources(sources: Sequence[RewardSource], *, stall_deadline_s: float) -> None:
-    """Raises ConfigError for sources of one name, or one for which a run would wait until it ends as standing still."""
+def check_sources(sources: Sequence[RewardSource], max_tokens: int, *, stall_deadline_s: float) -> None:
+    """Raises ConfigError for sources of one name, one for which a run would wait until it ends as standing still, or
+    one that punishes turns longer than the `max_tokens` that there can be."""
     names = [one.source for one in sources]
     if len(set(names)) != len(names):
         raise ConfigError("rewards.source", names, "each source has a name of its own")
     for one in sources:
+        if one.most_tokens is not None and one.most_tokens > max_tokens:
+            hint = f"must be at most rollout.max_tokens_per_turn = {max_tokens}, where a turn is cut"
+            raise ConfigError("rewards.most_tokens", one.most_tokens, hint)
         if one.deadline_s >= stall_deadline_s:
             hint = f"must be below train.stall_deadline_s = {stall_deadline_s:g}, or a silent source ends the run"
             raise ConfigError("rewards.deadline_s", one.deadline_s, hint)

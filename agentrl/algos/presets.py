@@ -5,7 +5,7 @@
     dapo      A[i] = (R_i - mean of R) / deviation, clip-higher, every token the same          Yu et al. 2025
 
 DAPO has two more parts, which are no settings of the algorithm: dynamic sampling is `buffer.skip_without_signal`, and
-soft overlong punishment a reward source (`docs/rewards.md`).
+soft overlong punishment a reward source of kind "overlong".
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from agentrl.registry import load_reference
 from agentrl.rewards.box_tests import ArtifactsOf, BoxTests
 from agentrl.rewards.contents import Known
 from agentrl.rewards.judge import Judge
+from agentrl.rewards.overlong import Overlong
 from agentrl.rewards.reward_model import RewardModel
 from agentrl.rewards.shaping import Shaping
 from agentrl.rewards.verdict import Verdict
@@ -56,6 +57,8 @@ def rewarder_of(
     if settings.kind == "teacher":
         assert teacher_of is not None, "a run makes its teachers"
         return teacher_of(settings)
+    if settings.measure == "overlong":
+        return Overlong(settings.most_tokens or 0, settings.margin_tokens or 0)
     if settings.measure in ("callable", "tests"):
         own: TurnRewarder = (
             BoxTests(settings, artifacts_of) if settings.measure == "tests" else load_reference(settings.call or "")
