@@ -227,6 +227,7 @@ class Train(_Section):
     dtype: Literal["float32", "bfloat16"] = "float32"  # of a pass; weights and optimizer are float32
     minibatches: Count = 1  # optimizer updates that share a step's groups
     epochs: Count = 1  # how often a step goes over its groups
+    peak_tflops: Positive | None = None  # of the learner's device, for the metric mfu; default: as its vendor states it
     gradient_checkpointing: bool = False  # recompute activations in the backward pass instead of keeping them
     compile: bool = False  # fuse what a layer computes: faster passes for half a minute at the start and a C++ compiler
     lora_rank: Annotated[int, Field(ge=0)] = 0  # train a LoRA adapter of this rank over frozen weights; 0: all weights

@@ -101,13 +101,14 @@ class Loss:
     """`total` is the scalar to minimise; those of an update's passes add up. `clipped_K` says where a clip cut the
     gradient. `gauges` are scalars that add up likewise and are reported by name, divided by the number of updates or,
     if it is given, by `gauged`, which adds up too: the shares over which they are means. `importance_K` are the weights
-    that corrected stale tokens, if the algorithm has such."""
+    that corrected stale tokens, `log_ratio_K` is of the ratio that the clip is on, if the algorithm has such."""
 
     total: Tensor
     clipped_K: Tensor
     gauges: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
     gauged: Tensor | None = None
     importance_K: Tensor | None = None
+    log_ratio_K: Tensor | None = None
 
 
 class Algorithm(BaseModel):

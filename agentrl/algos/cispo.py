@@ -31,9 +31,11 @@ class CISPO(GRPO):
     clip_high: Positive = 4.0  # and at most 1 plus this
     importance: Literal["token", "none"] = "token"  # the ratio is that to the policy that sampled, or the proximal one
 
+    def log_ratio(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> Tensor:
+        return outputs.logprobs_K - (tokens["behaviour"] if self.corrects else tokens["proximal"])
+
     def surrogate(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> tuple[Tensor, Tensor]:
-        base_K = tokens["behaviour"] if self.corrects else tokens["proximal"]
-        ratio_K = (outputs.logprobs_K - base_K).detach().exp()
+        ratio_K = self.log_ratio(tokens, outputs).detach().exp()
         weight_K = ratio_K.clamp(1 - self.clip_low, 1 + self.clip_high)
         return -weight_K * tokens["advantage"] * outputs.logprobs_K, weight_K != ratio_K
 

@@ -119,6 +119,10 @@ class Clipped(Algorithm):
     def observes(self) -> bool:
         return self.observation_weight > 0
 
+    def log_ratio(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> Tensor:
+        """The logarithm of the ratio that is clipped: [K]."""
+        return outputs.logprobs_K - tokens["proximal"]
+
     def surrogate(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> tuple[Tensor, Tensor]:
         """Loss per token before importance and penalties, and where a clip cut its gradient: both [K]."""
         from agentrl.algos.losses import clipped_surrogate
@@ -135,7 +139,7 @@ class Clipped(Algorithm):
     def advantages(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What needs whole sequences, if the settings ask for it: their `importance`, whether they are `kept`, and the
         `charge` that `advantage` takes off."""
-        from agentrl.algos.corrections import bounded, ratios, within
+        from agentrl.algos.corrections import bounded, log_ratios, within
         from agentrl.algos.divergence import charge
 
         columns: dict[str, Tensor] = {}
@@ -143,11 +147,11 @@ class Clipped(Algorithm):
             return columns
         gap_T, keys = tokens["proximal"] - tokens["behaviour"], (tokens["episode"], tokens["role"])
         if self.importance == "sequence" or self.importance == "geometric":
-            ratio_T = ratios(gap_T, *keys, self.importance)
+            ratio_T = log_ratios(gap_T, *keys, self.importance).exp()
             weight_T = bounded(ratio_T, self.importance_floor, self.importance_cap, self.importance_mode)
             columns["importance"] = weight_T.to(gap_T.dtype)
         if self.reject != "none":
-            ratio_T = ratios(gap_T, *keys, self.reject)
+            ratio_T = log_ratios(gap_T, *keys, self.reject).exp()
             columns["kept"] = within(ratio_T, *keys, self.reject_below, self.reject_above)
         if weights := self.charges:
             columns["charge"] = charge(tokens, weights)
@@ -169,6 +173,7 @@ class Clipped(Algorithm):
         from agentrl.algos.losses import kl_penalty, policy_loss
 
         surrogate_K, clipped_K = self.surrogate({**tokens, "advantage": self.advantage(tokens)}, outputs)
+        log_ratio_K = self.log_ratio(tokens, outputs).detach()
         kl_K = None
         if self.kl_weight > 0 and self.kl_in == "loss":
             kl_K = kl_penalty(outputs.logprobs_K, tokens["reference"], self.kl_gradient, tokens["proximal"])
@@ -193,6 +198,7 @@ class Clipped(Algorithm):
             total=total,
             clipped_K=clipped_K,
             importance_K=importance_K,
+            log_ratio_K=log_ratio_K,
             gauges=measured,
             gauged=tokens["weight"].sum(),
         )

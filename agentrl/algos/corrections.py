@@ -52,28 +52,28 @@ def bounded(ratio_T: Tensor, floor: float, cap: float, mode: Mode) -> Tensor:
     return torch.where((ratio_T >= floor) & (ratio_T <= cap), ratio_T, 0.0)
 
 
-def ratios(gap_T: Tensor, episode_T: Tensor, role_T: Tensor, level: Level) -> Tensor:
-    """The ratio proximal / behaviour of each token, or of its sequence: float64 [T]. `gap_T` are differences of
-    log-probs, behaviour -> proximal. A sequence is what one role sampled in an episode.
+def log_ratios(gap_T: Tensor, episode_T: Tensor, role_T: Tensor, level: Level) -> Tensor:
+    """The logarithm of the ratio proximal / behaviour of each token, or of its sequence: float64 [T]. `gap_T` are
+    differences of log-probs, behaviour -> proximal. A sequence is what one role sampled in an episode.
 
     `sequence`: the product of its tokens' ratios. Weighing an episode by it is unbiased; its variance grows with the
     length. `geometric`: their geometric mean, exp(mean gap), which has the same scale at any length, and a bias."""
     gap_T = gap_T.detach().double()
     if level == "token":
-        return gap_T.exp()
-    sequence_T, length_S = _sequences(episode_T, role_T)
+        return gap_T
+    sequence_T, length_S = sequences(episode_T, role_T)
     gap_S = gap_T.new_zeros(len(length_S)).index_add(0, sequence_T, gap_T)
-    return (gap_S / length_S if level == "geometric" else gap_S).exp()[sequence_T]
+    return (gap_S / length_S if level == "geometric" else gap_S)[sequence_T]
 
 
 def within(ratio_T: Tensor, episode_T: Tensor, role_T: Tensor, below: float, above: float) -> Tensor:
     """Whether all ratios of a token's sequence are within [below, above]: bool [T]."""
-    sequence_T, length_S = _sequences(episode_T, role_T)
+    sequence_T, length_S = sequences(episode_T, role_T)
     outside_T = ~((ratio_T >= below) & (ratio_T <= above))
     return torch.zeros_like(length_S).index_add(0, sequence_T, outside_T.long())[sequence_T] == 0
 
 
-def _sequences(episode_T: Tensor, role_T: Tensor) -> tuple[Tensor, Tensor]:
+def sequences(episode_T: Tensor, role_T: Tensor) -> tuple[Tensor, Tensor]:
     """The number of each token's sequence, [T], and how many tokens each sequence has, [S]."""
     keys_2T = torch.stack([episode_T, role_T])
     _, sequence_T, length_S = torch.unique(keys_2T, dim=1, return_inverse=True, return_counts=True)

@@ -29,18 +29,24 @@ class GSPO(GRPO):
     clip_low: Positive = 3e-4  # the ratio of a turn may fall by so much
     clip_high: Positive = 4e-4  # and rise by so much
 
-    def surrogate(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> tuple[Tensor, Tensor]:
+    def log_ratio(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> Tensor:
         import torch
-
-        from agentrl.algos.losses import clipped_surrogate
 
         keys_2K = torch.stack([tokens["episode"], tokens["turn"]])
         _, turn_K, length_S = torch.unique(keys_2K, dim=1, return_inverse=True, return_counts=True)
         gap_K = outputs.logprobs_K - tokens["proximal"]
         gap_S = gap_K.new_zeros(len(length_S)).index_add(0, turn_K, gap_K) / length_S
+        return gap_S[turn_K]
+
+    def surrogate(self, tokens: Mapping[str, Tensor], outputs: Outputs) -> tuple[Tensor, Tensor]:
+        import torch
+
+        from agentrl.algos.losses import clipped_surrogate
+
+        log_ratio_K = self.log_ratio(tokens, outputs)
         return clipped_surrogate(
-            gap_S[turn_K],
-            torch.zeros_like(gap_K),
+            log_ratio_K,
+            torch.zeros_like(log_ratio_K),
             tokens["advantage"],
             clip_low=self.clip_low,
             clip_high=self.clip_high,

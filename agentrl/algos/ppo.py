@@ -128,6 +128,7 @@ class PPO(Clipped):
             total=self.value_weight * value_loss + (policy.total if learns else 0.0),
             clipped_K=policy.clipped_K,
             importance_K=policy.importance_K,
+            log_ratio_K=policy.log_ratio_K,
             gauges={
                 **policy.gauges,
                 "value_loss": value_loss,

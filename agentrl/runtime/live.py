@@ -119,6 +119,7 @@ class LiveView:
         table.add_row("reward", f"{_mean(recent, 'outcome_mean')}  {_spark(rows, 'outcome_mean')}")
         table.add_row("success", f"{_mean(recent, 'success_mean')}  {_spark(rows, 'success_mean')}")
         table.add_row("staleness", f"{_mean(recent, 'lag_mean')} steps, max {recent[-1]['lag_max']}")
+        table.add_row("off-policy", _drift(recent))
         table.add_row("trained", f"{sum(r['tokens_scored'] for r in recent) / max(busy + idle, 1e-9):,.0f} tokens/s")
         waits = "learner waits for episodes" if idle > busy else "learner is busy"
         table.add_row("who waits", f"{waits}: idle {idle / max(busy + idle, 1e-9):.0%}")
@@ -133,6 +134,14 @@ def _bar(step: int, steps: int) -> RenderableType:
     grid = Table.grid(padding=(0, 1))
     grid.add_row(Text(f"{step}/{steps}"), ProgressBar(total=steps, completed=step, width=40))
     return grid
+
+
+def _drift(rows: list[dict[str, Any]]) -> str:
+    """How far learner and behaviour policy are apart, in one line."""
+    kl, differs = _mean(rows, "kl_k3"), _mean(rows, "mismatch_mean")
+    return (
+        f"ESS {_mean(rows, 'ess')}, KL {kl}, clipped {_mean(rows, 'clip_fraction')}, engine differs by {differs} nats"
+    )
 
 
 def _values(rows: list[dict[str, Any]], key: str) -> list[float]:

@@ -39,6 +39,7 @@ from agentrl.train import checkpoint, lora
 from agentrl.train.checkpoint import CheckpointState
 from agentrl.train.export import WeightFile, export_weights
 from agentrl.train.hashes import hash_of
+from agentrl.train.machine import use
 from agentrl.train.models import Models
 from agentrl.train.packing import Pack, packs
 from agentrl.train.report import StepReport, Stopwatch, Tally, summarise
@@ -117,7 +118,15 @@ class Learner:
         self.models.follow(self.step_index)
         self.trained.append(tuple(one.episode_id for group in groups for one in group.trajectories if one.scored))
         laid = [pack for part in updates for pack in part]
-        return summarise(self.step_index, ready, laid, tally, lr=lr, seconds=watch.seconds)
+        used = use(
+            self.model.module,
+            tally.packs,
+            self.model.device,
+            seconds=sum(watch.seconds.values()),
+            dtype=self.model.dtype,
+            peak_tflops=self.config.train.peak_tflops,
+        )
+        return summarise(self.step_index, ready, laid, tally, lr=lr, use=used, seconds=watch.seconds)
 
     def _minibatches(self, ready: Sequence[GroupRows]) -> list[list[GroupRows]]:
         """The step's groups divided into updates; shuffled if there are several, the same way under the same seed."""
@@ -175,7 +184,7 @@ class Learner:
             if self.on_pass is not None:
                 self.on_pass(pack, tokens, outputs)
             pack_loss = pack.algo.loss(tokens, outputs, self.step_index)
-            tally.passed(pack, tokens["proximal"], outputs.entropy_K, pack_loss)
+            tally.passed(pack, tokens, outputs, pack_loss)
             watch.lap("forward")
             self._progress()
             pack_loss.total.backward()

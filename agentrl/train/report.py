@@ -16,10 +16,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from agentrl.algos.algorithm import Algorithm, Loss
+from agentrl.algos.algorithm import Algorithm, Loss, Outputs
 from agentrl.algos.corrections import Mismatch, gauges
+from agentrl.algos.losses import kl_penalty
+from agentrl.algos.measures import Measures, Ratios, by_number, measured, ratios_by_level
 from agentrl.train.environments import EnvironmentReport, by_environment
+from agentrl.train.machine import Use
 from agentrl.train.packing import Pack
+from agentrl.train.played import EnvReport, by_env, group_spread
 from agentrl.train.samples import GroupRows, Row
 
 
@@ -73,6 +77,14 @@ class StepReport:
     mismatch_max: float | None
     mismatch: Mapping[str, Mismatch]  # by kind of token, see `corrections.mismatch_by_kind`
     entropy: float | None
+    # in detail
+    measures: Measures | None  # of all computed tokens
+    by_lag: Mapping[str, Measures]  # the same by their age, see `measures.by_number`
+    by_turn: Mapping[str, Measures]  # and by the index of their turn
+    ratios: Mapping[str, Ratios]  # of tokens, sequences and geometric means of these
+    by_env: Mapping[str, EnvReport]
+    group_spread: float | None  # mean over groups of the deviation of their members' rewards
+    use: Use  # of the learner's device
     algorithm: Mapping[str, float]  # what the algorithm itself measures, a mean over the updates; see `Tally.told`
     environments: Mapping[str, EnvironmentReport]  # by the environment's id
     seconds: Mapping[str, float]
@@ -91,6 +103,9 @@ class Stopwatch:
         self._at = now
 
 
+_MEASURED = ("proximal", "behaviour", "lag", "origin", "episode", "role", "turn", "advantage")
+
+
 @dataclass(slots=True)
 class Tally:
     """The results of a step's passes. Tensors are [K] of one pass, detached. `algorithms` are those of the run that
@@ -100,27 +115,37 @@ class Tally:
     losses: list[float] = field(default_factory=list[float])
     grad_norms: list[float] = field(default_factory=list[float])
     packs: list[Pack] = field(default_factory=list[Pack])
-    proximal: list[Tensor] = field(default_factory=list[Tensor])
+    tokens: list[Mapping[str, Tensor]] = field(default_factory=list[Mapping[str, Tensor]])
     clipped: list[Tensor] = field(default_factory=list[Tensor])
     importance: list[Tensor] = field(default_factory=list[Tensor])
-    entropy: list[Tensor] = field(default_factory=list[Tensor])
     gauges: defaultdict[tuple[str, str], float] = field(
         default_factory=lambda: defaultdict[tuple[str, str], float](float)
     )
     gauged: defaultdict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
 
-    def passed(self, pack: Pack, proximal_K: Tensor, entropy_K: Tensor, loss: Loss) -> None:
-        """Record a pass."""
+    def passed(self, pack: Pack, tokens: Mapping[str, Tensor], outputs: Outputs, loss: Loss) -> None:
+        """Record a pass, with the columns that its loss saw."""
         self.packs.append(pack)
-        self.proximal.append(proximal_K.detach())
-        self.clipped.append(loss.clipped_K.detach())
+        cut_K, log_ratio_K = loss.clipped_K.detach(), loss.log_ratio_K
+        seen = {name: tokens[name] for name in _MEASURED if name in tokens}
+        seen["clip"] = cut_K * (1 if log_ratio_K is None else log_ratio_K.sign())
+        seen["entropy"] = outputs.entropy_K.detach()
+        if "reference" in tokens:
+            seen["reference_k3"] = kl_penalty(outputs.logprobs_K.detach(), tokens["reference"])
+        self.tokens.append(seen)
+        self.clipped.append(cut_K)
         if loss.importance_K is not None:
             self.importance.append(loss.importance_K.detach())
         of = next(of for of, algo in self.algorithms.items() if algo == pack.algo)
         for name, value in loss.gauges.items():
             self.gauges[of, name] += float(value.detach())
         self.gauged[of] += 0.0 if loss.gauged is None else float(loss.gauged)
-        self.entropy.append(entropy_K.detach())
+
+    def columns(self, n: int | None = None) -> dict[str, Tensor]:
+        """Those that were measured, of the first `n` passes, or of all."""
+        passes = self.tokens[:n]
+        names = [name for name in passes[0] if all(name in one for one in passes)] if passes else []
+        return {name: torch.cat([one[name] for one in passes]) for name in names}
 
     def updated(self, loss: float, grad_norm: float) -> None:
         """Record an optimizer update."""
@@ -145,6 +170,7 @@ def summarise(
     tally: Tally,
     *,
     lr: float,
+    use: Use,
     seconds: Mapping[str, float],
 ) -> StepReport:
     """The report of step number `step`. `laid` are the step's passes."""
@@ -157,13 +183,10 @@ def summarise(
     outcomes = [outcome for group in ready for outcome in group.outcomes]
     process = [reward for group in ready for reward in group.process]
     rewards = [a + b for a, b in zip(outcomes, process, strict=True)]
-    drift = None
-    if tally.packs:
-        behaviour_K = torch.cat([pack.columns["behaviour"] for pack in tally.packs])
-        lag_K = torch.cat([pack.columns["lag"] for pack in tally.packs])
-        origin_K = torch.cat([pack.columns["origin"] for pack in tally.packs])
+    drift, tokens = None, tally.columns()
+    if tokens:
         cap_K = torch.cat([torch.full_like(pack.columns["weight"], pack.algo.importance_cap) for pack in tally.packs])
-        drift = gauges(torch.cat(tally.proximal), behaviour_K, lag_K, origin_K, cap_K)
+        drift = gauges(tokens["proximal"], tokens["behaviour"], tokens["lag"], tokens["origin"], cap_K)
     mismatch = drift.mismatch if drift else {}
     fresh = mismatch.get("fresh")
     return StepReport(
@@ -206,10 +229,22 @@ def summarise(
         mismatch_mean=fresh.mean if fresh else None,
         mismatch_max=fresh.max if fresh else None,
         mismatch=mismatch,
-        entropy=float(torch.cat(tally.entropy).mean()) if tally.entropy else None,
+        entropy=float(tokens["entropy"].mean()) if tokens else None,
+        measures=measured(tokens) if tokens else None,
+        by_lag=by_number(tokens, "lag") if tokens else {},
+        by_turn=by_number(tokens, "turn") if tokens else {},
+        ratios=ratios_by_level(tally.columns(len(laid))) if tokens else {},
+        by_env=by_env(ready),
+        group_spread=_mean([spread for group in ready if (spread := group_spread(group)) is not None]),
+        use=use,
         algorithm=tally.told(),
         environments=by_environment(
-            ready, laid, list(zip(tally.packs, tally.proximal, tally.entropy, tally.clipped, strict=True))
+            ready,
+            laid,
+            [
+                (pack, seen["proximal"], seen["entropy"], cut_K)
+                for pack, seen, cut_K in zip(tally.packs, tally.tokens, tally.clipped, strict=True)
+            ],
         ),
         seconds=dict(seconds),
     )

@@ -30,7 +30,7 @@ from agentrl.algos.algorithm import ROUNDING, Algorithm, Siblings
 from agentrl.algos.corrections import Origin
 from agentrl.algos.losses import Normalise, token_weights
 from agentrl.columns import KEPT, Column, column, filled, known
-from agentrl.records import ENV, UNKNOWN, Group, GroupState, MemberRecord, Trajectory, Turn, VersionSpan
+from agentrl.records import ENV, UNKNOWN, Group, GroupState, MemberRecord, StopReason, Trajectory, Turn, VersionSpan
 from agentrl.train.ragged import Ragged
 
 StepOf = Callable[[int], int]
@@ -50,6 +50,11 @@ BUILT_IN: Final = {
     "weight": torch.float32,  # share of the loss; 1 until `weigh` has seen all rows of a step
 }
 """The columns that the learner makes itself, by name."""
+
+
+_LIMITS: Final = frozenset(
+    {StopReason.TURN_LIMIT, StopReason.TOKEN_LIMIT, StopReason.CONTEXT_LIMIT, StopReason.TIME_LIMIT}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +87,28 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """How a member of a group went: its sampled tokens that learn, of which `trained` are in the loss. `scored` says
+    whether it takes part (law 3), `limited` whether a limit ended it."""
+
+    env: str
+    turns: int
+    tokens: int
+    trained: int
+    scored: bool
+    limited: bool
+    reward: float
+    success: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRows:
     """Members of a group, ready to train. `rows` are those of its scored members; members that infrastructure failed
     are only counted in `left_out`. `stale` counts, by lag, sampled tokens beyond the lag bound, which no row scores;
     `members_stale` members have no other tokens, and only report their outcome. `late` members ended after their group
     had closed; if it was `taken_before`, in an earlier step, all are late. `cut` says of each turn whether it ended by
     its length and not by the policy. A `skipped` group trains nothing and only reports; `weight` multiplies the share
-    of the loss that its tokens have. `env` is the environment of its task."""
+    of the loss that its tokens have. `env` is the environment of its task; `members` are all, trained or not."""
 
     group_id: int
     env: str
@@ -102,6 +122,7 @@ class GroupRows:
     late: int = 0
     taken_before: bool = False
     cut: tuple[bool, ...] = ()
+    members: tuple[Played, ...] = ()
     skipped: bool = False
     weight: float = 1.0
 
@@ -159,8 +180,28 @@ def group_rows(
         late=0 if record is None else sum(member.member not in record for member in trained),
         taken_before=group.state is GroupState.EXPIRED or (group.taken_step or math.inf) <= step_now,
         cut=tuple(turn.finish == "length" for member in told for turn in member.turns if turn.learns),
+        members=_played(group, rows),
         skipped=group.skipped,
         weight=group.weight,
+    )
+
+
+def _played(group: Group, rows: Sequence[Row]) -> tuple[Played, ...]:
+    trained = Counter[int]()
+    for row in rows:
+        trained[row.episode_id] += len(row.place_S)
+    return tuple(
+        Played(
+            env=group.task.env,
+            turns=len(own := [turn for turn in member.turns if turn.learns]),
+            tokens=sum(len(turn.token_ids) for turn in own),
+            trained=trained[member.episode_id],
+            scored=member.scored,
+            limited=member.stop_reason in _LIMITS,
+            reward=(member.outcome or 0.0) + sum(turn.reward for turn in own),
+            success=member.success,
+        )
+        for member in (*group.trajectories, *group.left_out)
     )
 
 

@@ -1,0 +1,91 @@
+"""What a step asks of the learner's device: floating-point operations, their share of its peak, memory.
+
+Never knows what is computed. Operations are those of the model: twice the parameters of each token's matrix products,
+and attention (Chowdhery et al. 2022, appendix B), forward and backward; what is computed again is not counted.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from agentrl.train import lora
+from agentrl.train.packing import Pack
+
+PEAKS: Final = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H200": 989.0, "A100": 312.0}
+"""Dense bfloat16 in TFLOP/s as the vendor states it, by a part of the device's name; the first that fits counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """Of a step's updates by the policy. `tflops` is per second of the whole step; passes ahead of it and of other
+    models count as time alone. `mfu` is `tflops` over the device's peak, None where no peak is known. `peak_memory_mb`
+    is of a GPU the most that the step allocated, else the most that the process ever had."""
+
+    tflops: float
+    mfu: float | None
+    peak_memory_mb: float
+
+
+def use(
+    module: Any,
+    passes: Sequence[Pack],
+    device: torch.device,
+    *,
+    seconds: float,
+    dtype: torch.dtype,
+    peak_tflops: float | None,
+) -> Use:
+    """Measure a step whose updates made `passes`, and begin to measure the memory of the next."""
+    tflops = sum(operations(module, one) for one in passes) / max(seconds, 1e-9) / 1e12
+    peak = peak_tflops or peak_of(device, dtype)
+    if device.type == "cuda":
+        memory = torch.cuda.max_memory_allocated(device) / 2**20
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        unit = 2**20 if sys.platform == "darwin" else 2**10
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    return Use(tflops=tflops, mfu=tflops / peak if peak else None, peak_memory_mb=memory)
+
+
+def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The stated peak of a device in TFLOP/s; None where we know of none."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+
+def operations(module: Any, pack: Pack) -> float:
+    """Floating-point operations of a pass forward and backward. Under an adapter, frozen weights have no gradient."""
+    config = module.config.get_text_config()
+    nodes = len(pack.token_ids_N)
+    head = module.get_output_embeddings().weight.numel()
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    active = config.num_experts_per_tok / experts if experts else 1.0
+    outer = {id(module.get_input_embeddings().weight), id(module.get_output_embeddings().weight)}
+    body = sum(
+        parameter.numel() * (active if ".experts." in name else 1.0)
+        for name, parameter in module.named_parameters()
+        if id(parameter) not in outer
+    )
+    width = config.num_attention_heads * (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    pairs = sum(_pairs(branch.stop - branch.start, len(branch.path)) for branch in pack.branches)
+    products = 2 * (body * nodes + head * len(pack.predictors_P))
+    attention = 4 * config.num_hidden_layers * width * pairs
+    return products * (2 if lora.has_adapter(module) else 3) + 3 * attention
+
+
+def _pairs(queries: int, keys: int) -> int:
+    """Of a query and a key that it sees: the queries are the last of the keys."""
+    return queries * (keys - queries) + queries * (queries + 1) // 2
