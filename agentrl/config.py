@@ -21,6 +21,7 @@ from agentrl.algos.grpo import GRPO
 from agentrl.errors import ConfigError, UsageError
 from agentrl.records import SamplingParams
 from agentrl.settings import (
+    Alarms,
     Buffer,
     Cluster,
     Count,
@@ -202,11 +203,9 @@ class EngineSettings(_Section):
         if not self.gpus:
             return self
         if self.kind == "embedded" or self.urls:
-            hint = "it is for replicas of vLLM that the run starts: leave it out"
-            raise ConfigError("engine.gpus", self.gpus, hint)
+            raise ConfigError("engine.gpus", self.gpus, "it is for replicas of vLLM that the run starts: leave it out")
         if self.replicas not in (1, len(self.gpus)):
-            hint = f"engine.gpus names {len(self.gpus)}: leave it out"
-            raise ConfigError("engine.replicas", self.replicas, hint)
+            raise ConfigError("engine.replicas", self.replicas, f"engine.gpus names {len(self.gpus)}: leave it out")
         if any(len(set(own)) != len(own) for own in self.gpus):
             raise ConfigError("engine.gpus", self.gpus, "a replica takes each of its GPUs once")
         return self
@@ -270,6 +269,7 @@ class RunConfig(_Section):
     algo: SerializeAsAny[Algorithm] = Field(default_factory=GRPO)  # one of the algorithms, by its `kind`
     train: Train = Train()
     eval: Evaluation = Evaluation()
+    alarms: Alarms = Alarms()
 
     @property
     def sync(self) -> Literal["full", "delta", "adapter", "nccl", "ipc"]:

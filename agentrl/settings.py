@@ -173,6 +173,26 @@ class HeldOut(Section):
     first_seed: int = 1_000_000_000  # of its tasks; far from those of training
 
 
+Action = Literal["warn", "lower_lag", "stop"]
+Watched = Literal["mismatch", "ess", "kl", "entropy", "clip", "non_finite"]
+
+
+class Alarms(Section):
+    """Thresholds for a step's measures, and what happens beyond them: see `docs/metrics.md`."""
+
+    mismatch_above: Positive | None = 0.2  # mean |difference| of log-probs of fresh tokens, engine and learner, nats
+    ess_below: Annotated[float, Field(ge=0, le=1)] | None = 0.3  # effective sample size over sample size
+    kl_above: Positive | None = 0.3  # KL of behaviour to learner in nats per token
+    entropy_below: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # of the policy, in nats
+    clip_above: Annotated[float, Field(ge=0, le=1)] | None = 0.5  # share of tokens that a clip cut
+    actions: dict[Watched, Action] = Field(default_factory=dict[Watched, Action])  # default: warn, for each of these
+    calm_steps: Count = 10  # steps without an alarm that lowers the lag, until buffer.max_lag holds again
+
+    def action(self, name: Watched) -> Action:
+        """What the alarm of that name does."""
+        return self.actions.get(name, "warn")
+
+
 class Evaluation(Section):
     """When and on what the policy is measured. Every set runs before and after; the first one also every `every`."""
 

@@ -6,7 +6,8 @@ and holds the position in the source: an admitter that was killed anywhere is fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import trio
 
@@ -42,6 +43,7 @@ class Admitter:
     store: AdmissionStore
     tasks: TaskSource
     bounds: Bounds
+    max_lag: Callable[[], str | None] = lambda: None  # what alarms lowered the lag bound to, if they did
     _seen: int = 0  # the last group that the curriculum has seen
 
     async def run(self) -> None:
@@ -57,15 +59,16 @@ class Admitter:
     def admit(self, limit: int) -> int:
         """Start at most `limit` groups; returns how many. Tasks that infrastructure lost come first, then new ones."""
         self._observe()
+        bounds = replace(self.bounds, max_lag=min(self.bounds.max_lag, int(self.max_lag() or self.bounds.max_lag)))
         started = passed = 0
         while started < limit and passed < _SKIPPED:
-            room = self.store.admissible(self.bounds, limit=limit - started)
+            room = self.store.admissible(bounds, limit=limit - started)
             end = room.first + room.groups - room.replays
             end = end if self.tasks.size is None else min(end, self.tasks.size)
             tasks = [self.tasks.task(index) for index in range(room.first, end)]
             if not tasks and not room.replays:
                 break
-            admitted = self.store.admit(tasks, first=room.first, bounds=self.bounds, limit=limit - started)
+            admitted = self.store.admit(tasks, first=room.first, bounds=bounds, limit=limit - started)
             started, passed = started + admitted, passed + room.groups - admitted
         return started
 

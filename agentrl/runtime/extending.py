@@ -37,6 +37,7 @@ _MAY_CHANGE = (
     "engine.max_batch",
     "engine.kv_cache_mb",
     "buffer.keep_*",
+    "alarms.*",
     "eval.every",
     "eval.n_during",
 )

@@ -25,8 +25,9 @@ import trio
 from agentrl.config import RunConfig
 from agentrl.engine import canary
 from agentrl.engine.canary import Canary, probe_tokens
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, RunFailed
 from agentrl.records import Group, WeightVersion
+from agentrl.runtime.alarms import LagBound, advice, raised
 from agentrl.runtime.checkpoints import start_point
 from agentrl.runtime.heartbeat import BEAT_S, Heartbeat
 from agentrl.runtime.lifeline import watch_lifeline
@@ -81,6 +82,8 @@ class _Learning:
         sender = Sender(sync, self._learner.model.device) if sync == "nccl" or sync == "ipc" else None
         self._order, self._returns = take_order(self._config), returns_of(self._config)
         self._publisher = WeightPublisher(self._config, sender, locks=run.locks)
+        bound, full = store.meta("max_lag"), self._config.buffer.max_lag
+        self._bound = LagBound(full, self._config.alarms.calm_steps, now=min(full, int(bound or full)))
         self._saved_at = time.monotonic()
         self._watch_at = time.monotonic() if sender is not None else math.inf
         self._pushes = ThreadPoolExecutor(1, "push")
@@ -108,15 +111,22 @@ class _Learning:
             groups, idle_s = batch
             busy = time.perf_counter()
             self._heartbeat.mark()
-            report = learner.step(groups, step_of=self._store.step_of, undone=self._store.is_undone)
+            bound = self._bound.now
+            report = learner.step(groups, step_of=self._store.step_of, undone=self._store.is_undone, max_lag=bound)
             busy_s = time.perf_counter() - busy
             idle_s += self._settle()
             taken = [group.id for group in groups if not group.skipped]
             weights = {str(group.id): group.weight for group in groups if group.weight != 1.0}
             row = {**asdict(report), "idle_s": idle_s, "busy_s": busy_s, "groups": taken, "group_weights": weights}
+            alarms = raised(row, config.alarms)
+            row |= {"max_lag": bound, "alarms": [alarm.text for alarm in alarms]}
+            self._store.set_meta("max_lag", str(self._bound.after(alarms)))
             self._record_hashes()
             version = self._publish(row)
             self._heartbeat.mark()
+            if stopping := [alarm for alarm in alarms if alarm.action == "stop"]:
+                self._checkpoint(version)
+                raise RunFailed(f"step {learner.step_index}: {advice(stopping, self._run.path)}")
             if self._is_time(learner.step_index):
                 self._checkpoint(version)
         if version is not None and learner.trained:
@@ -136,7 +146,7 @@ class _Learning:
                 groups = self._store.take(
                     step,
                     size,
-                    max_lag=buffer.max_lag,
+                    max_lag=self._bound.now,
                     order=self._order,
                     returns=self._returns,
                     skip_at_most=buffer.skips,

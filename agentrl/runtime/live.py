@@ -72,6 +72,8 @@ class LiveView:
                 highlight=False,
                 soft_wrap=True,
             )
+            for alarm in v.get("alarms", ()):
+                self.console.print(f"alarm: {alarm}", markup=False, highlight=False, soft_wrap=True)
             self._warn(v)
 
     def _warn(self, row: dict[str, Any]) -> None:
@@ -97,6 +99,8 @@ class LiveView:
         table.add_row("step", _bar(step, config.train.steps))
         if recent:
             self._numbers(table, recent, [row.values for row in metrics])
+        for alarm in recent[-1].get("alarms", ()) if recent else ():
+            table.add_row(Text("alarm", style="bold red"), Text(alarm, style="red"))
         if found := no_signal([row.values for row in metrics]):
             table.add_row(Text("no signal", style="bold red"), Text(str(found), style="red"))
         curve = list(report.during(store, config))

@@ -87,7 +87,9 @@ class Supervisor:
         await self._with_space(lambda: self._clock("train_started_s"))
         async with trio.open_nursery() as admission:
             tasks = task_source(self.config)
-            admission.start_soon(Admitter(self.store, tasks, bounds_of(self.config)).run)
+            admission.start_soon(
+                Admitter(self.store, tasks, bounds_of(self.config), lambda: self.store.meta("max_lag")).run
+            )
             progress = _Progress(self.config.train.stall_deadline_s)
             while not learned.is_set():
                 await self._with_space(self._schedule_during)

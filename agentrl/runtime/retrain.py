@@ -176,7 +176,8 @@ class _Replay:
             self.notes += [
                 f"{name}: {was[name]} in the run, {made[name]} here" for name in made if was[name] != made[name]
             ]
-        report = self.learner.step(groups, step_of=self._store.step_of, undone=self._store.is_undone)
+        bound = metrics.get("max_lag") if metrics else None  # alarms may have lowered it
+        report = self.learner.step(groups, step_of=self._store.step_of, undone=self._store.is_undone, max_lag=bound)
         if marks is not None and self._as_it_was:
             self._compare(step, cast("list[str]", marks["hashes"]))
         return groups, cast("dict[str, Any]", finite(asdict(report))), metrics

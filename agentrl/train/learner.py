@@ -82,9 +82,16 @@ class Learner:
 
     # --- one step -----------------------------------------------------------------------------------------------
 
-    def step(self, groups: Sequence[Group], *, step_of: StepOf, undone: Undone = lambda _: False) -> StepReport:
+    def step(
+        self,
+        groups: Sequence[Group],
+        *,
+        step_of: StepOf,
+        undone: Undone = lambda _: False,
+        max_lag: int | None = None,
+    ) -> StepReport:
         """Train on `groups` once and count the step. `step_of` maps a weight version to its optimizer step, `undone`
-        says whether a restart abandoned it.
+        says whether a restart abandoned it. `max_lag` is the lag bound (default: `buffer.max_lag`).
 
         A step in which no row can move the weights leaves weights and optimizer as they are (`updated` is False).
         Raises RunFailed if a gradient is not finite; the weights are then those before that update."""
@@ -96,7 +103,7 @@ class Learner:
                 self.config.algo_of(group.task.env),
                 step_of=step_of,
                 step_now=self.step_index,
-                max_lag=self.config.buffer.max_lag,
+                max_lag=self.config.buffer.max_lag if max_lag is None else max_lag,
                 undone=abandoned,
                 keeps_kv=not self.config.engine.recompute_kv,
                 quorum=self.config.quorum,

@@ -15,6 +15,7 @@ from agentrl.config import EnvSource, Rollout, RunConfig, Train
 from agentrl.errors import RunFailed
 from agentrl.records import WeightVersion
 from agentrl.runtime import learner as module
+from agentrl.runtime.alarms import LagBound
 from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.publisher import NotDelivered
 from agentrl.settings import Buffer
@@ -36,12 +37,14 @@ class Scene:
         self.learner = SimpleNamespace(step_index=0, trained=[], step=self._step, save=self._save, hashes=dict)
         self.learning: Any = object.__new__(module._Learning)
         self.learning.__dict__.update(
-            _run=SimpleNamespace(checkpoints=folder),
+            _run=SimpleNamespace(checkpoints=folder, path=folder),
             _learner=self.learner,
             _heartbeat=Heartbeat(),
             _saved_at=0.0,
             _publisher=SimpleNamespace(behind=self._behind),
+            _bound=LagBound(full=4, calm_steps=2, now=4),
             _store=SimpleNamespace(
+                set_meta=lambda key, value: None,
                 current_version=lambda: WeightVersion(version=6, step=0),
                 step_of=None,
                 is_undone=None,
@@ -159,6 +162,7 @@ class Waiting:
             _returns=None,
             _push=None,
             _watch_at=math.inf,
+            _bound=LagBound(full=4, calm_steps=2, now=4),
             _store=SimpleNamespace(
                 meta=lambda key: self.phase,
                 late_open=lambda: int(self.now_s < late_s),
