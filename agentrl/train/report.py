@@ -20,7 +20,7 @@ from agentrl.algos.algorithm import Algorithm, Loss, Outputs
 from agentrl.algos.corrections import Mismatch, gauges
 from agentrl.algos.losses import kl_penalty
 from agentrl.algos.measures import Measures, Ratios, by_number, measured, ratios_by_level
-from agentrl.train.environments import EnvironmentReport, by_environment
+from agentrl.train.environments import Computed, EnvironmentReport, by_environment
 from agentrl.train.machine import Use
 from agentrl.train.packing import Pack
 from agentrl.train.played import EnvReport, by_env, group_spread
@@ -141,6 +141,11 @@ class Tally:
             self.gauges[of, name] += float(value.detach())
         self.gauged[of] += 0.0 if loss.gauged is None else float(loss.gauged)
 
+    def computed(self) -> list[Computed]:
+        """The passes as `by_environment` takes them."""
+        seen = zip(self.packs, self.tokens, self.clipped, strict=True)
+        return [(pack, tokens["proximal"], tokens["entropy"], cut_K) for pack, tokens, cut_K in seen]
+
     def columns(self, n: int | None = None) -> dict[str, Tensor]:
         """Those that were measured, of the first `n` passes, or of all."""
         passes = self.tokens[:n]
@@ -238,14 +243,7 @@ def summarise(
         group_spread=_mean([spread for group in ready if (spread := group_spread(group)) is not None]),
         use=use,
         algorithm=tally.told(),
-        environments=by_environment(
-            ready,
-            laid,
-            [
-                (pack, seen["proximal"], seen["entropy"], cut_K)
-                for pack, seen, cut_K in zip(tally.packs, tally.tokens, tally.clipped, strict=True)
-            ],
-        ),
+        environments=by_environment(ready, laid, tally.computed()),
         seconds=dict(seconds),
     )
 
