@@ -48,7 +48,7 @@ def _table(again: Retrained) -> Table:
     table = Table("metric", "in the run", "again", "", title=title, title_justify="left")
     was, now = (dict(_leaves(metrics)) for metrics in (again.recorded or {}, again.metrics))
     for name, value in now.items():
-        if not name.startswith("seconds."):
+        if not name.startswith(("seconds.", "use.")):
             told = was.get(name)
             table.add_row(name, _said(told), _said(value), "" if again.recorded is None or told == value else "differs")
     return table
