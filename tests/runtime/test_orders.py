@@ -47,7 +47,9 @@ def test_an_unknown_order_is_refused_with_the_names_that_there_are() -> None:
 
 
 def test_skipping_needs_a_baseline() -> None:
-    with pytest.raises(ConfigError, match=r"buffer\.skip_without_signal = True: the algorithm compares no siblings"):
+    with pytest.raises(
+        ConfigError, match=r"buffer\.skip_without_signal = True: algo\.kind = 'grpo' compares no siblings"
+    ):
         configuration.parse(
             {
                 "model": "m",
