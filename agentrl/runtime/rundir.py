@@ -113,6 +113,7 @@ class RunDir:
 
     def discard(self) -> None:
         """Remove a run that never began: all but its logs, which say why; the logs too if they are empty."""
+        choice.remove(self.store_path)
         for entry in self.path.iterdir():
             if entry.is_dir() and entry != self.logs:
                 shutil.rmtree(entry)

@@ -83,7 +83,10 @@ class Address(NamedTuple):
         """Read an address file. Raises UsageError."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            return cls(str(found["url"]), str(found["schema"]))
+            address = cls(str(found["url"]), str(found["schema"]))
+            if not _SCHEMA.fullmatch(address.schema):  # it stands in statements as it is
+                raise ValueError(f"{address.schema!r} is no schema of ours")
+            return address
         except FileNotFoundError:
             raise UsageError(f"{path} holds no run: there is no such file") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -123,6 +126,7 @@ class Address(NamedTuple):
         return connection
 
 
+_SCHEMA = re.compile("agentrl_[a-z0-9_]{1,50}")
 _EXAMPLE = "give postgresql://user@host/database"
 _PASSES = "~/.pgpass"
 
@@ -233,7 +237,7 @@ class Postgres(Database):
 
     def _start(self, begin: str, lock: Callable[[], str] | None = None) -> None:
         """Begin a transaction; on a new connection if the old one was lost."""
-        until = time.monotonic() + self._busy_s
+        until = time.monotonic() + (CONNECT_S if self._reads else self._busy_s)  # reads may stand in a loop of tasks
         while True:
             try:
                 if self._connection.closed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sqlite3
 import tempfile
 import time
@@ -229,6 +230,21 @@ def test_a_run_that_is_overwritten_leaves_no_tables_behind(tmp_path: Path, serve
     with RunStore.open(again.store_path) as store, store._db.read():  # pyright: ignore[reportPrivateUsage]
         schemas = {name for (name,) in store._db.rows("SELECT nspname FROM pg_namespace")}  # pyright: ignore[reportPrivateUsage]
     assert old.schema not in schemas and Address.read(again.store_path).schema in schemas
+
+
+def test_a_run_that_never_began_leaves_no_tables_behind(tmp_path: Path, server: Server) -> None:
+    run = RunDir.create(tmp_path / "run", parse({"model": "m", "env": {"id": "e"}, "cluster": {"store": server.url}}))
+    address = Address.read(run.store_path)
+    run.discard()
+    with address.connect() as connection:
+        assert connection.execute("SELECT to_regnamespace($1)", (address.schema,)).fetchone() == (None,)
+
+
+@pytest.mark.parametrize("schema", ["public; DROP TABLE meta", "agentrl_", 'agentrl_a"b'])
+def test_an_address_file_that_somebody_changed_reaches_no_statement(path: Path, server: Server, schema: str) -> None:
+    path.write_text(json.dumps({"url": server.url, "schema": schema}))
+    with pytest.raises(UsageError, match="no schema of ours"):
+        RunStore.open(path)
 
 
 class OnServer(StoreMachine):
