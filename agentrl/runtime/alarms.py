@@ -35,9 +35,16 @@ class Raised:
 
 def raised(row: Mapping[str, Any], alarms: Alarms) -> list[Raised]:
     """The alarms of a step by its metrics. A metric that the step does not have raises none."""
+    thresholds: dict[Watched, float | None] = {
+        "mismatch": alarms.mismatch_above,
+        "ess": alarms.ess_below,
+        "kl": alarms.kl_above,
+        "entropy": alarms.entropy_below,
+        "clip": alarms.clip_above,
+    }
     found: list[Raised] = []
     for name, (metric, side, meaning) in WATCHED.items():
-        value, threshold = row.get(metric), getattr(alarms, f"{name}_{side}")
+        value, threshold = row.get(metric), thresholds[name]
         if value is None or threshold is None or not math.isfinite(value):
             continue
         if value > threshold if side == "above" else value < threshold:
