@@ -51,6 +51,7 @@ from agentrl.sandbox.streams import AttachedStreams
 ENV = {"HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
 _POLL_S = 0.2  # how often a silent command is asked whether it still runs
 _END_S = 10.0  # for a killed command to be gone
+_AGAIN_S = 1.0  # until its processes are swept once more
 _FILE_S = 60.0  # for one of our own commands
 _WRITABLE: tuple[str, ...] = (WORKSPACE, "/tmp", "/dev/shm")
 _OWN_PROCESSES = 2  # the engine's process 1 and what it waits for
@@ -162,12 +163,9 @@ class Container:
         if b"\0" in folder:
             raise Refused("the folder holds a NUL byte")
         script = BOUND.format(pids=self.spec.limits.pids)
-        plain: dict[str, str] = {}
-        for key, value in variables.items():
-            if is_text(key) and is_text(value):
-                plain[key.decode()] = value.decode()
-            else:
-                raise Refused("a variable is not UTF-8")
+        if not all(is_text(part) for pair in variables.items() for part in pair):
+            raise Refused("a variable is not UTF-8")
+        plain = {key.decode(): value.decode() for key, value in variables.items()}
         before, word = shell_word(folder)
         script += before + ENTER.format(workspace=WORKSPACE, cwd=word)
         if all(map(is_text, words)):
@@ -266,8 +264,12 @@ class Container:
         others = self._running != {command}
         if running or (not ours and (others or await self._engine.processes(self.name) > _OWN_PROCESSES)):
             await self._sweep(command)
-        with trio.move_on_after(_END_S):
-            await command.streams.ended.wait()
+        deadline = trio.current_time() + _END_S
+        while not command.streams.ended.is_set() and trio.current_time() < deadline:
+            with trio.move_on_after(_AGAIN_S) as waited:
+                await command.streams.ended.wait()
+            if waited.cancelled_caught and (running or not ours):
+                await self._sweep(command)  # it began after the last one: the engine answers before it starts a command
         deadline = trio.current_time() + _END_S  # the engine says so some time after the streams have ended
         while running and trio.current_time() < deadline:
             await trio.sleep(_POLL_S / 10)
@@ -284,9 +286,7 @@ class Container:
             if self._closed or self._broken:
                 return
             others = [other.mark for other in self._running if other is not command]
-            script = SWEEP_ALL
-            if others:
-                script = SWEEP_OTHERS.format(pattern="|".join(f"{MARK}={mark}" for mark in others))
+            script = SWEEP_OTHERS.format(pattern="|".join(f"{MARK}={mark}" for mark in others)) if others else SWEEP_ALL
             try:
                 _, streams = await self._engine.execute(self.name, ["sh", "-c", script], self._uid, {}, 1000)
             except SandboxError:

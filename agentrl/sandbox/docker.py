@@ -251,9 +251,9 @@ class DockerEngine:
         return made["Id"], await self._hijack(f"/exec/{made['Id']}/start", body, output_bytes=output_bytes)
 
     async def state(self, execution: str) -> tuple[bool, int | None]:
-        """Whether a command still runs, and its exit code."""
+        """Whether a command still runs, or is yet to start, and its exit code."""
         said = await self.call(self._client.api.exec_inspect, execution)
-        return bool(said["Running"]), said["ExitCode"]
+        return bool(said["Running"]) or said["ExitCode"] is None, said["ExitCode"]
 
     async def processes(self, container: str) -> int:
         """How many processes a container has, threads among them where its control group can be read. The engine's own

@@ -134,3 +134,39 @@ async def test_a_command_that_never_ends_costs_its_box(autojump_clock: trio.test
     result = await box.exec(["true"])
     assert (result.exit_code, engine.removed) == (137, 1)
     assert b"could not be ended" in (await box.exec(["true"])).stderr
+
+
+class Slow(Late):
+    """An engine that starts a command only after its box was swept once: it had answered before."""
+
+    def __init__(self) -> None:
+        super().__init__(by=math.inf)
+        self.theirs: list[trio.StapledStream[Any, Any]] = []
+        self.sweeps = 0
+
+    async def execute(
+        self, container: str, argv: Sequence[str], uid: int, env: Mapping[str, str], output_bytes: int
+    ) -> tuple[str, AttachedStreams]:
+        ours, theirs = trio.testing.memory_stream_pair()
+        if argv[-1] == scripts.SWEEP_ALL:
+            self.sweeps += 1
+            await theirs.aclose()
+            if self.sweeps == 2:
+                await self.theirs[0].aclose()
+        else:
+            self.theirs.append(theirs)
+        return "execution", AttachedStreams(ours, b"", output_bytes=output_bytes)
+
+    async def state(self, execution: str) -> tuple[bool, int | None]:
+        return self.sweeps < 2, None if self.sweeps < 2 else 137
+
+
+async def test_a_command_that_starts_after_its_kill_is_killed_again(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    engine = Slow()
+    box = Container(cast(Engine, engine), SandboxSpec(), set())
+    process = await box.start(["sleep", "600"])
+    await process.kill()
+    assert (engine.sweeps, engine.removed) == (2, 0)
+    assert not box._broken  # pyright: ignore[reportPrivateUsage]
