@@ -34,7 +34,7 @@ async def test_a_stock_server_is_attached_by_what_its_refusal_says(
     await attach(url, Weights(model=stock.folder, base=first, current=first), stock_config)
     async with aclosing(EngineClient(url, api_key=key)) as client:
         facts = await probe(client)
-        assert facts.has == frozenset(Need) - {Need.NCCL, Need.IPC, Need.LORA, Need.ROUTED_EXPERTS}
+        assert facts.has == frozenset(Need) - {Need.NCCL, Need.IPC, Need.LORA, Need.ROUTED_EXPERTS, Need.KEPT_SETS}
         assert (facts.dtype, facts.root) == ("bfloat16", str(stock.folder))
         before = await client.generate(ask())
         assert {span.version for span in before.spans} == {7}

@@ -5,6 +5,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import pytest
 from gymnasium.utils.env_checker import check_env
 
 from agentrl import registry
@@ -58,6 +59,7 @@ def test_passes_gymnasiums_checker_without_a_warning():
         env.close()
 
 
+@pytest.mark.slow
 def test_run_as_a_script_it_is_checked_and_trained_on_for_ten_steps(tmp_path):
     argv = [sys.executable, str(EXAMPLE)]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)

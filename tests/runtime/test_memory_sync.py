@@ -18,6 +18,7 @@ from agentrl.engine.vllm import launch
 from agentrl.errors import ConfigError
 from agentrl.records import WeightVersion
 from agentrl.runtime import engines, learner
+from agentrl.runtime.alarms import LagBound
 from agentrl.runtime.checkpoints import StartPoint
 from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.models import model_dir
@@ -69,6 +70,7 @@ class Scene:
         self.learning.__dict__.update(
             _heartbeat=Heartbeat(),
             _config=run_config(),
+            _bound=LagBound(4, 10, now=4),
             _store=self.store,
             _learner=SimpleNamespace(step_index=4, model=self.model, score=self.model.score),
             _publisher=SimpleNamespace(behind=self._behind),
@@ -107,7 +109,7 @@ def test_a_step_is_told_which_versions_a_restart_abandoned(scene: Scene) -> None
     class Seen(Exception):
         pass
 
-    def step(groups: object, *, step_of: Any, undone: Any) -> None:
+    def step(groups: object, *, step_of: Any, undone: Any, max_lag: int) -> None:
         told.append((undone(gone.version), undone(5)))
         raise Seen
 

@@ -17,6 +17,7 @@ from agentrl.errors import ConfigError
 from agentrl.rollout.admitter import bounds_of
 from agentrl.runtime import learner as module
 from agentrl.runtime import report
+from agentrl.runtime.alarms import LagBound
 from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.orders import returns_of, take_order
 from agentrl.store import Freshest, Oldest, Prioritised, RunStore, Windowed
@@ -89,6 +90,7 @@ def test_the_learner_takes_by_the_settings_of_the_buffer(tmp_path: Path) -> None
             play(store, claim, outcome=float(claim.group_id == 3 or claim.member))
         learning.__dict__.update(
             _config=config,
+            _bound=LagBound(config.buffer.max_lag, 10, now=config.buffer.max_lag),
             _store=store,
             _learner=SimpleNamespace(step_index=0),
             _heartbeat=Heartbeat(),

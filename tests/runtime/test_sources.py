@@ -199,6 +199,7 @@ def test_a_run_ends_with_its_tasks_and_trains_each_once(tmp_path: Path) -> None:
     assert (again["steps"], again["episodes"]) == (4, 28), "nothing is left to do"
 
 
+@pytest.mark.slow
 def test_law_2_killed_in_the_middle_of_its_tasks_a_run_plays_each_of_them_once(tmp_path: Path) -> None:
     """The lag bound is wide: a group that the crash left behind must not be dropped for its age."""
     settings = {**SMALL, "train": {"steps": 50, "checkpoint_every": 1}, "buffer": {"groups_per_step": 2, "max_lag": 9}}

@@ -15,7 +15,7 @@ import pytest
 
 from agentrl.errors import StoreBusy, StoreDamaged, StoreError
 from agentrl.runtime.child import ENDS_THE_RUN, run_role
-from agentrl.store import RunStore, database
+from agentrl.store import RunStore, database, sqlite
 
 from .play import admit, play_all, serve
 
@@ -55,6 +55,7 @@ def test_law_4_a_lock_that_is_never_given_back_ends_in_one_line_that_names_its_h
 ) -> None:
     RunStore.create(path, "{}").close()
     monkeypatch.setattr(database, "BUSY_S", 0.2)
+    monkeypatch.setattr(sqlite, "BUSY_S", 0.2)
     with RunStore.open(path) as store, held(path) as pid:
         with pytest.raises(StoreBusy) as refused:
             store.set_meta("phase", "train")
