@@ -94,5 +94,5 @@ if "learner" in sys.orig_argv:
     from agentrl.runtime import learner
 
     stand_in_gloo.register()
-    learner._device = lambda config: torch.device("cpu")
+    learner.device_of = lambda config: torch.device("cpu")
 """)
