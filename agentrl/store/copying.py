@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agentrl.errors import StoreError, UsageError
-from agentrl.store.choice import ADDRESS, STORE, connect, look
+from agentrl.store.choice import ADDRESS, STORE, connect, look, remove
 from agentrl.store.database import Database
 
 _COUNTERS = ("group_counts", "ending_counts", "score_counts")
@@ -34,7 +34,8 @@ def move(run: Path, url: str | None, clock: Callable[[], float]) -> tuple[Path, 
             rows = copy(source, target)
         except BaseException:
             target.close()
-            _forget(new, there)
+            remove(new)
+            new.unlink(missing_ok=True)
             raise
         target.close()
     finally:
@@ -43,14 +44,6 @@ def move(run: Path, url: str | None, clock: Callable[[], float]) -> tuple[Path, 
     if there == STORE:
         new.rename(run / STORE)
     return kept, rows
-
-
-def _forget(new: Path, there: str) -> None:
-    from agentrl.store.choice import remove
-
-    if there == ADDRESS:
-        remove(new)
-    new.unlink(missing_ok=True)
 
 
 def copy(source: Database, target: Database) -> int:

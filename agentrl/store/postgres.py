@@ -293,7 +293,7 @@ class Postgres(Database):
         return row[0]
 
     def watch(self) -> Watch:
-        return Notices(self.path, self._address)
+        return Notices(self._address)
 
     def tables(self) -> dict[str, tuple[str, ...]]:
         found: dict[str, tuple[str, ...]] = {}
@@ -324,8 +324,8 @@ class Notices:
     """Every commit notifies the channel of its run's schema; a connection of its own listens. If it was lost, something
     may have been written meanwhile."""
 
-    def __init__(self, path: Path, address: Address) -> None:
-        self._path, self._address = path, address
+    def __init__(self, address: Address) -> None:
+        self._address = address
         self._connection: psycopg.Connection[Any] | None = None
         self._dialled_s = -math.inf
 
