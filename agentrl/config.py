@@ -36,6 +36,7 @@ from agentrl.settings import (
     config_error,
 )
 from agentrl.settings import Section as _Section
+from agentrl.train_settings import Train as Train
 
 MAX_LORA_RANK = 512  # that vLLM takes
 Gpus = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -208,46 +209,6 @@ class EngineSettings(_Section):
             raise ConfigError("engine.replicas", self.replicas, f"engine.gpus names {len(self.gpus)}: leave it out")
         if any(len(set(own)) != len(own) for own in self.gpus):
             raise ConfigError("engine.gpus", self.gpus, "a replica takes each of its GPUs once")
-        return self
-
-
-class Train(_Section):
-    """The optimizer and its budgets."""
-
-    steps: Count = 100  # optimizer steps
-    lr: Positive = 5e-4  # learning rate of AdamW
-    warmup_steps: Annotated[int, Field(ge=0)] = 5  # in which the learning rate rises from 0
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of AdamW
-    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
-    grad_clip: Positive = 1.0  # largest norm of the gradient
-    tokens_per_batch: Count = 4096  # packed tokens of one forward pass; gradients accumulate over passes
-    threads: Count = 1  # of arithmetic in the learner
-    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"  # of the learner: cpu, cuda, cuda:1
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of a pass; weights and optimizer are float32
-    minibatches: Count = 1  # optimizer updates that share a step's groups
-    epochs: Count = 1  # how often a step goes over its groups
-    peak_tflops: Positive | None = None  # of the learner's device, for the metric mfu; default: as its vendor states it
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass instead of keeping them
-    compile: bool = False  # fuse what a layer computes: faster passes for half a minute at the start and a C++ compiler
-    lora_rank: Annotated[int, Field(ge=0)] = 0  # train a LoRA adapter of this rank over frozen weights; 0: all weights
-    lora_alpha: Count | None = None  # its scale times the rank; default: twice the rank
-    lora_targets: list[str] = Field(default_factory=list)  # ends of layer names; default: all but output and routers
-    checkpoint_every: Count = 20  # steps, or
-    checkpoint_every_s: Positive = 600.0  # seconds, whichever is over first: a learner that dies loses no more
-    keep_checkpoints: Count = 2  # the newest ones; older ones are removed
-    hash_every: Annotated[int, Field(ge=0)] = 1  # steps between records of the weights' hash, for retrain; 0: none
-    liveness_deadline_s: Positive = 60.0  # a learner stopped for so long is started again; so is a kept supervisor
-    progress_deadline_s: Positive = 300.0  # so is one that ends no pass, and writes no file, for so long
-    stall_deadline_s: Positive = 600.0  # no turn, answer, score, episode end or step for so long: the run fails
-
-    @model_validator(mode="after")
-    def _of_an_adapter(self) -> Self:
-        if not self.lora_rank:
-            for name in ("lora_alpha", "lora_targets"):
-                if getattr(self, name):
-                    raise ConfigError(f"train.{name}", getattr(self, name), "it is for an adapter: set train.lora_rank")
-        if outer := [name for name in self.lora_targets if name.endswith(("lm_head", "embed_tokens"))]:
-            raise ConfigError("train.lora_targets", outer, "an adapter leaves embedding and output layer as they are")
         return self
 
 

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from agentrl.config import Train
+from agentrl.train_settings import Train
 
 _ROW = 1 << 17  # values that are summed together: they fit a cache
 _ROWS = {"cpu": 1}  # at once; elsewhere 128, which keep a GPU busy

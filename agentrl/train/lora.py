@@ -25,9 +25,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from agentrl.config import Train
 from agentrl.errors import ModelError
 from agentrl.train.targets import choose, pieces
+from agentrl.train_settings import Train
 
 WEIGHTS = "adapter_model.safetensors"
 _NAME = "default"  # PEFT's name for an adapter without one

@@ -25,12 +25,12 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.columns import KEPT
-from agentrl.config import Train
 from agentrl.errors import ConfigError, ModelError
 from agentrl.train import lora
 from agentrl.train.checkpoint import ADAPTER
 from agentrl.train.packing import Branch, Pack
 from agentrl.train.ragged import normalised
+from agentrl.train_settings import Train
 
 ATTENTION = "agentrl_tree"
 """Under this name transformers calls `tree_attention` in every layer."""
