@@ -2,6 +2,7 @@
 
     agentrl bench learning                                    what is not in learning.json yet, seed after seed
     agentrl bench learning --only grpo "ppo, turn" --seeds 1 2 --most-minutes 60
+    agentrl bench learning --jobs 8 --most-minutes 9          eight runs at once, over after nine minutes
     agentrl bench learning --most-minutes 0                   no run: only write page and plot anew
 
 A run is examples/tiny_coder.toml by `agentrl train` with everything in it: sandboxed tests, engine, worker, learner. It
@@ -10,19 +11,23 @@ of held-out tasks solved within the episode's turns, sampled as in training (tem
 
 Each finished run adds a row to learning.json. A run that is there with the same settings is not made again, so a table
 may grow over days; a run that fails is told and left out. Writes the table of learning.md and docs/learning.svg.
+With `--set train.device=cuda`, and others that belong to a machine and not to what is learned, the row says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
+import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +40,8 @@ RUN_FILE = ROOT / "examples" / "tiny_coder.toml"
 PAGE, PLOT = HERE / "learning.md", ROOT / "docs" / "learning.svg"
 BEGIN, END = "<!-- the table, by `agentrl bench learning` -->", "<!-- the end of the table -->"
 RUN_DEADLINE_S = 3600
+END_S = 30  # for a run that is ended to end its processes
+LOOK_S = 0.1  # between two looks at the runs
 TASKS, WINDOW, LEVEL = 128, 5, 0.8
 CHEAP = (
     "buffer.groups_per_step=4",
@@ -44,6 +51,9 @@ CHEAP = (
 )
 LAG_8 = ("buffer.max_lag=8", "rollout.max_running=288", "engine.max_batch=288")
 """As many episodes at once as the bound admits: with fewer, tokens never grow so old."""
+
+OF_THE_MACHINE = ("train.device", "train.threads", "engine.threads", "env.kwargs.sandbox")
+"""Settings that `--set` may change: a policy learns the same with them."""
 
 Row = dict[str, Any]
 
@@ -64,6 +74,7 @@ FIRST = (
     Configuration("ppo, lag 8", ("algo.kind=ppo", *LAG_8), seeds=5),
     Configuration("ppo, lag 0", ("algo.kind=ppo", "buffer.max_lag=0"), seeds=5),
     Configuration("grpo, lag 8", LAG_8, seeds=5),
+    Configuration("grpo, dynamic sampling", ("buffer.skip_without_signal=true",), seeds=5),
 )
 LAST = (
     Configuration("grpo, lag 0", ("buffer.max_lag=0",)),
@@ -92,43 +103,118 @@ def found(rows: Sequence[Row], configuration: Configuration) -> list[Row]:
     return sorted((row for row in rows if row["settings"] == settings), key=lambda row: row["seed"])
 
 
-def run(configuration: Configuration, seed: int, folder: Path) -> Row:
-    """One whole run; its row of the table. Raises CalledProcessError with the run's own message if it fails."""
-    settings = [*CHEAP, *configuration.settings]
-    words = [word for setting in (f"seed={seed}", *settings) for word in ("--set", setting)]
-    program = str(Path(sys.executable).with_name("agentrl"))
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(
-        [program, "train", str(RUN_FILE), "--out", str(folder), *words],
-        capture_output=True,
-        text=True,
-        timeout=RUN_DEADLINE_S,
-        check=True,
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    summary = json.loads((folder / "summary.json").read_text())
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if line["kind"] == "step"]
-    held_out = summary["eval"]["sets"]["held_out"]
-    return {
-        "configuration": configuration.name,
-        "seed": seed,
-        "settings": settings,
-        "code": code(),
-        **{when: round(held_out[when]["success"], 4) for when in ("before", "after")},
-        **{key: summary[key] for key in ("steps", "episodes", "tokens_trained")},
-        "lag_mean": round(statistics.fmean(step["lag_mean"] for step in steps), 2),
-        "lag_max": summary["max_lag_seen"],
-        "wall_s": round(summary["wall_s"]),
-        "cpu_s": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime),
-        "success": [round(step["success_mean"], 3) for step in steps],  # of the episodes of each step
-    }
+@dataclass(slots=True)
+class Run:
+    """One whole run in a process of its own: `agentrl train`, writing into `folder`."""
+
+    configuration: Configuration
+    seed: int
+    on: dict[str, Any]  # the machine, as it stands in the row
+    folder: Path
+    process: subprocess.Popen[bytes]
+    began: float
+    cpu_s: float = 0.0
+
+    @classmethod
+    def start(cls, configuration: Configuration, seed: int, on: dict[str, Any], folder: Path) -> Run:
+        settings = [f"seed={seed}", *CHEAP, *configuration.settings, *on["settings"]]
+        words = [word for setting in settings for word in ("--set", setting)]
+        with (folder / "output").open("wb") as output:
+            process = subprocess.Popen(
+                [*PROGRAM, "train", str(RUN_FILE), "--out", str(folder / "run"), *words],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,  # Ctrl-C is for this process, which ends its runs
+            )
+        return cls(configuration, seed, on, folder, process, time.monotonic())
+
+    def ended(self) -> bool:
+        """Whether it is over; it is ended here if it is too long."""
+        if time.monotonic() - self.began > RUN_DEADLINE_S:
+            self.process.kill()
+        pid, status, used = os.wait4(self.process.pid, os.WNOHANG)
+        if pid:
+            self.process.returncode = os.waitstatus_to_exitcode(status)
+            self.cpu_s = used.ru_utime + used.ru_stime  # of all processes that it waited for, too
+        return bool(pid)
+
+    def row(self) -> Row:
+        """Its row of the table. Raises RuntimeError with the run's own last words if it failed."""
+        if self.process.returncode:
+            raise RuntimeError((self.folder / "output").read_text(errors="replace")[-2000:])
+        summary = json.loads((self.folder / "run" / "summary.json").read_text())
+        lines = [json.loads(line) for line in (self.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        steps = [line for line in lines if line["kind"] == "step"]
+        held_out = summary["eval"]["sets"]["held_out"]
+        return {
+            "configuration": self.configuration.name,
+            "seed": self.seed,
+            "settings": [*CHEAP, *self.configuration.settings],
+            "on": self.on,
+            "code": code(),
+            **{when: round(held_out[when]["success"], 4) for when in ("before", "after")},
+            **{key: summary[key] for key in ("steps", "episodes", "tokens_trained")},
+            "lag_mean": round(statistics.fmean(step["lag_mean"] for step in steps), 2),
+            "lag_max": summary["max_lag_seen"],
+            "wall_s": round(summary["wall_s"]),
+            "cpu_s": round(self.cpu_s),
+            **{key: sum(step[key] for step in steps) for key in ("groups_skipped", "groups_without_signal")},
+            "success": [round(step["success_mean"], 3) for step in steps],  # of the episodes of each step
+        }
+
+
+PROGRAM = (sys.executable, "-c", "from agentrl_command import main; main()")
+
+
+def play(
+    chosen: Sequence[tuple[Configuration, int]],
+    on: dict[str, Any],
+    most_s: float,
+    ended: Callable[[Run], None],
+) -> None:
+    """Make the runs, `on["jobs"]` at once; `ended` gets each that is over. After `most_s` seconds those that go on are
+    ended, and none begins that would be if it takes as long as the longest. However this returns, no run is left."""
+    began, longest_s = time.monotonic(), 0.0
+    waiting, running = list(chosen), list[Run]()
+    with tempfile.TemporaryDirectory(prefix="agentrl-learning-", ignore_cleanup_errors=True) as scratch:
+        try:
+            while waiting or running:
+                now = time.monotonic() - began
+                if now + longest_s >= most_s:
+                    waiting.clear()
+                if now >= most_s:
+                    return
+                while waiting and len(running) < on["jobs"]:
+                    folder = Path(tempfile.mkdtemp(dir=scratch))
+                    running.append(Run.start(*waiting.pop(0), on, folder))
+                for one in [one for one in running if one.ended()]:
+                    running.remove(one)
+                    longest_s = max(longest_s, time.monotonic() - one.began)
+                    ended(one)
+                time.sleep(LOOK_S)
+        finally:
+            end(running)
+
+
+def end(running: Sequence[Run]) -> None:
+    """End these runs, which end their own processes."""
+    for one in running:
+        one.process.terminate()
+    until = time.monotonic() + END_S
+    for one in running:
+        with suppress(subprocess.TimeoutExpired):
+            one.process.wait(max(0.0, until - time.monotonic()))
+        one.process.kill()
+        one.process.wait()
 
 
 def code() -> str:
-    """The last commit of this checkout that touched what a run is made of."""
+    """The last commit of this checkout that touched what a run is made of; "unknown" for a copy without its history."""
     command = ["git", "-C", str(ROOT), "log", "-1", "--format=%h", "--", "agentrl", "environments", "tools", "examples"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    with suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    return "unknown"
 
 
 def smoothed(rates: Sequence[float]) -> list[float]:
@@ -176,8 +262,16 @@ def table(rows: Sequence[Row], chosen: Sequence[Configuration]) -> Iterator[str]
         yield "| " + " | ".join(cells) + " |"
     yield ""
     yield f"**Not run:** {', '.join(missing) or 'nothing'}."
-    versions = sorted({row["code"] for one in chosen for row in found(rows, one)})
-    yield f"Versions of the code: {', '.join(versions) or 'none'}."
+    shown = [row for one in chosen for row in found(rows, one)]
+    yield f"Versions of the code: {', '.join(sorted({row['code'] for row in shown})) or 'none'}."
+    machines = Counter(machine(row) for row in shown)
+    yield f"Machines: {'; '.join(f'{name} ({count} runs)' for name, count in machines.items()) or 'none'}."
+
+
+def machine(row: Row) -> str:
+    """Where a run was made, in words."""
+    on = row.get("on") or {"cores": 2, "jobs": 1, "settings": []}
+    return ", ".join([f"{on['cores']} cores, {on['jobs']} at once", *on["settings"]])
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
@@ -233,33 +327,36 @@ def main() -> None:
     names = [one.name for one in configurations()]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CONFIGURATION")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 1 to 5, or to 3")
-    parser.add_argument("--most-minutes", type=float, default=float("inf"), help="begin no run that may end later")
+    parser.add_argument("--most-minutes", type=float, default=float("inf"), help="then end; begin none that may not")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once: a run keeps about two cores busy")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=", ".join(OF_THE_MACHINE))
     parser.add_argument("--out", type=Path, default=HERE / "learning.json")
+    parser.add_argument("--code", help="the commit, for a copy of the checkout without its history")
     arguments = parser.parse_args()
+    if others := [one for one in arguments.set if one.partition("=")[0] not in OF_THE_MACHINE]:
+        parser.error(f"--set {others[0]}: a row would be of another run; known: {', '.join(OF_THE_MACHINE)}")
     rows: list[Row] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
-    began, longest_s, failed = time.monotonic(), 0.0, 0
-    for one, seed in jobs([one for one in configurations() if one.name in arguments.only], arguments.seeds):
-        if seed in {row["seed"] for row in found(rows, one)}:
-            continue
-        begins = time.monotonic()
-        if begins - began + longest_s >= 60 * arguments.most_minutes:
-            break
-        with tempfile.TemporaryDirectory(prefix="agentrl-learning-") as scratch:
-            try:
-                rows.append(run(one, seed, Path(scratch) / "run"))
-            except subprocess.CalledProcessError as error:
-                failed += 1
-                print(f"{one.name}, seed {seed} failed:\n{error.stderr[-2000:]}", file=sys.stderr, flush=True)
-                continue
-        longest_s = max(longest_s, time.monotonic() - begins)
+    on = {"cores": len(os.sched_getaffinity(0)), "jobs": arguments.jobs, "settings": arguments.set}
+    failed: list[Run] = []
+
+    def ended(one: Run) -> None:
+        try:
+            rows.append(one.row() | ({"code": arguments.code} if arguments.code else {}))
+        except RuntimeError as error:
+            failed.append(one)
+            print(f"{one.configuration.name}, seed {one.seed} failed:\n{error}", file=sys.stderr, flush=True)
+            return
         lines = ",\n".join(json.dumps(row) for row in rows)
         arguments.out.write_text(f"[\n{lines}\n]\n")
-        print(
-            json.dumps({key: value for key, value in rows[-1].items() if key not in ("settings", "success")}),
-            flush=True,
-        )
+        said = {key: value for key, value in rows[-1].items() if key not in ("settings", "success")}
+        print(json.dumps(said), flush=True)
+
+    chosen = jobs([one for one in configurations() if one.name in arguments.only], arguments.seeds)
+    missing = [(one, seed) for one, seed in chosen if seed not in {row["seed"] for row in found(rows, one)}]
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    play(missing, on, 60 * arguments.most_minutes, ended)
     publish(rows)
-    sys.exit(f"{failed} runs failed" if failed else 0)
+    sys.exit(f"{len(failed)} runs failed" if failed else 0)
 
 
 if __name__ == "__main__":

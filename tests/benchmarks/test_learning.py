@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +80,14 @@ def test_the_table_has_medians_and_ranges_and_says_what_was_not_run() -> None:
         row(one, 2, after=0.9),
         row(one, 4, after=0.7, lag_mean=3.0),
     ]
-    head, _, cells, _, missing, versions = learning.table(rows, [one, other])
+    head, _, cells, _, missing, versions, machines = learning.table(rows, [one, other])
     assert cells.split(" | ")[1:7] == [
         "3 of 4", "0.400", "0.700 (0.500 to 0.900)", "7 (7 to >8)", "1.0, 2", "100"
     ]  # fmt: skip
     assert len(head.split(" | ")) == len(cells.split(" | "))
     assert missing == "**Not run:** one (seed 3), other (all 3 seeds)."
     assert versions == "Versions of the code: abc."
+    assert machines == "Machines: 2 cores, 1 at once (3 runs)."
 
 
 def test_the_page_is_that_of_the_rows() -> None:
@@ -94,29 +98,104 @@ def test_the_page_is_that_of_the_rows() -> None:
     assert measured == [line for line in learning.table(rows, learning.configurations()) if "Not run" not in line]
 
 
-def test_finished_runs_are_kept_and_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[str, int]] = []
-    published: list[int] = []
+STEP = {"kind": "step", "lag_mean": 1.0, "success_mean": 0.5, "groups_skipped": 2, "groups_without_signal": 0}
+SUMMARY = {
+    "eval": {"sets": {"held_out": {"before": {"success": 0.4}, "after": {"success": 0.9}}}},
+    "steps": 1,
+    "episodes": 8,
+    "tokens_trained": 100,
+    "max_lag_seen": 2,
+    "wall_s": 3.0,
+}
+WROTE = f"""
+import json, pathlib, sys, time
+assert "algo.kind=ppo" not in sys.argv, "it failed"
+folder = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+folder.mkdir()
+(folder / "summary.json").write_text({json.dumps(json.dumps(SUMMARY))})
+(folder / "metrics.jsonl").write_text({json.dumps(json.dumps(STEP))})
+"""
+HANGS = """
+import os, time
+with open(os.environ["BEGUN"], "a") as begun:
+    begun.write(f"{os.getpid()}\\n")
+time.sleep(600)
+"""
 
-    def run(configuration: learning.Configuration, seed: int, folder: Path) -> dict[str, Any]:
-        made.append((configuration.name, seed))
-        if configuration.name == "ppo":
-            raise subprocess.CalledProcessError(1, ["agentrl"], stderr="it failed")
-        return row(configuration, seed)
 
-    monkeypatch.setattr(learning, "run", run)
-    monkeypatch.setattr(learning, "publish", lambda rows: published.append(len(rows)))
-    out = tmp_path / "rows.json"
-    words = ["learning", "--out", str(out), "--seeds", "1", "--only"]
-    for only, code in ((["grpo"], 0), (["grpo", "ppo", "gspo"], "1 runs failed")):
-        monkeypatch.setattr("sys.argv", [*words, *only])
-        with pytest.raises(SystemExit) as ended:
-            learning.main()
-        assert ended.value.code == code
-    assert made == [("grpo", 1), ("ppo", 1), ("gspo", 1)]
-    assert [one["configuration"] for one in json.loads(out.read_text())] == ["grpo", "gspo"]
-    assert published == [1, 2]
-    monkeypatch.setattr("sys.argv", [*words, "ppo", "--most-minutes", "0"])
-    with pytest.raises(SystemExit):
+def learn(monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
+    """What `agentrl bench learning` ends with."""
+    monkeypatch.setattr("sys.argv", ["learning", *words])
+    with pytest.raises(SystemExit) as ended:
         learning.main()
-    assert len(made) == 3
+    return ended.value.code
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each page had; runs are processes that only write what a run ends with."""
+    pages: list[int] = []
+    monkeypatch.setattr(learning, "publish", lambda rows: pages.append(len(rows)))
+    monkeypatch.setattr(learning, "PROGRAM", (sys.executable, "-S", "-c", WROTE))
+    monkeypatch.setattr(learning, "LOOK_S", 0.01)
+    monkeypatch.setattr(learning.signal, "signal", lambda number, handler: None)
+    return pages
+
+
+def test_finished_runs_are_kept_and_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, published: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.json"
+    words = ("--out", str(out), "--seeds", "1", "--jobs", "2", "--only")
+    assert learn(monkeypatch, *words, "grpo") == 0
+    first = out.read_text()
+    assert learn(monkeypatch, *words, "grpo", "ppo", "gspo") == "1 runs failed"
+    assert "ppo, seed 1 failed" in (said := capfd.readouterr().err) and "AssertionError: it failed" in said
+    assert [one["configuration"] for one in json.loads(out.read_text())] == ["grpo", "gspo"]
+    assert json.loads(out.read_text())[0] == json.loads(first)[0]
+    assert published == [1, 2]
+    assert learn(monkeypatch, *words, "dapo", "--most-minutes", "0") == 0
+    assert published == [1, 2, 2]
+
+
+def test_a_row_says_what_machine_made_it_and_is_still_of_its_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, published: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.json"
+    words = ("--out", str(out), "--seeds", "1", "--only", "grpo")
+    assert learn(monkeypatch, *words, "--set", "train.device=cuda", "--code", "f00", "--jobs", "3") == 0
+    (row,) = json.loads(out.read_text())
+    assert (row["on"]["settings"], row["on"]["jobs"], row["code"]) == (["train.device=cuda"], 3, "f00")
+    assert learning.found([row], learning.FIRST[0]) == [row]
+    assert list(learning.table([row], learning.FIRST[:1]))[-1].endswith("3 at once, train.device=cuda (1 runs).")
+    assert learn(monkeypatch, *words, "--set", "train.lr=1") == 2  # which would be another run
+    assert "known: train.device" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "the time is over"])
+def test_a_bench_that_ends_leaves_no_run_behind(tmp_path: Path, how: str) -> None:
+    """Two runs at once that would take minutes: both have begun, and neither goes on."""
+    begun, over = tmp_path / "begun", tmp_path / "over"
+    code = f"""
+import learning, pathlib, time, types
+over = pathlib.Path({str(over)!r})
+learning.time = types.SimpleNamespace(sleep=time.sleep, monotonic=lambda: 100.0 * over.exists())
+learning.PROGRAM = {(sys.executable, "-S", "-c", HANGS)!r}
+learning.publish = lambda rows: None
+learning.main()
+"""
+    words = ["--out", str(tmp_path / "rows"), "--jobs", "2", "--most-minutes", "1"]
+    os.mkfifo(begun)
+    env = os.environ | {"BEGUN": str(begun)}
+    bench = subprocess.Popen([sys.executable, "-c", code, *words], env=env, cwd=learning.HERE)
+    pids = list[int]()
+    while len(pids) < 2:
+        pids += map(int, begun.read_text().split())  # until every run that writes has written
+    if how.startswith("SIG"):
+        bench.send_signal(getattr(signal, how))
+    else:
+        over.touch()
+    assert (bench.wait(60) == 0) == (how == "the time is over")
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
