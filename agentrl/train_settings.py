@@ -31,6 +31,7 @@ class Train(Section):
     peak_tflops: Positive | None = None  # of the learner's device, for the metric mfu; default: as its vendor states it
     gradient_checkpointing: bool = False  # recompute activations in the backward pass instead of keeping them
     compile: bool = False  # fuse what a layer computes: faster passes for half a minute at the start and a C++ compiler
+    attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"  # over trees; auto: the fastest that works here
     lora_rank: Annotated[int, Field(ge=0)] = 0  # train a LoRA adapter of this rank over frozen weights; 0: all weights
     lora_alpha: Count | None = None  # its scale times the rank; default: twice the rank
     lora_targets: list[str] = Field(default_factory=list)  # ends of layer names; default: all but output and routers

@@ -1,6 +1,7 @@
 """The policy as the learner sees it: log-probs of the scored tokens of a pack.
 
-Owns loading a Hugging Face folder and the attention over prefix trees. Never knows advantages, losses or optimizers.
+Owns loading a Hugging Face folder, and that its attention is the one over prefix trees. Never knows advantages, losses
+or optimizers.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -13,7 +14,6 @@ import os
 import shutil
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from agentrl.columns import KEPT
 from agentrl.errors import ConfigError, ModelError
 from agentrl.train import lora
+from agentrl.train.attention import Layout, Paths, choose, tree_attention
 from agentrl.train.checkpoint import ADAPTER
 from agentrl.train.packing import Branch, Pack
 from agentrl.train.ragged import normalised
@@ -36,78 +37,8 @@ ATTENTION = "agentrl_tree"
 """Under this name transformers calls `tree_attention` in every layer."""
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")  # those of transformers that `tree_attention` computes
-_NO_SCORES = frozenset({"dropout", "position_ids", "cache_position"})  # passed, but used before attention or not
 _WINDOWS = frozenset({"sliding_window", "attention_chunk_size", "window_size", "local_attention"})
 _SHORT = 4  # tokens of a window in `_check_tree`
-
-
-@dataclass(slots=True)
-class Layout:
-    """The branches of one pass and their masks, made once and shared by all layers."""
-
-    branches: Sequence[Branch]
-    sizes: list[int] = field(init=False)  # of the branches: together they are all nodes, in order
-    lengths: list[int] = field(init=False)  # of their paths
-    paths: Tensor = field(init=False)  # of all branches, one after the other
-    masks: dict[int | None, list[Tensor | None]] = field(default_factory=dict[int | None, list[Tensor | None]])
-
-    def __post_init__(self) -> None:
-        self.sizes = [branch.stop - branch.start for branch in self.branches]
-        self.lengths = [len(branch.path) for branch in self.branches]
-        self.paths = torch.cat([branch.path for branch in self.branches])
-
-    def masks_for(self, window: int | None, like: Tensor) -> list[Tensor | None]:
-        """One additive mask [n, L] per branch: its n queries are the last of L keys. None means plain causal."""
-        if window not in self.masks:
-            self.masks[window] = [_mask(branch, window, like) for branch in self.branches]
-        return self.masks[window]
-
-
-def _mask(branch: Branch, window: int | None, like: Tensor) -> Tensor | None:
-    n, length = branch.stop - branch.start, len(branch.path)
-    windowed = window is not None and length > window
-    if n == length and not windowed:
-        return None
-    query_n1 = torch.arange(length - n, length, device=like.device)[:, None]
-    key_1L = torch.arange(length, device=like.device)[None, :]
-    hidden_nL = key_1L > query_n1
-    if windowed:
-        hidden_nL |= key_1L <= query_n1 - cast(int, window)
-    return torch.zeros(n, length, dtype=like.dtype, device=like.device).masked_fill(hidden_nL, float("-inf"))
-
-
-def tree_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    layout: Layout,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **given: object,
-) -> tuple[Tensor, None]:
-    """Attention of every node to its ancestors and itself. query [1, H, N, D], key and value [1, H_kv, N, D] give
-    [1, N, H, D]. Dropout of transformers' interface is not used.
-
-    Raises ValueError for a mask, or for a number or tensor of unknown name: it could change the scores."""
-    if attention_mask is not None:
-        raise ValueError("its attention has a mask of its own")
-    for name, what in given.items():
-        if name not in _NO_SCORES and what is not None and not isinstance(what, bool):
-            raise ValueError(f"its attention takes {name!r}")
-    grouped = query.shape[1] != key.shape[1]
-    queries = query.split(layout.sizes, 2)
-    keys = key.index_select(2, layout.paths).split(layout.lengths, 2)
-    values = value.index_select(2, layout.paths).split(layout.lengths, 2)
-    outputs = [
-        functional.scaled_dot_product_attention(
-            queries[i], keys[i], values[i], attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
-        )
-        for i, mask in enumerate(layout.masks_for(sliding_window, query))
-    ]
-    return torch.cat(outputs, 2).transpose(1, 2), None
 
 
 AttentionInterface.register(ATTENTION, cast(Any, tree_attention))
@@ -125,13 +56,16 @@ class PolicyModel:
         dtype: torch.dtype = torch.float32,
         checkpointing: bool = False,
         compiled: bool = False,
+        attention: str = "auto",
         adapter: Train | None = None,
     ) -> None:
         """With `adapter`, only a LoRA adapter of those settings is trained. Raises ModelError, in one line, for a
-        folder that cannot be trained; ConfigError where `compiled` finds no compiler."""
+        folder that cannot be trained; ConfigError where `compiled` finds no compiler, or `attention` (of
+        `train.attention`) does not work here."""
         self.folder, self.device, self.dtype = folder, torch.device(device), dtype
         self.module = _load(folder).to(self.device)
         _check_tree(self.module, folder)
+        self.layout = choose(attention, self.device, dtype, **_heads(self.module))
         if adapter is not None:
             lora.inject(self.module, adapter, folder)
         self.module.train()
@@ -152,7 +86,7 @@ class PolicyModel:
         """What the output layer says [P, V] at `predictors_P`, computed in `dtype`."""
         amp = torch.autocast(self.device.type, self.dtype) if self.dtype != torch.float32 else nullcontext()
         with amp:
-            return _logits(self.module, pack.token_ids_N, pack.depth_N, pack.branches, pack.predictors_P)
+            return _logits(self.module, pack.token_ids_N, pack.depth_N, self.layout(pack.branches), pack.predictors_P)
 
     def logprobs(self, pack: Pack, *, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """Log-prob [K] of each scored token and entropy [K] at its place, in nats, of the distribution that it was
@@ -185,7 +119,7 @@ class PolicyModel:
         numbers_N = torch.arange(len(token_ids), device=self.device)
         branch = Branch(0, len(token_ids), numbers_N)
         with _rounded(self.module, dtype) if dtype != torch.float32 else nullcontext():
-            logits_PV = _logits(self.module, tokens_N, numbers_N, [branch], numbers_N[:-1])
+            logits_PV = _logits(self.module, tokens_N, numbers_N, Paths([branch]), numbers_N[:-1])
         logprobs_PV = functional.log_softmax(logits_PV.float(), -1)
         return tuple(logprobs_PV.gather(1, tokens_N[1:, None])[:, 0].tolist())
 
@@ -231,15 +165,26 @@ def _rounded(module: Any, dtype: torch.dtype) -> Generator[None]:
             parameter.data = data
 
 
-def _logits(module: Any, token_ids_N: Tensor, depth_N: Tensor, branches: Sequence[Branch], keep_P: Tensor) -> Tensor:
+def _logits(module: Any, token_ids_N: Tensor, depth_N: Tensor, layout: Layout, keep_P: Tensor) -> Tensor:
     output = module(
         input_ids=token_ids_N[None],
         position_ids=depth_N[None],
         use_cache=False,
         logits_to_keep=keep_P,
-        layout=Layout(branches),
+        layout=layout,
     )
     return output.logits[0]
+
+
+def _heads(module: Any) -> dict[str, int]:
+    """The shape of the model's attention, as far as its configuration says."""
+    config = module.config.get_text_config()
+    heads = config.num_attention_heads
+    return {
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+    }
 
 
 def _compile(module: Any, device: torch.device) -> None:
@@ -296,7 +241,7 @@ def _check_tree(module: Any, folder: Path) -> None:
     try:
         _check_layers(module)
         with _short_windows(module):
-            tree_NV = _logits(module, tokens_N, depth_N, branches, numbers)
+            tree_NV = _logits(module, tokens_N, depth_N, Paths(branches), numbers)
             module.set_attn_implementation("eager")
             for path in paths:
                 row_TV = module(input_ids=tokens_N[path][None], use_cache=False).logits[0]

@@ -74,6 +74,7 @@ class Models:
             dtype=torch.bfloat16 if train.dtype == "bfloat16" else torch.float32,
             checkpointing=train.gradient_checkpointing,
             compiled=train.compile,
+            attention=train.attention,
             adapter=adapter,
         )
 

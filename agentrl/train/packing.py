@@ -8,7 +8,8 @@ Rows with the same beginning share its nodes, so the shared prompt and shared tu
     row 1:  P Q A C D        nodes  4:C 5:D              branch [4, 6)  path 0 1 2 4 5
     row 2:  P Q E            nodes  6:E                  branch [6, 7)  path 0 1 6
 
-A row's new nodes are always the end of its path and lie side by side. So a branch's queries are a slice, its keys and
+The rows are laid in the order of their tokens, so nodes are in preorder, and a row's new nodes are the end of its path
+and lie side by side. So a branch's queries are a slice, its keys and
 values are gathered by its path, and the mask is causal from the bottom right: attention costs what the rows need
 beyond their shared prefix, there is no [N, N] mask, and several trees lie in one pass without padding and without
 seeing each other. The depth of a node is its position id.
@@ -19,6 +20,7 @@ seeing each other. The depth of a node is its position id.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -78,27 +80,28 @@ class Pack:
 
 
 def build_tree(rows: Sequence[Row]) -> Tree:
-    """The prefix tree of `rows`; nodes are numbered in the order in which the rows add them."""
-    token_ids: list[int] = []
-    depth: list[int] = []
-    children: dict[tuple[int, int], int] = {}
+    """The prefix tree of `rows`. Its nodes are in preorder: a node's descendants follow it, side by side."""
+    ids = [torch.tensor(row.token_ids) for row in rows]
+    token_ids: list[Tensor] = []
     branches: list[Branch] = []
-    paths: list[Tensor] = []
-    for row in rows:
-        start, node = len(token_ids), -1
-        path: list[int] = []
-        for position, token in enumerate(row.token_ids):
-            child = children.get((node, token))
-            if child is None:
-                child = children[node, token] = len(token_ids)
-                token_ids.append(token)
-                depth.append(position)
-            path.append(child)
-            node = child
-        paths.append(torch.tensor(path))
-        if len(token_ids) > start:
-            branches.append(Branch(start, len(token_ids), paths[-1]))
-    return Tree(tuple(token_ids), tuple(depth), tuple(branches), tuple(rows), tuple(paths))
+    paths = ids[:]  # each is replaced
+    size, last = 0, -1
+    for now in sorted(range(len(rows)), key=lambda index: (*rows[index].token_ids, math.inf)):  # longest first
+        shared = _shared(ids[last], ids[now]) if branches else 0
+        new = len(ids[now]) - shared
+        paths[now] = torch.cat([paths[last][:shared], torch.arange(size, size + new)])
+        token_ids.append(ids[now][shared:])
+        if new:
+            branches.append(Branch(size, size + new, paths[now]))
+        size, last = size + new, now
+    depth = [number for branch in branches for number in range(len(branch.path))[branch.start - branch.stop :]]
+    return Tree(tuple(torch.cat(token_ids).tolist()), tuple(depth), tuple(branches), tuple(rows), tuple(paths))
+
+
+def _shared(one: Tensor, other: Tensor) -> int:
+    """The length of the longest common prefix."""
+    length = min(len(one), len(other))
+    return int((one[:length] == other[:length]).long().cumprod(0).sum())
 
 
 def forest(rows: Sequence[Row], budget: int) -> list[Tree]:

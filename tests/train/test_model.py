@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from agentrl.errors import ModelError
-from agentrl.train import model
+from agentrl.train import attention, model
 from agentrl.train.model import PolicyModel
 from agentrl.train.packing import packs
 
@@ -190,17 +190,17 @@ def test_a_window_that_is_one_token_too_wide_is_noticed_however_long_it_is(
 ) -> None:
     folder = sliding_mistral(tmp_path, window)
     assert PolicyModel(folder).module.config.sliding_window == window
-    exact = model._mask  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(model, "_mask", lambda branch, window, like: exact(branch, window and window + 1, like))
+    exact = attention._mask  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(attention, "_mask", lambda branch, window, like: exact(branch, window and window + 1, like))
     with pytest.raises(ModelError, match="logits differ from those of single rows"):
         PolicyModel(folder)
 
 
 def test_a_mask_of_the_models_own_is_refused(qwen3_dir: Path) -> None:
     policy = PolicyModel(qwen3_dir)
-    attend = model.tree_attention
+    attend = attention.tree_attention
     query = torch.zeros(1, 4, 3, 8)
-    layout = model.Layout([model.Branch(0, 3, torch.arange(3))])
+    layout = attention.Paths([model.Branch(0, 3, torch.arange(3))])
     attend(policy.module, query, query, query, None, layout=layout)
     with pytest.raises(ValueError, match="a mask of its own"):
         attend(policy.module, query, query, query, torch.zeros(1, 1, 3, 3), layout=layout)

@@ -1,0 +1,284 @@
+"""Attention over prefix trees: every node sees its ancestors and itself.
+
+Owns the layout of one pass, made once and shared by all layers, and the ways to compute it. Never knows the model, the
+loss, or why rows share a prefix.
+
+A layout is a class that is made from the branches of a pass; its `attend` is called by every layer:
+
+    Paths     sdpa     one call per branch, its K and V gathered by its path; dense masks. Any device and dtype.
+    Varlen    varlen   one flash kernel for all branches: their sizes are the queries' lengths, their paths the keys',
+                       causal from the bottom right. K and V gathered by path, no masks. CUDA, bfloat16 or float16.
+    Subtrees  flex     FlexAttention over the nodes, K and V as they are. Nodes are in preorder, so node j is an
+                       ancestor of i, or i, if j <= i < end of j's subtree: the mask needs one number per node.
+                       Compiled on CUDA, any dtype (float32 as exact as `torch.set_float32_matmul_precision` says);
+                       on the CPU it makes the [N, N] scores: for tests.
+
+    K/V read by sdpa and varlen: sum of path lengths; by flex: the nodes.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaves parts of its signatures untyped)
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from agentrl.errors import ConfigError
+from agentrl.train.packing import Branch
+
+_NO_SCORES = frozenset({"dropout", "position_ids", "cache_position"})  # passed, but used before attention or not
+_BLOCK = 128  # nodes of a side of FlexAttention's blocks
+
+
+class Layout(Protocol):
+    """The branches of one pass, ready for the attention of every layer. Together they are all nodes, in order."""
+
+    def __init__(self, branches: Sequence[Branch]) -> None: ...
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
+        """query [1, H, N, D], key and value [1, H_kv, N, D] give [1, N, H, D]. `window`: how many tokens a node sees,
+        itself among them."""
+        ...
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: Layout,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **given: object,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it. query [1, H, N, D], key and value [1, H_kv, N, D] give [1, N, H, D]. Dropout
+    of transformers' interface is not used.
+
+    Raises ValueError for a mask, or for a number or tensor of unknown name: it could change the scores."""
+    if attention_mask is not None:
+        raise ValueError("its attention has a mask of its own")
+    for name, what in given.items():
+        if name not in _NO_SCORES and what is not None and not isinstance(what, bool):
+            raise ValueError(f"its attention takes {name!r}")
+    if torch.is_autocast_enabled(query.device.type):  # norms and rotations leave float32 behind
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    return layout.attend(query, key, value, sliding_window, scaling), None
+
+
+class Paths:
+    """One call of torch's scaled dot product attention per branch."""
+
+    def __init__(self, branches: Sequence[Branch]) -> None:
+        self.branches = branches
+        self.sizes = [branch.stop - branch.start for branch in branches]
+        self.lengths = [len(branch.path) for branch in branches]
+        self.paths = torch.cat([branch.path for branch in branches])
+        self.masks: dict[int | None, list[Tensor | None]] = {}
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
+        grouped = query.shape[1] != key.shape[1]
+        queries = query.split(self.sizes, 2)
+        keys = key.index_select(2, self.paths).split(self.lengths, 2)
+        values = value.index_select(2, self.paths).split(self.lengths, 2)
+        outputs = [
+            functional.scaled_dot_product_attention(
+                queries[i], keys[i], values[i], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+            )
+            for i, mask in enumerate(self._masks(window, query))
+        ]
+        return torch.cat(outputs, 2).transpose(1, 2)
+
+    def _masks(self, window: int | None, like: Tensor) -> list[Tensor | None]:
+        """One additive mask [n, L] per branch: its n queries are the last of L keys. None means plain causal."""
+        if window not in self.masks:
+            self.masks[window] = [_mask(branch, window, like) for branch in self.branches]
+        return self.masks[window]
+
+
+def _mask(branch: Branch, window: int | None, like: Tensor) -> Tensor | None:
+    n, length = branch.stop - branch.start, len(branch.path)
+    windowed = window is not None and length > window
+    if n == length and not windowed:
+        return None
+    query_n1 = torch.arange(length - n, length, device=like.device)[:, None]
+    key_1L = torch.arange(length, device=like.device)[None, :]
+    hidden_nL = key_1L > query_n1
+    if windowed:
+        hidden_nL |= key_1L <= query_n1 - cast(int, window)
+    return torch.zeros(n, length, dtype=like.dtype, device=like.device).masked_fill(hidden_nL, float("-inf"))
+
+
+class Varlen:
+    """One flash kernel over all branches of a pass."""
+
+    def __init__(self, branches: Sequence[Branch]) -> None:
+        sizes = [branch.stop - branch.start for branch in branches]
+        lengths = [len(branch.path) for branch in branches]
+        self.paths = torch.cat([branch.path for branch in branches])
+        starts = ([0, *accumulate(sizes)], [0, *accumulate(lengths)])
+        self.query_starts, self.key_starts = torch.tensor(starts, dtype=torch.int32, device=self.paths.device)
+        self.longest = (max(sizes), max(lengths))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
+        if "enable_gqa" in _parameters(varlen_attn):  # older ones take fewer heads of K and V unasked
+            options["enable_gqa"] = query.shape[1] != key.shape[1]
+        output_NHD = varlen_attn(
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1).index_select(0, self.paths),
+            value[0].transpose(0, 1).index_select(0, self.paths),
+            self.query_starts,
+            self.key_starts,
+            *self.longest,
+            **options,
+        )
+        return cast(Tensor, output_NHD)[None]
+
+
+@cache
+def _parameters(function: Callable[..., object]) -> Mapping[str, object]:
+    return inspect.signature(function).parameters
+
+
+class Subtrees:
+    """FlexAttention over the nodes of a pass, which are padded to whole blocks. Raises ValueError if the nodes are not
+    in preorder."""
+
+    def __init__(self, branches: Sequence[Branch]) -> None:
+        paths = torch.cat([branch.path for branch in branches])
+        stops, lengths, sizes = torch.tensor(
+            [(branch.stop, len(branch.path), branch.stop - branch.start) for branch in branches], device=paths.device
+        ).unbind(1)
+        self.size = branches[-1].stop
+        self.padding = -self.size % _BLOCK
+        node_N = torch.arange(self.size + self.padding, device=paths.device)
+        # the last branch below a node ends its subtree; a padding node sees itself, so that its softmax is finite
+        self.end_N = (node_N + 1).scatter_reduce(0, paths, stops.repeat_interleave(lengths), "amax")
+        self.depth_N = functional.pad((lengths - stops).repeat_interleave(sizes), (0, self.padding)) + node_N
+        if int((self.end_N - node_N)[: self.size].sum()) != int((self.depth_N + 1)[: self.size].sum()):
+            raise ValueError("the nodes of a tree are not in preorder")  # its pairs are counted once from either side
+        self.masks: dict[int | None, Any] = {}
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
+        if window not in self.masks:
+            self.masks[window] = self._mask(window)
+        padded = [functional.pad(part, (0, 0, 0, self.padding)) for part in (query, key, value)]
+        grouped = query.shape[1] != key.shape[1]
+        output = _flex(query.device.type)(*padded, block_mask=self.masks[window], scale=scale, enable_gqa=grouped)
+        return output[:, :, : self.size].transpose(1, 2)
+
+    def _mask(self, window: int | None) -> Any:
+        """Block sparsity from the ends of the blocks' intervals, in [blocks, blocks] numbers."""
+        from torch.nn.attention.flex_attention import BlockMask
+
+        end_N, depth_N = self.end_N, self.depth_N
+        first_B = torch.arange(0, len(end_N), _BLOCK, device=end_N.device)
+        above, below = first_B[None, :], first_B[:, None]  # a block of keys, a block of queries
+        end, depth = end_N.view(-1, _BLOCK), depth_N.view(-1, _BLOCK)
+        some = (above <= below) & (end.amax(1)[None, :] > below)
+        every = (above < below) & (end.amin(1)[None, :] >= below + _BLOCK)
+        if window is not None:
+            some &= depth.amin(1)[:, None] - depth.amax(1)[None, :] < window
+            every &= depth.amax(1)[:, None] - depth.amin(1)[None, :] < window
+        parts = [part[None, None] for blocks in (some & ~every, every) for part in _indices(blocks)]
+
+        def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & (query < end_N[key])
+
+        def near(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & (query < end_N[key]) & (depth_N[query] - depth_N[key] < cast(int, window))
+
+        return BlockMask.from_kv_blocks(
+            *parts, BLOCK_SIZE=_BLOCK, mask_mod=seen if window is None else near, seq_lengths=(len(end_N), len(end_N))
+        )
+
+
+def _indices(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks a row of `chosen` holds, and which: those first, in order."""
+    return chosen.sum(1, dtype=torch.int32), chosen.int().argsort(dim=1, descending=True, stable=True).int()
+
+
+@cache
+def _flex(device: str) -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if device != "cpu":  # one graph for passes of any length
+        return cast(Callable[..., Tensor], torch.compile(flex_attention, dynamic=True))
+
+    def eager(*args: Any, **options: Any) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+            return cast(Tensor, flex_attention(*args, **options))
+
+    return eager
+
+
+LAYOUTS: Mapping[str, type[Layout]] = {"sdpa": Paths, "varlen": Varlen, "flex": Subtrees}
+
+
+def choose(
+    name: str, device: torch.device, dtype: torch.dtype, *, heads: int = 4, kv_heads: int = 2, head_dim: int = 64
+) -> type[Layout]:
+    """The layout of a name of `train.attention` for passes of `dtype`. `auto` takes the first that works of varlen,
+    flex and sdpa on CUDA, elsewhere sdpa. A layout works if it agrees with sdpa in float32 on a small tree.
+
+    Raises ConfigError, with the reason, for a named one that does not work."""
+    if name == "sdpa" or (name == "auto" and device.type == "cpu"):
+        return Paths
+    shape = (heads, kv_heads, head_dim)
+    names = ("varlen", "flex") if name == "auto" else (name,)
+    for candidate in names:
+        reason = _refusal(LAYOUTS[candidate], device, dtype, shape)
+        if reason is None:
+            return LAYOUTS[candidate]
+        if name != "auto":
+            raise ConfigError("train.attention", name, f"{reason}: give auto or sdpa")
+    return Paths
+
+
+def _refusal(layout: type[Layout], device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> str | None:
+    """Why a layout does not work here; None if it does."""
+    if layout is Varlen and (device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16)):
+        return f"its kernel wants train.device cuda and train.dtype bfloat16, not {device.type} and {_short(dtype)}"
+    heads, kv_heads, head_dim = shape
+    random = torch.Generator().manual_seed(0)
+    parts = [torch.randn(1, n, 200, head_dim, generator=random).to(device, dtype) for n in (heads, kv_heads, kv_heads)]
+    numbers = torch.arange(200, device=device)
+    branches = [Branch(0, 150, numbers[:150]), Branch(150, 200, torch.cat([numbers[:70], numbers[150:]]))]
+    for window in (None, 40):
+        exact = _outcome(Paths(branches), [part.float() for part in parts], window)
+        try:
+            found = _outcome(layout(branches), parts, window)
+        except Exception as error:  # kernels and compilers fail in many ways
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            return f"it fails on {device.type} in {_short(dtype)} ({reason})"
+        worst = max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(found, exact, strict=True))
+        if not worst <= max(2 * torch.finfo(dtype).eps, 1e-3):
+            return f"it is {worst:.1g} off on {device.type} in {_short(dtype)}"
+    return None
+
+
+@torch.enable_grad()
+def _outcome(layout: Layout, parts: Sequence[Tensor], window: int | None) -> list[Tensor]:
+    """What attention gives, and its gradients."""
+    asked = [part.clone().requires_grad_() for part in parts]
+    output = layout.attend(asked[0], asked[1], asked[2], window, None)
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), asked)]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
