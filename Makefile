@@ -12,7 +12,7 @@ endif
 export PYTHONDONTWRITEBYTECODE :=
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
-.PHONY: help setup demo test test-slow test-all check vllm lock clean
+.PHONY: help setup demo test test-slow test-all gpu-check check vllm lock clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -56,6 +56,10 @@ test-slow: setup $(VENV)/.dev ## the tests marked slow: whole runs, above all
 	$(PYTEST) -m slow $(ARGS)
 
 test-all: test test-slow ## all tests, as continuous integration runs them
+
+# `make setup UV_TORCH_BACKEND=auto` first: the pinned set has PyTorch's CPU build.
+gpu-check: setup ## check what needs an NVIDIA GPU, at most 30 minutes; ARGS=--tiny runs the same cases on this CPU
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 check: setup $(VENV)/.dev ## ruff, pyright, import rules, docs snippets
 	$(BIN)/ruff check .

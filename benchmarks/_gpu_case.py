@@ -1,0 +1,71 @@
+"""The cases of `benchmarks/gpu.py` by name, and what a case is given."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+Row = dict[str, Any]
+
+
+class Skipped(Exception):
+    """This machine cannot run the case; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Where a case runs: `work` is a folder that all cases share, `tiny` asks for a size that a CPU computes soon."""
+
+    device: str
+    tiny: bool
+    work: Path
+
+    @classmethod
+    def here(cls, work: Path, *, tiny: bool) -> Bench:
+        return cls("cpu" if tiny else "cuda", tiny, work)
+
+    def check(self) -> None:
+        """Raises RuntimeError if the device is not there."""
+        import torch
+
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError(f"torch {torch.__version__} sees no GPU: give --tiny to run the cases on a CPU")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`function` is `module:name` in this folder: a generator of rows, imported when the case runs."""
+
+    name: str
+    deadline_s: int
+    function: str
+    says: str
+
+    def run(self, bench: Bench) -> Iterator[Row]:
+        module, _, name = self.function.partition(":")
+        code: Callable[[Bench], Iterator[Row]] = getattr(importlib.import_module(module), name)
+        return code(bench)
+
+
+CASES: Final = {
+    case.name: case
+    for case in (
+        Case("machine", 60, "_gpu_checks:machine", "Ceilings as measured: what a share of the peak is a share of."),
+        Case(
+            "parity",
+            180,
+            "_gpu_checks:parity",
+            "One step of the same learner on the same groups, on the CPU and on the GPU, in float32 (no TF32) and "
+            "bfloat16: relative difference of gradient and update (norm of the difference over the norm).",
+        ),
+        Case("small", 180, "_gpu_step:small", "Learner steps at Qwen3-0.6B's shape, random weights, bfloat16."),
+        Case("canary", 180, "_gpu_weights:canary", "Log-probs of the canary's probe and weight exports on the GPU."),
+        Case("run", 240, "_gpu_run:run", "A whole run of `agentrl train`: learner on the GPU, engine on the CPU."),
+        Case("large", 300, "_gpu_step:large", "Learner steps at Qwen3-4B's shape, random weights, bfloat16."),
+        Case("ipc", 120, "_gpu_weights:ipc", "Weights shared with another process on the same GPU, as IPC sync does."),
+        Case("vllm", 600, "_gpu_run:vllm", "Whole runs with vLLM: files, colocated over IPC, NCCL to another GPU."),
+    )
+}

@@ -1,0 +1,63 @@
+"""Cases of `benchmarks/gpu.py`: whole runs of `agentrl train`, each in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from _gpu_case import Bench, Row, Skipped
+
+ROOT = Path(__file__).resolve().parents[1]
+RUN_FILE = ROOT / "examples" / "tiny_locksmith.toml"
+
+
+def run(bench: Bench) -> Iterator[Row]:
+    steps = 3 if bench.tiny else 60
+    row = _trained(bench, "embedded", [f"train.device={bench.device}", f"train.steps={steps}"])
+    yield row
+    if not bench.tiny and row["last reward"] <= row["first reward"] + 1:
+        raise AssertionError(f"nothing was learned: {row['first reward']:.2f} to {row['last reward']:.2f}")
+
+
+def vllm(bench: Bench) -> Iterator[Row]:
+    if importlib.util.find_spec("vllm") is None:
+        raise Skipped("vLLM is not installed: pip install vllm, then --only vllm")
+    shared = ["engine.kind=vllm", "engine.dtype=bfloat16", "train.steps=8", f"train.device={bench.device}"]
+    yield _trained(bench, "vllm-files", [*shared, "engine.sync=full"])
+    if bench.device == "cuda":
+        yield _trained(bench, "vllm-ipc", [*shared, "engine.sync=ipc"])
+        if torch.cuda.device_count() > 1:
+            yield _trained(bench, "vllm-nccl", [*shared, "engine.sync=nccl", "engine.gpus=[[1]]"])
+        else:
+            yield {"run": "vllm-nccl", "note": "needs a second GPU"}
+
+
+def _trained(bench: Bench, name: str, settings: list[str]) -> Row:
+    out = bench.work / name
+    less = ["eval.every=1000", "eval.sets=[]", "env.kwargs.dials=2"] if bench.tiny else ["eval.every=1000"]
+    words = [word for setting in (*settings, *less) for word in ("--set", setting)]
+    command = [sys.executable, "-c", "from agentrl_command import main; main()", "train", str(RUN_FILE)]
+    began = time.perf_counter()
+    done = subprocess.run(
+        [*command, "--out", str(out), *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise AssertionError(f"agentrl train ended with {done.returncode}: {done.stderr.strip()[-600:]}")
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "reward_mean" in line and "step" in line]
+    few = max(1, len(steps) // 10)
+    return {
+        "run": name,
+        "steps": len(steps),
+        "s": time.perf_counter() - began,
+        "first reward": sum(step["reward_mean"] for step in steps[:few]) / few,
+        "last reward": sum(step["reward_mean"] for step in steps[-few:]) / few,
+        "mismatch": max(step["mismatch_max"] or 0.0 for step in steps),
+        "busy s a step": sum(step["busy_s"] for step in steps) / len(steps),
+    }

@@ -1,0 +1,133 @@
+"""Cases of `benchmarks/gpu.py`: whole learner steps at the shapes of real models, with random weights."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from _gpu_case import Bench, Row
+from _gpu_shapes import VOCABULARY, config_of, forked, save_random, shared_prompt
+
+from agentrl.algos.grpo import GRPO
+from agentrl.config import Train
+from agentrl.records import Group
+from agentrl.train.learner import Learner
+from agentrl.train.machine import operations, peak_of
+from agentrl.train.packing import packs
+from agentrl.train.samples import group_rows, weigh
+
+Variants = Mapping[str, Mapping[str, Any]]
+"""Settings of [train] by label; one that this agentrl does not have is left out."""
+
+SMALL: Variants = {
+    "default": {},
+    "checkpointing": {"gradient_checkpointing": True},
+    "lora": {"lora_rank": 16},
+    "compile": {"compile": True},
+}
+LARGE: Variants = {
+    "lora, checkpointing": {"lora_rank": 16, "gradient_checkpointing": True},
+    "checkpointing": {"gradient_checkpointing": True},
+}
+
+
+def small(bench: Bench) -> Iterator[Row]:
+    yield from _steps(bench, "Qwen3-0.6B", SMALL, rounds=3)
+
+
+def large(bench: Bench) -> Iterator[Row]:
+    yield from _steps(bench, "Qwen3-4B", LARGE, rounds=2)
+
+
+def groups_of(bench: Bench) -> dict[str, list[Group]]:
+    """What a step trains on, by shape."""
+    if bench.tiny:
+        return {
+            "60% prompt": shared_prompt(1, members=3, prompt=12, sampled=8, vocab=64),
+            "20 turns, forks": forked(1, members=3, turns=4, prompt=6, said=2, sampled=2, vocab=64),
+        }
+    return {"60% prompt": shared_prompt(4, vocab=VOCABULARY), "20 turns, forks": forked(4, vocab=VOCABULARY)}
+
+
+def _steps(bench: Bench, shape: str, variants: Variants, *, rounds: int) -> Iterator[Row]:
+    model = bench.work / shape
+    save_random(model, "tiny" if bench.tiny else shape, vocab=64 if bench.tiny else VOCABULARY, device=bench.device)
+    for label, settings in variants.items():
+        if unknown := settings.keys() - Train.model_fields.keys():
+            yield {"variant": label, "note": f"this agentrl has no train.{sorted(unknown)[0]}"}
+            continue
+        if bench.tiny and settings.get("compile"):
+            continue  # half a minute of a compiler that the tests of the learner run anyway
+        try:
+            yield from _measured(bench, model, label, settings, rounds)
+        except torch.cuda.OutOfMemoryError as error:
+            said = str(error).split(". ")
+            yield {"variant": label, "note": "; ".join(said[:2])}
+        gc.collect()
+        if bench.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measured(bench: Bench, model: Path, label: str, settings: Mapping[str, Any], rounds: int) -> Iterator[Row]:
+    given: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "tokens_per_batch": 64 if bench.tiny else 8192,
+        "device": bench.device,
+        "warmup_steps": 0,
+        "lr": 1e-6,
+        **settings,
+    }
+    train = Train(**given)
+    config = config_of(model, algo=GRPO(), train=train, max_tokens_per_turn=32 if bench.tiny else 2048)
+    began = time.perf_counter()
+    learner = Learner(config, model, bench.device)
+    loaded = time.perf_counter() - began
+    for shape, groups in groups_of(bench).items():
+        if bench.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        now = learner.step_index
+        reports = [learner.step(groups, step_of=lambda _, now=now: now) for _ in range(rounds + 1)][1:]
+        took = median(sum(report.seconds.values()) for report in reports)
+        report = reports[-1]
+        by_rows = _row_operations(learner, groups, train.tokens_per_batch)
+        peak = peak_of(learner.model.device, learner.model.dtype)
+        parts = _static(learner)
+        row: Row = {
+            "variant": label,
+            "groups": shape,
+            "row tokens": report.tokens_row,
+            "distinct": report.tokens_distinct,
+            "s a step": took,
+            "row tokens/s": report.tokens_row / took,
+            "distinct/s": report.tokens_distinct / took,
+            "MFU": report.use.tflops * sum(report.seconds.values()) / took / peak if peak else None,
+            "MFU by rows": by_rows / took / 1e12 / peak if peak else None,
+            "seconds": " ".join(f"{part} {s:.2f}" for part, s in report.seconds.items()),
+        }
+        if bench.device == "cuda":
+            whole = max(one.use.peak_memory_mb for one in reports) / 1024
+            row |= {"peak GiB": whole, **parts, "other GiB": whole - sum(parts.values())}
+        yield {**row, "load s": loaded}
+
+
+def _static(learner: Learner) -> dict[str, float]:
+    """What stays on the device between steps, and the gradients, in GiB."""
+    weights = sum(p.nbytes for p in learner.model.module.parameters())
+    states = [t for o in learner.models.optimizers.values() for state in o.state.values() for t in state.values()]
+    kept = sum(t.nbytes for t in states if isinstance(t, torch.Tensor) and t.device == learner.model.device)
+    gradients = sum(p.nbytes for p in learner.model.parameters())
+    parts = {"weights GiB": weights, "gradients GiB": gradients, "optimizer GiB": kept}
+    return {name: size / 2**30 for name, size in parts.items()}
+
+
+def _row_operations(learner: Learner, groups: Sequence[Group], budget: int) -> float:
+    """Operations of the same step if no row shared a token with another."""
+    algo = learner.config.algo
+    ready = [group_rows(group, algo, step_of=lambda _: 0, step_now=0, max_lag=0) for group in groups]
+    rows = [row for group in weigh([ready])[0] for row in group]
+    return sum(operations(learner.model.module, pack) for row in rows for pack in packs([[row]], budget))

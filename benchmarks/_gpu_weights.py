@@ -1,0 +1,127 @@
+"""Cases of `benchmarks/gpu.py`: what leaves the learner. The canary's numbers, weight files, and shared GPU memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from _gpu_case import Bench, Row
+from _gpu_shapes import VOCABULARY, config_of, save_random
+from torch import multiprocessing
+
+from agentrl.algos.grpo import GRPO
+from agentrl.config import Train
+from agentrl.engine import fingerprint
+from agentrl.engine.canary import TOLERANCE, probe_tokens
+from agentrl.train.learner import Learner
+from agentrl.train.snapshot import take
+
+_BUFFER = 1 << 30
+_DEADLINE_S = 60
+
+
+def canary(bench: Bench) -> Iterator[Row]:
+    shapes = ("tiny",) if bench.tiny else ("tiny", "Qwen3-0.6B", "Qwen3-4B")
+    for shape in shapes:
+        vocab = 512 if shape == "tiny" else VOCABULARY
+        folder = bench.work / ("canary" if shape == "tiny" else shape)
+        model = save_random(folder, shape, vocab=vocab, device=bench.device)
+        here = _learner(model, bench.device)
+        row: Row = {"model": shape}
+        if shape != "Qwen3-4B":  # 16 GB in float32 on the host, and a slow pass
+            there = _learner(model, "cpu")
+            tokens = probe_tokens(vocab, 128)
+            for dtype in (torch.float32, torch.bfloat16):
+                pairs = zip(here.score(tokens, dtype), there.score(tokens, dtype), strict=True)
+                name = str(dtype).removeprefix("torch.")
+                row[f"apart, weights {name}"] = worst = max(abs(a - b) for a, b in pairs)
+                if worst > TOLERANCE["float32"]:
+                    raise AssertionError(f"{shape}, {name}: log-probs are {worst:.1e} apart")
+            if here.hashes() != there.hashes():
+                raise AssertionError(f"{shape}: the same weights have other hashes on the device")
+        began = time.perf_counter()
+        snapshot = take(here.model.module, torch.bfloat16)
+        assert snapshot is not None
+        row["snapshot s"] = time.perf_counter() - began
+        began = time.perf_counter()
+        snapshot.fingerprints()
+        row["fingerprints s"] = time.perf_counter() - began
+        del snapshot
+        began = time.perf_counter()
+        file = here.export(bench.work / "export" / "model.safetensors", dtype=torch.bfloat16)
+        row |= {"file s": time.perf_counter() - began, "file GB": file.size_bytes / 1e9}
+        file.path.unlink()
+        yield row
+        del here
+        if bench.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _learner(model: Any, device: str) -> Learner:
+    return Learner(config_of(model, algo=GRPO(), train=Train(device=device)), model, device)
+
+
+def ipc(bench: Bench) -> Iterator[Row]:
+    """Chunks of a buffer that another process on the same GPU maps by handle, as vLLM's IPC sync packs them; the other
+    process tells the fingerprints of what it sees, and never copies through the host."""
+    shape = "tiny" if bench.tiny else "Qwen3-0.6B"
+    model = save_random(bench.work / shape, shape, vocab=64 if bench.tiny else VOCABULARY, device=bench.device)
+    snapshot = take(_learner(model, bench.device).model.module, torch.bfloat16)
+    assert snapshot is not None
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    receiver = context.Process(target=_receive, args=(theirs,), daemon=True)
+    receiver.start()
+    theirs.close()
+    began, found = 0.0, {}
+    room = max(snapshot.largest_bytes, min(snapshot.size_bytes, _BUFFER))
+    buffer = torch.empty(room, dtype=torch.uint8, device=bench.device)
+    filled: list[tuple[str, torch.dtype, tuple[int, ...], int]] = []
+    at = 0
+
+    def flush() -> None:
+        if bench.device == "cuda":
+            torch.cuda.synchronize()
+        ours.send((buffer, filled))
+        found.update(_answer(ours))
+
+    try:
+        _answer(ours)  # it has started
+        began = time.perf_counter()
+        for name, tensor in snapshot:
+            if at + tensor.nbytes > room:
+                flush()
+                filled, at = [], 0
+            buffer[at : at + tensor.nbytes].copy_(tensor.contiguous().view(-1).view(torch.uint8))
+            filled.append((name, tensor.dtype, tuple(tensor.shape), at))
+            at += -(-tensor.nbytes // 16) * 16
+            at = min(at, room)
+        flush()
+        took = time.perf_counter() - began
+        ours.send(None)
+        receiver.join(_DEADLINE_S)
+    finally:
+        receiver.kill()
+    if found != snapshot.fingerprints():
+        raise AssertionError("the other process sees other weights")
+    size = snapshot.size_bytes
+    yield {"model": shape, "GB": size / 1e9, "s": took, "GB/s with fingerprints": size / took / 1e9}
+
+
+def _answer(pipe: Any) -> dict[str, str]:
+    if not pipe.poll(_DEADLINE_S):
+        raise AssertionError(f"the other process says nothing for {_DEADLINE_S} s")
+    return pipe.recv()
+
+
+def _receive(pipe: Any) -> None:
+    pipe.send({})
+    while (told := pipe.recv()) is not None:
+        buffer, filled = told
+        tensors: dict[str, torch.Tensor] = {}
+        for name, dtype, shape, start in filled:
+            size = dtype.itemsize * torch.Size(shape).numel()
+            tensors[name] = buffer[start : start + size].view(dtype).view(shape)
+        pipe.send(fingerprint.of_tensors(tensors))
