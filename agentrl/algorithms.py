@@ -49,16 +49,19 @@ def leave(table: dict[str, Any], kind: str) -> None:
 
 
 def read_tables(document: dict[str, Any]) -> dict[str, Any]:
-    """A run file's document with the algorithms of its `[[tasks]]` read. Raises ConfigError naming the entry."""
-    tables = document.get("tasks")
-    if not isinstance(tables, list):
-        return document
-    found: list[Any] = []
-    for at, table in enumerate(cast("list[Any]", tables)):
-        if isinstance(table, dict) and "algo" in table:
-            table = {**cast("dict[str, Any]", table), "algo": read(table["algo"], f"tasks.{at}.algo")}
-        found.append(table)
-    return {**document, "tasks": found}
+    """A run file's document with the algorithms of its `[[tasks]]` and `[[roles]]` read. Raises ConfigError naming the
+    entry."""
+
+    def read_one(table: Any, field: str) -> Any:
+        if not isinstance(table, dict) or "algo" not in table:
+            return cast("Any", table)
+        return {**cast("dict[str, Any]", table), "algo": read(table["algo"], f"{field}.algo")}
+
+    found = {name: document[name] for name in ("tasks", "roles") if isinstance(document.get(name), list)}
+    return document | {
+        name: [read_one(table, f"{name}.{at}") for at, table in enumerate(cast("list[Any]", tables))]
+        for name, tables in found.items()
+    }
 
 
 def distinct(algorithms: Mapping[str, Algorithm]) -> dict[str, Algorithm]:

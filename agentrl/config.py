@@ -14,12 +14,13 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
-from agentrl import algorithms
+from agentrl import algorithms, role_settings
 from agentrl.algorithms import algorithm as algorithm
 from agentrl.algos.algorithm import Algorithm
 from agentrl.algos.grpo import GRPO
 from agentrl.errors import ConfigError, UsageError
-from agentrl.records import SamplingParams
+from agentrl.records import POLICY, SamplingParams
+from agentrl.role_settings import RoleTable
 from agentrl.settings import (
     Alarms,
     Buffer,
@@ -228,6 +229,7 @@ class RunConfig(_Section):
     buffer: Buffer = Buffer()
     cluster: Cluster = Cluster()
     algo: SerializeAsAny[Algorithm] = Field(default_factory=GRPO)  # one of the algorithms, by its `kind`
+    roles: list[RoleTable] = Field(default_factory=list[RoleTable])
     train: Train = Train()
     eval: Evaluation = Evaluation()
     alarms: Alarms = Alarms()
@@ -263,15 +265,23 @@ class RunConfig(_Section):
 
     @property
     def algorithms(self) -> dict[str, Algorithm]:
-        """The algorithms that train something, by the field that names them: `algo`, `tasks.1.algo`."""
+        """The algorithms that train something, by the field that names them: `algo`, `tasks.1.algo`, `roles.0.algo`."""
         named = {f"tasks.{at}.algo": table.algo for at, table in enumerate(self.tasks) if table.algo is not None}
         default = {"algo": self.algo} if len(named) < max(1, len(self.tasks)) else {}
-        return default | named
+        by_role = {f"roles.{at}.algo": table.algo for at, table in enumerate(self.roles) if table.algo is not None}
+        return default | named | by_role
 
-    def algo_of(self, env: str) -> Algorithm:
-        """What trains the tasks of an environment."""
+    def algo_of(self, env: str, role: str = POLICY) -> Algorithm:
+        """What trains a role in the tasks of an environment."""
+        if role in self.algo_by_role:
+            return self.algo_by_role[role]
         named = (table.algo for table in self.tasks if table.algo and (table.id or self.env.id) == env)
         return next(named, self.algo)
+
+    @property
+    def algo_by_role(self) -> dict[str, Algorithm]:
+        """The algorithms of the roles that have their own, in every environment."""
+        return {table.name: table.algo for table in self.roles if table.algo is not None}
 
     @field_validator("algo", mode="before")
     @classmethod
@@ -363,6 +373,7 @@ class RunConfig(_Section):
             if (table.algo or self.algo) != (self.tasks[first.setdefault(env, at)].algo or self.algo):
                 hint = f"tasks.{first[env]} plays {env} too, with another algorithm: give both the same"
                 raise ConfigError(f"tasks.{at}.algo", (table.algo or self.algo).kind, hint)
+        role_settings.check(self.roles, list(self.rollout.frozen_roles()))
         algorithms.check(
             self.algorithms,
             self.buffer,

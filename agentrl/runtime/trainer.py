@@ -19,6 +19,7 @@ from agentrl import registry
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError, EnvError, ModelError, UsageError, boundary
 from agentrl.protocols import Rewarder
+from agentrl.records import Task
 from agentrl.registration import make
 from agentrl.runtime import defaults, evaluation, extending, report
 from agentrl.runtime.models import given_model_dir, model_dir, slot_dir
@@ -178,16 +179,17 @@ def _warn_of_deadlines(config: RunConfig, id: str, env: Any) -> None:
 def _check_roles(config: RunConfig) -> None:
     """Check that all roles in the run file are roles of the environment (its `roles`), and that one of them learns."""
     bound, given = config.rollout.roles, config.rollout.frozen_roles()
-    if not bound:
+    named = {f"rollout.roles.{role}": role for role in bound}
+    named |= {f"roles.{at}.name": table.name for at, table in enumerate(config.roles)}
+    if not named:
         return
-    env = make(config.env.id, **config.env.kwargs)
-    roles: tuple[str, ...] = tuple(getattr(env, "roles", ()))
-    env.close()
-    if not roles:
-        raise ConfigError("rollout.roles", bound, f"{config.env.id} names no roles: leave it out")
-    for role, policy in bound.items():
+    roles = tuple(dict.fromkeys(role for task in first_tasks(config) for role in _roles_of(task)))
+    for field, role in named.items():
+        if not roles:
+            field = "roles" if field.startswith("roles") else "rollout.roles"
+            raise ConfigError(field, role, f"{config.env.id} names no roles: leave it out")
         if role not in roles:
-            raise ConfigError(f"rollout.roles.{role}", policy, f"{config.env.id} has the roles {', '.join(roles)}")
+            raise ConfigError(field, bound.get(role, role), f"{config.env.id} has the roles {', '.join(roles)}")
     for role, policy in given.items():
         if policy in config.rollout.given_models():
             try:
@@ -197,6 +199,13 @@ def _check_roles(config: RunConfig) -> None:
                 raise ConfigError(f"rollout.roles.{role}", policy, hint) from None
     if set(roles) == set(given):
         raise ConfigError("rollout.roles", given, "no role is left to learn: give one 'trained'")
+
+
+def _roles_of(task: Task) -> tuple[str, ...]:
+    """The roles that take turns in a task's environment; none if one policy is all there is."""
+    env = make(task.env, **task.kwargs)
+    env.close()
+    return tuple(getattr(env, "roles", ()))
 
 
 def finish_training(run: RunDir, view: View | None) -> dict[str, Any]:

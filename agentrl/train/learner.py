@@ -1,8 +1,8 @@
 """The learner: finished groups in, better weights and a report out.
 
 Owns the order of a step and its schedule. Never knows the store, the engine, where groups come from, or what an
-algorithm (`agentrl.algos.algorithm`) does with them. If environments have algorithms of their own, each has passes and
-advantages of its own; the gradients of all add up.
+algorithm (`agentrl.algos.algorithm`) does with them. If environments or roles have algorithms of their own, each has
+passes and advantages of its own; the gradients of all add up.
 
 A step:
 
@@ -96,7 +96,7 @@ class Learner:
         A step in which no row can move the weights leaves weights and optimizer as they are (`updated` is False).
         Raises RunFailed if a gradient is not finite; the weights are then those before that update."""
         watch = Stopwatch()
-        abandoned = cache(undone)
+        abandoned, by_role = cache(undone), self.config.algo_by_role
         ready = [
             group_rows(
                 group,
@@ -107,6 +107,7 @@ class Learner:
                 undone=abandoned,
                 keeps_kv=not self.config.engine.recompute_kv,
                 quorum=self.config.quorum,
+                by_role=by_role,
             )
             for group in groups
         ]

@@ -7,9 +7,10 @@ two rows, and turns that share a parent share its tokens. A token that the polic
 that holds it and is context in any other, so that it enters the loss once. Turns of frozen policies and masked turns
 are context only.
 
-Roles that take turns in one episode are judged apart, each against the same role of the siblings, by its own outcome
-and its own process rewards; a reward that a role gets at another's turn counts for its own turn before. Siblings are
-those of the group's record: they judge even if none of their tokens is trained in this step, or ever.
+Roles that take turns in one episode may have algorithms of their own, and are judged apart, each against the same role
+of the siblings, by its own outcome and its own process rewards; a reward that a role gets at another's turn counts for
+its own turn before. Siblings are those of the group's record: they judge even if none of their tokens is trained in
+this step, or ever.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -55,6 +56,12 @@ BUILT_IN: Final = {
 _LIMITS: Final = frozenset(
     {StopReason.TURN_LIMIT, StopReason.TOKEN_LIMIT, StopReason.CONTEXT_LIMIT, StopReason.TIME_LIMIT}
 )
+
+
+_NO_ROLES: Final[Mapping[str, Algorithm]] = {}
+
+Prepared = dict[str, dict[str, Tensor]]
+"""What the algorithm of each role says of an episode's turns, by role and column: [T] each, 0 for turns of others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +144,10 @@ def group_rows(
     undone: Undone = lambda _: False,
     keeps_kv: bool = True,
     quorum: int | None = None,
+    by_role: Mapping[str, Algorithm] = _NO_ROLES,
 ) -> GroupRows:
-    """Rows of one group, with the columns that the algorithm prepares from its rewards (laws 3 and 5).
+    """Rows of one group, with the columns that the algorithm prepares from its rewards (laws 3 and 5). `by_role` has
+    the algorithms of roles that `algo` does not train.
 
     The lag of a token is max(0, step_now - step_of(its version)); a token with lag > max_lag is not scored. `keeps_kv`:
     after a weight update engines go on with the keys and values that they have. `quorum`: how many scored members close
@@ -157,9 +166,13 @@ def group_rows(
     told = trained + [member for member in group.left_out if member.scored]
     rows: list[Row] = []
     stale: Counter[int] = Counter()
-    for trajectory, prepared in zip(group.trajectories, _prepared(group, algo, quorum), strict=True):
+
+    def algo_of(role: str) -> Algorithm:
+        return by_role.get(role, algo)
+
+    for trajectory, prepared in zip(group.trajectories, _prepared(group, algo_of, quorum), strict=True):
         if trajectory.scored:
-            for row in _rows(trajectory, algo, prepared, lag_of, origin_of):
+            for row in _rows(trajectory, algo_of, prepared, lag_of, origin_of):
                 fresh = _within(row, max_lag, stale)
                 if fresh is not None:
                     rows.append(fresh)
@@ -211,17 +224,25 @@ def weigh(parts: Sequence[Sequence[GroupRows]]) -> list[list[list[Row]]]:
     Observations have the same share each, whatever the algorithm's normalisation.
 
     Rows whose algorithms normalise alike are normalised together, whatever else is in the step; where algorithms
-    differ in it, each part of the step has the share of the loss that it has of the episodes."""
+    differ in it, each part of the step has the share of the loss that it has of the episodes. If roles of an episode
+    have different algorithms, the turns of each algorithm count as an episode."""
     rows = [row for part in parts for group in part for row in group.rows]
     alike: dict[tuple[Normalise, int], list[int]] = {}
+    algos: list[Algorithm] = []
+    numbers: dict[tuple[int, int], int] = {}
+    episode: list[int] = []  # of each row
     for at, row in enumerate(rows):
         algo = row.algo
         alike.setdefault((algo.normalise, algo.divisor if algo.normalise == "constant" else 0), []).append(at)
-    episodes = {key: len({rows[at].episode_id for at in places}) for key, places in alike.items()}
+        if algo not in algos:
+            algos.append(algo)
+        episode.append(numbers.setdefault((row.episode_id, algos.index(algo)), len(numbers)))
+    episodes = {key: len({episode[at] for at in places}) for key, places in alike.items()}
     weights: list[Tensor] = [torch.zeros(0)] * len(rows)
     for (normalise, divisor), places in alike.items():
         own = [rows[at] for at in places]
-        shares = token_weights(torch.cat([row.columns["episode"] for row in own]), normalise, divisor)
+        of_token = torch.cat([torch.full((len(rows[at].place_S),), episode[at]) for at in places])
+        shares = token_weights(of_token, normalise, divisor)
         shares = shares * (episodes[normalise, divisor] / sum(episodes.values())) * len(parts)
         for at, weight in zip(places, shares.split([len(row.place_S) for row in own]), strict=True):
             weights[at] = weight
@@ -234,28 +255,30 @@ def weigh(parts: Sequence[Sequence[GroupRows]]) -> list[list[list[Row]]]:
     return [[[weighed(row, group.weight) for row in group.rows] for group in part] for part in parts]
 
 
-def _prepared(group: Group, algo: Algorithm, quorum: int | None) -> list[dict[str, Tensor]]:
-    """What the algorithm says of each trajectory's turns, [T] each by name; 0 for turns of frozen policies.
+def _prepared(group: Group, algo_of: Callable[[str], Algorithm], quorum: int | None) -> list[Prepared]:
+    """What the algorithms say of each trajectory's turns.
 
     Members in the record are judged against each other; a late one, which is not in it, against all of these. If groups
     close with a `quorum` of k, everyone is judged against the k - 1 others that ended first: however many more the
     record has, and whether or not the judged one is in it, both of which depend on its own length."""
     record = group.record
     if record is None or quorum is None or len(record) < quorum:
-        return _judged(group, algo, record)
+        return _judged(group, algo_of, record)
     first = list(record.items())[:quorum]  # as they ended
-    prepared = _judged(group, algo, dict(first))
+    prepared = _judged(group, algo_of, dict(first))
     if all(member.member in dict(first) for member in group.trajectories):
         return prepared
-    of_others = _judged(group, algo, dict(first[:-1]))
+    of_others = _judged(group, algo_of, dict(first[:-1]))
     return [
         own if member.member in dict(first) else other
         for member, own, other in zip(group.trajectories, prepared, of_others, strict=True)
     ]
 
 
-def _judged(group: Group, algo: Algorithm, record: Mapping[int, MemberRecord] | None) -> list[dict[str, Tensor]]:
-    """What the algorithm says of the trajectories if those in `record` form the baseline (None: all of them)."""
+def _judged(
+    group: Group, algo_of: Callable[[str], Algorithm], record: Mapping[int, MemberRecord] | None
+) -> list[Prepared]:
+    """What the algorithms say of the trajectories if those in `record` form the baseline (None: all of them)."""
     members = group.trajectories
     if record is None:
         size, places = len(members), range(len(members))
@@ -265,7 +288,7 @@ def _judged(group: Group, algo: Algorithm, record: Mapping[int, MemberRecord] | 
     judged = {place: member.record for place, member in zip(places, members, strict=True) if member.scored}
     records = judged | judges
     scored_G, judges_G = (torch.tensor([place in those for place in range(size)]) for those in (records, judges))
-    prepared: list[dict[str, Tensor]] = [{} for _ in members]
+    prepared: list[Prepared] = [{} for _ in members]
     for role in dict.fromkeys(turn.role for member in members for turn in member.turns if turn.learns):
         rewards = [records[place].rewards.get(role, ()) if place in records else () for place in range(size)]
         turns_G = torch.tensor([len(own) for own in rewards])
@@ -286,9 +309,10 @@ def _judged(group: Group, algo: Algorithm, record: Mapping[int, MemberRecord] | 
             states_GT=states_GT,
             **_streams(records, next((one.weights for one in (judges or records).values()), {}), role, rewards_GT),
         )
-        for name, of_role_GT in algo.prepare(siblings).items():
-            for place, member, columns in zip(places, members, prepared, strict=True):
-                column_T = columns.setdefault(name, torch.zeros(len(member.turns), dtype=torch.float64))
+        for name, of_role_GT in algo_of(role).prepare(siblings).items():
+            for place, member, by_role in zip(places, members, prepared, strict=True):
+                column_T = torch.zeros(len(member.turns), dtype=torch.float64)
+                by_role.setdefault(role, {})[name] = column_T
                 own = [turn.index for turn in member.turns if turn.role == role]
                 if place in records:
                     column_T[own] = of_role_GT[place, : len(own)]
@@ -311,8 +335,8 @@ def _streams(
 
 def _rows(
     trajectory: Trajectory,
-    algo: Algorithm,
-    prepared: Mapping[str, Tensor],
+    algo_of: Callable[[str], Algorithm],
+    by_role: Prepared,
     lag_of: Callable[[int], int],
     origin_of: Callable[[Turn, VersionSpan], Origin],
 ) -> list[Row]:
@@ -324,6 +348,7 @@ def _rows(
     seen: set[int] = set()
     rows: list[Row] = []
     for leaf in (turn for turn in turns if turn.index not in continued):
+        algo, prepared = algo_of(leaf.role), by_role.get(leaf.role, {})
         token_ids: list[int] = []
         place: list[int] = []
         observed: list[int] = []

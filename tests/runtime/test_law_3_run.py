@@ -155,3 +155,9 @@ def test_roles_that_cannot_be_bound_are_refused(tmp_path: Path, roles: dict[str,
     with pytest.raises(ConfigError, match=said):
         Trainer(env=env, config=config, out=tmp_path / "run").train()
     assert not (tmp_path / "run").exists()
+
+
+def test_a_roles_table_of_a_role_that_the_environment_lacks_is_refused(tmp_path: Path) -> None:
+    config = {**TRAINING, "roles": [{"name": "first"}, {"name": "third"}]}
+    with pytest.raises(ConfigError, match=r"roles.1.name = 'third': agentrl/NimTable-v0 has the roles first, second"):
+        Trainer(env="agentrl/NimTable-v0", config=config, out=tmp_path / "run").train()
