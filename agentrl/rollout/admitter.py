@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import trio
 
@@ -15,6 +16,7 @@ from agentrl.config import RunConfig
 from agentrl.env.tasks import Curriculum, TaskSource
 from agentrl.errors import DiskFull
 from agentrl.store.admission import Bounds
+from agentrl.store.aside import Aside
 from agentrl.store.roles import AdmissionStore
 from agentrl.store.waiting import wait_for_work
 
@@ -46,11 +48,11 @@ class Admitter:
     max_lag: Callable[[], str | None] = lambda: None  # what alarms lowered the lag bound to, if they did
     _seen: int = 0  # the last group that the curriculum has seen
 
-    async def run(self) -> None:
-        """Admit for ever, whenever there may be room. On a full disk, try again."""
+    async def run(self, aside: Aside[Any]) -> None:
+        """Admit for ever, whenever there may be room, in calls that `aside` makes. On a full disk, try again."""
         while True:
             try:
-                while self.admit(self.bounds.groups_per_step):
+                while await aside(lambda _: self.admit(self.bounds.groups_per_step)):
                     await trio.lowlevel.checkpoint()
             except DiskFull:
                 await trio.sleep(_DISK_S)

@@ -10,10 +10,10 @@ when the count stands still. A mark proves different things:
     supervisor   as a worker; its owner is the parent of `agentrl train --keep-alive`
     engine       none: `agentrl.runtime.watch` asks it over HTTP
 
-A process that waits for the store's lock does not hang: that wait has its own deadline, and a thread marks meanwhile.
-A mark is a count, not a time, so no two clocks are compared. The owner runs on a `HostClock`: while the machine is
-suspended, or the owner itself stopped, no time passes and no process is ended. Standard library and trio only; never
-knows what happens to a process that hangs.
+A process that waits for the store's lock does not hang: that wait has a deadline, and meanwhile its loop turns or a
+thread marks. A mark is a count, not a time, so no two clocks are compared. The owner runs on a `HostClock`: while the
+machine is suspended, or the owner itself stopped, no time passes and no process is ended. Standard library and trio
+only; never knows what happens to a process that hangs.
 """
 
 from __future__ import annotations

@@ -40,12 +40,14 @@ from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.scoring import declare
 from agentrl.runtime.sources import task_source
 from agentrl.store import RunStore, close_policy
-from agentrl.store.roles import ControlStore
+from agentrl.store.aside import Aside
+from agentrl.store.roles import ControlStore, ReadStore
 from agentrl.telemetry import Telemetry
 
 _T = TypeVar("_T")
 _TICK_S = 0.25
 _JUMP_S = 5.0  # by which two clocks differ between two looks, if one of them jumped
+_LAST_WORD_S = 2.0  # how long the end of a run waits for the store's lock
 _DISK_S = 1.0  # between two tries to write on a full disk
 _MIN_FAILURES = 8  # a run never stops for this few failures of infrastructure; an outage counts as one
 
@@ -62,7 +64,8 @@ class Supervisor:
 
     run: RunDir
     config: RunConfig
-    store: ControlStore
+    store: ReadStore
+    writes: Aside[ControlStore]
     telemetry: Telemetry
     processes: RunProcesses
     start: StartPoint
@@ -75,39 +78,39 @@ class Supervisor:
         """Evaluate, train, evaluate again. Returns when all results are in the store. Raises ConfigError if the scratch
         space is too small for the weight files."""
         check_room(self.config, self.start.model, self.run.scratch)
-        declare(self.config, self.store)
+        await self.writes(partial(declare, self.config))
         await self.processes.start_engines(self.start)
-        await self._with_space(lambda: self._enter("eval"))
+        await self._with_space(_enter("eval"))
         self.processes.start_workers()
         learned = self.processes.start_learner()
         self.phase = "evaluating before"
         await self.evaluate("before")
         self.phase = "training"
-        await self._with_space(lambda: self._enter("train"))
-        await self._with_space(lambda: self._clock("train_started_s"))
+        await self._with_space(_enter("train"))
+        await self._with_space(_clock("train_started_s"))
         async with trio.open_nursery() as admission:
             tasks = task_source(self.config)
-            admission.start_soon(
-                Admitter(self.store, tasks, bounds_of(self.config), lambda: self.store.meta("max_lag")).run
-            )
+            bounds, max_lag = bounds_of(self.config), partial(self.store.meta, "max_lag")
+            admitter = await self.writes(lambda store: Admitter(store, tasks, bounds, max_lag))
+            admission.start_soon(admitter.run, self.writes)
             progress = _Progress(self.config.train.stall_deadline_s)
             while not learned.is_set():
                 await self._with_space(self._schedule_during)
                 if tasks.size is not None and self._played(tasks.size):
-                    await self._with_space(lambda: self._enter("drain"))
+                    await self._with_space(_enter("drain"))
                 progress.saw(self.store.progress(), processes=self.processes)
                 await self._tick()
             admission.cancel_scope.cancel()
-        await self._with_space(lambda: self._clock("train_ended_s"))
-        await self._with_space(self.store.end_late)
-        await self._with_space(lambda: self._enter("eval"))
+        await self._with_space(_clock("train_ended_s"))
+        await self._with_space(lambda store: store.end_late())
+        await self._with_space(_enter("eval"))
         self.phase = f"evaluating after {self.store.current_version().step} steps"
         await self.evaluate("after")
 
     async def measure(self) -> None:
         """Evaluate only, under the label `now`: no learner is started."""
         await self.processes.start_engines(self.start)
-        self._enter("eval")
+        await self._with_space(_enter("eval"))
         self.processes.start_workers()
         self.phase = "evaluating"
         await self.evaluate("now")
@@ -116,28 +119,28 @@ class Supervisor:
         """Run every held-out set under the label `when`; returns when the last episode has ended."""
         purposes: list[str] = []
         for held_out in self.config.eval.sets:
-            schedule = partial(evaluation.schedule, self.store, self.config, held_out, when, held_out.n)
+            schedule = partial(evaluation.schedule, config=self.config, held_out=held_out, when=when, n=held_out.n)
             purposes.append(await self._with_space(schedule))
         progress = _Progress(self.config.train.stall_deadline_s)
         while not all(evaluation.finished(self.store, purpose) for purpose in purposes):
             progress.saw(self.store.progress(), processes=self.processes)
             await self._tick()
 
-    def _schedule_during(self) -> None:
+    def _schedule_during(self, store: ControlStore) -> None:
         """Schedule the first set, with fewer tasks, whenever the learner passes a multiple of `eval.every`."""
         every, sets = self.config.eval.every, self.config.eval.sets
-        step = self.store.current_version().step
+        step = store.current_version().step
         if not every or not sets or step < every or step >= self.config.train.steps:
             return
         when = f"during@{step - step % every}"
-        evaluation.schedule(self.store, self.config, sets[0], when, min(self.config.eval.n_during, sets[0].n))
+        evaluation.schedule(store, self.config, sets[0], when, min(self.config.eval.n_during, sets[0].n))
 
-    async def _with_space(self, write: Callable[[], _T]) -> _T:
+    async def _with_space(self, write: Callable[[ControlStore], _T]) -> _T:
         """The result of `write`, once the disk has space for it. Raises DiskFull after `train.stall_deadline_s`."""
         deadline, waits = trio.current_time() + self.config.train.stall_deadline_s, False
         while True:
             try:
-                return write()
+                return await self.writes(write)
             except DiskFull as error:
                 if trio.current_time() > deadline:
                     raise
@@ -146,24 +149,24 @@ class Supervisor:
                 waits = True
                 await trio.sleep(_DISK_S)
 
-    def _expire(self) -> None:
-        self._follow_the_clock()
+    def _expire(self, store: ControlStore) -> None:
         buffer, deadline_s = self.config.buffer, self.config.rollout.group_deadline_s
         policy = close_policy(self.config.quorum, after_s=buffer.quorum_after_s)
-        self.store.expire(time.time(), deadline_s, close_policy=policy)
+        store.expire(time.time(), deadline_s, close_policy=policy)
         if self.config.rewards:
-            self.store.expire_sources(time.time())
+            store.expire_sources(time.time())
 
-    def _follow_the_clock(self) -> None:
+    async def _follow_the_clock(self) -> None:
         """Deadlines in the store are times of the wall clock. If it jumped, or this process and its machine stood
         still, move them along: nobody had that time."""
         before, self._clocks = self._clocks, (time.time(), trio.current_time())
         if before is not None:
             passed_s, own_s = (now - then for now, then in zip(self._clocks, before, strict=True))
             if abs(passed_s - own_s) > _JUMP_S:
-                self.store.shift_deadlines(passed_s - own_s)
+                await self._with_space(lambda store: store.shift_deadlines(passed_s - own_s))
 
     async def _tick(self) -> None:
+        await self._follow_the_clock()
         await self._with_space(self._expire)
         self._check_failures()
         self.on_tick(self)
@@ -191,12 +194,17 @@ class Supervisor:
         again = self.store.replays(self.config.rollout.max_replays).waiting
         return not unfinished and self.store.tasks_started() >= tasks and not self.store.late_open() and not again
 
-    def _enter(self, phase: str) -> None:
-        self.store.set_meta("phase", phase)
 
-    def _clock(self, name: str) -> None:
-        if not self.store.meta(name):
-            self.store.set_meta(name, str(time.time()))
+def _enter(phase: str) -> Callable[[ControlStore], None]:
+    return lambda store: store.set_meta("phase", phase)
+
+
+def _clock(name: str) -> Callable[[ControlStore], None]:
+    def write(store: ControlStore) -> None:
+        if not store.meta(name):
+            store.set_meta(name, str(time.time()))
+
+    return write
 
 
 class _Progress:
@@ -228,22 +236,26 @@ async def supervise(
     live_with_parent()
     with run.lock() as lock, run.owned_scratch(lock) as mark:
         store = RunStore.open(run.store_path)
+        reader = RunStore.read(run.store_path)
         try:
             heartbeat.mark_while(lambda: store.waits)
             start = start_point(run, store)
             store.release_all()
+            writes = Aside[ControlStore](store)
             async with trio.open_nursery() as nursery:
-                processes = RunProcesses(run, config, store, nursery, mark)
+                processes = RunProcesses(run, config, reader, writes, nursery, mark)
                 telemetry = Telemetry(store, run.metrics, "supervisor")
                 nursery.start_soon(_interrupt, run.path)
                 nursery.start_soon(heartbeat.beat)
                 try:
-                    yield Supervisor(run, config, store, telemetry, processes, start, on_tick)
+                    yield Supervisor(run, config, reader, writes, telemetry, processes, start, on_tick)
                 finally:
+                    store.hurry(_LAST_WORD_S)
                     await processes.stop()
                 nursery.cancel_scope.cancel()
         finally:
             heartbeat.retire()
+            reader.close()
             store.close()
 
 

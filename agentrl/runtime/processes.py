@@ -13,12 +13,12 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from typing import TypeVar
 
 import trio
 
 from agentrl.config import RunConfig
-from agentrl.errors import AgentRLError, DiskFull, RunFailed, StoreBusy, UsageError, WornOut
+from agentrl.errors import AgentRLError, DiskFull, RunFailed, StoreError, UsageError, WornOut
 from agentrl.ports import free_port
 from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint, where_it_stands
@@ -29,11 +29,12 @@ from agentrl.runtime.models import given_model_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import Child, RestartBudget
 from agentrl.runtime.watch import Watch
-from agentrl.store.roles import ControlStore
+from agentrl.store.aside import Aside
+from agentrl.store.roles import ControlStore, ReadStore
 
 _DISK_S = 2.0  # until a child that found the disk full is started again
-_LAST_WORD_S = 2.0  # how long the end of a run waits for the store's lock
 
+_T = TypeVar("_T")
 _PINNED = {
     "OMP_WAIT_POLICY": "PASSIVE",
     # Huge pages for large blocks: each pass allocates its activations anew, and on a CPU the page faults cost the
@@ -48,7 +49,8 @@ class RunProcesses:
 
     run: RunDir
     config: RunConfig
-    store: ControlStore
+    store: ReadStore
+    writes: Aside[ControlStore]
     nursery: trio.Nursery
     mark: Mapping[str, str]
     restarts: dict[str, int] = field(default_factory=dict[str, int])
@@ -79,7 +81,7 @@ class RunProcesses:
             )
             await self._serve(replica)
             urls.append(replica.url)
-        self.store.set_meta("engine_urls", json.dumps(urls))
+        await self._set("engine_urls", json.dumps(urls))
         await self._start_frozen()
 
     async def _start_frozen(self) -> None:
@@ -97,7 +99,7 @@ class RunProcesses:
             )
             await self._serve(replica, learns=False)
             urls[policy] = replica.url
-        self.store.set_meta("given_urls", json.dumps(urls))
+        await self._set("given_urls", json.dumps(urls))
 
     async def _serve(self, replica: Replica, *, learns: bool = True) -> None:
         await replica.up()
@@ -133,9 +135,8 @@ class RunProcesses:
     async def stop(self) -> None:
         """End every child, engines last, so that nobody sees a dead engine as a failure."""
         self._closing = True
-        self.store.hurry(_LAST_WORD_S)
-        with suppress(StoreBusy):  # children are ended below in any case
-            self.store.set_meta("phase", "stop")
+        with trio.CancelScope(shield=True), suppress(StoreError):  # children are ended below in any case
+            await self._set("phase", "stop")
         for group in ([c for c in self._children if not c.name.startswith("engine")], self._children):
             with trio.CancelScope(shield=True):
                 async with trio.open_nursery() as nursery:
@@ -171,9 +172,21 @@ class RunProcesses:
         start_s = self.config.engine.start_deadline_s
         return Pulse(process=child, start_s=start_s, silent_s=silent_s, stopped_s=stopped_s, names=names)
 
-    def _buried(self, child: Child, budget: RestartBudget) -> bool:
+    async def _with_space(self, write: Callable[[ControlStore], _T]) -> _T:
+        """Write once the disk has space for it."""
+        while True:
+            try:
+                return await self.writes(write)
+            except DiskFull:
+                await trio.sleep(_DISK_S)
+
+    async def _set(self, key: str, value: str) -> None:
+        await self.writes(lambda store: store.set_meta(key, value))
+
+    async def _buried(self, child: Child, budget: RestartBudget) -> bool:
         """Free the episodes of a dead worker. Returns whether one of them killed it: this spends none of its budget."""
-        released = self.store.release_worker(f"{child.name}.{child.pid}", max_deaths=self.config.rollout.max_deaths)
+        name, most = f"{child.name}.{child.pid}", self.config.rollout.max_deaths
+        released = await self._with_space(lambda store: store.release_worker(name, max_deaths=most))
         for _ in released.quarantined:
             budget.forgive()  # gives back the earlier death, before the episode was known as its cause
         return released.foretold
@@ -184,7 +197,7 @@ class RunProcesses:
         again: Callable[[], Awaitable[None]] | None = None,
         watch: Watch | Pulse | None = None,
         done: trio.Event | None = None,
-        died: Callable[[Child, RestartBudget], bool] | None = None,
+        died: Callable[[Child, RestartBudget], Awaitable[bool]] | None = None,
     ) -> None:
         """Wait for the child, under `watch`; restart it while its budget lasts, or set `done` when it ended well.
         `died` is called at each death; it returns whether something else is to blame."""
@@ -207,7 +220,7 @@ class RunProcesses:
             if status == DiskFull.exit_code:
                 await trio.sleep(_DISK_S)  # the supervisor's stall deadline bounds how often
             innocent = status in (WornOut.exit_code, DiskFull.exit_code)
-            if innocent or (died is not None and await _with_space(partial(died, child, budget))):
+            if innocent or (died is not None and await died(child, budget)):
                 self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
                 child.start()
                 continue
@@ -235,12 +248,3 @@ class RunProcesses:
             except AgentRLError as error:
                 why = str(error)
                 await child.end()
-
-
-async def _with_space(write: Callable[[], bool]) -> bool:
-    """Write once the disk has space for it."""
-    while True:
-        try:
-            return write()
-        except DiskFull:
-            await trio.sleep(_DISK_S)

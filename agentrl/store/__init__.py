@@ -1,7 +1,8 @@
 """The run store: one SQLite file that is journal, partial-rollout checkpoint, buffer, lineage and metrics of a run.
 
 Every process of a run opens it. Calls are synchronous and short, but another process's write lock may hold a write up:
-workers await theirs (see `awaitable`). Standard library and zstandard only; trio in `waiting` and `awaitable`.
+programs with a loop await theirs (see `awaitable`, `aside`). Standard library and zstandard only; trio in these two
+and in `waiting`.
 
     versions    weight versions, minted once          admission   how many groups may start (pure)
     groups      birth and end of groups               closing     when a group closes (pure)
@@ -25,6 +26,7 @@ workers await theirs (see `awaitable`). Standard library and zstandard only; tri
     signal      when to look at the store again       waiting     the same in a trio program
     orders      which closed groups a step takes      returns     advantages of a closed group (both pure)
     awaitable   awaited writes, committed together by one thread
+    aside       awaited calls of a handle, each in a thread
 """
 
 from __future__ import annotations
@@ -176,7 +178,8 @@ class RunStore(
         return cls(db)
 
     def hurry(self, busy_s: float) -> None:
-        """From now on wait no longer than `busy_s` seconds for another process's write lock."""
+        """From now on wait no longer than `busy_s` seconds for another process's write lock; a wait under way
+        ends soon, too."""
         self._db.hurry(busy_s)
 
     @property

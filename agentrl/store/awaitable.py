@@ -30,6 +30,7 @@ from agentrl.store.roles import ReadStore
 from agentrl.store.signal import Role
 from agentrl.store.waiting import wait_for_work
 
+_LAST_WORD_S = 4.0  # less than a supervisor leaves a child to end
 _TOGETHER = 256  # writes of one transaction at most: other processes wait for its end
 
 
@@ -207,8 +208,10 @@ class AsyncStore:
                 self._token.run_sync_soon(_deliver, writes, results)
 
     async def aclose(self) -> None:
-        """Make the writes that are queued, and end the thread. At most as long as a write may wait for the lock."""
+        """Make the writes that are queued, and end the thread. They wait for the lock for a few seconds only, as the
+        supervisor does for this process."""
         if self._thread is not None:
+            self._store.hurry(_LAST_WORD_S)
             self._queue.put(None)
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(self._thread.join)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import struct
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import zstandard
 
-from agentrl.errors import StoreDamaged, StoreError
+from agentrl.errors import StoreBusy, StoreDamaged, StoreError
 
 BUSY_S = 120.0
 """How long a write waits for another process's write lock before it fails, seconds. Our own writes take well under a
@@ -89,7 +90,8 @@ class Database(ABC):
 
     @abstractmethod
     def _begin_write(self, *, durable: bool) -> None:
-        """Begin a transaction with the write lock, which nobody holds beside it. If it raises, none is open."""
+        """Begin a transaction with the write lock, which nobody holds beside it. If somebody holds it for longer than
+        a moment, raise what `_named` calls StoreBusy. If it raises, none is open."""
 
     @abstractmethod
     def _commit(self) -> None: ...
@@ -109,9 +111,9 @@ class Database(ABC):
         Raises UsageError if there is a store already (`create`) or none (otherwise), StoreVersionError if a newer
         agentrl wrote it."""
 
-    @abstractmethod
     def hurry(self, busy_s: float) -> None:
-        """From now on wait no longer than `busy_s` for another process's write lock."""
+        """From now on wait no longer than `busy_s` for another process's write lock, also if a thread waits already."""
+        self._busy_s = busy_s
 
     @abstractmethod
     def close(self) -> None:
@@ -234,9 +236,16 @@ class Database(ABC):
             raise
 
     def _begin(self, *, durable: bool) -> None:
-        self.waits = True
+        began, self.waits = time.monotonic(), True
         try:
-            self._begin_write(durable=durable)
+            while True:
+                try:
+                    self._begin_write(durable=durable)
+                    return
+                except self._errors as error:
+                    why = self._named(error)
+                    if not isinstance(why, StoreBusy) or time.monotonic() - began >= self._busy_s:
+                        raise why from error
         finally:
             self.waits = False
 

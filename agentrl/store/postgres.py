@@ -39,6 +39,8 @@ from agentrl.store.database import Cursor, Database, Row, Watch
 CONNECT_S = 10.0
 _SILENT_S = 30.0
 _PAUSE_S = 0.2
+_MOMENT_S = 1.0  # one try for the write lock; `Database` tries again
+_STATEMENT_S = 180.0
 _BORN_WITH = 18  # the schema version whose tables the first stores in PostgreSQL had
 _LOCK = schema.APPLICATION_ID << 32  # advisory locks of run stores: this, and the schema's number
 
@@ -96,12 +98,12 @@ class Address(NamedTuple):
         """Write an address file."""
         path.write_text(json.dumps(self._asdict()) + "\n", encoding="utf-8")
 
-    def connect(self, *, busy_s: float = 0.0, reads: bool = False) -> psycopg.Connection[Any]:
+    def connect(self, *, reads: bool = False) -> psycopg.Connection[Any]:
         """A new connection, outside any transaction. Raises psycopg.Error."""
         settings = {
             "search_path": self.schema,
-            "lock_timeout": f"{int(1000 * busy_s)}",
-            "statement_timeout": f"{int(1000 * (busy_s + 60.0))}",
+            "lock_timeout": f"{int(1000 * _MOMENT_S)}",
+            "statement_timeout": f"{int(1000 * _STATEMENT_S)}",
             "idle_in_transaction_session_timeout": f"{int(1000 * _SILENT_S)}",
             "tcp_keepalives_idle": "5",
             "tcp_keepalives_interval": "5",
@@ -153,15 +155,10 @@ class Postgres(Database):
             self._connection = self._dial()
 
     def _dial(self) -> psycopg.Connection[Any]:
-        connection = self._address.connect(busy_s=self._busy_s, reads=self._reads)
+        connection = self._address.connect(reads=self._reads)
         found = connection.execute("SELECT to_regnamespace($1)::oid::bigint", (self._address.schema,)).fetchone()
         self._lock_id = 0 if found is None or found[0] is None else _LOCK + found[0]
         return connection
-
-    def hurry(self, busy_s: float) -> None:
-        self._busy_s = busy_s
-        with self._lock, self._naming():
-            self._run(f"SET lock_timeout = {int(1000 * busy_s)}")
 
     def close(self) -> None:
         with self._lock:
@@ -237,7 +234,7 @@ class Postgres(Database):
 
     def _start(self, begin: str, lock: Callable[[], str] | None = None) -> None:
         """Begin a transaction; on a new connection if the old one was lost."""
-        until = time.monotonic() + (CONNECT_S if self._reads else self._busy_s)  # reads may stand in a loop of tasks
+        began = time.monotonic()
         while True:
             try:
                 if self._connection.closed:
@@ -248,7 +245,8 @@ class Postgres(Database):
                 if not self._connection.closed:
                     self._roll_back()
                     raise
-                if time.monotonic() > until:
+                most_s = CONNECT_S if self._reads else self._busy_s  # reads may stand in a loop of tasks
+                if time.monotonic() - began > most_s:
                     raise
             time.sleep(_PAUSE_S)
 

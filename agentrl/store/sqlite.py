@@ -20,6 +20,7 @@ from agentrl.store.database import BUSY_S, Database, Row, Watch, damaged
 _WRITE_LOCK = 120
 """The byte of the file `-shm` that SQLite locks to write (WAL_WRITE_LOCK in its sources)."""
 
+_MOMENT_MS = 250  # one try for the write lock; `Database` tries again
 _FULL_BELOW_BYTES = 1 << 20
 _HEADER_BYTES = 100  # of any SQLite file
 
@@ -77,14 +78,10 @@ class SQLite(Database):
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute("PRAGMA foreign_keys = ON")
+            connection.execute(f"PRAGMA busy_timeout = {_MOMENT_MS}")
         except sqlite3.Error as error:
             raise named(error, path) from error
         return cls(path, connection, clock)
-
-    def hurry(self, busy_s: float) -> None:
-        self._busy_s = busy_s
-        with self._lock:
-            self._connection.execute(f"PRAGMA busy_timeout = {int(1000 * busy_s)}")
 
     def close(self) -> None:
         """Close the connection; the last one to close folds the write-ahead log into the file."""

@@ -18,6 +18,7 @@ from agentrl.errors import DiskFull
 from agentrl.records import GroupState
 from agentrl.rollout.admitter import Admitter
 from agentrl.store import RunStore
+from agentrl.store.aside import Aside
 
 TICK_S = 0.25  # the supervisor's
 
@@ -49,7 +50,7 @@ async def test_law_6_an_episode_that_ends_makes_room_at_once_and_not_at_the_next
 ) -> None:
     one = admitter(store, max_running=2, max_lag=99)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(one.run)
+        nursery.start_soon(one.run, Aside(store, inline=True))
         await until(lambda: len(seeds(store)) == 1)
         for group in range(2, 6):
             for claim in store.claim("w", 9, lease_s=1e6):
@@ -63,7 +64,7 @@ async def test_law_6_an_episode_that_ends_makes_room_at_once_and_not_at_the_next
 async def test_new_weights_make_room_at_once(store: RunStore, autojump_clock: MockClock) -> None:
     one = admitter(store, max_lag=0)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(one.run)
+        nursery.start_soon(one.run, Aside(store, inline=True))
         await until(lambda: len(seeds(store)) == 2)
         await trio.sleep(10)
         assert len(seeds(store)) == 2
@@ -140,7 +141,7 @@ async def test_a_full_disk_pauses_admission_and_ends_no_run(
 
     monkeypatch.setattr(store, "admit", admit)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(admitter(store).run)
+        nursery.start_soon(admitter(store).run, Aside(store, inline=True))
         await until(lambda: len(seeds(store)) == 4)
         nursery.cancel_scope.cancel()
     assert not full

@@ -20,6 +20,7 @@ from agentrl.records import GroupState, StopReason, Task
 from agentrl.rollout.admitter import Admitter, bounds_of
 from agentrl.rollout.worker import Worker
 from agentrl.store import RunStore
+from agentrl.store.aside import Aside
 
 from .conftest import ScriptedEnv, done, going, said
 
@@ -51,7 +52,7 @@ async def run(worker: Worker, condition: Callable[[], bool], tasks: TaskSource |
     async with trio.open_nursery() as nursery:
         nursery.start_soon(worker.run)
         if tasks is not None:
-            nursery.start_soon(Admitter(store, tasks, bounds_of(worker.config)).run)
+            nursery.start_soon(Admitter(store, tasks, bounds_of(worker.config)).run, Aside(store, inline=True))
         await until(condition)
         store.set_meta("phase", "stop")
         nursery.cancel_scope.cancel()

@@ -29,6 +29,7 @@ from agentrl.runtime.processes import RunProcesses
 from agentrl.runtime.rundir import LOCKS, RunDir
 from agentrl.runtime.supervise import Child
 from agentrl.store import RunStore
+from agentrl.store.aside import Aside
 from agentrl.train.export import export_weights
 from agentrl.train.model import PolicyModel
 
@@ -133,7 +134,7 @@ async def going(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         async with trio.open_nursery() as nursery:
 
             async def start() -> Going:
-                processes = RunProcesses(run, run.config(), store, nursery, mark={})
+                processes = RunProcesses(run, run.config(), store, Aside(store), nursery, mark={})
                 await processes.start_engines(start_point(run, store))
                 return Going(run, store, started[-1])
 
@@ -265,6 +266,6 @@ async def test_each_replica_is_started_on_its_gpus(tmp_path: Path, monkeypatch: 
             first = store.mint_version(0)
             store.confirm_version(first)
             async with trio.open_nursery() as nursery:
-                processes = RunProcesses(run, config, store, nursery, mark={})
+                processes = RunProcesses(run, config, store, Aside(store), nursery, mark={})
                 await processes.start_engines(StartPoint(model=FOLDER, checkpoint=None, version=first))
     assert started == [("engine-0", "1"), ("engine-1", "2,3"), ("engine-0", None)]

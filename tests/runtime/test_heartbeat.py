@@ -26,6 +26,7 @@ from agentrl.runtime.processes import RunProcesses
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import Child
 from agentrl.store import RunStore
+from agentrl.store.aside import Aside
 
 DEADLINE_S = 60
 NAMES = ("silent_s", "stopped_s")
@@ -189,7 +190,7 @@ async def test_workers_and_learner_that_are_stopped_are_started_again_within_the
     try:
         with RunStore.open(run.store_path) as store, trio.fail_after(DEADLINE_S):
             async with trio.open_nursery() as nursery:
-                processes = RunProcesses(run, config, store, nursery, mark={})
+                processes = RunProcesses(run, config, store, Aside(store), nursery, mark={})
                 processes.start_workers()
                 processes.start_learner()
                 for name in ("worker-0", "learner"):
@@ -243,7 +244,7 @@ async def test_what_never_stops_hanging_uses_up_its_budget(tmp_path: Path, autoj
     child = Hangs()
     with pytest.raises(ExceptionGroup) as raised:
         async with trio.open_nursery() as nursery:
-            processes = RunProcesses(RunDir(tmp_path), config, None, nursery, mark={})  # pyright: ignore[reportArgumentType]
+            processes = RunProcesses(RunDir(tmp_path), config, None, None, nursery, mark={})  # pyright: ignore[reportArgumentType]
             watch = Pulse(process=child, start_s=60.0, silent_s=30.0, stopped_s=30.0, names=NAMES)
             nursery.start_soon(processes._keep, child, None, watch)
     (error,) = raised.value.exceptions

@@ -71,7 +71,7 @@ async def keep(tmp_path: Path, child: Mortal, starts: Starts) -> RunProcesses:
     """A processes that keeps the child, until it was started again."""
     processes: Any = None
     async with trio.open_nursery() as nursery:
-        processes = RunProcesses(RunDir(tmp_path), CONFIG, None, nursery, mark={})  # pyright: ignore[reportArgumentType]
+        processes = RunProcesses(RunDir(tmp_path), CONFIG, None, None, nursery, mark={})  # pyright: ignore[reportArgumentType]
         nursery.start_soon(processes._keep, child, starts)
         await starts.done.wait()
         nursery.cancel_scope.cancel()
@@ -122,7 +122,7 @@ async def test_a_child_that_asks_to_be_started_anew_or_found_the_disk_full_costs
 
     enough, child = trio.Event(), Tired(1)
     async with trio.open_nursery() as nursery:
-        processes = RunProcesses(RunDir(tmp_path), CONFIG, None, nursery, mark={})  # pyright: ignore[reportArgumentType]
+        processes = RunProcesses(RunDir(tmp_path), CONFIG, None, None, nursery, mark={})  # pyright: ignore[reportArgumentType]
         nursery.start_soon(processes._keep, child)
         await enough.wait()
         nursery.cancel_scope.cancel()
@@ -134,7 +134,7 @@ async def test_nothing_stands_still_while_every_engine_is_being_started(
 ) -> None:
     """What stood still already says why, where an engine could not be given its weights."""
     async with trio.open_nursery() as nursery:
-        processes: Any = RunProcesses(RunDir(tmp_path), CONFIG, None, nursery, mark={})  # pyright: ignore[reportArgumentType]
+        processes: Any = RunProcesses(RunDir(tmp_path), CONFIG, None, None, nursery, mark={})  # pyright: ignore[reportArgumentType]
         processes._watches = {
             name: SimpleNamespace(weights=lambda: None, trouble="", run=never) for name in ("engine-0", "b")
         }

@@ -12,6 +12,7 @@ import pytest
 import trio
 from rich.console import Console
 from store.play import START, admit, answer, play_all, serve, turn
+from store.test_outside import held
 from trio.testing import MockClock
 
 from agentrl.config import parse
@@ -26,6 +27,7 @@ from agentrl.runtime.report import show, summarise
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.worker import report
 from agentrl.store import RunStore
+from agentrl.store.aside import Aside
 from agentrl.store.awaitable import AsyncStore
 from agentrl.telemetry import Telemetry
 from agentrl.testing.engine import FakeEngine
@@ -53,7 +55,7 @@ class NoChildren:
 def supervisor(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
     opened: list[Supervisor] = []
 
-    def make(clock: Callable[[], float] = time.time, **sections: Any) -> Supervisor:
+    def make(clock: Callable[[], float] = time.time, *, virtual: bool = True, **sections: Any) -> Supervisor:
         document = {"model": "m", "env": {"id": "e"}, "train": {"stall_deadline_s": STALL_S}, **sections}
         run = RunDir.create(tmp_path / "run", parse(document))
         store = RunStore.open(run.store_path, clock=clock)
@@ -63,7 +65,8 @@ def supervisor(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
         start = StartPoint(model=model_dir("agentrl/tiny-coder"), checkpoint=None, version=first)
         processes: Any = NoChildren()
         telemetry = Telemetry(store, run.metrics, "supervisor")
-        opened.append(Supervisor(run, run.config(), store, telemetry, processes, start, lambda _: None))
+        writes = Aside(store, inline=virtual)
+        opened.append(Supervisor(run, run.config(), store, writes, telemetry, processes, start, lambda _: None))
         return opened[-1]
 
     yield make
@@ -131,6 +134,22 @@ async def test_on_a_full_disk_the_run_waits_says_so_once_and_goes_on(
     assert why.startswith("no turn, score or step"), "not of its disk"
     assert when > 20 + STALL_S
     assert capsys.readouterr().err == "agentrl: no space left: free some; the run waits for it\n" * 2
+
+
+async def test_law_4_a_run_is_interrupted_at_once_although_somebody_holds_the_lock(
+    supervisor: Callable[..., Supervisor],
+) -> None:
+    one = supervisor(virtual=False)
+    store: Any = one.store
+    with held(store.path):
+        with trio.fail_after(60):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(one.train)
+                while not store.waits:  # noqa: ASYNC110
+                    await trio.sleep(0.001)
+                nursery.cancel_scope.cancel()  # as Ctrl-C does
+        store.hurry(0.0)
+        assert store.meta("phase") is None
 
 
 async def test_what_does_go_on_moves_the_stall_deadline(

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import trio
+import trio.lowlevel
 import trio.testing
 
 from agentrl.errors import DiskFull, StoreBusy, StoreError
 from agentrl.records import StopReason
-from agentrl.store import Claim, LeaseLost, RunStore
+from agentrl.store import Claim, LeaseLost, RunStore, awaitable
 from agentrl.store.audit import audit
 from agentrl.store.awaitable import AsyncStore
 
@@ -282,6 +283,24 @@ async def test_closing_makes_the_writes_that_are_queued(store: RunStore, claims:
     begun = store.reload(claims[0]).partial
     assert begun is not None
     assert begun.token_ids == turn(0, 1).token_ids[:2]
+
+
+async def test_law_4_closing_waits_for_the_lock_no_longer_than_the_end_of_its_process_may(
+    store: RunStore, claims: list[Claim], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the thread waits for it already, with two minutes to go."""
+    monkeypatch.setattr(awaitable, "_LAST_WORD_S", 0.0)
+    id, fence = claims[0].episode_id, claims[0].fence
+    with locked(store.path), RunStore.read(store.path) as reader:
+        desk = AsyncStore(store, reader)
+        begun = desk.post_partial(id, fence, part(turn(0, 1), 0, 2))
+        while not store.waits:  # noqa: ASYNC110
+            await trio.sleep(0.001)
+        with trio.fail_after(10):
+            await desk.aclose()
+        await trio.lowlevel.checkpoint()
+    assert begun.result is not None
+    assert isinstance(begun.result.error, StoreBusy)
 
 
 async def test_an_idle_claim_takes_no_write_lock(store: RunStore, desk: AsyncStore) -> None:
