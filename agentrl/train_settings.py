@@ -23,6 +23,7 @@ class Train(Section):
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     grad_clip: Positive = 1.0  # largest norm of the gradient
     tokens_per_batch: Count = 4096  # packed tokens of one forward pass; gradients accumulate over passes
+    logits_mb: Count = 1024  # of memory for logits: a pass computes them for as many tokens at once as fit
     threads: Count = 1  # of arithmetic in the learner
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"  # of the learner: cpu, cuda, cuda:1
     dtype: Literal["float32", "bfloat16"] = "float32"  # of a pass; weights and optimizer are float32

@@ -8,8 +8,6 @@ Owns the head, and the trunk if it is the critic's own. Never knows returns, los
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,29 +37,11 @@ class Critic:
         if own:
             trunk.module.set_output_embeddings(nn.Identity())
 
-    @contextmanager
-    def listening(self) -> Generator[list[Tensor]]:
-        """Inside, each pass of the trunk leaves the input of its output layer [1, P, H]."""
-        heard: list[Tensor] = []
-        layer: Any = self._trunk.module.get_output_embeddings()
-
-        def hear(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            heard.append(inputs[0])
-
-        hook = layer.register_forward_pre_hook(hear)
-        try:
-            yield heard
-        finally:
-            hook.remove()
-
-    def values(self, pack: Pack, heard: list[Tensor]) -> Tensor:
-        """The value [K] of the text before each scored token. `heard` is what a pass of a shared trunk left; a trunk of
-        its own runs one here."""
-        if self.own:
-            with self.listening() as heard:
-                self._trunk.logits(pack)
-        (hidden_1PH,) = heard
-        return self.head(hidden_1PH[0].float())[:, 0][pack.predictor_K]
+    def values(self, pack: Pack, hidden_PH: Tensor) -> Tensor:
+        """The value [K] of the text before each scored token. `hidden_PH` is the input of the policy's output layer; a
+        trunk of its own runs a pass here."""
+        hidden_PH = self._trunk.hidden(pack) if self.own else hidden_PH
+        return self.head(hidden_PH.float())[:, 0][pack.predictor_K]
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that only the critic trains."""

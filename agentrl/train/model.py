@@ -12,15 +12,16 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, nullcontext
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -29,6 +30,7 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.train import lora
 from agentrl.train.attention import Layout, Paths, choose, tree_attention
 from agentrl.train.checkpoint import ADAPTER
+from agentrl.train.head import Asked, Head, Places, head_of, overheard, rows_within, statistics
 from agentrl.train.packing import Branch, Pack
 from agentrl.train.ragged import normalised
 from agentrl.train_settings import Train
@@ -58,13 +60,17 @@ class PolicyModel:
         compiled: bool = False,
         attention: str = "auto",
         adapter: Train | None = None,
+        logits_mb: int = 1024,
     ) -> None:
         """With `adapter`, only a LoRA adapter of those settings is trained. Raises ModelError, in one line, for a
         folder that cannot be trained; ConfigError where `compiled` finds no compiler, or `attention` (of
         `train.attention`) does not work here."""
         self.folder, self.device, self.dtype = folder, torch.device(device), dtype
         self.module = _load(folder).to(self.device)
-        _check_tree(self.module, folder)
+        self._head, self._logits_bytes = _check_tree(self.module, folder), logits_mb << 20
+        if self._head is None:
+            name, hint = type(self.module).__name__, "lower train.tokens_per_batch if memory is short"
+            warnings.warn(f"the logits of {name} in {str(folder)!r} are computed all at once: {hint}", stacklevel=2)
         self.layout = choose(attention, self.device, dtype, **_heads(self.module))
         if adapter is not None:
             lora.inject(self.module, adapter, folder)
@@ -82,34 +88,37 @@ class PolicyModel:
         """Token ids that the model knows: 0 to `vocab` - 1."""
         return self.module.config.get_text_config().vocab_size
 
-    def logits(self, pack: Pack) -> Tensor:
-        """What the output layer says [P, V] at `predictors_P`, computed in `dtype`."""
-        amp = torch.autocast(self.device.type, self.dtype) if self.dtype != torch.float32 else nullcontext()
-        with amp:
-            return _logits(self.module, pack.token_ids_N, pack.depth_N, self.layout(pack.branches), pack.predictors_P)
+    def hidden(self, pack: Pack) -> Tensor:
+        """The input of the output layer [P, H] at `predictors_P`, computed in `dtype`."""
+        with _computing(self.device, self.dtype), overheard(self._layer, _nothing) as heard:
+            self._run(pack)
+        return heard[0][0]
 
     def logprobs(self, pack: Pack, *, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """Log-prob [K] of each scored token and entropy [K] at its place, in nats, of the distribution that it was
         sampled from: softmax(logits / temperature), over its kept set if the engine cut. Logits are computed for
-        `predictors_P` only."""
+        `predictors_P` only, a few of them at a time."""
         return self.outputs(pack, temperature=temperature, entropy_grad=entropy_grad)[:2]
 
-    def outputs(self, pack: Pack, *, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """`logprobs`, and the log-prob [O] of each observed token, at temperature 1: nobody sampled it."""
-        logits_PV = self.logits(pack)
-        logprobs_PV = functional.log_softmax(logits_PV.float() / temperature, -1)
-        with nullcontext() if entropy_grad else torch.no_grad():
-            entropy_P = -(logprobs_PV.exp() * logprobs_PV).sum(-1)
-        observed_O = -functional.cross_entropy(logits_PV[pack.observer_O].float(), pack.observed_O, reduction="none")
-        logprobs_K, entropy_K = logprobs_PV[pack.predictor_K, pack.target_K], entropy_P[pack.predictor_K]
+    def outputs(
+        self, pack: Pack, *, temperature: float, entropy_grad: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`logprobs`, the log-prob [O] of each observed token, at temperature 1: nobody sampled it, and the input of
+        the output layer [P, H]."""
         kept = pack.ragged.get(KEPT)
-        if kept is None or not len(kept.numbers_M):
-            return logprobs_K, entropy_K, observed_O
-        of_M, ids_M = kept.sets()
-        restricted_M, mass_K = normalised(logprobs_PV[pack.predictor_K[of_M], ids_M], of_M, len(logprobs_K))
+        of_M, ids_M = (pack.target_K[:0],) * 2 if kept is None else kept.sets()
+        own = Places(torch.cat([pack.predictor_K, pack.predictor_K[of_M]]), torch.cat([pack.target_K, ids_M]))
+        plain = Places(pack.observer_O, pack.observed_O)
+        hidden_PH, found = self._read(lambda: self._run(pack), own, plain, temperature=temperature, dtype=self.dtype)
+        own_KM, observed_O, entropy_P = found
+        logprobs_K, logprobs_M = own_KM.split([len(pack.target_K), len(ids_M)])
+        entropy_K = (entropy_P if entropy_grad else entropy_P.detach())[pack.predictor_K]
+        if kept is None or not len(ids_M):
+            return logprobs_K, entropy_K, observed_O, hidden_PH
+        restricted_M, mass_K = normalised(logprobs_M, of_M, len(logprobs_K))
         with nullcontext() if entropy_grad else torch.no_grad():
             own_K = torch.zeros_like(entropy_K).index_add(0, of_M, -restricted_M.exp() * restricted_M)
-        return logprobs_K - mass_K, torch.where(kept.head_K == 0, entropy_K, own_K), observed_O
+        return logprobs_K - mass_K, torch.where(kept.head_K == 0, entropy_K, own_K), observed_O, hidden_PH
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[float, ...]:
@@ -118,10 +127,36 @@ class PolicyModel:
         tokens_N = torch.tensor(token_ids, device=self.device)
         numbers_N = torch.arange(len(token_ids), device=self.device)
         branch = Branch(0, len(token_ids), numbers_N)
+        run = partial(_logits, self.module, tokens_N, numbers_N, Paths([branch]), numbers_N[:-1])
+        next_, none = Places(numbers_N[:-1], tokens_N[1:]), Places(numbers_N[:0], tokens_N[:0])
         with _rounded(self.module, dtype) if dtype != torch.float32 else nullcontext():
-            logits_PV = _logits(self.module, tokens_N, numbers_N, Paths([branch]), numbers_N[:-1])
-        logprobs_PV = functional.log_softmax(logits_PV.float(), -1)
-        return tuple(logprobs_PV.gather(1, tokens_N[1:, None])[:, 0].tolist())
+            _, (logprobs_T, _, _) = self._read(run, next_, none, temperature=1.0, dtype=torch.float32)
+        return tuple(logprobs_T.tolist())
+
+    def _run(self, pack: Pack) -> Tensor:
+        return _logits(self.module, pack.token_ids_N, pack.depth_N, self.layout(pack.branches), pack.predictors_P)
+
+    def _read(
+        self, run: Callable[[], Tensor], own: Places, plain: Places, *, temperature: float, dtype: torch.dtype
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """The input of the output layer [P, H] in a pass made by `run`, and what `statistics` says of its logits."""
+        head, layer = self._head, self._layer
+        asked = Asked(own=own, plain=plain, temperature=temperature, rows=rows_within(self._logits_bytes, self.vocab))
+        with _computing(self.device, dtype), overheard(layer, _nothing if head else None) as heard:
+            logits_PV = run()
+        hidden_PH = heard[0][0]
+        if head is None:
+            return hidden_PH, statistics(_nothing, logits_PV, (), asked)
+
+        def logits_of(hidden_CH: Tensor) -> Tensor:
+            with _computing(self.device, dtype):
+                return head(hidden_CH)
+
+        return hidden_PH, statistics(logits_of, hidden_PH, tuple(layer.parameters()), asked)
+
+    @property
+    def _layer(self) -> nn.Module:
+        return self.module.get_output_embeddings()
 
     def load_weights(self, folder: Path) -> None:
         """Load the weights of another folder of the same architecture; if an adapter is trained, only the adapter's.
@@ -137,6 +172,16 @@ class PolicyModel:
     def parameters(self) -> list[nn.Parameter]:
         """The trained parameters; tied ones once."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+
+def _nothing(states: Tensor) -> Tensor:
+    """Stands in the place of an output layer."""
+    return states
+
+
+def _computing(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Inside, matrix products are computed in `dtype`."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
 
 @contextmanager
@@ -224,10 +269,12 @@ def _load(folder: Path) -> Any:
 
 
 @torch.no_grad()
-def _check_tree(module: Any, folder: Path) -> None:
+def _check_tree(module: Any, folder: Path) -> Head | None:
     """Two rows that share a prefix must get the logits that transformers' own attention gives them; an architecture
     that mixes tokens in another way (recurrent layers, attention biases) would train on wrong numbers. The rows are
-    several windows long: the model's windows are shortened during the check, so that a long one costs nothing."""
+    several windows long: the model's windows are shortened during the check, so that a long one costs nothing.
+
+    Returns how its logits are made, if we can do the same."""
     device = next(module.parameters()).device
     vocab = module.config.get_text_config().vocab_size
     shared, alone = 3 * _SHORT, 2 * _SHORT
@@ -247,6 +294,8 @@ def _check_tree(module: Any, folder: Path) -> None:
                 row_TV = module(input_ids=tokens_N[path][None], use_cache=False).logits[0]
                 if not torch.allclose(row_TV, tree_NV[path], atol=1e-3, rtol=1e-3):
                     raise ValueError("logits differ from those of single rows")
+        run = partial(module, input_ids=tokens_N[None], use_cache=False, logits_to_keep=numbers[1:])
+        return head_of(module, lambda: run().logits[0], n - 1)
     except (ValueError, TypeError, RuntimeError) as error:
         name = type(module).__name__
         raise ModelError(f"{name} in {str(folder)!r} cannot be computed over prefix trees: {error}") from error

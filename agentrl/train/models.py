@@ -76,6 +76,7 @@ class Models:
             compiled=train.compile,
             attention=train.attention,
             adapter=adapter,
+            logits_mb=train.logits_mb,
         )
 
     def _optimizer(self, parameters: Sequence[nn.Parameter], lr: float) -> torch.optim.AdamW:
@@ -103,13 +104,11 @@ class Models:
         """What the policy, and the critic if the pass needs it, say of a pass, with gradients for those `trained`: a
         critic on the policy's trunk moves the trunk with the policy only."""
         critic = None if pack.algo.slots.critic is None else self.critic
-        with nullcontext([]) if critic is None or critic.own else critic.listening() as heard:
-            logprobs_K, entropy_K, observed_O = self.policy.outputs(
-                pack, temperature=self._temperature, entropy_grad=pack.algo.entropy_gradient
-            )
-        if "policy" not in trained:
-            heard = [layer.detach() for layer in heard]
-        values_K = None if critic is None else critic.values(pack, heard)
+        logprobs_K, entropy_K, observed_O, hidden_PH = self.policy.outputs(
+            pack, temperature=self._temperature, entropy_grad=pack.algo.entropy_gradient
+        )
+        heard_PH = hidden_PH if "policy" in trained else hidden_PH.detach()
+        values_K = None if critic is None else critic.values(pack, heard_PH)
         return Outputs(
             logprobs_K=logprobs_K,
             entropy_K=entropy_K,
