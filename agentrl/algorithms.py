@@ -99,23 +99,15 @@ def slots(algorithms: Mapping[str, Algorithm]) -> Slots:
     )
 
 
-def check(
-    algorithms: Mapping[str, Algorithm], buffer: Buffer, *, group_size: int, quorum: int | None, default: Algorithm
-) -> None:
-    """Raises ConfigError for an algorithm that does not fit groups or buffer, or for two that do not fit each other.
-    `default` is `[algo]`, by which the buffer judges whether a group has signal."""
+def check(algorithms: Mapping[str, Algorithm], buffer: Buffer, *, group_size: int, quorum: int | None) -> None:
+    """Raises ConfigError for an algorithm that does not fit groups or buffer, or for two that do not fit each other."""
     slots(algorithms)
+    if buffer.skip_without_signal and not any(algo.judges_returns for algo in algorithms.values()):
+        named = ", ".join(f"{field}.kind = {algo.kind!r}" for field, algo in algorithms.items())
+        hint = f"{named} learns from a group whose returns are equal (a critic, a teacher, no siblings): leave it out"
+        raise ConfigError("buffer.skip_without_signal", True, hint)
     for field, algo in algorithms.items():
         named = f"{field}.kind = {algo.kind!r}"
-        if buffer.skip_without_signal and not algo.compares:
-            hint = f"{named} compares no siblings, so members that earn the same are a signal too: leave it out"
-            raise ConfigError("buffer.skip_without_signal", True, hint)
-        if buffer.skip_without_signal and not algo.judges_returns:
-            hint = (
-                f"the algorithm finds signal in a group whose returns are equal ({field}.source_scale, GiGPO): leave it"
-                " out"
-            )
-            raise ConfigError("buffer.skip_without_signal", True, hint)
         if buffer.max_lag > 0 and not algo.corrects and algo.diverges:
             raise ConfigError(f"{field}.importance", "none", "a KL penalty on stale tokens needs importance = 'token'")
         if group_size < (least := algo.least_members):
@@ -124,8 +116,3 @@ def check(
         if quorum is not None and quorum < least:
             hint = f"{named} learns nothing from fewer than {least} members: give buffer.quorum = {least}"
             raise ConfigError("buffer.quorum", quorum, hint)
-        if buffer.skip_without_signal or buffer.order == "prioritised":
-            for name in ("process_weight", "turn_discount"):
-                if (own := getattr(algo, name)) != (theirs := getattr(default, name)):
-                    hint = f"the buffer looks for signal with algo.{name} = {theirs:g}: give both the same"
-                    raise ConfigError(f"{field}.{name}", own, hint)

@@ -271,6 +271,11 @@ class RunConfig(_Section):
         by_role = {f"roles.{at}.algo": table.algo for at, table in enumerate(self.roles) if table.algo is not None}
         return default | named | by_role
 
+    @property
+    def environments(self) -> tuple[str, ...]:
+        """The environments of the training tasks, each once."""
+        return tuple(dict.fromkeys(table.id or self.env.id for table in self.tasks)) or (self.env.id,)
+
     def algo_of(self, env: str, role: str = POLICY) -> Algorithm:
         """What trains a role in the tasks of an environment."""
         if role in self.algo_by_role:
@@ -379,7 +384,6 @@ class RunConfig(_Section):
             self.buffer,
             group_size=self.rollout.group_size,
             quorum=self.quorum,
-            default=self.algo,
         )
 
     def _possible_memory_sync(self) -> None:

@@ -164,7 +164,8 @@ class Algorithm(BaseModel):
 
     @property
     def judges_returns(self) -> bool:
-        """Whether a group says nothing if its members' returns are equal from each turn on."""
+        """Whether a group trains nothing if its members' returns are equal from each turn on: dynamic sampling then
+        leaves it out. Penalties and bonuses, such as on KL and entropy, do not count."""
         return self.compares
 
     @property

@@ -49,7 +49,8 @@ class GRPO(Clipped):
 
     @property
     def judges_returns(self) -> bool:
-        return self.compares and self.source_scale == "none"
+        learns_anyway = self.source_scale != "none" or self.distil_weight > 0 or self.observes
+        return self.compares and not learns_anyway
 
     @property
     def turn_discount(self) -> float:

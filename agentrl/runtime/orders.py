@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 from agentrl import registry
+from agentrl.algos.algorithm import Algorithm
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, UnknownIdError
 from agentrl.store import Freshest, Oldest, Prioritised, Returns, TakeOrder, Windowed
@@ -31,10 +33,16 @@ def take_order(config: RunConfig) -> TakeOrder:
 
 
 def returns_of(config: RunConfig) -> Returns:
-    """What the run's returns are made of."""
-    return Returns(
-        process_weight=config.algo.process_weight,
-        discount=config.algo.turn_discount,
-        frozen=frozenset(config.rollout.frozen_roles()),
-        quorum=config.quorum,
-    )
+    """What the run's returns are made of, for each environment as its algorithm judges it."""
+
+    def made(algo: Algorithm) -> Returns:
+        return Returns(
+            process_weight=algo.process_weight,
+            discount=algo.turn_discount,
+            frozen=frozenset(config.rollout.frozen_roles()),
+            quorum=config.quorum,
+            skips=algo.judges_returns,
+        )
+
+    named = {table.id or config.env.id: made(table.algo) for table in config.tasks if table.algo is not None}
+    return replace(made(config.algo), apart=tuple(named.items()))

@@ -49,16 +49,10 @@ def teacher_of(config: RunConfig, meta: Callable[[str], Awaitable[str | None]], 
 def check_teachers(config: RunConfig, transport: httpx.AsyncBaseTransport | None = None) -> None:
     """Raises ConfigError if a teacher teaches nothing, if there should be one and is none, or if a server that should
     teach has other tokens than the policy. `transport` takes the place of the network."""
-    weight = getattr(config.algo, "distil_weight", 0.0)
-    slot = config.algo.slots.frozen.get("teacher")
     served = [one for one in config.rewards if one.kind == "teacher"]
-    if weight and slot is None and not served:
-        hint = "nobody teaches: give algo.teacher, or a [[rewards]] table with kind = 'teacher'"
-        raise ConfigError("algo.distil_weight", weight, hint)
-    if served and not weight:
-        raise ConfigError("rewards.source", served[0].source, "it teaches nothing: give algo.distil_weight")
-    if served and slot is not None:
-        raise ConfigError("algo.teacher", slot, f"[[rewards]] has the teacher {served[0].source!r}: leave one out")
+    teaches = [source for env in config.environments for source in _teachers(config, env, served)]
+    if idle := [one.source for one in served if one.source not in teaches]:
+        raise ConfigError("rewards.source", idle[0], "it teaches nothing: give algo.distil_weight")
     if served and config.rollout.temperature != 1:
         hint = "engines say how probable a token is at temperature 1: give 1, or algo.teacher"
         raise ConfigError("rollout.temperature", config.rollout.temperature, hint)
@@ -69,6 +63,22 @@ def check_teachers(config: RunConfig, transport: httpx.AsyncBaseTransport | None
         elif config.sync == "adapter":
             hint = "engines know an adapter by the name of its version: give engine.sync = 'full'"
             raise ConfigError("rewards.url", POLICY, hint)
+
+
+def _teachers(config: RunConfig, env: str, served: Sequence[RewardSource]) -> list[str]:
+    """The sources of kind `teacher` that the algorithm of an environment learns from."""
+    algo, tables = config.algo_of(env), enumerate(config.tasks)
+    own_table = (at for at, table in tables if table.algo is not None and (table.id or config.env.id) == env)
+    field = next((f"tasks.{at}.algo" for at in own_table), "algo")
+    weight, slot = getattr(algo, "distil_weight", 0.0), algo.slots.frozen.get("teacher")
+    own = [one.source for one in served if not one.envs or env in one.envs]
+    if weight and slot is None and not own:
+        hint = f"nobody teaches: give {field}.teacher, or a [[rewards]] table with kind = 'teacher'"
+        raise ConfigError(f"{field}.distil_weight", weight, hint)
+    if own and slot is not None:
+        hint = f"[[rewards]] has the teacher {own[0]!r} of {env}: leave one out, or name its environments (`envs`)"
+        raise ConfigError(f"{field}.teacher", slot, hint)
+    return own if weight else []
 
 
 async def _check_tokens(config: RunConfig, settings: RewardSource, client: ScoringClient) -> None:

@@ -381,12 +381,16 @@ def _check_skipped(db: Database, report: AuditReport) -> None:
     """Check that a group that left without signal is gone, and that no turn in its record has an advantage: the return
     at each turn is the mean of the siblings' (of one that had stopped, its outcome)."""
     config = json.loads(db.rows("SELECT value FROM meta WHERE key = 'config'")[0][0])
-    weight, discount = (config.get("algo", {}).get(name, 1.0) for name in ("process_weight", "discount"))
     roles = config.get("rollout", {}).get("roles", {})
-    for group, state, reason, packed in db.rows(
-        "SELECT id, state, reason, record FROM groups WHERE skipped_step IS NOT NULL OR reason = 'no_signal'"
+    named = {one.get("id") or config["env"]["id"]: one["algo"] for one in config.get("tasks", []) if one.get("algo")}
+    for group, state, reason, packed, task in db.rows(
+        "SELECT id, state, reason, record, task FROM groups WHERE skipped_step IS NOT NULL OR reason = 'no_signal'"
     ):
         where = f"group {group} left as without signal"
+        algo = named.get(json.loads(task)["env"], config.get("algo", {}))
+        weight, discount = (algo.get(name, 1.0) for name in ("process_weight", "discount"))
+        if algo.get("distil_weight") or algo.get("observation_weight"):
+            report.breach("skipped_with_signal", f"{where}, and its algorithm learns from equal returns")
         if (state, reason) != ("expired", "no_signal"):
             report.breach("skipped_with_signal", f"{where} and is {state} ({reason})")
         members = list(json.loads(packed or "{}").values())

@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from agentrl.records import MemberRecord
-from agentrl.store.codec import unpack_record
+from agentrl.store.codec import unpack_record, unpack_task
 from agentrl.store.database import Part
 from agentrl.store.groups import TRAIN, record_of, scored
 from agentrl.store.returns import Returns, advantages
@@ -100,9 +100,10 @@ class Bias(Part):
     ) -> dict[tuple[int, int], tuple[float, float]]:
         """The mean advantage and mean |advantage| of each judged member, by group and member."""
         found: dict[tuple[int, int], tuple[float, float]] = {}
-        for id, packed in self._db.execute("SELECT id, record FROM groups WHERE record IS NOT NULL"):
+        for id, packed, task in self._db.execute("SELECT id, record, task FROM groups WHERE record IS NOT NULL"):
             if id in groups:
-                for member, own in advantages(unpack_record(packed), returns, late.get(id)).items():
+                of_env = returns.of(unpack_task(task).env)
+                for member, own in advantages(unpack_record(packed), of_env, late.get(id)).items():
                     if own:
                         found[id, member] = fmean(own), fmean(map(abs, own))
         return found

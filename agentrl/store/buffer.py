@@ -17,7 +17,7 @@ from typing import NamedTuple
 from agentrl.errors import StoreError
 from agentrl.records import Group, GroupState, StopReason
 from agentrl.store.closing import FULL, ClosePolicy
-from agentrl.store.codec import unpack_record
+from agentrl.store.codec import unpack_record, unpack_task
 from agentrl.store.database import Database, Part
 from agentrl.store.groups import LATE, TRAIN, close, close_if_ended, enough, scored
 from agentrl.store.journal import end_episode
@@ -75,7 +75,7 @@ class Buffer(Part):
 
     def __init__(self, db: Database) -> None:
         super().__init__(db)
-        self._strengths: dict[tuple[int, Returns], float] = {}  # of closed groups: their records never change
+        self._strengths: dict[tuple[int, Returns], tuple[float, bool]] = {}  # closed groups: their records never change
         self._scored_s: dict[tuple[int, int], list[float]] = {}  # of running groups, by id and number of scored members
 
     def take(
@@ -195,7 +195,7 @@ class Buffer(Part):
         groups = {id: own for id, own in members.items() if any(one.trains for one in own)}
         self._weigh(groups, returns)
         skips = skip_at_most - self._skips(step) if skip_at_most else 0
-        silent = [id for id in groups if not self._strengths[id, returns]][: max(0, skips)]
+        silent = [id for id in groups if self._strengths[id, returns][1]][: max(0, skips)]
         return _Offer(
             groups=groups,
             stale=[id for id in members if id not in groups],
@@ -206,7 +206,7 @@ class Buffer(Part):
                     group_id=id,
                     closed_s=closed_s[id],
                     lag=min(one.lag for one in own if one.trains),
-                    strength=self._strengths[id, returns],
+                    strength=self._strengths[id, returns][0],
                 )
                 for id, own in groups.items()
                 if id not in silent
@@ -214,13 +214,16 @@ class Buffer(Part):
         )
 
     def _weigh(self, groups: Iterable[int], returns: Returns) -> None:
-        """Keep the strengths of these groups: of those that are new, from their records."""
+        """Keep the strengths of these groups, and whether they have no signal: of those that are new, from their
+        records."""
         known = self._strengths
-        self._strengths = {(id, returns): known.get((id, returns), 1.0) for id in groups}
+        self._strengths = {(id, returns): known.get((id, returns), (1.0, False)) for id in groups}
         for id in [id for id in groups if (id, returns) not in known]:
-            row = self._db.row("SELECT record FROM groups WHERE id = ?", (id,))
+            row = self._db.row("SELECT record, task FROM groups WHERE id = ?", (id,))
             if row is not None and row[0] is not None:  # closed by an older agentrl: taken to have signal
-                self._strengths[id, returns] = strength(unpack_record(row[0]), returns)
+                own = returns.of(unpack_task(row[1]).env)
+                found = strength(unpack_record(row[0]), own)
+                self._strengths[id, returns] = found, own.skips and not found
 
     def _skips(self, step: int) -> int:
         row = self._db.row("SELECT COUNT(*) FROM groups WHERE skipped_step = ?", (step,))

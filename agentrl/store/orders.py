@@ -85,6 +85,10 @@ class Freshest:
 @dataclass(frozen=True, slots=True)
 class Prioritised:
     """Groups drawn at random, in proportion to their mean |advantage|, with the correction that makes this unbiased.
+    That is the advantage over the siblings, of returns as the group's own algorithm makes them, before any scale. It is
+    so for every algorithm: what a critic, a teacher or the step's spread would say is known only after the learner's
+    forward pass, or of the groups together. The draw needs no more, since any chance is unbiased with its correction;
+    one nearer to an algorithm's own advantages would only have less variance.
 
     Of N closed groups, group i is taken with probability p_i (systematic sampling; p_i sum to n), and its share of the
     loss is multiplied by n / (N p_i). The expected gradient of a step is then the mean over all N, as if it were drawn

@@ -21,12 +21,20 @@ _ROUNDING = 1e-9  # as in the learner: sums of equal rewards in another order di
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returns:
     """What a return is made of: the weight of process rewards beside the outcome, the discount of both per turn, and
-    the roles that do not learn. With a `quorum` of k, everyone is judged by the k - 1 others that ended first."""
+    the roles that do not learn. With a `quorum` of k, everyone is judged by the k - 1 others that ended first.
+    `skips` says whether a group whose returns are equal trains nothing. `apart` has the environments whose algorithm
+    is another."""
 
     process_weight: float = 1.0
     discount: float = 1.0
     frozen: frozenset[str] = frozenset()
     quorum: int | None = None
+    skips: bool = True
+    apart: tuple[tuple[str, Returns], ...] = ()
+
+    def of(self, env: str) -> Returns:
+        """What the returns of an environment are made of."""
+        return next((own for name, own in self.apart if name == env), self)
 
 
 def advantages(
@@ -49,7 +57,7 @@ def advantages(
 
 
 def strength(record: Mapping[int, MemberRecord], returns: Returns) -> float:
-    """The mean of |advantage| over the turns of a group's members. 0 means that it has no signal."""
+    """The mean of |advantage| over the turns of a group's members. 0: its returns are equal from each turn on."""
     sizes = [abs(one) for own in advantages(record, returns).values() for one in own]
     return 0.0 if max(sizes, default=0.0) <= _ROUNDING else sum(sizes) / len(sizes)
 

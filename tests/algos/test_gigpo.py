@@ -158,7 +158,7 @@ def test_without_the_advantage_of_turns_it_is_grpo() -> None:
         ({"algo": {"kind": "gigpo", "source_scale": "std"}}, "kind = 'gigpo' does not use source_scale"),
         (
             {"algo": {"kind": "gigpo"}, "buffer": {"skip_without_signal": True}},
-            "finds signal in a group whose returns are equal",
+            "learns from a group whose returns are equal",
         ),
     ],
 )

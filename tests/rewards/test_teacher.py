@@ -150,6 +150,32 @@ def test_teachers_are_checked_before_anything_is_played(capsys: pytest.CaptureFi
             check_teachers(document, server)
 
 
+def test_each_environment_is_checked_with_its_own_algorithm_and_teachers() -> None:
+    """TinyCoder-v0 learns from rewards, b from a teacher behind an engine, c from one in the learner."""
+    taught, inside = {"distil_weight": 1.0}, {"distil_weight": 1.0, "teacher": MODEL}
+
+    def tasks(of_b: dict[str, Any] | None, of_c: dict[str, Any] | None) -> dict[str, Any]:
+        tables = [("agentrl/TinyCoder-v0", None), ("b", of_b), ("c", of_c)]
+        return {"tasks": [{"id": id, "algo": algo} if algo else {"id": id} for id, algo in tables]}
+
+    own = Renderer(model_dir(MODEL))
+    check_teachers(run_file({"envs": ["b"]}, distil_weight=0.0, **tasks(taught, inside)), Server(tokens=own))
+    wrong = [
+        (run_file({"envs": ["b"]}, distil_weight=0.0, **tasks(None, inside)), r"rewards\.source.*teaches nothing"),
+        (
+            run_file({"envs": ["b"]}, distil_weight=0.0, **tasks(taught, taught)),
+            r"tasks\.2\.algo\.distil_weight.*nobody",
+        ),
+        (
+            run_file({"envs": ["c"]}, distil_weight=0.0, **tasks(None, inside)),
+            r"tasks\.2\.algo\.teacher.*leave one out",
+        ),
+    ]
+    for document, says in wrong:
+        with pytest.raises(ConfigError, match=says):
+            check_teachers(document, Server(tokens=own))
+
+
 def test_a_late_teacher_may_not_drop_episodes() -> None:
     with pytest.raises(ConfigError, match=r"rewards\.late.*give 'partial'"):
         settings(late="drop")

@@ -49,7 +49,8 @@ def test_an_unknown_order_is_refused_with_the_names_that_there_are() -> None:
 
 def test_skipping_needs_a_baseline() -> None:
     with pytest.raises(
-        ConfigError, match=r"buffer\.skip_without_signal = True: algo\.kind = 'grpo' compares no siblings"
+        ConfigError,
+        match=r"buffer\.skip_without_signal = True: algo\.kind = 'grpo' learns from a group whose returns are equal",
     ):
         configuration.parse(
             {
@@ -64,7 +65,7 @@ def test_skipping_needs_a_baseline() -> None:
 def test_skipping_is_refused_where_sources_are_scaled_apart() -> None:
     """Two sources may disagree about members whose sums are equal; scaled apart, that is an advantage."""
     document = {"model": "m", "env": {"id": "test/none"}, "algo": {"source_scale": "std"}}
-    with pytest.raises(ConfigError, match="finds signal in a group whose returns are equal"):
+    with pytest.raises(ConfigError, match="learns from a group whose returns are equal"):
         configuration.parse({**document, "buffer": {"skip_without_signal": True}})
 
 
@@ -73,6 +74,33 @@ def test_returns_are_those_of_the_run_file() -> None:
     config = configuration.parse({**document, "rollout": {"roles": {"judge": "frozen", "solver": "trained"}}})
     found = returns_of(config)
     assert (found.process_weight, found.discount, found.frozen) == (0.25, 0.5, {"judge"})
+
+
+def test_each_environment_has_the_returns_of_its_own_algorithm() -> None:
+    tables = [
+        {"id": "test/none"},
+        {"id": "test/half", "algo": {"process_weight": 0.5, "discount": 0.9}},
+        {"id": "test/same", "algo": {"clip_low": 0.1}},
+        {"id": "test/critic", "algo": {"kind": "ppo"}},
+        {"id": "test/taught", "algo": {"distil_weight": 1.0, "teacher": "t"}},
+        {"id": "test/world", "algo": {"observation_weight": 0.1}},
+    ]
+    config = configuration.parse({"model": "m", "tasks": tables, "algo": {"process_weight": 0.25}})
+    found = returns_of(config)
+    assert found.of("test/none") == found.of("test/unknown") == found
+    half = found.of("test/half")
+    assert (half.process_weight, half.discount, half.skips) == (0.5, 0.9, True)
+    assert found.of("test/same").process_weight == 1.0
+    assert [found.of(f"test/{name}").skips for name in ("none", "critic", "taught", "world")] == [
+        True, False, False, False
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("algo", [{"distil_weight": 1.0, "teacher": "t"}, {"observation_weight": 0.1}])
+def test_skipping_is_refused_where_equal_returns_leave_something_to_learn(algo: dict[str, Any]) -> None:
+    document = {"model": "m", "env": {"id": "test/none"}, "algo": algo}
+    with pytest.raises(ConfigError, match="learns from a group whose returns are equal"):
+        configuration.parse({**document, "buffer": {"skip_without_signal": True}})
 
 
 def test_the_capacity_in_tokens_reaches_admission() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl.records import Group, GroupState, MemberRecord, StopReason
+from agentrl.records import Group, GroupState, MemberRecord, StopReason, Task
 from agentrl.store import Quorum, RunStore
 from agentrl.store.audit import audit
 from agentrl.store.returns import Returns, advantages, strength
@@ -210,6 +212,65 @@ def test_a_failed_member_is_not_reported_as_an_outcome(store: RunStore) -> None:
         play(store, claim, outcome=1.0)
     take(store, 1)
     assert store.drops() == {"no_signal": 1}
+
+
+# --- several algorithms ----------------------------------------------------------------------------------------------
+
+
+def by_turns(index: int) -> Task:
+    return Task(index=index, env=f"test/{'two' if index % 2 else 'one'}", seed=index)
+
+
+def test_each_group_is_judged_by_the_returns_of_its_own_environment(store: RunStore) -> None:
+    """Members differ in process rewards alone: test/two does not look at these, and test/one does."""
+    returns = Returns(apart=(("test/two", Returns(process_weight=0.0)),))
+    admit(store, by_turns, limit=4, max_lag=1000)
+    for claim in store.claim("w", 8, lease_s=1e6):
+        play(store, claim, turns=1 + claim.member, outcome=1.0)  # a turn that is not the last earns 0.25
+    assert ids(take(store, 1, n=2, returns=returns)) == ([1, 3], [2, 4])
+
+
+def test_the_bias_is_told_in_the_returns_of_each_environment(store: RunStore) -> None:
+    admit(store, by_turns, limit=2, max_lag=1000)
+    for claim in store.claim("w", 4, lease_s=1e6):
+        play(store, claim, turns=1 + claim.member, outcome=1.0)
+    take(store, 1, n=2, at_most=0)
+    bias = store.training_bias(Returns(apart=(("test/two", Returns(process_weight=0.0)),)))
+    assert bias.trained.advantage_by_quartile[2] == pytest.approx((0.25 + 0.0) / 2)
+
+
+def test_a_group_whose_algorithm_learns_from_equal_returns_is_never_skipped(store: RunStore) -> None:
+    returns = Returns(apart=(("test/two", Returns(skips=False)),))
+    admit(store, by_turns, limit=4, max_lag=1000)
+    for claim in store.claim("w", 8, lease_s=1e6):
+        play(store, claim, outcome=1.0)
+    assert ids(take(store, 1, n=2, returns=returns)) == ([2, 4], [1, 3])
+
+
+@pytest.mark.parametrize(
+    ("algo", "says"),
+    [
+        ({"process_weight": 0.0}, ""),
+        ({"process_weight": 1.0}, "turn 0 of 'policy' returned"),
+        ({"process_weight": 0.0, "distil_weight": 1.0}, "its algorithm learns from equal returns"),
+        ({"process_weight": 0.0, "observation_weight": 0.5}, "its algorithm learns from equal returns"),
+    ],
+)
+def test_the_audit_judges_a_skipped_group_by_the_algorithm_of_its_task(
+    tmp_path: Path, algo: dict[str, float], says: str
+) -> None:
+    tables = [{"id": None, "algo": None}, {"id": "test/two", "algo": {"kind": "grpo", **algo}}]
+    document = {"env": {"id": "test/one"}, "algo": {"process_weight": 1.0}, "tasks": tables}
+    with RunStore.create(tmp_path / "store.sqlite", json.dumps(document)) as store:
+        serve(store, 0)
+        admit(store, by_turns, limit=2, max_lag=1000)
+        for claim in store.claim("w", 4, lease_s=1e6):
+            play(store, claim, turns=1 + claim.member, outcome=1.0)
+        take(store, 1, returns=Returns(apart=(("test/two", Returns(process_weight=0.0)),)))
+        assert store.drops() == {"no_signal": 1}
+        found = [one.detail for one in audit(store).violations if one.kind == "skipped_with_signal"]
+    assert [one for one in found if says and says in one] == found
+    assert bool(found) == bool(says)
 
 
 # --- the auditors ---------------------------------------------------------------------------------------------------
