@@ -33,7 +33,8 @@ def take_order(config: RunConfig) -> TakeOrder:
 
 
 def returns_of(config: RunConfig) -> Returns:
-    """What the run's returns are made of, for each environment as its algorithm judges it."""
+    """What the run's returns are made of, for each environment and role as its algorithm judges it."""
+    roles = config.algo_by_role
 
     def made(algo: Algorithm) -> Returns:
         return Returns(
@@ -41,7 +42,8 @@ def returns_of(config: RunConfig) -> Returns:
             discount=algo.turn_discount,
             frozen=frozenset(config.rollout.frozen_roles()),
             quorum=config.quorum,
-            skips=algo.judges_returns,
+            skips=all(one.judges_returns for one in (algo, *roles.values())),
+            by_role=tuple((role, one.process_weight, one.turn_discount) for role, one in roles.items()),
         )
 
     named = {table.id or config.env.id: made(table.algo) for table in config.tasks if table.algo is not None}

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import httpx
 import trio
 
+from agentrl.algos.algorithm import Algorithm
 from agentrl.config import RunConfig
 from agentrl.engine.renderer import Renderer
 from agentrl.engine.scoring import ScoringClient
@@ -50,7 +51,11 @@ def check_teachers(config: RunConfig, transport: httpx.AsyncBaseTransport | None
     """Raises ConfigError if a teacher teaches nothing, if there should be one and is none, or if a server that should
     teach has other tokens than the policy. `transport` takes the place of the network."""
     served = [one for one in config.rewards if one.kind == "teacher"]
-    teaches = [source for env in config.environments for source in _teachers(config, env, served)]
+    pupils = [(_field_of(config, env), config.algo_of(env), env) for env in config.environments]
+    for at, table in enumerate(config.roles):
+        if table.algo is not None:
+            pupils += [(f"roles.{at}.algo", table.algo, env) for env in config.environments]
+    teaches = [source for pupil in pupils for source in _teachers(*pupil, served)]
     if idle := [one.source for one in served if one.source not in teaches]:
         raise ConfigError("rewards.source", idle[0], "it teaches nothing: give algo.distil_weight")
     if served and config.rollout.temperature != 1:
@@ -65,11 +70,15 @@ def check_teachers(config: RunConfig, transport: httpx.AsyncBaseTransport | None
             raise ConfigError("rewards.url", POLICY, hint)
 
 
-def _teachers(config: RunConfig, env: str, served: Sequence[RewardSource]) -> list[str]:
-    """The sources of kind `teacher` that the algorithm of an environment learns from."""
-    algo, tables = config.algo_of(env), enumerate(config.tasks)
-    own_table = (at for at, table in tables if table.algo is not None and (table.id or config.env.id) == env)
-    field = next((f"tasks.{at}.algo" for at in own_table), "algo")
+def _field_of(config: RunConfig, env: str) -> str:
+    """Of the run file: where the algorithm of an environment stands."""
+    tables = enumerate(config.tasks)
+    own = (at for at, table in tables if table.algo is not None and (table.id or config.env.id) == env)
+    return next((f"tasks.{at}.algo" for at in own), "algo")
+
+
+def _teachers(field: str, algo: Algorithm, env: str, served: Sequence[RewardSource]) -> list[str]:
+    """The sources of kind `teacher` that an algorithm, which stands at `field`, learns from in an environment."""
     weight, slot = getattr(algo, "distil_weight", 0.0), algo.slots.frozen.get("teacher")
     own = [one.source for one in served if not one.envs or env in one.envs]
     if weight and slot is None and not own:

@@ -383,18 +383,19 @@ def _check_skipped(db: Database, report: AuditReport) -> None:
     config = json.loads(db.rows("SELECT value FROM meta WHERE key = 'config'")[0][0])
     roles = config.get("rollout", {}).get("roles", {})
     named = {one.get("id") or config["env"]["id"]: one["algo"] for one in config.get("tasks", []) if one.get("algo")}
+    of_role = {one["name"]: one["algo"] for one in config.get("roles", []) if one.get("algo")}
     for group, state, reason, packed, task in db.rows(
         "SELECT id, state, reason, record, task FROM groups WHERE skipped_step IS NOT NULL OR reason = 'no_signal'"
     ):
         where = f"group {group} left as without signal"
         algo = named.get(json.loads(task)["env"], config.get("algo", {}))
-        weight, discount = (algo.get(name, 1.0) for name in ("process_weight", "discount"))
-        if algo.get("distil_weight") or algo.get("observation_weight"):
+        if any(one.get("distil_weight") or one.get("observation_weight") for one in (algo, *of_role.values())):
             report.breach("skipped_with_signal", f"{where}, and its algorithm learns from equal returns")
         if (state, reason) != ("expired", "no_signal"):
             report.breach("skipped_with_signal", f"{where} and is {state} ({reason})")
         members = list(json.loads(packed or "{}").values())
         for role in {role for one in members for role in one["rewards"] if roles.get(role, "trained") == "trained"}:
+            weight, discount = (of_role.get(role, algo).get(name, 1.0) for name in ("process_weight", "discount"))
             outcome = [one["outcomes"].get(role, one["outcome"]) for one in members]
             rewards = [one["rewards"].get(role, []) for one in members]
             for turn in range(max(map(len, rewards))):

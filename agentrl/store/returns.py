@@ -22,8 +22,8 @@ _ROUNDING = 1e-9  # as in the learner: sums of equal rewards in another order di
 class Returns:
     """What a return is made of: the weight of process rewards beside the outcome, the discount of both per turn, and
     the roles that do not learn. With a `quorum` of k, everyone is judged by the k - 1 others that ended first.
-    `skips` says whether a group whose returns are equal trains nothing. `apart` has the environments whose algorithm
-    is another."""
+    `skips` says whether a group whose returns are equal trains nothing. Some environments (`apart`) have other returns,
+    and some roles (`by_role`) another weight and discount, in every environment."""
 
     process_weight: float = 1.0
     discount: float = 1.0
@@ -31,10 +31,16 @@ class Returns:
     quorum: int | None = None
     skips: bool = True
     apart: tuple[tuple[str, Returns], ...] = ()
+    by_role: tuple[tuple[str, float, float], ...] = ()
 
     def of(self, env: str) -> Returns:
         """What the returns of an environment are made of."""
         return next((own for name, own in self.apart if name == env), self)
+
+    def made_of(self, role: str) -> tuple[float, float]:
+        """The weight of process rewards and the discount of a role."""
+        of_role = ((weight, discount) for name, weight, discount in self.by_role if name == role)
+        return next(of_role, (self.process_weight, self.discount))
 
 
 def advantages(
@@ -65,8 +71,9 @@ def strength(record: Mapping[int, MemberRecord], returns: Returns) -> float:
 def _to_go(member: MemberRecord, role: str, returns: Returns) -> list[float]:
     """The return of a role from each of its turns on: its outcome, and the weighted rewards still to come."""
     total, found = member.outcome_of(role), list[float]()
+    weight, discount = returns.made_of(role)
     for reward in reversed(member.rewards.get(role, ())):
-        total = (returns.discount * total if found else total) + returns.process_weight * reward
+        total = (discount * total if found else total) + weight * reward
         found.append(total)
     return found[::-1]
 

@@ -160,7 +160,10 @@ def test_each_environment_is_checked_with_its_own_algorithm_and_teachers() -> No
 
     own = Renderer(model_dir(MODEL))
     check_teachers(run_file({"envs": ["b"]}, distil_weight=0.0, **tasks(taught, inside)), Server(tokens=own))
+    role = {"roles": [{"name": "critic", "algo": taught}]}
+    check_teachers(run_file({}, distil_weight=0.0, **role), Server(tokens=own))
     wrong = [
+        (run_file(distil_weight=0.0, **role), r"roles\.0\.algo\.distil_weight.*nobody"),
         (run_file({"envs": ["b"]}, distil_weight=0.0, **tasks(None, inside)), r"rewards\.source.*teaches nothing"),
         (
             run_file({"envs": ["b"]}, distil_weight=0.0, **tasks(taught, taught)),

@@ -96,6 +96,15 @@ def test_each_environment_has_the_returns_of_its_own_algorithm() -> None:
     ]  # fmt: skip
 
 
+def test_each_role_has_the_returns_of_its_own_algorithm() -> None:
+    roles = [{"name": "critic", "algo": {"process_weight": 0.5, "discount": 0.9}}, {"name": "solver"}]
+    document = {"model": "m", "env": {"id": "test/none"}, "roles": roles}
+    found = returns_of(configuration.parse(document))
+    assert (found.made_of("critic"), found.made_of("solver"), found.skips) == ((0.5, 0.9), (1.0, 1.0), True)
+    roles[0]["algo"] = {"kind": "ppo"}
+    assert not returns_of(configuration.parse(document)).skips
+
+
 @pytest.mark.parametrize("algo", [{"distil_weight": 1.0, "teacher": "t"}, {"observation_weight": 0.1}])
 def test_skipping_is_refused_where_equal_returns_leave_something_to_learn(algo: dict[str, Any]) -> None:
     document = {"model": "m", "env": {"id": "test/none"}, "algo": algo}

@@ -84,6 +84,17 @@ def test_roles_are_judged_apart_and_frozen_ones_do_not_count() -> None:
     assert strength(record(game(1, -1), game(0, -1)), Returns(frozen=frozenset({"white"}))) == 0
 
 
+def test_a_role_of_an_algorithm_of_its_own_has_its_own_returns() -> None:
+    """White earns its second reward a turn later in one of two games; black earns the same."""
+    members = [
+        MemberRecord(outcome=0.0, outcomes={}, rewards={"white": rewards, "black": (1.0, 0.0)})
+        for rewards in ((1.0, 0.0), (0.0, 1.0))
+    ]
+    assert strength(record(*members), Returns(by_role=(("black", 0.0, 1.0),))) == pytest.approx(2 / 8)
+    assert strength(record(*members), Returns(by_role=(("white", 0.0, 1.0),))) == 0
+    assert strength(record(*members), Returns(by_role=(("white", 1.0, 0.5),))) == pytest.approx((2 * 0.5 + 2 * 1) / 8)
+
+
 def test_a_late_member_is_judged_by_all_and_changes_nothing_for_them() -> None:
     found = advantages(record(member(1.0, 0.0), member(0.0, 0.0)), Returns(), late={4: member(1.0, 0.0, 0.0)})
     assert found == {0: [1.0], 1: [-1.0], 4: [0.5, 0.5]}
