@@ -29,6 +29,7 @@ from agentrl.settings import (
     CurriculumSettings,
     EnvSource,
     Evaluation,
+    Pivot,
     Positive,
     Resume,
     RewardSource,
@@ -101,6 +102,7 @@ class Rollout(_Section):
     max_replays: Annotated[int, Field(ge=0)] = 2  # of a task whose group infrastructure ended, or its deadline
     failure_budget: Annotated[float, Field(ge=0, le=1)] = 0.2  # share of episodes that may fail, an outage as one
     roles: dict[str, str] = Field(default_factory=dict)  # who plays a role of the environment, see `frozen_roles`
+    pivot: Pivot | None = None  # forks of played episodes; without it there are only those of `agentrl fork`
 
     @property
     def sampling(self) -> SamplingParams:
@@ -326,6 +328,11 @@ class RunConfig(_Section):
                 rollout.max_tokens_per_turn,
                 f"must be below rollout.max_context = {rollout.max_context}",
             )
+        least = max(algo.least_members for algo in self.algorithms.values())
+        if rollout.pivot is not None and not least <= rollout.pivot.k <= rollout.group_size:
+            size = f"at most rollout.group_size = {rollout.group_size}, in the place of which a fork is played"
+            hint = f"must be {size}" if rollout.pivot.k >= least else f"must be at least {least} for this algorithm"
+            raise ConfigError("rollout.pivot.k", rollout.pivot.k, hint)
         if rollout.max_running < rollout.group_size:
             raise ConfigError(
                 "rollout.max_running",

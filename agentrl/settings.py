@@ -81,6 +81,25 @@ class Buffer(Section):
         return math.ceil(self.skip_at_most * self.groups_per_step) if self.skip_without_signal else 0
 
 
+PIVOT_RULES = ("uniform", "entropy", "low_reward")
+
+
+class Pivot(Section):
+    """Forks of played episodes: a group that plays one on from one of its turns, in the place of a new group."""
+
+    share: Annotated[float, Field(gt=0, le=1)] = 0.25  # of the groups that closed, those that get a fork
+    k: Annotated[int, Field(ge=2)] = 4  # members of a fork
+    rule: str = "uniform"  # which turn: uniform, entropy, low_reward, or the module:function of yours
+    below: Annotated[float, Field(allow_inf_nan=False)] = 0.0  # low_reward: a turn with less is played anew
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        if self.rule not in PIVOT_RULES and ":" not in self.rule:
+            hint = f"give {', '.join(PIVOT_RULES)}, or the module:function of yours"
+            raise ConfigError("rollout.pivot.rule", self.rule, hint)
+        return self
+
+
 class RewardSource(Section):
     """Who says what single turns are worth, beside the environment. See `docs/rewards.md`."""
 

@@ -15,6 +15,7 @@ import trio
 from agentrl.config import RunConfig
 from agentrl.env.tasks import Curriculum, TaskSource
 from agentrl.errors import DiskFull
+from agentrl.rollout.pivot import Pivots
 from agentrl.store.admission import Bounds
 from agentrl.store.aside import Aside
 from agentrl.store.roles import AdmissionStore
@@ -46,6 +47,7 @@ class Admitter:
     tasks: TaskSource
     bounds: Bounds
     max_lag: Callable[[], str | None] = lambda: None  # what alarms lowered the lag bound to, if they did
+    pivots: Pivots | None = None
     _seen: int = 0  # the last group that the curriculum has seen
 
     async def run(self, aside: Aside[Any]) -> None:
@@ -59,7 +61,8 @@ class Admitter:
             await wait_for_work(self.store, "control", _LOOK_S)
 
     def admit(self, limit: int) -> int:
-        """Start at most `limit` groups; returns how many. Tasks that infrastructure lost come first, then new ones."""
+        """Start at most `limit` groups; returns how many. Forks that are due come first, as long as there are tasks
+        whose places they can take; then tasks that infrastructure lost, then new ones."""
         self._observe()
         bounds = replace(self.bounds, max_lag=min(self.bounds.max_lag, int(self.max_lag() or self.bounds.max_lag)))
         started = passed = 0
@@ -70,6 +73,9 @@ class Admitter:
             tasks = [self.tasks.task(index) for index in range(room.first, end)]
             if not tasks and not room.replays:
                 break
+            if tasks and self.pivots is not None and self.pivots.fork():
+                started += 1
+                continue
             admitted = self.store.admit(tasks, first=room.first, bounds=bounds, limit=limit - started)
             started, passed = started + admitted, passed + room.groups - admitted
         return started

@@ -30,6 +30,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import DiskFull, RunFailed, matters
 from agentrl.records import GroupState
 from agentrl.rollout.admitter import Admitter, bounds_of
+from agentrl.rollout.pivot import Pivots
 from agentrl.runtime import evaluation
 from agentrl.runtime.checkpoints import StartPoint, start_point
 from agentrl.runtime.heartbeat import Heartbeat
@@ -91,7 +92,9 @@ class Supervisor:
         async with trio.open_nursery() as admission:
             tasks = task_source(self.config)
             bounds, max_lag = bounds_of(self.config), partial(self.store.meta, "max_lag")
-            admitter = await self.writes(lambda store: Admitter(store, tasks, bounds, max_lag))
+            admitter = await self.writes(
+                lambda store: Admitter(store, tasks, bounds, max_lag, Pivots.of(self.config, store))
+            )
             admission.start_soon(admitter.run, self.writes)
             progress = _Progress(self.config.train.stall_deadline_s)
             while not learned.is_set():

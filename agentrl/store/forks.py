@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from agentrl.errors import StoreError, UsageError
+from agentrl.records import GroupState
 from agentrl.store.codec import unpack_task
 from agentrl.store.database import Part
 from agentrl.store.groups import TRAIN, create_group
@@ -43,6 +44,23 @@ class Forks(Part):
             for (member,) in self._db.rows("SELECT id FROM episodes WHERE group_id = ? ORDER BY member", (group_id,)):
                 self._begin(member, episode_id, trial, turn)
         return group_id
+
+    def forked(self) -> frozenset[int]:
+        """The groups of which a member was forked."""
+        with self._db.read():
+            origins = "SELECT fork_of FROM groups WHERE fork_of IS NOT NULL"
+            rows = self._db.rows(f"SELECT DISTINCT group_id FROM episodes WHERE id IN ({origins})")
+        return frozenset(id for (id,) in rows)
+
+    def fork_states(self, limit: int) -> list[GroupState]:
+        """The states of the latest forks that closed, the latest first."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT state FROM groups WHERE fork_turn IS NOT NULL AND state NOT IN ('waiting', 'running')"
+                " ORDER BY id DESC LIMIT ?",
+                (limit,),
+            )
+        return [GroupState(state) for (state,) in rows]
 
     def _origin(self, episode_id: int, turn: int) -> tuple[str, str, int]:
         """The task, first observation and trial of an episode that can be forked at `turn`."""
