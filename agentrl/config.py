@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
-from agentrl import algorithms, role_settings
+from agentrl import algorithms, role_settings, vllm_arguments
 from agentrl.algorithms import algorithm as algorithm
 from agentrl.algos.algorithm import Algorithm
 from agentrl.algos.grpo import GRPO
@@ -156,6 +156,7 @@ class EngineSettings(_Section):
     canary: bool = True  # after every sync: compare log-probs of a fixed probe with the learner's
     routed_experts: bool = False  # journal the experts that a mixture computed each token with
     preempt: bool = False  # new weights: running turns leave their request and go on under them, also between adapters
+    vllm: dict[str, Any] = Field(default_factory=dict)  # further arguments of vLLM's server, by their names there
     recompute_kv: bool = False  # after new weights: recompute the KV of running requests, or keep it
     admin_deadline_s: Positive = 30.0  # for an engine to answer about weights, pauses and its state
     stall_s: Positive = 30.0  # an engine that owes a turn a token for so long is asked whether it lives
@@ -202,8 +203,17 @@ class EngineSettings(_Section):
             raise ConfigError("engine.hedge_after", self.hedge_after, hint)
         return self
 
+    @field_validator("vllm")
+    @classmethod
+    def _spelled(cls, vllm: dict[str, Any]) -> dict[str, Any]:
+        return vllm_arguments.normal(vllm)
+
     @model_validator(mode="after")
     def _of_gpus(self) -> Self:
+        if self.vllm and (self.kind == "embedded" or self.urls):
+            raise ConfigError("engine.vllm", self.vllm, "it is for replicas of vLLM that the run starts: leave it out")
+        for own in self.gpus or [[]] * bool(self.vllm):
+            vllm_arguments.split_over(self.vllm, max(1, len(own)))
         if not self.gpus:
             return self
         if self.kind == "embedded" or self.urls:

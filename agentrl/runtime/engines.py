@@ -8,7 +8,7 @@ no file holds the current ones: the replica starts with those of the run's start
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +20,13 @@ from agentrl.engine.canary import Canary
 from agentrl.engine.client import EngineClient
 from agentrl.engine.exclusive import exclusive
 from agentrl.engine.launch import embedded_argv
+from agentrl.engine.vllm import arguments
 from agentrl.engine.vllm import launch as vllm
 from agentrl.engine.vllm.plugin import BACKEND
 from agentrl.engine.vllm.probe import Need, needed, probe
 from agentrl.engine.weights import push, update_info
 from agentrl.errors import CanaryMismatch, EngineError, EngineTimeout, EngineUnavailable, RunFailed, WeightSyncError
+from agentrl.owner import OwnedFolder
 from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint
 from agentrl.runtime.models import model_dir
@@ -133,18 +135,8 @@ class Replica:
         raise RunFailed(f"{self.child.name} was not ready within {deadline_s:g} s (engine.start_deadline_s)")
 
     async def _start_vllm(self, weights: Weights) -> None:
-        settings = self.config.engine
-        server = vllm_server(
-            weights.model,
-            settings,
-            port=self.port,
-            plugin_folder=self.scratch / f"{self.child.name}-plugin",
-            max_context=self.config.rollout.max_context,
-            gpus=self.gpus,
-            lora_rank=self.config.train.lora_rank if self.config.sync == "adapter" else 0,
-            lora_targets=self.config.train.lora_targets,
-            kept_sets=self.config.rollout.sampling.cuts,
-        )
+        settings, folder = self.config.engine, self.scratch / f"{self.child.name}-plugin"
+        server = server_of(self.config, weights.model, port=self.port, plugin_folder=folder, gpus=self.gpus)
         server.prepare()
         self.child.python, self.child.argv, self.child.env = str(server.build.python), server.argv(), server.env()
         self.child.start()
@@ -207,6 +199,23 @@ async def prove(name: str, url: str, weights: Weights, config: RunConfig) -> Non
                     raise WrongWeights(f"{name} was started again: {error}") from error
 
 
+def server_of(
+    config: RunConfig, model: Path, *, port: int, plugin_folder: Path, gpus: Sequence[int]
+) -> vllm.VLLMServer:
+    """A vLLM server for a run. Raises as `vllm_server`."""
+    return vllm_server(
+        model,
+        config.engine,
+        port=port,
+        plugin_folder=plugin_folder,
+        max_context=config.rollout.max_context,
+        gpus=gpus,
+        lora_rank=config.train.lora_rank if config.sync == "adapter" else 0,
+        lora_targets=config.train.lora_targets,
+        kept_sets=config.rollout.sampling.cuts,
+    )
+
+
 def vllm_server(
     model: Path,
     settings: EngineSettings,
@@ -238,7 +247,19 @@ def vllm_server(
         routed_experts=settings.routed_experts,
         kept_sets=kept_sets,
         weight_backend=settings.sync if settings.sync in ("nccl", "ipc") else BACKEND,
+        arguments=settings.vllm,
     )
+
+
+def check_arguments(config: RunConfig) -> None:
+    """Have vLLM check `[engine.vllm]`, which takes as long as importing it. Raises as `arguments.check`."""
+    if not config.engine.vllm:
+        return
+    with closing(OwnedFolder(prefer_memory=False)) as owner:
+        server = server_of(
+            config, model_dir(config.model), port=1, plugin_folder=owner.path, gpus=config.engine.places[0]
+        )
+        arguments.check(server)
 
 
 async def attach(url: str, weights: Weights, config: RunConfig, *, fresh: bool = True) -> None:

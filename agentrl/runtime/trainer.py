@@ -22,6 +22,7 @@ from agentrl.protocols import Rewarder
 from agentrl.records import Task
 from agentrl.registration import make
 from agentrl.runtime import defaults, evaluation, extending, report
+from agentrl.runtime.engines import check_arguments
 from agentrl.runtime.models import given_model_dir, model_dir, slot_dir
 from agentrl.runtime.orders import take_order
 from agentrl.runtime.pipeline import Interrupted, Supervisor, run_to_end
@@ -129,6 +130,7 @@ def check_startable(config: RunConfig) -> None:
         check_gpus([gpu for own in config.engine.gpus for gpu in own])
     take_order(config)
     Renderer(model_dir(config.model))
+    check_arguments(config)
     registry.resolve("environments", config.env.id)
     task_source(config).task(0)
     _check_environments(config)

@@ -28,7 +28,7 @@ from .policy import Policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]  # it starts a server of its own
 
-PROMPT = tuple(range(5, 50))
+PROMPT = tuple(range(5, 50)) * 2
 SAMPLINGS = [
     {"top_p": 0.6},
     {"top_k": 7, "temperature": 1.6},
@@ -40,7 +40,8 @@ SAMPLINGS = [
 
 @pytest.fixture(scope="module")
 def telling(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    yield from up(Server(policy.folder, tmp_path_factory.mktemp("telling"), kept_sets=True))
+    given = {"max-num-batched-tokens": 64, "enable-prefix-caching": False}
+    yield from up(Server(policy.folder, tmp_path_factory.mktemp("telling"), kept_sets=True, arguments=given))
 
 
 @pytest.fixture
@@ -52,6 +53,12 @@ def ask(at: int = 0, **sampling: Any) -> GenerateRequest:
     params = SamplingParams(**{"max_tokens": 30, **sampling})
     prompt = (*PROMPT, *range(60, 60 + at))
     return GenerateRequest(request_id=uuid4().hex, session="s", token_ids=prompt, sampling=params, kept=True)
+
+
+async def test_arguments_of_the_run_file_are_in_force_at_the_server(telling: Server, client: EngineClient) -> None:
+    told = (await client.call("GET", "/metrics", deadline_s=30.0)).decode()
+    assert 'enable_prefix_caching="False"' in told
+    assert "max_num_batched_tokens=64" in telling.log.read_text()  # every prompt of this page is longer
 
 
 def logits(policy: Policy, prompt: tuple[int, ...], generation: Generation) -> torch.Tensor:

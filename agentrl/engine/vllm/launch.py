@@ -19,7 +19,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -34,6 +34,7 @@ from agentrl.errors import ConfigError, EngineError, EngineTimeout, ModelError, 
 from agentrl.ports import free_port
 from agentrl.protocols import GenerateRequest
 from agentrl.records import SamplingParams
+from agentrl.vllm_arguments import split_over, words
 
 PYTHON_VARIABLE = "AGENTRL_VLLM_PYTHON"
 OLDEST, BELOW = (0, 32), (0, 33)
@@ -139,7 +140,8 @@ _SOCKET_FOLDER = 70  # bytes: a socket's path has 107 at most, of which vLLM's n
 class VLLMServer:
     """One server to start. `gpus` are those it takes, as torch counts them: its layers are split over several (tensor
     parallel); without any vLLM takes the first. `lora_rank` 0 switches LoRA off; `lora_targets` are ends of the names
-    of layers that adapters adapt, which the CPU build has to know of a mixture. `kv_cache_bytes` None leaves the size
+    of layers that adapters adapt, which the CPU build has to know of a mixture. `arguments` are further ones of vLLM's
+    server, as `agentrl.vllm_arguments.normal` spells them. `kv_cache_bytes` None leaves the size
     to vLLM (on a CPU: most of the memory); `plugin_folder` is a folder of this server's own, made if missing. A server
     with `kept_sets` tells them, and takes no greedy request."""
 
@@ -162,6 +164,7 @@ class VLLMServer:
     routed_experts: bool = False
     kept_sets: bool = False
     weight_backend: str = BACKEND
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     extra: tuple[str, ...] = ()
 
     @property
@@ -172,9 +175,9 @@ class VLLMServer:
         """The same on a port that nobody has now."""
         return replace(self, port=free_port(self.host))
 
-    def argv(self) -> list[str]:
-        """The arguments after the interpreter."""
-        options: dict[str, str | int] = {
+    def argv(self, *, bare: bool = False) -> list[str]:
+        """The arguments after the interpreter. Those of `arguments` take the place of ours; `bare` leaves them out."""
+        options: dict[str, Any] = {
             "model": str(self.model),
             "served-model-name": self.name,
             "host": self.host,
@@ -185,7 +188,7 @@ class VLLMServer:
             "logprobs-mode": "processed_logprobs",
             "generation-config": "vllm",  # no default of the model's folder may change the sampling distribution
             "stream-interval": self.stream_tokens,
-            "weight-transfer-config": json.dumps({"backend": self.weight_backend}),
+            "weight-transfer-config": {"backend": self.weight_backend},
             "worker-extension-cls": EXTENSION,
             "uvicorn-log-level": "warning",
         }
@@ -204,14 +207,12 @@ class VLLMServer:
             options |= {"block-size": _BLOCK, "distributed-executor-backend": "uni"}
         elif self.routed_experts:
             flags.append("enable-return-routed-experts")
-        if len(self.gpus) > 1:
-            options["tensor-parallel-size"] = len(self.gpus)
-        command = ["-m", "agentrl.engine.vllm.plugin.host"]
-        for name, value in options.items():
-            command += [f"--{name}", str(value)]
         if self.build.cpu and self.lora_rank and self.lora_targets:
-            command += ["--lora-target-modules", *(target.rpartition(".")[2] for target in self.lora_targets)]
-        return [*command, *(f"--{flag}" for flag in flags), *self.extra]
+            options["lora-target-modules"] = [target.rpartition(".")[2] for target in self.lora_targets]
+        options |= dict.fromkeys(flags, True)
+        options |= split_over(self.arguments, len(self.gpus)) if self.gpus else {}
+        options |= {} if bare else self.arguments
+        return ["-m", "agentrl.engine.vllm.plugin.host", *words(options), *self.extra]
 
     def env(self) -> dict[str, str]:
         """Variables to add to the environment. The plugin travels on the path: nothing of ours is installed there."""
@@ -251,9 +252,14 @@ class VLLMServer:
         return env
 
     def prepare(self) -> None:
-        """Check the model and lay out the plugin's folder. Raises ModelError for what this build cannot serve."""
+        """Check the model and lay out the plugin's folder. Raises ModelError or ConfigError for what this build
+        cannot serve."""
         if self.build.cpu:
             _check_head_dim(self.model)
+        for name in ("speculative-config", "spec-method", "spec-model"):
+            if self.build.cpu and name in self.arguments:
+                hint = "vLLM's CPU build tells wrong log-probs of drafted tokens: leave it out"
+                raise ConfigError(f"engine.vllm.{name}", self.arguments[name], hint)
         if self.build.cpu and self.lora_rank:
             _check_adapters(self.model, self.lora_targets)
         if self.routed_experts:

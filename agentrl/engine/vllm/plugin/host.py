@@ -15,7 +15,7 @@ import time
 from agentrl.engine.vllm.plugin import HOST_VARIABLE
 
 _GRACE_S = 6.0
-_SERVER = "vllm.entrypoints.openai.api_server"
+SERVER = "vllm.entrypoints.openai.api_server"
 
 
 def _watch() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     """Serve until SIGTERM or the end of standard input."""
     os.environ[HOST_VARIABLE] = str(os.getpid())
     threading.Thread(target=_watch, name="lifeline", daemon=True).start()
-    runpy.run_module(_SERVER, run_name="__main__", alter_sys=True)
+    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
