@@ -35,6 +35,7 @@ from agentrl.settings import (
     RewardSource,
     check_sources,
     check_temperatures,
+    check_template,
     config_error,
 )
 from agentrl.settings import Section as _Section
@@ -101,8 +102,14 @@ class Rollout(_Section):
     max_deaths: Annotated[int, Field(ge=3)] = 3  # of workers at the same place: the episode fails, its task is left out
     max_replays: Annotated[int, Field(ge=0)] = 2  # of a task whose group infrastructure ended, or its deadline
     failure_budget: Annotated[float, Field(ge=0, le=1)] = 0.2  # share of episodes that may fail, an outage as one
+    template: dict[str, Any] = Field(default_factory=dict)  # of the chat template: { enable_thinking = false }
     roles: dict[str, str] = Field(default_factory=dict)  # who plays a role of the environment, see `frozen_roles`
     pivot: Pivot | None = None  # forks of played episodes; without it there are only those of `agentrl fork`
+
+    @field_validator("template")
+    @classmethod
+    def _of_template(cls, template: dict[str, Any]) -> dict[str, Any]:
+        return check_template(template)
 
     @property
     def sampling(self) -> SamplingParams:

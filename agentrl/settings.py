@@ -4,6 +4,7 @@ evaluation. `agentrl.config` has the others."""
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 from collections.abc import Sequence
@@ -19,6 +20,17 @@ from agentrl.records import SamplingParams
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Resume = Literal["tokens", "turns", "episode", "group"]
+
+
+def check_template(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a chat template as they are. Raises ConfigError for what they may not be."""
+    if ours := sorted({"messages", "tools", "add_generation_prompt"} & arguments.keys()):
+        raise ConfigError("template", ours, "an episode says these itself: leave them out")
+    try:
+        json.dumps(arguments)
+    except TypeError as error:
+        raise ConfigError("template", arguments, f"a chat template takes what JSON can say: {error}") from None
+    return arguments
 
 
 class Section(BaseModel):

@@ -33,7 +33,8 @@ class Renderer:
     """Tokenizer and chat template of a model folder. `template_kwargs` are passed on to the template
     (`enable_thinking=False`, …).
 
-    `stop_token_ids` end a turn. Raises ModelError in one line for a folder without tokenizer or chat template."""
+    `stop_token_ids` end a turn. Raises ModelError in one line for a folder without tokenizer or chat template, and for
+    an argument that the template does not read."""
 
     def __init__(self, model_dir: str | Path, *, template_kwargs: Mapping[str, Json] | None = None) -> None:
         self._folder = Path(model_dir)
@@ -43,7 +44,9 @@ class Renderer:
         self._kwargs: dict[str, Any] = {name: text for name, text in tokens.items() if text} | dict(
             template_kwargs or {}
         )
-        self._template = compile_template(_read_template(self._folder, settings), str(self._folder))
+        self._template = compile_template(
+            _read_template(self._folder, settings), str(self._folder), (template_kwargs or {}).keys()
+        )
         self._special = sorted(
             (token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special),
             key=len,

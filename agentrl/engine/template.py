@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from datetime import datetime
 from typing import Any
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.ext import loopcontrols as loop_controls
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from agentrl.errors import ModelError
+
+_OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token"}  # the renderer says these
 
 
 class _Generation(Extension):
@@ -25,8 +28,9 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def compile_template(source: str, where: str) -> Template:
-    """A template ready to render. Raises ModelError for one that does not parse; `where` names it."""
+def compile_template(source: str, where: str, arguments: Collection[str] = ()) -> Template:
+    """A template ready to render. Raises ModelError for one that does not parse, or that reads none of `arguments` by
+    such a name: jinja would leave it out silently; `where` names the template."""
     environment: Any = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loop_controls]
     )
@@ -34,9 +38,14 @@ def compile_template(source: str, where: str) -> Template:
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _now
     try:
-        return environment.from_string(source)
+        reads = meta.find_undeclared_variables(environment.parse(source)) - _OURS - environment.globals.keys()
     except TemplateSyntaxError as error:
         raise ModelError(f"the chat template of {where!r} does not parse: {error}") from error
+    for name in arguments:
+        if name not in reads:
+            known = f"give {' or '.join(sorted(reads))}" if reads else "it reads none, leave it out"
+            raise ModelError(f"the chat template of {where!r} reads no argument {name!r} (template = …): {known}")
+    return environment.from_string(source)
 
 
 def _now(form: str) -> str:

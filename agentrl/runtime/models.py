@@ -9,6 +9,7 @@ from typing import Any, Literal
 from agentrl import registry
 from agentrl.checkpoint_folders import newest
 from agentrl.config import EngineSettings, RunConfig
+from agentrl.engine.renderer import Renderer
 from agentrl.errors import ModelError
 from agentrl.runtime import hub
 
@@ -38,6 +39,12 @@ def slot_dir(config: RunConfig, name: str) -> Path:
             f"model {name!r} has {sizes[1]} tokens, {config.model!r} has {sizes[0]}: give one with as many"
         )
     return other
+
+
+def renderer_of(config: RunConfig) -> Renderer:
+    """What turns the run's messages into tokens, the same in every process that plays or measures. Raises ModelError,
+    also for an argument that the model's chat template does not read."""
+    return Renderer(model_dir(config.model), template_kwargs=config.rollout.template)
 
 
 def engine_dtype(settings: EngineSettings, folder: Path) -> Literal["float32", "float16", "bfloat16"]:

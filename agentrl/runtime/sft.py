@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 from torch import Tensor
 
 from agentrl import config as configuration
@@ -34,7 +34,7 @@ from agentrl.records import Group, GroupState, Trajectory
 from agentrl.runtime.demonstrations import read
 from agentrl.runtime.learner import device_of
 from agentrl.runtime.models import model_dir
-from agentrl.settings import Count, Section, config_error
+from agentrl.settings import Count, Section, check_template, config_error
 from agentrl.train.learner import Learner
 from agentrl.train.packing import Pack, packs
 from agentrl.train.samples import group_rows, weigh
@@ -53,8 +53,14 @@ class SFTConfig(Section):
     held_out_every: Count = 20  # steps between two measurements; also before the first step and after the last
     examples_per_step: Count = 16  # demonstrations of one optimizer step
     max_context: Count = 2048  # tokens of one demonstration
+    template: dict[str, Any] = Field(default_factory=dict)  # of the chat template: { enable_thinking = false }
     normalise: Literal["token", "sequence"] = "token"  # what weighs the same: every token, or every demonstration
     train: Train = Train(lr=1e-5, tokens_per_batch=4096)  # as in the run file of `agentrl train`
+
+    @field_validator("template")
+    @classmethod
+    def _of_template(cls, template: dict[str, Any]) -> dict[str, Any]:
+        return check_template(template)
 
     def learner(self) -> RunConfig:
         """The settings that a learner reads."""
@@ -123,7 +129,8 @@ class _Training:
         self._config, self._out = config, out
         folder = model_dir(config.model)
         self._learner = Learner(config.learner(), folder, device_of(config.learner()))
-        renderer, vocab = Renderer(folder), self._learner.model.vocab
+        renderer = Renderer(folder, template_kwargs=config.template)
+        vocab = self._learner.model.vocab
         self._data, self._held_out = (
             [
                 demonstration

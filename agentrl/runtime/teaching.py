@@ -15,7 +15,7 @@ from agentrl.engine.renderer import Renderer
 from agentrl.engine.scoring import ScoringClient
 from agentrl.errors import AgentRLError, ConfigError, EngineTimeout, EngineUnavailable, ModelError
 from agentrl.rewards.teacher import Teacher, prefix_of
-from agentrl.runtime.models import model_dir, vocabulary
+from agentrl.runtime.models import model_dir, renderer_of, vocabulary
 from agentrl.settings import RewardSource
 
 POLICY = "policy"  # as a teacher's url: the run's own engines
@@ -41,7 +41,7 @@ def teacher_of(config: RunConfig, meta: Callable[[str], Awaitable[str | None]], 
     prefix: tuple[int, ...] = ()
     if settings.prompt is not None:
         try:
-            prefix = prefix_of(Renderer(model_dir(config.model)), settings.prompt)
+            prefix = prefix_of(renderer_of(config), settings.prompt)
         except ModelError as error:
             raise ConfigError("rewards.prompt", settings.prompt, str(error)) from None
     return Teacher(clients, prefix, frozenset(settings.envs))

@@ -23,7 +23,7 @@ from agentrl.records import Task
 from agentrl.registration import make
 from agentrl.runtime import defaults, evaluation, extending, report
 from agentrl.runtime.engines import check_arguments
-from agentrl.runtime.models import given_model_dir, model_dir, slot_dir
+from agentrl.runtime.models import given_model_dir, model_dir, renderer_of, slot_dir
 from agentrl.runtime.orders import take_order
 from agentrl.runtime.pipeline import Interrupted, Supervisor, run_to_end
 from agentrl.runtime.rundir import RunDir
@@ -118,7 +118,6 @@ def _fitted(config: RunConfig) -> RunConfig:
 
 def check_startable(config: RunConfig) -> None:
     """Fail early, in this process: model, environment and reward must be found before anything is started."""
-    from agentrl.engine.renderer import Renderer
     from agentrl.engine.vllm.launch import check_gpus, check_sender
 
     for package in _TRAINING:
@@ -129,7 +128,7 @@ def check_startable(config: RunConfig) -> None:
     if config.engine.gpus:
         check_gpus([gpu for own in config.engine.gpus for gpu in own])
     take_order(config)
-    Renderer(model_dir(config.model))
+    renderer_of(config)
     check_arguments(config)
     registry.resolve("environments", config.env.id)
     task_source(config).task(0)

@@ -32,7 +32,7 @@ from agentrl.runtime import scoring
 from agentrl.runtime.garbage import collect_after_growth, spare_old_objects
 from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.lifeline import watch_lifeline
-from agentrl.runtime.models import model_dir, vocabulary
+from agentrl.runtime.models import model_dir, renderer_of, vocabulary
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.store.awaitable import AsyncStore
@@ -64,7 +64,7 @@ def serve(path: Path, index: int) -> None:
 async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> None:
     opened, reader = RunStore.open(run.store_path), RunStore.read(run.store_path)
     store = AsyncStore(opened, reader)
-    renderer = Renderer(model_dir(config.model))
+    renderer = renderer_of(config)
     fleet = _fleet(config, reader, renderer)
     rewarder: Rewarder | None = registry.load_reference(config.env.reward) if config.env.reward else None
     context = RolloutContext(

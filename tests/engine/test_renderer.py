@@ -201,6 +201,39 @@ def test_template_arguments_are_passed_on(tmp_path: Path) -> None:
     assert text_of("chatml", quiet.start([user("a")])).endswith("assistant\n<think>\n\n</think>")
 
 
+THINKING = """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"""
+
+
+def test_without_thinking_every_turn_opens_otherwise_and_sampled_tokens_stay_as_they_are(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", FORMATS["chatml"])
+    (folder / "chat_template.jinja").write_text(THINKING)
+    plain, quiet = Renderer(folder), Renderer(folder, template_kwargs={"enable_thinking": False})
+    opening = plain.start([user("a")])
+    assert Renderer(folder, template_kwargs={"enable_thinking": True}).start([user("a")]) == opening
+    assert quiet.start([user("a")]) == (*opening, *plain.tokens("<think></think>"))
+    odd = (*plain.tokens("o"), *plain.tokens("dd"))  # as no tokenizer divides it
+    sampled = (*odd, token("chatml", "<|im_end|>"))
+    row = (*quiet.start([user("a")]), *sampled, *quiet.extend(sampled, [user("b")]))
+    assert text_of("chatml", row) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think></think>odd<|im_end|>\n"
+        "<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n<think></think>"
+    )
+    assert row[len(quiet.start([user("a")])) :][: len(sampled)] == sampled
+    assert quiet.stop_token_ids == plain.stop_token_ids
+
+
+def test_an_argument_that_the_template_does_not_read_is_refused_with_those_it_reads(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", FORMATS["chatml"])
+    with pytest.raises(ModelError, match=r"reads no argument 'enable_thinkin' .*: it reads none, leave it out"):
+        Renderer(folder, template_kwargs={"enable_thinkin": False})
+    (folder / "chat_template.jinja").write_text(THINKING)
+    with pytest.raises(ModelError, match=r"reads no argument 'enable_thinkin' .*: give enable_thinking$"):
+        Renderer(folder, template_kwargs={"enable_thinkin": False})
+
+
 def edit(folder: Path, name: str, text: str | None) -> None:
     if text is None:
         (folder / name).unlink()
