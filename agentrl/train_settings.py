@@ -5,6 +5,7 @@ Owns what each setting may be by itself and beside the others of its table. Neve
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -19,9 +20,14 @@ class Train(Section):
     steps: Count = 100  # optimizer steps
     lr: Positive = 5e-4  # learning rate of AdamW
     warmup_steps: Annotated[int, Field(ge=0)] = 5  # in which the learning rate rises from 0
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # how it falls after these, until the last step
+    lr_min: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
+        0.0  # where it falls to; a critic's falls in proportion
+    )
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of AdamW
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     grad_clip: Positive = 1.0  # largest norm of the gradient
+    max_skipped: Annotated[int, Field(ge=0)] = 3  # updates in a row that may be skipped since a gradient is not finite
     tokens_per_batch: Count = 4096  # packed tokens of one forward pass; gradients accumulate over passes
     logits_mb: Count = 1024  # of memory for logits: a pass computes them for as many tokens at once as fit
     threads: Count = 1  # of arithmetic in the learner
@@ -43,6 +49,25 @@ class Train(Section):
     liveness_deadline_s: Positive = 60.0  # a learner stopped for so long is started again; so is a kept supervisor
     progress_deadline_s: Positive = 300.0  # so is one that ends no pass, and writes no file, for so long
     stall_deadline_s: Positive = 600.0  # no turn, answer, score, episode end or step for so long: the run fails
+
+    def lr_share(self, step: int) -> float:
+        """What step number `step` (from 1) has of the learning rate."""
+        if step <= self.warmup_steps:
+            return step / (self.warmup_steps + 1)
+        done = min(1.0, (step - self.warmup_steps - 1) / max(1, self.steps - self.warmup_steps - 1))
+        falls = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}
+        least = self.lr_min / self.lr
+        return least + (1.0 - least) * falls[self.lr_schedule]
+
+    @model_validator(mode="after")
+    def _of_a_schedule(self) -> Self:
+        if self.lr_min and self.lr_schedule == "constant":
+            raise ConfigError(
+                "train.lr_min", self.lr_min, "nothing falls to it: set train.lr_schedule, or leave it out"
+            )
+        if self.lr_min >= self.lr:
+            raise ConfigError("train.lr_min", self.lr_min, f"must be below train.lr = {self.lr}")
+        return self
 
     @model_validator(mode="after")
     def _of_an_adapter(self) -> Self:

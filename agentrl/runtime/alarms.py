@@ -50,6 +50,9 @@ def raised(row: Mapping[str, Any], alarms: Alarms) -> list[Raised]:
         if value > threshold if side == "above" else value < threshold:
             text = f"{metric} = {value:.4g} ({meaning}) is {side} alarms.{name}_{side} = {threshold:g}"
             found.append(Raised(name, alarms.action(name), text))
+    if skipped := row.get("skipped_updates"):
+        text = f"skipped_updates = {skipped}: their gradient was not finite"
+        found.append(Raised("non_finite", alarms.action("non_finite"), text))
     for metric in _NUMBERS:
         value = row.get(metric)
         if value is not None and not math.isfinite(value):

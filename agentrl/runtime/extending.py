@@ -26,6 +26,8 @@ _MAY_CHANGE = (
     "train.threads",
     "train.compile",
     "train.gradient_checkpointing",
+    "train.logits_mb",
+    "train.max_skipped",
     "*.*_deadline_s",
     "rollout.failure_budget",
     "rollout.max_running",

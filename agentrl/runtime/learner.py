@@ -39,7 +39,7 @@ from agentrl.store import RunStore
 from agentrl.store.roles import LearnerStore
 from agentrl.telemetry import Telemetry
 from agentrl.train.hashes import circumstances
-from agentrl.train.learner import Learner
+from agentrl.train.learner import Diverged, Learner
 from agentrl.train.sender import Sender
 from agentrl.train.snapshot import take
 
@@ -91,13 +91,17 @@ class _Learning:
         store.set_meta("model_params", str(sum(p.numel() for p in self._learner.model.parameters())))
 
     def run(self) -> None:
-        """Raises RunFailed; if the engines failed, saves a checkpoint first."""
+        """Raises RunFailed; if the engines failed, or the gradients, saves a checkpoint first."""
         try:
             self._learn()
-        except NotDelivered:
+        except (NotDelivered, Diverged) as error:
             if self._learner.trained:
                 self._learner.save(self._run.checkpoints)  # `start_point` makes it known to the store
-            raise
+            if not isinstance(error, Diverged):
+                raise
+            more = f"train.max_skipped={2 * max(1, self._config.train.max_skipped)}"
+            hint = f"this one is saved and goes on with agentrl train --resume {self._run.path} --set {more}"
+            raise RunFailed(f"{error}; {hint}") from error
 
     def _learn(self) -> None:
         learner, config = self._learner, self._config

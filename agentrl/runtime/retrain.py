@@ -32,8 +32,19 @@ from agentrl.train.hashes import circumstances
 from agentrl.train.learner import Learner
 
 _OTHERWISE = (
-    *("lr", "warmup_steps", "weight_decay", "grad_clip", "tokens_per_batch", "minibatches", "epochs", "dtype"),
-    *("device", "threads", "compile", "gradient_checkpointing"),
+    *(
+        "lr",
+        "lr_min",
+        "lr_schedule",
+        "warmup_steps",
+        "weight_decay",
+        "grad_clip",
+        "tokens_per_batch",
+        "minibatches",
+        "epochs",
+        "dtype",
+    ),
+    *("device", "threads", "compile", "gradient_checkpointing", "logits_mb"),
 )
 """The settings of `[train]` with which a step may be trained otherwise."""
 

@@ -56,4 +56,5 @@ def circumstances(train: Train) -> dict[str, str | int | bool]:
         "threads": train.threads,
         "compile": train.compile,
         "gradient_checkpointing": train.gradient_checkpointing,
+        "logits_mb": train.logits_mb,
     }

@@ -34,6 +34,7 @@ from agentrl.algorithms import distinct
 from agentrl.algos.algorithm import Outputs
 from agentrl.checkpoint_folders import newest
 from agentrl.config import RunConfig
+from agentrl.errors import RunFailed
 from agentrl.records import Group
 from agentrl.train import checkpoint, lora
 from agentrl.train.checkpoint import CheckpointState
@@ -47,6 +48,10 @@ from agentrl.train.samples import GroupRows, Row, StepOf, Undone, group_rows, we
 
 Passed = Callable[[Pack, Mapping[str, Tensor], Outputs], None]
 """Looks at a pass before its gradients: the pass, the columns of its tokens, and what the models say of them."""
+
+
+class Diverged(RunFailed):
+    """Too many updates in a row had a gradient that is not finite. The learner can be saved."""
 
 
 class Learner:
@@ -78,6 +83,7 @@ class Learner:
         self.step_index = 0
         self.checkpoint_step = 0
         self.trained: list[tuple[int, ...]] = []
+        self.skipped_in_a_row = 0
         self.on_pass: Passed | None = None
 
     # --- one step -----------------------------------------------------------------------------------------------
@@ -93,8 +99,9 @@ class Learner:
         """Train on `groups` once and count the step. `step_of` maps a weight version to its optimizer step, `undone`
         says whether a restart abandoned it. `max_lag` is the lag bound (default: `buffer.max_lag`).
 
-        A step in which no row can move the weights leaves weights and optimizer as they are (`updated` is False).
-        Raises RunFailed if a gradient is not finite; the weights are then those before that update."""
+        A step in which no row can move the weights leaves weights and optimizer as they are (`updated` is False), as
+        does an update whose gradient is not finite. Raises Diverged, after the step, if too many of these came in a
+        row."""
         watch = Stopwatch()
         abandoned, by_role = cache(undone), self.config.algo_by_role
         ready = [
@@ -125,6 +132,7 @@ class Learner:
         self.step_index += 1
         self.models.follow(self.step_index)
         self.trained.append(tuple(one.episode_id for group in groups for one in group.trajectories if one.scored))
+        self._check_skipped()
         laid = [pack for part in updates for pack in part]
         used = use(
             self.model.module,
@@ -199,13 +207,21 @@ class Learner:
             watch.lap("backward")
             self._progress()
             loss += float(pack_loss.total.detach())
-        step, train = self.step_index + 1, self.config.train
         trained = {name for pack in part for name in pack.algo.trained(self.step_index)}
         names = [name for name in self.models.optimizers if name in trained]
-        norm = self.models.update(names, warmth=min(1.0, step / (train.warmup_steps + 1)), loss=loss, step=step)
+        norm = self.models.update(names, loss=loss, lr_share=self.config.train.lr_share(self.step_index + 1))
         tally.updated(loss, norm)
+        self.skipped_in_a_row = 0 if norm is not None else self.skipped_in_a_row + 1
         watch.lap("optimizer")
         self._progress()
+
+    def _check_skipped(self) -> None:
+        most = self.config.train.max_skipped
+        if self.skipped_in_a_row > most:
+            raise Diverged(
+                f"step {self.step_index}: the gradients of {self.skipped_in_a_row} updates in a row were not finite, "
+                f"more than train.max_skipped = {most}, and no weight changed: lower train.lr in a new run"
+            )
 
     # --- what outlives the process --------------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from agentrl import algorithms
 from agentrl.algos.algorithm import Outputs
 from agentrl.config import RunConfig, Train
-from agentrl.errors import RunFailed
 from agentrl.train import lora
 from agentrl.train.checkpoint import CRITIC, Part
 from agentrl.train.critic import Critic
@@ -132,18 +131,17 @@ class Models:
 
     # --- updates --------------------------------------------------------------------------------------------------
 
-    def update(self, names: Sequence[str], *, warmth: float, loss: float, step: int) -> float:
-        """One optimizer step of the named models from the gradients at hand, and no gradients after it. `warmth` scales
-        the learning rates. Returns the norm of the gradient of the first of them, before it was clipped.
-
-        Raises RunFailed if a gradient is not finite; no weight has changed then."""
+    def update(self, names: Sequence[str], *, loss: float, lr_share: float) -> float | None:
+        """One optimizer step of the named models from the gradients at hand, and no gradients after it. `lr_share`
+        scales the learning rates. Returns the norm of the gradient of the first of them, before it was clipped; None if
+        a gradient or `loss` is not finite: nothing has changed then."""
         norms = {name: self._clip(name) for name in names}
-        if not all(map(math.isfinite, norms.values())):
+        if not all(map(math.isfinite, (loss, *norms.values()))):
             self._forget()
-            raise RunFailed(f"step {step}: the gradient is not finite (loss {loss}); lower train.lr")
+            return None
         for name in names:
             for group in self.optimizers[name].param_groups:
-                group["lr"] = self._lr[name] * warmth
+                group["lr"] = self._lr[name] * lr_share
             self.optimizers[name].step()
         self._forget()
         return norms[names[0]]

@@ -32,10 +32,12 @@ class StepReport:
     """One step. A mean over nothing is None.
 
     Gauges (`ess` to `entropy`) are over the tokens that were computed; `lag_*` and `advantage_*` over all scored ones.
-    `updated` is False where no token had an advantage. See `corrections.Gauges` for what the gauges mean."""
+    `updated` is False where no token had an advantage, and where all updates were skipped. See `corrections.Gauges` for
+    what the gauges mean."""
 
     step: int
     updated: bool
+    skipped_updates: int  # whose gradient was not finite: they changed nothing
     loss: float | None
     grad_norm: float | None
     lr: float
@@ -113,6 +115,7 @@ class Tally:
 
     algorithms: Mapping[str, Algorithm]
     losses: list[float] = field(default_factory=list[float])
+    skipped: int = 0
     grad_norms: list[float] = field(default_factory=list[float])
     packs: list[Pack] = field(default_factory=list[Pack])
     tokens: list[Mapping[str, Tensor]] = field(default_factory=list[Mapping[str, Tensor]])
@@ -152,8 +155,11 @@ class Tally:
         names = [name for name in passes[0] if all(name in one for one in passes)] if passes else []
         return {name: torch.cat([one[name] for one in passes]) for name in names}
 
-    def updated(self, loss: float, grad_norm: float) -> None:
-        """Record an optimizer update."""
+    def updated(self, loss: float, grad_norm: float | None) -> None:
+        """Record an optimizer update, or (`grad_norm` is None) one that was skipped."""
+        if grad_norm is None:
+            self.skipped += 1
+            return
         self.losses.append(loss)
         self.grad_norms.append(grad_norm)
 
@@ -163,7 +169,7 @@ class Tally:
         """
         first = next(iter(self.algorithms))
         return {
-            name if of == first else f"{of}.{name}": value / (self.gauged[of] or len(self.losses))
+            name if of == first else f"{of}.{name}": value / (self.gauged[of] or len(self.losses) + self.skipped)
             for (of, name), value in self.gauges.items()
         }
 
@@ -197,6 +203,7 @@ def summarise(
     return StepReport(
         step=step,
         updated=bool(tally.losses),
+        skipped_updates=tally.skipped,
         loss=_mean(tally.losses),
         grad_norm=_mean(tally.grad_norms),
         lr=lr,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,13 @@ import pytest
 from agentrl.config import EnvSource, Rollout, RunConfig, Train
 from agentrl.errors import RunFailed
 from agentrl.records import WeightVersion
+from agentrl.runtime import extending
 from agentrl.runtime import learner as module
 from agentrl.runtime.alarms import LagBound
 from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.publisher import NotDelivered
 from agentrl.settings import Buffer
+from agentrl.train.learner import Diverged
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,25 @@ def test_what_was_learned_is_saved_when_no_engine_takes_it(scene: Scene) -> None
     with pytest.raises(NotDelivered):
         scene.run()
     assert scene.saved == [8]
+
+
+def test_a_run_that_skips_too_many_updates_is_saved_and_says_how_to_go_on(scene: Scene, tmp_path: Path) -> None:
+    step = scene.learner.step
+
+    def diverge(groups: object, **given: object) -> Report:
+        report = step(groups, **given)
+        if scene.learner.step_index == 8:
+            raise Diverged("step 8: too many")
+        return report
+
+    scene.learner.step = diverge
+    with pytest.raises(RunFailed, match=r"step 8: too many; .*--resume (\S+) --set (\S+)$") as failed:
+        scene.run(max_skipped=3)
+    assert scene.saved == [8]
+    typed = str(failed.value).split("--set ")[1]
+    assert typed == "train.max_skipped=6" and any(
+        fnmatchcase(typed.split("=")[0], one) for one in extending._MAY_CHANGE
+    )
 
 
 def test_a_run_whose_weights_are_wrong_saves_none(scene: Scene) -> None:

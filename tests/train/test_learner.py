@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.algos.grpo import GRPO
 from agentrl.config import Buffer, Rollout, RunConfig, Train
-from agentrl.errors import ConfigError, RunFailed
+from agentrl.errors import ConfigError
 from agentrl.records import Group, StopReason, VersionSpan
-from agentrl.train.learner import Learner
+from agentrl.train.learner import Diverged, Learner
 
 from .making import episode, group_of, random_group, run_config, turn
 
@@ -310,11 +310,44 @@ def test_training_is_deterministic_under_a_seed(qwen3_dir: Path) -> None:
     assert same(*ends)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run(qwen3_dir: Path) -> None:
-    learner = Learner(run_config(), qwen3_dir)
+def poisoned(group: Group) -> Group:
+    """What its engine said of a token makes loss and gradient NaN."""
+    first, *others = group.trajectories
+    (said,) = first.turns
+    return replace(
+        group, trajectories=(replace(first, turns=(replace(said, logprobs=(math.nan,) * len(said.logprobs)),)), *others)
+    )
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_an_update_whose_gradient_is_not_finite_is_skipped_and_counted(qwen3_dir: Path, minibatches: int) -> None:
+    """As if its groups had not been there; they count as trained."""
+    ends = []
+    for poison in (True, False):
+        learner = Learner(run_config(train=Train(warmup_steps=3, minibatches=minibatches)), qwen3_dir)
+        group = bandit(learner)
+        good, bad = [group] * (minibatches - 1), [poisoned(group)] * poison
+        before = state_of(learner)
+        report = learner.step([*good, *bad], step_of=STEP_OF)
+        assert (report.skipped_updates, report.updated) == (int(poison), minibatches > 1)
+        assert same(before, state_of(learner)) == (minibatches == 1)
+        assert report.loss is None or math.isfinite(report.loss)
+        assert learner.step_index == 1 and len(learner.trained) == 1
+        assert sorted(set(learner.trained[0])) == sorted(
+            {one.episode_id for g in (*good, *bad) for one in g.trajectories}
+        )
+        assert learner.step([group], step_of=STEP_OF).skipped_updates == 0
+        ends.append(state_of(learner))
+    assert same(*ends)
+
+
+def test_updates_skipped_in_a_row_end_the_run_when_they_are_too_many(qwen3_dir: Path) -> None:
+    learner = Learner(run_config(train=Train(max_skipped=2)), qwen3_dir)
     group = bandit(learner)
+    for bad in (True, True, False, True, True):
+        learner.step([poisoned(group) if bad else group], step_of=lambda _: learner.step_index)
     before = state_of(learner)
-    poisoned = group_of([*group.trajectories[:1], episode(1, group.trajectories[1].turns, math.inf)])
-    with pytest.raises(RunFailed, match="gradient is not finite"):
-        learner.step([poisoned], step_of=STEP_OF)
+    with pytest.raises(Diverged, match=r"step 6: .* 3 updates in a row .* train\.max_skipped = 2.* lower train\.lr"):
+        learner.step([poisoned(group)], step_of=lambda _: learner.step_index)
     assert same(before, state_of(learner))
+    assert learner.step_index == len(learner.trained) == 6  # to be saved: no resume takes these groups again
