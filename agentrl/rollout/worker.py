@@ -21,7 +21,7 @@ from agentrl.store import Claim, LeaseLost
 from agentrl.store.roles import RolloutStore
 
 _LOOK_S = 1.0  # a worker looks so often for episodes of expired leases, of which no write tells
-_DISK_WAIT_S = 60.0
+_DISK_S = 1.0  # between two tries to renew leases on a full disk
 _AT_ONCE = 16  # episodes that start before the loop's other tasks run again
 
 
@@ -99,7 +99,7 @@ class Worker:
         try:
             with trio.CancelScope() as scope:
                 self._scopes[claim.episode_id] = scope
-                await self._play_durably(claim)
+                await play(claim, self.context)
         except HandedBack:
             pass  # it goes on elsewhere once this worker has left
         except LeaseLost:
@@ -111,31 +111,17 @@ class Worker:
             self._idle.cancel()
             self._ended.set()
 
-    async def _play_durably(self, claim: Claim) -> None:
-        """Play; on a full disk wait for space and go on from the journal, which still holds every finished turn."""
-        kept, waited_s = len(claim.turns), 0.0  # since these turns were kept
-        while True:
-            try:
-                if waited_s:
-                    claim = await self.store.reload(claim)  # it may share the error of others' writes
-                await play(claim, self.context)
-                return
-            except DiskFull:
-                if len(claim.turns) > kept:
-                    kept, waited_s = len(claim.turns), 0.0
-                if waited_s >= _DISK_WAIT_S:
-                    raise
-                await trio.sleep(1.0)
-                waited_s += 1.0
-
     async def _keep_leases(self) -> None:
         """Renew at a third of the lease; an episode whose lease was lost is cancelled."""
+        pause_s = self.config.rollout.lease_s / 3
         while True:
-            await trio.sleep(self.config.rollout.lease_s / 3)
+            await trio.sleep(pause_s)
+            pause_s = self.config.rollout.lease_s / 3
             held = dict(self._running)  # claims that come meanwhile are not among those kept
             try:
                 kept = await self.store.renew(self.name, lease_s=self.config.rollout.lease_s, now=self.now())
             except DiskFull:  # nobody else can claim on it either
+                pause_s = min(pause_s, _DISK_S)
                 continue
             for episode_id, claim in held.items():
                 scope = self._scopes.get(episode_id)

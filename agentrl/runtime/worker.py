@@ -63,7 +63,7 @@ def serve(path: Path, index: int) -> None:
 
 async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> None:
     opened, reader = RunStore.open(run.store_path), RunStore.read(run.store_path)
-    store = AsyncStore(opened, reader)
+    store = AsyncStore(opened, reader, disk_wait_s=config.train.stall_deadline_s)  # then the run ends
     renderer = renderer_of(config)
     fleet = _fleet(config, reader, renderer)
     rewarder: Rewarder | None = registry.load_reference(config.env.reward) if config.env.reward else None

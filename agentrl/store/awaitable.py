@@ -6,8 +6,9 @@ tasks, deadlines and cancellation go on. Reads have a read-only connection in th
 
 Writes are committed in the order in which they were asked for. A write whose caller is cancelled while it waits is
 still made, before any later one; its error, if any, is lost, but the fence protects: if its episode was lost, the next
-call of that episode raises LeaseLost too. `inline` makes each call a transaction in the caller's task, without a
-thread: for simulations in virtual time. Never knows what a call writes.
+call of that episode raises LeaseLost too. On a full disk, the writes of episodes and scores wait for space: a sampled
+turn stays in the memory of its task. `inline` makes each call a transaction in the caller's task, without a thread: for
+simulations in virtual time. Never knows what a call writes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, Self
 import trio
 
 from agentrl.columns import NONE, Columns
-from agentrl.errors import StoreError
+from agentrl.errors import DiskFull, StoreError
 from agentrl.records import Json, Messages, Step, StopReason, Trajectory, Turn, WeightVersion
 from agentrl.store import Claim, Partial, RunStore, Snapshot
 from agentrl.store.database import Result
@@ -31,6 +32,7 @@ from agentrl.store.signal import Role
 from agentrl.store.waiting import wait_for_work
 
 _LAST_WORD_S = 4.0  # less than a supervisor leaves a child to end
+_DISK_S = 1.0  # between two tries to write on a full disk
 _TOGETHER = 256  # writes of one transaction at most: other processes wait for its end
 
 
@@ -49,9 +51,12 @@ class AsyncStore:
     """A worker's and a reward source's store. Make it inside `trio.run`, unless `inline`; `aclose` makes the writes
     that are still queued. It closes neither `store` nor `reader`."""
 
-    def __init__(self, store: RunStore, reader: ReadStore | None = None, *, inline: bool = False) -> None:
-        """`store` writes, `reader` (default: `store`) reads; a `reader` of its own never waits for a writer."""
-        self._store, self._reader = store, reader or store
+    def __init__(
+        self, store: RunStore, reader: ReadStore | None = None, *, inline: bool = False, disk_wait_s: float = 0.0
+    ) -> None:
+        """`store` writes, `reader` (default: `store`) reads; a `reader` of its own never waits for a writer. Writes
+        wait `disk_wait_s` for space before they raise DiskFull, but for `claim`, `renew` and `record`."""
+        self._store, self._reader, self._disk_wait_s = store, reader or store, disk_wait_s
         self._queue: SimpleQueue[Write | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         if not inline:
@@ -64,13 +69,13 @@ class AsyncStore:
     async def claim(
         self, worker: str, limit: int, *, lease_s: float, now: float | None = None, ahead: int | None = None
     ) -> list[Claim]:
-        return await self._write(partial(self._store.claim, worker, limit, lease_s=lease_s, now=now, ahead=ahead))
+        return await self._once(partial(self._store.claim, worker, limit, lease_s=lease_s, now=now, ahead=ahead))
 
     async def reload(self, claim: Claim) -> Claim:
         return await self._write(partial(self._store.reload, claim))  # after the episode's writes, so among them
 
     async def renew(self, worker: str, *, lease_s: float, now: float | None = None) -> frozenset[int]:
-        return await self._write(partial(self._store.renew, worker, lease_s=lease_s, now=now))
+        return await self._once(partial(self._store.renew, worker, lease_s=lease_s, now=now))
 
     async def hand_back(self, worker: str) -> int:
         return await self._write(partial(self._store.hand_back, worker))
@@ -132,7 +137,7 @@ class AsyncStore:
         return self._reader.current_version()
 
     async def record(self, kind: str, step: int, values: Mapping[str, Json]) -> None:
-        await self._write(partial(self._store.record, kind, step, values))
+        await self._once(partial(self._store.record, kind, step, values))
 
     async def wait_for_work(self, role: Role, timeout_s: float) -> None:
         await wait_for_work(self._store, role, timeout_s)
@@ -166,6 +171,17 @@ class AsyncStore:
     # --- writes
 
     async def _write(self, call: Callable[[], Any]) -> Any:
+        """Make a write once there is space for it. Raises DiskFull after `disk_wait_s`."""
+        until = trio.current_time() + self._disk_wait_s
+        while True:
+            try:
+                return await self._once(call)
+            except DiskFull:
+                if trio.current_time() >= until:
+                    raise
+            await trio.sleep(_DISK_S)
+
+    async def _once(self, call: Callable[[], Any]) -> Any:
         write = self._post(call, trio.lowlevel.current_task())
         if write.result is None:
 

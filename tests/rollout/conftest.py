@@ -124,7 +124,7 @@ def context(renderer: Renderer, store: RunStore) -> Callable[..., RolloutContext
         return RolloutContext(
             engine=engine or FakeEngine(version=1),
             renderer=renderer,
-            store=AsyncStore(store, inline=True),
+            store=AsyncStore(store, inline=True, disk_wait_s=60.0),
             settings=Rollout(**settings),
             make_env=lambda task: env,
             rewarder=rewarder,

@@ -223,29 +223,35 @@ async def test_a_full_disk_pauses_an_episode_and_loses_nothing(
     assert not full
 
 
-async def test_an_episode_that_waits_for_space_goes_on_waiting_if_others_fill_it_meanwhile(
-    store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("write", ["begin", "journal_turn", "journal_step", "finish"])
+async def test_law_1_on_a_full_disk_no_turn_is_sampled_and_no_action_taken_twice(
+    store: RunStore,
+    worker: Callable[..., Worker],
+    autojump_clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    write: str,
 ) -> None:
-    """Reading the journal again shares a transaction with other episodes' writes, and their error."""
+    """What cannot be written yet stays in memory."""
+    full, really, envs = [DiskFull("no space left")] * 5, getattr(store, write), list[ScriptedEnv]()
 
-    def full_for(call: Callable[..., Any], times: int) -> Callable[..., Any]:
-        full = [DiskFull("no space left")] * times
+    def writes(*args: Any, **named: Any) -> Any:
+        if full:
+            raise full.pop()
+        return really(*args, **named)
 
-        def called(*args: Any) -> Any:
-            if full:
-                raise full.pop()
-            return call(*args)
+    def make(task: Task) -> ScriptedEnv:
+        envs.append(ScriptedEnv([going(), done()]))
+        return envs[-1]
 
-        return called
-
-    monkeypatch.setattr(store, "journal_turn", full_for(store.journal_turn, 1))
-    monkeypatch.setattr(store, "reload", full_for(store.reload, 3))
+    monkeypatch.setattr(store, write, writes)
     store.set_meta("phase", "eval")
     store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
-    await run(
-        worker(lambda task: ScriptedEnv([going(), done()])),
-        lambda: store.counts("eval:a:now").get(GroupState.SCORED, 0) == 1,
-    )
+    one = worker(make)
+    engine: Any = one.context.engine
+    await run(one, lambda: store.counts("eval:a:now").get(GroupState.SCORED, 0) == 1)
+    assert not full
+    assert [request.sampled for request in engine.requests] == [0, 0], "a request for each turn"
+    assert [len(env.actions) for env in envs] == [2]
     assert [row.stop_reason for row in store.episodes("eval:a:now")] == [StopReason.DONE]
 
 
