@@ -5,18 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import gymnasium
 import pytest
+import trio
+import trio.testing
 
 import agentrl
 from agentrl.env.oracles import judge as play_oracles
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, HostBusy
 from agentrl.protocols import ExecResult, SandboxSpec
 from agentrl_environments.code_repair import CodeRepair, make_task
 from agentrl_environments.code_repair.demonstrations import call, demonstrate
-from agentrl_environments.code_repair.running import Runner, parse
+from agentrl_environments.code_repair.running import Runner, Values, parse
 from agentrl_environments.code_repair.tasks import evaluate
 
 pytestmark = pytest.mark.bubblewrap
@@ -186,9 +189,36 @@ class CountingBackend:
     async def aclose(self) -> None: ...
 
 
-async def test_the_same_run_is_made_once_and_memory_is_bounded() -> None:
-    import trio
+class SlowHost(CountingBackend):
+    """Its boxes begin a command after `start_s` seconds; the command then sleeps for `sleeps_s` of its own."""
 
+    def __init__(self, start_s: float, sleeps_s: float = 0.0) -> None:
+        super().__init__()
+        self.start_s, self.sleeps_s = start_s, sleeps_s
+
+    async def exec(self, argv: object, *, stdin: bytes, timeout_s: float) -> ExecResult:
+        whole = await super().exec(argv, stdin=stdin, timeout_s=timeout_s)
+        begun = stdin.split(b"\n")[0] + b" begun\n"
+        out = b""
+        with trio.move_on_after(timeout_s) as scope:
+            await trio.sleep(self.start_s)
+            out = begun
+            await trio.sleep(self.sleeps_s)
+            return replace(whole, stdout=begun + whole.stdout)
+        return ExecResult(exit_code=-9, stdout=out, stderr=b"", timed_out=scope.cancelled_caught)
+
+
+async def test_a_slow_host_costs_the_policy_nothing(autojump_clock: trio.testing.MockClock) -> None:
+    async def ran(host: SlowHost) -> Values:
+        return await Runner(host, warm=False).run("a", ["f()"])  # type: ignore[arg-type]
+
+    assert await ran(SlowHost(start_s=10)) == ("1",)
+    with pytest.raises(HostBusy, match="did not begin to run tests within 20 s"):
+        await ran(SlowHost(start_s=25))
+    assert await ran(SlowHost(start_s=1, sleeps_s=25)) == "Timeout"  # that is the module's own doing
+
+
+async def test_the_same_run_is_made_once_and_memory_is_bounded() -> None:
     boxes = CountingBackend()
     runner = Runner(boxes, remembered=2, warm=False)  # type: ignore[arg-type]
     async with trio.open_nursery() as nursery:
