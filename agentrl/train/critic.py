@@ -37,6 +37,11 @@ class Critic:
         if own:
             trunk.module.set_output_embeddings(nn.Identity())
 
+    @property
+    def trunk(self) -> PolicyModel:
+        """The model below the head: the critic's own, or the policy."""
+        return self._trunk
+
     def values(self, pack: Pack, hidden_PH: Tensor) -> Tensor:
         """The value [K] of the text before each scored token. `hidden_PH` is the input of the policy's output layer; a
         trunk of its own runs a pass here."""

@@ -22,7 +22,8 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM
+from torch._guards import detect_fake_mode
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.columns import KEPT
@@ -48,7 +49,8 @@ AttentionInterface.register(ATTENTION, cast(Any, tree_attention))
 
 class PolicyModel:
     """A causal language model over packs. `module` is the transformers model; its parameters are float32, `dtype`
-    is what a pass computes in. `folder` is where tokenizer and configuration came from."""
+    is what a pass computes in. `folder` is where tokenizer and configuration came from. Under torch's FakeTensorMode
+    the model is made from its config.json alone, and its tensors have no numbers."""
 
     def __init__(
         self,
@@ -249,6 +251,8 @@ def _compile(module: Any, device: torch.device) -> None:
 def _load(folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         raise ModelError(f"no model in {str(folder)!r}: it holds no config.json")
+    if detect_fake_mode() is not None:
+        return _hollow(folder)
     bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -268,6 +272,16 @@ def _load(folder: Path) -> Any:
     return module
 
 
+def _hollow(folder: Path) -> Any:
+    """The model of a config.json, of tensors that have no numbers."""
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        return cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
+    except Exception as error:  # of many kinds; the user must mend each
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ModelError(f"cannot make the model that {str(folder / 'config.json')!r} describes: {reason}") from error
+
+
 @torch.no_grad()
 def _check_tree(module: Any, folder: Path) -> Head | None:
     """Two rows that share a prefix must get the logits that transformers' own attention gives them; an architecture
@@ -275,6 +289,9 @@ def _check_tree(module: Any, folder: Path) -> Head | None:
     several windows long: the model's windows are shortened during the check, so that a long one costs nothing.
 
     Returns how its logits are made, if we can do the same."""
+    if detect_fake_mode() is not None:
+        layer = module.get_output_embeddings()
+        return Head(layer) if type(layer) is nn.Linear else None
     device = next(module.parameters()).device
     vocab = module.config.get_text_config().vocab_size
     shared, alone = 3 * _SHORT, 2 * _SHORT

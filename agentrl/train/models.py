@@ -89,6 +89,19 @@ class Models:
         named = {CRITIC: critic, **{name: follower.tensors for name, follower in self.moving.items()}}
         return own | {f"{part}.{name}": tensor for part, of in named.items() for name, tensor in of.items()}
 
+    def language_models(self) -> list[PolicyModel]:
+        """All that are loaded: the policy, a critic's own trunk, frozen ones."""
+        trunk = [self.critic.trunk] if self.critic is not None and self.critic.own else []
+        return [self.policy, *trunk, *(model for model in self._frozen.values() if model is not None)]
+
+    def held(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors of models that learn, and those of the others; not copied."""
+        moving = [tensor for follower in self.moving.values() for tensor in follower.tensors.values()]
+        frozen = [model for model in self._frozen.values() if model is not None]
+        own = [model for model in self.language_models() if model not in frozen]
+        head = [] if self.critic is None else list(self.critic.head.parameters())
+        return [t for model in own for t in _tensors(model)] + head, [t for m in frozen for t in _tensors(m)] + moving
+
     # --- passes ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -163,3 +176,7 @@ class Models:
     def _forget(self) -> None:
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
+
+
+def _tensors(model: PolicyModel) -> list[Tensor]:
+    return [*model.module.parameters(), *model.module.buffers()]

@@ -1,0 +1,209 @@
+"""What a learner's step holds in memory, by purpose, found before anything is loaded.
+
+The learner's own models are made from the model's configuration alone, of tensors that have shapes and no numbers
+(torch's FakeTensorMode), and make one pass forward and backward and one update; meanwhile every storage is counted from
+its first tensor to its last. So a new optimizer, a checkpointed layer or another output layer needs no formula here.
+Never knows GPUs, engines or prices. Kernels' own scratch memory, and what an allocator loses between blocks, are not
+counted.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+import json
+import tempfile
+import weakref
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from agentrl.config import RunConfig
+from agentrl.train.machine import operations
+from agentrl.train.models import Models
+from agentrl.train.packing import Branch, packs
+from agentrl.train.samples import Row
+
+_TRACED = (2, 4)  # layers; of a deeper model the rest follows from these two
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Bytes. `frozen` are other models that learn nothing, and those that follow the policy. `activations` are what the
+    forward pass leaves for the backward pass, logits in `temporary`: what comes and goes within a pass or an update.
+    `operations` are floating-point ones, of the pass forward and backward."""
+
+    weights: float
+    frozen: float
+    gradients: float
+    optimizer: float
+    activations: float
+    temporary: float
+    operations: float
+
+    @property
+    def total(self) -> float:
+        """The most at any time."""
+        return sum(astuple(self)[:-1])
+
+    @property
+    def static(self) -> float:
+        """What does not depend on the size of a pass."""
+        return self.weights + self.frozen + self.gradients + self.optimizer
+
+
+class Tracker(TorchDispatchMode):
+    """Inside, counts the bytes of every storage that a tensor is made over, as long as one lives. `now` and `peak` are
+    in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def add(self, tensors: Iterable[Tensor]) -> int:
+        """Count these as well; how many bytes are new."""
+        before = self.now
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._known:
+                self._count(key, storage, storage.nbytes())
+        return self.now - before
+
+    def _count(self, key: int, storage: Any, size: int) -> None:
+        def gone(_: object) -> None:
+            self.now -= size
+            del self._known[key]
+
+        self._known[key] = weakref.ref(storage, gone)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.add(leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor))
+        return made
+
+
+def held(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: bool) -> Held:
+    """Of a step whose largest pass computes `rows`, after the first step. `folder` needs no more than a config.json.
+    With `on_gpu`, attention is one kernel that holds its inputs and its output, and optimizers work on all tensors at
+    once, as on CUDA."""
+    described = json.loads((folder / "config.json").read_text())
+    depth = described.get("num_hidden_layers")
+    if not isinstance(depth, int) or depth <= max(_TRACED):
+        return _traced(config, folder, rows, on_gpu=on_gpu)
+    with tempfile.TemporaryDirectory() as scratch:
+        less, more = (
+            _traced(config, _shallow(described, layers, Path(scratch) / str(layers)), rows, on_gpu=on_gpu)
+            for layers in _TRACED
+        )
+    times = (depth - _TRACED[0]) / (_TRACED[1] - _TRACED[0])
+    found = {name: getattr(less, name) for name in Held.__slots__}
+    return Held(**{name: size + (getattr(more, name) - size) * times for name, size in found.items()})
+
+
+def _shallow(described: dict[str, Any], layers: int, folder: Path) -> Path:
+    """The same model with fewer layers."""
+    folder.mkdir()
+    kinds = {"layer_types": described["layer_types"][:layers]} if described.get("layer_types") else {}
+    (folder / "config.json").write_text(json.dumps({**described, "num_hidden_layers": layers, **kinds}))
+    return folder
+
+
+def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: bool) -> Held:
+    with _hollow():
+        models = Models(config, folder, "cpu", reference_dir=folder, folder_of=lambda _: folder)
+    if on_gpu:
+        for model in models.language_models():
+            model.layout = _Kernel
+    optimizers = list(models.optimizers.values())
+    (pack,) = packs([rows], 1 << 60)
+    tracker = Tracker()
+    with tracker:
+        own, others = models.held()
+        weights, frozen = tracker.add(own), tracker.add(others)
+        for parameter in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
+            parameter.grad = torch.zeros_like(parameter)
+        gradients = tracker.now - weights - frozen
+        _update(optimizers, on_gpu)
+        static = tracker.now
+        tracker.peak = static
+        with torch.no_grad():
+            models.others(pack)
+        outputs = models.forward(pack, trained=tuple(models.optimizers))
+        activations = tracker.now - static
+        loss = torch.stack([part.sum() for part in (outputs.logprobs_K, outputs.entropy_K) if part.requires_grad]).sum()
+        if outputs.values_K is not None:
+            loss = loss + outputs.values_K.sum()
+        loss.backward()
+        del outputs, loss
+        _update(optimizers, on_gpu)
+    return Held(
+        weights=weights,
+        frozen=frozen,
+        gradients=gradients,
+        optimizer=static - weights - frozen - gradients,
+        activations=activations,
+        temporary=tracker.peak - static - activations,
+        operations=operations(models.policy.module, pack),
+    )
+
+
+@contextmanager
+def _hollow() -> Generator[None]:
+    """Inside, modules are made of tensors without numbers. Torch's own way to convert a module cannot swap these."""
+
+    def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for part in module.modules() if recurse else (module,):
+            for name, parameter in part._parameters.items():
+                if parameter is not None and (made := function(parameter.detach())).dtype != parameter.dtype:
+                    part._parameters[name] = nn.Parameter(made, parameter.requires_grad)
+        return module
+
+    with FakeTensorMode(allow_non_fake_inputs=True), patch.object(nn.Module, "_apply", convert):
+        yield
+
+
+def _update(optimizers: Sequence[torch.optim.Optimizer], on_gpu: bool) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if on_gpu and group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True
+        optimizer.step()
+
+
+class _Kernel:
+    """A layout whose attention is one kernel: it holds queries, keys and values along the paths, and its output."""
+
+    def __init__(self, branches: Sequence[Branch]) -> None:
+        self.paths = torch.cat([branch.path for branch in branches])
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
+        del window, scale
+        keys, values = key.index_select(2, self.paths), value.index_select(2, self.paths)
+        return _Attention.apply(query, keys, values).transpose(1, 2)  # pyright: ignore
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output, sums = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
