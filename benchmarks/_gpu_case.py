@@ -61,11 +61,13 @@ CASES: Final = {
             "One step of the same learner on the same groups, on the CPU and on the GPU, in float32 (no TF32) and "
             "bfloat16: relative difference of gradient and update (norm of the difference over the norm).",
         ),
-        Case("small", 180, "_gpu_step:small", "Learner steps at Qwen3-0.6B's shape, random weights, bfloat16."),
-        Case("canary", 180, "_gpu_weights:canary", "Log-probs of the canary's probe and weight exports on the GPU."),
-        Case("run", 240, "_gpu_run:run", "A whole run of `agentrl train`: learner on the GPU, engine on the CPU."),
-        Case("large", 300, "_gpu_step:large", "Learner steps at Qwen3-4B's shape, random weights, bfloat16."),
-        Case("ipc", 120, "_gpu_weights:ipc", "Weights shared with another process on the same GPU, as IPC sync does."),
+        Case("small", 240, "_gpu_step:small", "Learner steps at Qwen3-0.6B's shape, random weights, bfloat16."),
+        Case("run", 180, "_gpu_run:run", "A whole run of `agentrl train`: learner on the GPU, engine on the CPU."),
+        Case("ipc", 90, "_gpu_weights:ipc", "Weights shared with another process on the same GPU, as IPC sync does."),
+        Case("canary", 120, "_gpu_weights:canary", "The canary's log-probs on the GPU beside the CPU's, in nats."),
+        Case("large", 240, "_gpu_step:large", "Learner steps at Qwen3-4B's shape, random weights, bfloat16."),
+        Case("attention", 180, "_gpu_run:attention", "Attention over trees by backend: see `gpu_attention.py`."),
+        Case("exports", 180, "_gpu_weights:exports", "A snapshot and a file of the weights in bfloat16."),
         Case("vllm", 600, "_gpu_run:vllm", "Whole runs with vLLM: files, colocated over IPC, NCCL to another GPU."),
     )
 }

@@ -25,6 +25,18 @@ def run(bench: Bench) -> Iterator[Row]:
         raise AssertionError(f"nothing was learned: {row['first reward']:.2f} to {row['last reward']:.2f}")
 
 
+def attention(bench: Bench) -> Iterator[Row]:
+    """The lines of `gpu_attention.py`, as they come."""
+    if bench.tiny:
+        raise Skipped("minutes of a compiler on a CPU: benchmarks/gpu_attention.py --device cpu --tiny")
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_attention.py"), "--rounds", "3"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
+    if process.returncode:
+        raise AssertionError(f"gpu_attention.py ended with {process.returncode}")
+
+
 def vllm(bench: Bench) -> Iterator[Row]:
     if importlib.util.find_spec("vllm") is None:
         raise Skipped("vLLM is not installed: pip install vllm, then --only vllm")

@@ -16,9 +16,11 @@ from _gpu_shapes import VOCABULARY, config_of, forked, save_random, shared_promp
 from agentrl.algos.grpo import GRPO
 from agentrl.config import Train
 from agentrl.records import Group
+from agentrl.train import samples
+from agentrl.train.budget import held
 from agentrl.train.learner import Learner
 from agentrl.train.machine import operations, peak_of
-from agentrl.train.packing import packs
+from agentrl.train.packing import build_tree, packs
 from agentrl.train.samples import group_rows, weigh
 
 Variants = Mapping[str, Mapping[str, Any]]
@@ -26,9 +28,11 @@ Variants = Mapping[str, Mapping[str, Any]]
 
 SMALL: Variants = {
     "default": {},
+    "sdpa": {"attention": "sdpa"},
+    "flex": {"attention": "flex"},
+    "compile": {"compile": True},
     "checkpointing": {"gradient_checkpointing": True},
     "lora": {"lora_rank": 16},
-    "compile": {"compile": True},
 }
 LARGE: Variants = {
     "lora, checkpointing": {"lora_rank": 16, "gradient_checkpointing": True},
@@ -61,8 +65,8 @@ def _steps(bench: Bench, shape: str, variants: Variants, *, rounds: int) -> Iter
         if unknown := settings.keys() - Train.model_fields.keys():
             yield {"variant": label, "note": f"this agentrl has no train.{sorted(unknown)[0]}"}
             continue
-        if bench.tiny and settings.get("compile"):
-            continue  # half a minute of a compiler that the tests of the learner run anyway
+        if bench.tiny and label not in ("default", "lora, checkpointing"):
+            continue  # the same code with other settings
         try:
             yield from _measured(bench, model, label, settings, rounds)
         except torch.cuda.OutOfMemoryError as error:
@@ -94,9 +98,9 @@ def _measured(bench: Bench, model: Path, label: str, settings: Mapping[str, Any]
         reports = [learner.step(groups, step_of=lambda _, now=now: now) for _ in range(rounds + 1)][1:]
         took = median(sum(report.seconds.values()) for report in reports)
         report = reports[-1]
-        by_rows = _row_operations(learner, groups, train.tokens_per_batch)
+        unshared = by_rows(learner, groups, train.tokens_per_batch)
         peak = peak_of(learner.model.device, learner.model.dtype)
-        parts = _static(learner)
+        parts = static(learner)
         row: Row = {
             "variant": label,
             "groups": shape,
@@ -106,28 +110,44 @@ def _measured(bench: Bench, model: Path, label: str, settings: Mapping[str, Any]
             "row tokens/s": report.tokens_row / took,
             "distinct/s": report.tokens_distinct / took,
             "MFU": report.use.tflops * sum(report.seconds.values()) / took / peak if peak else None,
-            "MFU by rows": by_rows / took / 1e12 / peak if peak else None,
+            "MFU by rows": unshared / took / 1e12 / peak if peak else None,
             "seconds": " ".join(f"{part} {s:.2f}" for part, s in report.seconds.items()),
         }
+        planned = held(config, model, largest(learner, groups), on_gpu=True).total / 2**30
+        row |= {"load s": loaded, **parts, "planned GiB": planned}
         if bench.device == "cuda":
-            whole = max(one.use.peak_memory_mb for one in reports) / 1024
-            row |= {"peak GiB": whole, **parts, "other GiB": whole - sum(parts.values())}
-        yield {**row, "load s": loaded}
+            row["peak GiB"] = max(one.use.peak_memory_mb for one in reports) / 1024
+        yield row
 
 
-def _static(learner: Learner) -> dict[str, float]:
+def static(learner: Learner) -> dict[str, float]:
     """What stays on the device between steps, and the gradients, in GiB."""
     weights = sum(p.nbytes for p in learner.model.module.parameters())
     states = [t for o in learner.models.optimizers.values() for state in o.state.values() for t in state.values()]
-    kept = sum(t.nbytes for t in states if isinstance(t, torch.Tensor) and t.device == learner.model.device)
+    kept = sum(t.nbytes for t in states if isinstance(t, torch.Tensor) and t.numel() > 1)
     gradients = sum(p.nbytes for p in learner.model.parameters())
     parts = {"weights GiB": weights, "gradients GiB": gradients, "optimizer GiB": kept}
     return {name: size / 2**30 for name, size in parts.items()}
 
 
-def _row_operations(learner: Learner, groups: Sequence[Group], budget: int) -> float:
-    """Operations of the same step if no row shared a token with another."""
+def rows_of(learner: Learner, groups: Sequence[Group]) -> list[list[samples.Row]]:
+    """The rows of each group."""
     algo = learner.config.algo
-    ready = [group_rows(group, algo, step_of=lambda _: 0, step_now=0, max_lag=0) for group in groups]
-    rows = [row for group in weigh([ready])[0] for row in group]
+    return weigh([[group_rows(group, algo, step_of=lambda _: 0, step_now=0, max_lag=0) for group in groups]])[0]
+
+
+def largest(learner: Learner, groups: Sequence[Group]) -> list[samples.Row]:
+    """The rows of the largest pass, as the learner lays them."""
+    budget = learner.config.train.tokens_per_batch
+    fits: list[list[samples.Row]] = []
+    for rows in rows_of(learner, groups):
+        if fits and sum(len(build_tree(own).token_ids_N) for own in (*fits, rows)) > budget:
+            break
+        fits.append(rows)
+    return [row for rows in fits for row in rows]
+
+
+def by_rows(learner: Learner, groups: Sequence[Group], budget: int) -> float:
+    """Operations of the same step if no row shared a token with another."""
+    rows = [row for group in rows_of(learner, groups) for row in group]
     return sum(operations(learner.model.module, pack) for row in rows for pack in packs([[row]], budget))

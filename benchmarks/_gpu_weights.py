@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from agentrl.config import Train
 from agentrl.engine import fingerprint
 from agentrl.engine.canary import TOLERANCE, probe_tokens
 from agentrl.train.learner import Learner
+from agentrl.train.report import Stopwatch
 from agentrl.train.snapshot import take
 
 _BUFFER = 1 << 30
@@ -23,44 +25,53 @@ _DEADLINE_S = 60
 
 
 def canary(bench: Bench) -> Iterator[Row]:
-    shapes = ("tiny",) if bench.tiny else ("tiny", "Qwen3-0.6B", "Qwen3-4B")
-    for shape in shapes:
+    """Log-probs of the canary's probe, and hashes of the weights, on the device and on the CPU."""
+    for shape in ("tiny",) if bench.tiny else ("tiny", "Qwen3-0.6B"):
         vocab = 512 if shape == "tiny" else VOCABULARY
         folder = bench.work / ("canary" if shape == "tiny" else shape)
         model = save_random(folder, shape, vocab=vocab, device=bench.device)
-        here = _learner(model, bench.device)
+        here, there = _learner(model, bench.device), _learner(model, "cpu")
+        tokens = probe_tokens(vocab, 32 if shape == "tiny" else 128)
         row: Row = {"model": shape}
-        if shape != "Qwen3-4B":  # 16 GB in float32 on the host, and a slow pass
-            there = _learner(model, "cpu")
-            tokens = probe_tokens(vocab, 128)
-            for dtype in (torch.float32, torch.bfloat16):
-                pairs = zip(here.score(tokens, dtype), there.score(tokens, dtype), strict=True)
-                name = str(dtype).removeprefix("torch.")
-                row[f"apart, weights {name}"] = worst = max(abs(a - b) for a, b in pairs)
-                if worst > TOLERANCE["float32"]:
-                    raise AssertionError(f"{shape}, {name}: log-probs are {worst:.1e} apart")
-            if here.hashes() != there.hashes():
-                raise AssertionError(f"{shape}: the same weights have other hashes on the device")
-        began = time.perf_counter()
-        snapshot = take(here.model.module, torch.bfloat16)
-        assert snapshot is not None
-        row["snapshot s"] = time.perf_counter() - began
-        began = time.perf_counter()
-        snapshot.fingerprints()
-        row["fingerprints s"] = time.perf_counter() - began
-        del snapshot
-        began = time.perf_counter()
-        file = here.export(bench.work / "export" / "model.safetensors", dtype=torch.bfloat16)
-        row |= {"file s": time.perf_counter() - began, "file GB": file.size_bytes / 1e9}
-        file.path.unlink()
+        for dtype in (torch.float32, torch.bfloat16):
+            pairs = zip(here.score(tokens, dtype), there.score(tokens, dtype), strict=True)
+            name = str(dtype).removeprefix("torch.")
+            row[f"apart, weights {name}"] = worst = max(abs(a - b) for a, b in pairs)
+            if worst > TOLERANCE["float32"]:
+                raise AssertionError(f"{shape}, {name}: log-probs are {worst:.1e} apart")
+        if here.hashes() != there.hashes():
+            raise AssertionError(f"{shape}: the same weights have other hashes on the device")
         yield row
-        del here
+
+
+def exports(bench: Bench) -> Iterator[Row]:
+    """A copy on the device, and a file in shared memory, of the weights in bfloat16."""
+    for shape in ("tiny",) if bench.tiny else ("Qwen3-0.6B", "Qwen3-4B"):
+        vocab = 64 if shape == "tiny" else VOCABULARY
+        row, clock = Row({"model": shape}), Stopwatch()
+        model = save_random(bench.work / shape, shape, vocab=vocab, device=bench.device)
+        clock.lap("make s")
+        learner = _learner(model, bench.device)
+        clock.lap("load s")
+        snapshot = take(learner.model.module, torch.bfloat16)
+        assert snapshot is not None
+        clock.lap("snapshot s")
+        snapshot.fingerprints()
+        clock.lap("fingerprints s")
+        del snapshot
+        file = learner.export(bench.work / "export" / "model.safetensors", dtype=torch.bfloat16)
+        clock.lap("file s")
+        yield {**row, **clock.seconds, "file GB": file.size_bytes / 1e9}
+        file.path.unlink()
+        del learner
         if bench.device == "cuda":
             torch.cuda.empty_cache()
 
 
 def _learner(model: Any, device: str) -> Learner:
-    return Learner(config_of(model, algo=GRPO(), train=Train(device=device)), model, device)
+    return Learner(
+        config_of(model, algo=GRPO(), train=Train(device=device, threads=os.cpu_count() or 1)), model, device
+    )
 
 
 def ipc(bench: Bench) -> Iterator[Row]:

@@ -34,7 +34,7 @@ from agentrl.train.models import Models
 from agentrl.train.packing import Branch, packs
 from agentrl.train.samples import Row
 
-_TRACED = (2, 4)  # layers; of a deeper model the rest follows from these two
+TRACED = (2, 4)  # layers; of a deeper model the rest follows from these two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Tracker(TorchDispatchMode):
         before = self.now
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            key = storage._cdata
+            key = storage._cdata  # pyright: ignore[reportPrivateUsage]
             if key not in self._known:
                 self._count(key, storage, storage.nbytes())
         return self.now - before
@@ -102,14 +102,14 @@ def held(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: bool) 
     once, as on CUDA."""
     described = json.loads((folder / "config.json").read_text())
     depth = described.get("num_hidden_layers")
-    if not isinstance(depth, int) or depth <= max(_TRACED):
+    if not isinstance(depth, int) or depth <= max(TRACED):
         return _traced(config, folder, rows, on_gpu=on_gpu)
     with tempfile.TemporaryDirectory() as scratch:
         less, more = (
             _traced(config, _shallow(described, layers, Path(scratch) / str(layers)), rows, on_gpu=on_gpu)
-            for layers in _TRACED
+            for layers in TRACED
         )
-    times = (depth - _TRACED[0]) / (_TRACED[1] - _TRACED[0])
+    times = (depth - TRACED[0]) / (TRACED[1] - TRACED[0])
     found = {name: getattr(less, name) for name in Held.__slots__}
     return Held(**{name: size + (getattr(more, name) - size) * times for name, size in found.items()})
 
@@ -167,9 +167,9 @@ def _hollow() -> Generator[None]:
 
     def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for part in module.modules() if recurse else (module,):
-            for name, parameter in part._parameters.items():
+            for name, parameter in part._parameters.items():  # pyright: ignore[reportPrivateUsage]
                 if parameter is not None and (made := function(parameter.detach())).dtype != parameter.dtype:
-                    part._parameters[name] = nn.Parameter(made, parameter.requires_grad)
+                    setattr(part, name, nn.Parameter(made, parameter.requires_grad))
         return module
 
     with FakeTensorMode(allow_non_fake_inputs=True), patch.object(nn.Module, "_apply", convert):

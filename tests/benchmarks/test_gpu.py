@@ -20,7 +20,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("run", "ipc") else ()) for name in CASES]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in ("run", "ipc") else ()) for name in CASES],
 )
 def test_every_case_runs_at_tiny_size(name: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in gpu.installed(bench.work / f"site-{name}").items():
@@ -28,7 +29,7 @@ def test_every_case_runs_at_tiny_size(name: str, bench: Bench, monkeypatch: pyte
     try:
         rows = list(CASES[name].run(bench))
     except Skipped as why:
-        assert "vLLM is not installed" in str(why)
+        assert name in ("vllm", "attention") and str(why)
         return
     assert rows and all(isinstance(value, str | int | float | None) for row in rows for value in row.values())
     json.dumps(rows)

@@ -1,0 +1,111 @@
+"""What a step holds in memory: predicted without numbers, beside the peak of a real step of the same learner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from agentrl.algos.grpo import GRPO
+from agentrl.algos.ppo import PPO
+from agentrl.config import Rollout, Train
+from agentrl.records import Group
+from agentrl.train import budget
+from agentrl.train.budget import Tracker, held
+from agentrl.train.learner import Learner
+from agentrl.train.samples import Row, group_rows, weigh
+
+from .making import episode, group_of, run_config, turn
+
+VOCAB, PROMPT, SAMPLED, MEMBERS = 2048, 96, 64, 4
+
+
+def save(folder: Path, layers: int, *, weights: bool = True) -> Path:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        architectures=["Qwen3ForCausalLM"],
+    )
+    if weights:
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+    else:
+        config.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("budget"), 3)
+
+
+def group(id: int) -> Group:
+    asked = [(7 * at + id) % VOCAB for at in range(PROMPT)]
+    said = [[(11 * at + 13 * member + id) % VOCAB for at in range(SAMPLED)] for member in range(MEMBERS)]
+    return group_of([episode(m, [turn(0, asked, said[m])], float(m % 2), group=id) for m in range(MEMBERS)], id=id)
+
+
+def rows_of(one: Group, algo: Any) -> list[Row]:
+    ready = [group_rows(one, algo, step_of=lambda _: 0, step_now=0, max_lag=0)]
+    return [row for rows in weigh([ready])[0] for row in rows]
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "float32": (GRPO(), {}),
+    "bfloat16": (GRPO(), {"dtype": "bfloat16"}),
+    "checkpointing": (GRPO(), {"gradient_checkpointing": True, "logits_mb": 8}),
+    "lora": (GRPO(), {"lora_rank": 4, "logits_mb": 8}),
+    "reference that follows": (GRPO(kl_weight=0.1, reference_every=1), {"logits_mb": 8}),
+    "critic": (PPO(critic_warmup_steps=0), {"logits_mb": 8}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_memory_of_a_step_is_predicted_within_a_tenth(name: str, folder: Path) -> None:
+    algo, settings = CASES[name]
+    config = run_config(
+        algo=algo,
+        train=Train(warmup_steps=0, tokens_per_batch=PROMPT + MEMBERS * SAMPLED, **settings),
+        rollout=Rollout(max_context=PROMPT + SAMPLED, max_tokens_per_turn=SAMPLED),
+    )
+    learner = Learner(config, folder)
+    groups = [group(1), group(2)]  # two passes: in the second there are gradients already
+    learner.step(groups, step_of=lambda _: 0)
+    tracker = Tracker()
+    own, others = learner.models.held()
+    states = [one for o in learner.models.optimizers.values() for of in o.state.values() for one in of.values()]
+    with tracker:
+        tracker.add([*own, *others, *(one for one in states if isinstance(one, torch.Tensor))])
+        learner.step(groups, step_of=lambda _: 0)
+    found = held(config, folder, rows_of(group(1), algo), on_gpu=False)
+    assert found.total == pytest.approx(tracker.peak, rel=0.1)
+    assert found.weights >= sum(p.nbytes for p in learner.model.module.parameters())
+    assert found.activations > found.total / 10 or "lora" in settings or "checkpointing" in name
+
+
+def test_a_model_is_planned_from_its_configuration_alone(folder: Path, tmp_path: Path) -> None:
+    config, rows = run_config(), rows_of(group(1), GRPO())
+    bare = save(tmp_path / "bare", 3, weights=False)
+    assert not list(bare.glob("*.safetensors"))
+    assert held(config, bare, rows, on_gpu=False) == held(config, folder, rows, on_gpu=False)
+
+
+def test_a_deep_model_follows_from_two_shallow_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, rows = run_config(), rows_of(group(1), GRPO())
+    folder = save(tmp_path, 7, weights=False)
+    found = held(config, folder, rows, on_gpu=True)
+    monkeypatch.setattr(budget, "TRACED", (2, 7))  # all its layers, and none left to follow
+    whole = held(config, folder, rows, on_gpu=True)
+    assert (found.weights, found.gradients, found.operations) == (whole.weights, whole.gradients, whole.operations)
+    assert found.total == pytest.approx(whole.total, rel=0.02)
