@@ -23,6 +23,7 @@ _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "ab
 _NO_LOGPROB = -9999.0  # what vLLM writes for a NaN
 _ROUNDING = 1e-3  # nats that a log-prob may be above 0
 _ALL = 1 << 30  # as top_k: every token. A vLLM that tells of kept sets takes no request without top_k
+_PLAIN = frozenset({"token", "logprob", "bytes", "top_logprobs"})  # what OpenAI's answer has for each token
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, EOFError)
 
 
@@ -200,7 +201,7 @@ class ChunkParser:
 
 def _columns(content: Sequence[Json]) -> columns.Columns:
     """The registered columns that the server adds to the log-probs of all these tokens: numbers, or nested lists."""
-    if not content:
+    if not content or content[0].keys() <= _PLAIN:  # the usual answer: nothing is looked up for each chunk
         return columns.NONE
     named = [name for name in columns.known() if all(name in entry for entry in content)]
     return {name: tuple(number for entry in content for number in _flat(entry[name])) for name in named}

@@ -48,13 +48,15 @@ async def sample(
     finish = finish_of(have, sampling.max_tokens, sampling, decode) or ("length" if left_s <= 0 else None)
     if finish is not None:
         return joined(before, Generation(token_ids=(), logprobs=(), spans=(), finish=finish))
-    rest = replace(
-        request,
-        token_ids=request.token_ids + have,
-        sampling=replace(sampling, max_tokens=sampling.max_tokens - len(have)),
-        deadline_s=left_s,
-        sampled=len(have),
-    )
+    rest = request
+    if have or begun.spent_s:
+        rest = replace(
+            request,
+            token_ids=request.token_ids + have,
+            sampling=replace(sampling, max_tokens=sampling.max_tokens - len(have)),
+            deadline_s=left_s,
+            sampled=len(have),
+        )
     if not every and not unbroken:
         return joined(before, _whole(rest, await engine.generate(rest)))
     log = _Log(begun, keep, every, len(have) + rest.sampling.max_tokens, unbroken)
