@@ -21,9 +21,7 @@ class Train(Section):
     lr: Positive = 5e-4  # learning rate of AdamW
     warmup_steps: Annotated[int, Field(ge=0)] = 5  # in which the learning rate rises from 0
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # how it falls after these, until the last step
-    lr_min: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
-        0.0  # where it falls to; a critic's falls in proportion
-    )
+    lr_min: Annotated[float, Field(ge=0, lt=1)] = 0.0  # where it falls to; a critic's falls in proportion
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of AdamW
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     grad_clip: Positive = 1.0  # largest norm of the gradient
@@ -32,7 +30,7 @@ class Train(Section):
     logits_mb: Count = 1024  # of memory for logits: a pass computes them for as many tokens at once as fit
     threads: Count = 1  # of arithmetic in the learner
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"  # of the learner: cpu, cuda, cuda:1
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of a pass; weights and optimizer are float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of a pass, and of frozen matrices; trained weights are float32
     minibatches: Count = 1  # optimizer updates that share a step's groups
     epochs: Count = 1  # how often a step goes over its groups
     peak_tflops: Positive | None = None  # of the learner's device, for the metric mfu; default: as its vendor states it

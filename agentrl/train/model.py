@@ -48,9 +48,10 @@ AttentionInterface.register(ATTENTION, cast(Any, tree_attention))
 
 
 class PolicyModel:
-    """A causal language model over packs. `module` is the transformers model; its parameters are float32, `dtype`
-    is what a pass computes in. `folder` is where tokenizer and configuration came from. Under torch's FakeTensorMode
-    the model is made from its config.json alone, and its tensors have no numbers."""
+    """A causal language model over packs. `module` is the transformers model; `dtype` is what a pass
+    computes in. Trained parameters are float32; of the others, matrices are held in `dtype`, to which a pass would
+    round them anyway. `folder` is where tokenizer and configuration came from. Under torch's
+    FakeTensorMode the model is made from its config.json alone, and its tensors have no numbers."""
 
     def __init__(
         self,
@@ -62,13 +63,19 @@ class PolicyModel:
         compiled: bool = False,
         attention: str = "auto",
         adapter: Train | None = None,
+        frozen: bool = False,
         logits_mb: int = 1024,
     ) -> None:
-        """With `adapter`, only a LoRA adapter of those settings is trained. Raises ModelError, in one line, for a
-        folder that cannot be trained; ConfigError where `compiled` finds no compiler, or `attention` (of
-        `train.attention`) does not work here."""
+        """With `adapter`, only a LoRA adapter of those settings is trained; if `frozen`, nothing. Raises ModelError, in
+        one line, for a folder that cannot be trained; ConfigError where `compiled` finds no compiler, or `attention`
+        (of `train.attention`) does not work here."""
         self.folder, self.device, self.dtype = folder, torch.device(device), dtype
-        self.module = _load(folder).to(self.device)
+        self.module = _load(folder)
+        self._narrow = dtype != torch.float32 and (frozen or adapter is not None)
+        if self._narrow:
+            embedding = self.module.get_input_embeddings().weight  # its rows are no operands of a matrix product
+            _hold_in(dtype, self.module, lambda parameter: parameter.dim() > 1 and parameter is not embedding)
+        self.module.to(self.device)
         self._head, self._logits_bytes = _check_tree(self.module, folder), logits_mb << 20
         if self._head is None:
             name, hint = type(self.module).__name__, "lower train.tokens_per_batch if memory is short"
@@ -76,6 +83,11 @@ class PolicyModel:
         self.layout = choose(attention, self.device, dtype, **_heads(self.module))
         if adapter is not None:
             lora.inject(self.module, adapter, folder)
+            _hold_in(
+                torch.float32, self.module, lambda one: one.requires_grad
+            )  # PEFT's are as narrow as what they adapt
+        if frozen:
+            self.module.requires_grad_(False)
         self.module.train()
         for part in self.module.modules():
             if isinstance(part, nn.Dropout):  # the engine samples without dropout
@@ -131,7 +143,7 @@ class PolicyModel:
         branch = Branch(0, len(token_ids), numbers_N)
         run = partial(_logits, self.module, tokens_N, numbers_N, Paths([branch]), numbers_N[:-1])
         next_, none = Places(numbers_N[:-1], tokens_N[1:]), Places(numbers_N[:0], tokens_N[:0])
-        with _rounded(self.module, dtype) if dtype != torch.float32 else nullcontext():
+        with _rounded(self.module, dtype) if dtype != torch.float32 or self._narrow else nullcontext():
             _, (logprobs_T, _, _) = self._read(run, next_, none, temperature=1.0, dtype=torch.float32)
         return tuple(logprobs_T.tolist())
 
@@ -188,13 +200,14 @@ def _computing(device: torch.device, dtype: torch.dtype) -> AbstractContextManag
 
 @contextmanager
 def _rounded(module: Any, dtype: torch.dtype) -> Generator[None]:
-    """Inside, each layer computes with its weights rounded to `dtype`; only one layer's are copied at a time."""
+    """Inside, each layer computes in float32 with its weights rounded to `dtype`; only one layer's are copied at a
+    time."""
     whole: dict[nn.Parameter, Tensor] = {}
 
     def before(part: nn.Module, _: object) -> None:
         for parameter in part.parameters(recurse=False):
             whole[parameter] = parameter.data
-            parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+            parameter.data = parameter.data.to(dtype).float()
 
     def after(part: nn.Module, *_: object) -> None:
         for parameter in part.parameters(recurse=False):
@@ -282,6 +295,14 @@ def _hollow(folder: Path) -> Any:
         raise ModelError(f"cannot make the model that {str(folder / 'config.json')!r} describes: {reason}") from error
 
 
+def _hold_in(dtype: torch.dtype, module: nn.Module, which: Callable[[nn.Parameter], bool]) -> None:
+    """Convert these parameters of a model, which are tied to no others."""
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if which(parameter) and parameter.dtype != dtype:
+                setattr(part, name, nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad))
+
+
 @torch.no_grad()
 def _check_tree(module: Any, folder: Path) -> Head | None:
     """Two rows that share a prefix must get the logits that transformers' own attention gives them; an architecture
@@ -304,7 +325,7 @@ def _check_tree(module: Any, folder: Path) -> Head | None:
     module.eval()
     try:
         _check_layers(module)
-        with _short_windows(module):
+        with _short_windows(module), _rounded(module, torch.float32):
             tree_NV = _logits(module, tokens_N, depth_N, Paths(branches), numbers)
             module.set_attn_implementation("eager")
             for path in paths:
@@ -312,7 +333,8 @@ def _check_tree(module: Any, folder: Path) -> Head | None:
                 if not torch.allclose(row_TV, tree_NV[path], atol=1e-3, rtol=1e-3):
                     raise ValueError("logits differ from those of single rows")
         run = partial(module, input_ids=tokens_N[None], use_cache=False, logits_to_keep=numbers[1:])
-        return head_of(module, lambda: run().logits[0], n - 1)
+        with _rounded(module, torch.float32):
+            return head_of(module, lambda: run().logits[0], n - 1)
     except (ValueError, TypeError, RuntimeError) as error:
         name = type(module).__name__
         raise ModelError(f"{name} in {str(folder)!r} cannot be computed over prefix trees: {error}") from error

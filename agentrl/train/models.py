@@ -53,7 +53,7 @@ class Models:
                 folder_of(folder) if folder else reference_dir if name == REFERENCE and reference_dir else model_dir
             )
             below = bool(train.lora_rank) and chosen == model_dir
-            self._frozen[name] = None if below else self._load(chosen, device)
+            self._frozen[name] = None if below else self._load(chosen, device, frozen=True)
         self.moving = {name: Follower(self.policy.module, follows) for name, follows in slots.moving.items()}
         self.optimizers = {"policy": self._optimizer(self.policy.parameters(), train.lr)}
         self._lr = {"policy": train.lr}
@@ -65,7 +65,9 @@ class Models:
             self._lr["critic"] = slots.critic_lr or train.lr
             self.optimizers["critic"] = self._optimizer(self.critic.parameters(), self._lr["critic"])
 
-    def _load(self, folder: Path, device: torch.device | str, adapter: Train | None = None) -> PolicyModel:
+    def _load(
+        self, folder: Path, device: torch.device | str, adapter: Train | None = None, *, frozen: bool = False
+    ) -> PolicyModel:
         train = self._config.train
         return PolicyModel(
             folder,
@@ -75,6 +77,7 @@ class Models:
             compiled=train.compile,
             attention=train.attention,
             adapter=adapter,
+            frozen=frozen,
             logits_mb=train.logits_mb,
         )
 
