@@ -86,7 +86,7 @@ def build_tree(rows: Sequence[Row]) -> Tree:
     branches: list[Branch] = []
     paths = ids[:]  # each is replaced
     size, last = 0, -1
-    for now in sorted(range(len(rows)), key=lambda index: (*rows[index].token_ids, math.inf)):  # longest first
+    for now in _order(rows):
         shared = _shared(ids[last], ids[now]) if branches else 0
         new = len(ids[now]) - shared
         paths[now] = torch.cat([paths[last][:shared], torch.arange(size, size + new)])
@@ -98,6 +98,12 @@ def build_tree(rows: Sequence[Row]) -> Tree:
     return Tree(tuple(torch.cat(token_ids).tolist()), tuple(depth), tuple(branches), tuple(rows), tuple(paths))
 
 
+def _order(rows: Sequence[Row]) -> list[int]:
+    """Row numbers by their tokens, a row before those that are its beginning. A row shares more with its neighbours
+    than with any other."""
+    return sorted(range(len(rows)), key=lambda index: (*rows[index].token_ids, math.inf))
+
+
 def _shared(one: Tensor, other: Tensor) -> int:
     """The length of the longest common prefix."""
     length = min(len(one), len(other))
@@ -105,12 +111,28 @@ def _shared(one: Tensor, other: Tensor) -> int:
 
 
 def forest(rows: Sequence[Row], budget: int) -> list[Tree]:
-    """One tree, or several of at most `budget` nodes if one would be larger. A longer row has a tree of its own."""
-    tree = build_tree(rows)
-    if len(tree.token_ids_N) <= budget or len(rows) == 1:
-        return [tree]
-    half = len(rows) // 2
-    return forest(rows[:half], budget) + forest(rows[half:], budget)
+    """One tree, or several of at most `budget` nodes if one would be larger. Rows stay with their neighbours in the
+    order of their tokens, divided so that the trees have the fewest nodes together, then so that they are fewest. A
+    longer row has a tree of its own."""
+    order = _order(rows)
+    ids = [torch.tensor(rows[index].token_ids) for index in order]
+    shared = [0, *map(_shared, ids, ids[1:])]  # of a row and the one before it
+    best: list[tuple[int, int, int]] = [(0, 0, 0)]  # of the first rows: nodes, trees, where their last tree begins
+    for stop in range(1, len(ids) + 1):
+        size, found = 0, list[tuple[int, int, int]]()
+        for start in reversed(range(stop)):  # a tree of the rows from start to stop
+            size += len(ids[start]) - (shared[start + 1] if start + 1 < stop else 0)
+            if size > budget and found:
+                break
+            found.append((best[start][0] + size, best[start][1] + 1, start))
+        best.append(min(found))
+    parts: list[list[int]] = []
+    stop = len(ids)
+    while stop:
+        start = best[stop][2]
+        parts.insert(0, sorted(order[start:stop]))
+        stop = start
+    return [build_tree([rows[index] for index in part]) for part in parts]
 
 
 def packs(groups: Sequence[Sequence[Row]], budget: int, device: torch.device | str = "cpu") -> list[Pack]:
