@@ -32,7 +32,7 @@ from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.errors import ConfigError
-from agentrl.train.attention import Layout, choose
+from agentrl.train.attention import Layout, Shape, choose
 from agentrl.train.model import PolicyModel
 from agentrl.train.packing import Branch, Tree, build_tree
 
@@ -128,10 +128,8 @@ def layers(trees: dict[str, Tree], device: torch.device, rounds: int) -> None:
             case = {"case": "layer", "heads": model, "tree": name, "nodes": n, "rows": row_tokens}
             for backend in BACKENDS:
                 try:
-                    layout = choose(
-                        backend, device, torch.bfloat16, heads=heads, kv_heads=kv_heads, head_dim=dim
-                    )(branches)  # fmt: skip
-
+                    shape = Shape(heads=heads, kv_heads=kv_heads, head_dim=dim)
+                    layout = choose(backend, device, torch.bfloat16, shape)(branches)
                     work = partial(outcome, layout, parts, weights)
                     errors = [
                         float((a.float() - b).abs().max() / b.abs().max())
@@ -174,7 +172,7 @@ def models(tree: Tree, device: torch.device, rounds: int, tiny: bool) -> None:
         )
         with torch.no_grad():
             exact_K = PolicyModel(Path(folder), device=device, attention="sdpa").logprobs(pack, temperature=1.0)[0]
-        told(case="auto", layout=choose("auto", device, torch.bfloat16).__name__)
+        told(case="auto", layout=choose("auto", device, torch.bfloat16, Shape()).__name__)
         for backend in BACKENDS:
             for checkpointing, compiled in ((False, False), (True, False), (True, True)):
                 case = {"case": "model", "nodes": n, "checkpointing": checkpointing, "compiled": compiled}

@@ -192,7 +192,7 @@ class _Training:
         ]
         (rows,) = weigh([ready])
         loss = hits = tokens = 0.0
-        for pack in packs(rows, config.train.tokens_per_batch, learner.model.device):
+        for pack in packs(rows, config.train.tokens_per_batch, learner.model.device, shared=not learner.model.obstacle):
             accuracy = _Accuracy(learner)
             outputs = learner.models.forward(pack, trained=())
             accuracy.passed(pack, pack.columns, outputs)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol, cast
@@ -44,9 +45,17 @@ class Layout(Protocol):
 
     def __init__(self, branches: Sequence[Branch]) -> None: ...
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """query [1, H, N, D], key and value [1, H_kv, N, D] give [1, N, H, D]. `window`: how many tokens a node sees,
-        itself among them."""
+        itself among them. `sinks` [H]: a score beside those of the keys, of nothing."""
         ...
 
 
@@ -60,6 +69,7 @@ def tree_attention(
     layout: Layout,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **given: object,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it. query [1, H, N, D], key and value [1, H_kv, N, D] give [1, N, H, D]. Dropout
@@ -74,7 +84,7 @@ def tree_attention(
     if torch.is_autocast_enabled(query.device.type):  # norms and rotations leave float32 behind
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    return layout.attend(query, key, value, sliding_window, scaling), None
+    return layout.attend(query, key, value, sliding_window, scaling, s_aux), None
 
 
 class Paths:
@@ -87,17 +97,30 @@ class Paths:
         self.paths = torch.cat([branch.path for branch in branches])
         self.masks: dict[int | None, list[Tensor | None]] = {}
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         grouped = query.shape[1] != key.shape[1]
         queries = query.split(self.sizes, 2)
         keys = key.index_select(2, self.paths).split(self.lengths, 2)
         values = value.index_select(2, self.paths).split(self.lengths, 2)
-        outputs = [
-            functional.scaled_dot_product_attention(
-                queries[i], keys[i], values[i], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        outputs: list[Tensor] = []
+        for i, mask in enumerate(self._masks(window, query)):
+            parts = (queries[i], keys[i], values[i])
+            if sinks is not None:
+                mask = _mask(self.branches[i], window, query, always=True) if mask is None else mask
+                parts, mask = _with_sinks(*parts, mask, sinks)
+            outputs.append(
+                functional.scaled_dot_product_attention(
+                    *parts, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+                )
             )
-            for i, mask in enumerate(self._masks(window, query))
-        ]
         return torch.cat(outputs, 2).transpose(1, 2)
 
     def _masks(self, window: int | None, like: Tensor) -> list[Tensor | None]:
@@ -107,10 +130,10 @@ class Paths:
         return self.masks[window]
 
 
-def _mask(branch: Branch, window: int | None, like: Tensor) -> Tensor | None:
+def _mask(branch: Branch, window: int | None, like: Tensor, *, always: bool = False) -> Tensor | None:
     n, length = branch.stop - branch.start, len(branch.path)
     windowed = window is not None and length > window
-    if n == length and not windowed:
+    if n == length and not windowed and not always:
         return None
     query_n1 = torch.arange(length - n, length, device=like.device)[:, None]
     key_1L = torch.arange(length, device=like.device)[None, :]
@@ -118,6 +141,16 @@ def _mask(branch: Branch, window: int | None, like: Tensor) -> Tensor | None:
     if windowed:
         hidden_nL |= key_1L <= query_n1 - cast(int, window)
     return torch.zeros(n, length, dtype=like.dtype, device=like.device).masked_fill(hidden_nL, float("-inf"))
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """One more key, of zeros, which the mask gives the score of each head's sink."""
+    assert mask is not None
+    n, length = mask.shape
+    scores = [mask.expand(len(sinks), n, length), sinks.to(mask.dtype)[:, None, None].expand(-1, n, 1)]
+    return (query, functional.pad(key, (0, 0, 0, 1)), functional.pad(value, (0, 0, 0, 1))), torch.cat(scores, -1)[None]
 
 
 class Varlen:
@@ -131,9 +164,19 @@ class Varlen:
         self.query_starts, self.key_starts = torch.tensor(starts, dtype=torch.int32, device=self.paths.device)
         self.longest = (max(sizes), max(lengths))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
+        if sinks is not None:
+            raise ValueError("it has no attention sinks")  # its log-sum-exp has no gradient
         options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
         if "enable_gqa" in _parameters(varlen_attn):  # older ones take fewer heads of K and V unasked
             options["enable_gqa"] = query.shape[1] != key.shape[1]
@@ -173,12 +216,27 @@ class Subtrees:
             raise ValueError("the nodes of a tree are not in preorder")  # its pairs are counted once from either side
         self.masks: dict[int | None, Any] = {}
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        from torch.nn.attention.flex_attention import AuxRequest
+
         if window not in self.masks:
             self.masks[window] = self._mask(window)
         padded = [functional.pad(part, (0, 0, 0, self.padding)) for part in (query, key, value)]
         grouped = query.shape[1] != key.shape[1]
-        output = _flex(query.device.type)(*padded, block_mask=self.masks[window], scale=scale, enable_gqa=grouped)
+        options: dict[str, Any] = {"block_mask": self.masks[window], "scale": scale, "enable_gqa": grouped}
+        if sinks is None:
+            output = _flex(query.device.type)(*padded, **options)
+        else:
+            output, of = _flex(query.device.type)(*padded, **options, return_aux=AuxRequest(lse=True))
+            output = output * (of.lse - sinks[:, None]).sigmoid()[..., None].to(output.dtype)
         return output[:, :, : self.size].transpose(1, 2)
 
     def _mask(self, window: int | None) -> Any:
@@ -213,16 +271,16 @@ def _indices(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _flex(device: str) -> Callable[..., Tensor]:
+def _flex(device: str) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     if device != "cpu":  # one graph for passes of any length
-        return cast(Callable[..., Tensor], torch.compile(flex_attention, dynamic=True))
+        return cast(Callable[..., Any], torch.compile(flex_attention, dynamic=True))
 
-    def eager(*args: Any, **options: Any) -> Tensor:
+    def eager(*args: Any, **options: Any) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-            return cast(Tensor, flex_attention(*args, **options))
+            return cast(Any, flex_attention)(*args, **options)
 
     return eager
 
@@ -230,18 +288,24 @@ def _flex(device: str) -> Callable[..., Tensor]:
 LAYOUTS: Mapping[str, type[Layout]] = {"sdpa": Paths, "varlen": Varlen, "flex": Subtrees}
 
 
-def choose(
-    name: str, device: torch.device, dtype: torch.dtype, *, heads: int = 4, kv_heads: int = 2, head_dim: int = 64
-) -> type[Layout]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a model's attention asks of a layout."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    sinks: bool = False
+
+
+def choose(name: str, device: torch.device, dtype: torch.dtype, shape: Shape) -> type[Layout]:
     """The layout of a name of `train.attention` for passes of `dtype`. `auto` takes the first that works of varlen,
     flex and sdpa on CUDA, elsewhere sdpa. A layout works if it agrees with sdpa in float32 on a small tree.
 
     Raises ConfigError, with the reason, for a named one that does not work."""
     if name == "sdpa" or (name == "auto" and device.type == "cpu"):
         return Paths
-    shape = (heads, kv_heads, head_dim)
-    names = ("varlen", "flex") if name == "auto" else (name,)
-    for candidate in names:
+    for candidate in ("varlen", "flex") if name == "auto" else (name,):
         reason = _refusal(LAYOUTS[candidate], device, dtype, shape)
         if reason is None:
             return LAYOUTS[candidate]
@@ -250,13 +314,14 @@ def choose(
     return Paths
 
 
-def _refusal(layout: type[Layout], device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> str | None:
+def _refusal(layout: type[Layout], device: torch.device, dtype: torch.dtype, shape: Shape) -> str | None:
     """Why a layout does not work here; None if it does."""
     if layout is Varlen and (device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16)):
         return f"its kernel wants train.device cuda and train.dtype bfloat16, not {device.type} and {_short(dtype)}"
-    heads, kv_heads, head_dim = shape
     random = torch.Generator().manual_seed(0)
-    parts = [torch.randn(1, n, 200, head_dim, generator=random).to(device, dtype) for n in (heads, kv_heads, kv_heads)]
+    sizes = [(1, heads, 200, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    drawn = [torch.randn(size, generator=random) for size in [*sizes, (shape.heads,)][: 4 if shape.sinks else 3]]
+    parts = [part.to(device, dtype) for part in drawn]
     numbers = torch.arange(200, device=device)
     branches = [Branch(0, 150, numbers[:150]), Branch(150, 200, torch.cat([numbers[:70], numbers[150:]]))]
     for window in (None, 40):
@@ -275,8 +340,8 @@ def _refusal(layout: type[Layout], device: torch.device, dtype: torch.dtype, sha
 @torch.enable_grad()
 def _outcome(layout: Layout, parts: Sequence[Tensor], window: int | None) -> list[Tensor]:
     """What attention gives, and its gradients."""
-    asked = [part.clone().requires_grad_() for part in parts]
-    output = layout.attend(asked[0], asked[1], asked[2], window, None)
+    query, key, value, *sinks = asked = [part.clone().requires_grad_() for part in parts]
+    output = layout.attend(query, key, value, window, None, *sinks)
     return [output.detach(), *torch.autograd.grad(output.square().sum(), asked)]
 
 

@@ -162,7 +162,8 @@ class Learner:
             return [row for row in rows if id(row) in matter or (row.algo.ahead and row.episode_id in episodes)]
 
         laid = [[kept(group) for group in part] for part in weigh(parts)]
-        return [packs(rows, self.config.train.tokens_per_batch, self.model.device) for rows in laid]
+        budget, model = self.config.train.tokens_per_batch, self.model
+        return [packs(rows, budget, model.device, shared=not model.obstacle) for rows in laid]
 
     def _looked_ahead(self, updates: Sequence[Sequence[Pack]], *, every: bool) -> list[list[Pack]]:
         """The passes with what the models say of them before the first update: of `every` pass, or if its algorithm

@@ -29,7 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from agentrl.columns import KEPT
 from agentrl.errors import ConfigError, ModelError
 from agentrl.train import lora
-from agentrl.train.attention import Layout, Paths, choose, tree_attention
+from agentrl.train.attention import Layout, Paths, Shape, choose, tree_attention
 from agentrl.train.checkpoint import ADAPTER
 from agentrl.train.head import Asked, Head, Places, head_of, overheard, rows_within, statistics
 from agentrl.train.packing import Branch, Pack
@@ -41,7 +41,7 @@ ATTENTION = "agentrl_tree"
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")  # those of transformers that `tree_attention` computes
 _WINDOWS = frozenset({"sliding_window", "attention_chunk_size", "window_size", "local_attention"})
-_SHORT = 4  # tokens of a window in `_check_tree`
+_SHORT = 4  # tokens of a window in `_obstacle`
 
 
 AttentionInterface.register(ATTENTION, cast(Any, tree_attention))
@@ -50,7 +50,8 @@ AttentionInterface.register(ATTENTION, cast(Any, tree_attention))
 class PolicyModel:
     """A causal language model over packs. `module` is the transformers model; `dtype` is what a pass
     computes in. Trained parameters are float32; of the others, matrices are held in `dtype`, to which a pass would
-    round them anyway. `folder` is where tokenizer and configuration came from. Under torch's
+    round them anyway. `folder` is where tokenizer and configuration came from. `obstacle` says why it cannot compute
+    prefix trees, if it cannot: then each branch is the end of a row that is computed alone. Under torch's
     FakeTensorMode the model is made from its config.json alone, and its tensors have no numbers."""
 
     def __init__(
@@ -76,11 +77,12 @@ class PolicyModel:
             embedding = self.module.get_input_embeddings().weight  # its rows are no operands of a matrix product
             _hold_in(dtype, self.module, lambda parameter: parameter.dim() > 1 and parameter is not embedding)
         self.module.to(self.device)
-        self._head, self._logits_bytes = _check_tree(self.module, folder), logits_mb << 20
+        self.obstacle = _obstacle(self.module)
+        self._head, self._logits_bytes = _check(self.module, folder, self.obstacle), logits_mb << 20
         if self._head is None:
             name, hint = type(self.module).__name__, "lower train.tokens_per_batch if memory is short"
             warnings.warn(f"the logits of {name} in {str(folder)!r} are computed all at once: {hint}", stacklevel=2)
-        self.layout = choose(attention, self.device, dtype, **_heads(self.module))
+        self.layout = choose("sdpa" if self.obstacle or detect_fake_mode() else attention, self.device, dtype, _shape(self.module))
         if adapter is not None:
             lora.inject(self.module, adapter, folder)
             _hold_in(
@@ -106,7 +108,7 @@ class PolicyModel:
         """The input of the output layer [P, H] at `predictors_P`, computed in `dtype`."""
         with _computing(self.device, self.dtype), overheard(self._layer, _nothing) as heard:
             self._run(pack)
-        return heard[0][0]
+        return _joined(heard)
 
     def logprobs(self, pack: Pack, *, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """Log-prob [K] of each scored token and entropy [K] at its place, in nats, of the distribution that it was
@@ -142,12 +144,16 @@ class PolicyModel:
         numbers_N = torch.arange(len(token_ids), device=self.device)
         branch = Branch(0, len(token_ids), numbers_N)
         run = partial(_logits, self.module, tokens_N, numbers_N, Paths([branch]), numbers_N[:-1])
+        if self.obstacle:
+            run = partial(_logits_of_rows, self.module, tokens_N, [branch], numbers_N[:-1])
         next_, none = Places(numbers_N[:-1], tokens_N[1:]), Places(numbers_N[:0], tokens_N[:0])
         with _rounded(self.module, dtype) if dtype != torch.float32 or self._narrow else nullcontext():
             _, (logprobs_T, _, _) = self._read(run, next_, none, temperature=1.0, dtype=torch.float32)
         return tuple(logprobs_T.tolist())
 
     def _run(self, pack: Pack) -> Tensor:
+        if self.obstacle:
+            return _logits_of_rows(self.module, pack.token_ids_N, pack.branches, pack.predictors_P)
         return _logits(self.module, pack.token_ids_N, pack.depth_N, self.layout(pack.branches), pack.predictors_P)
 
     def _read(
@@ -158,7 +164,7 @@ class PolicyModel:
         asked = Asked(own=own, plain=plain, temperature=temperature, rows=rows_within(self._logits_bytes, self.vocab))
         with _computing(self.device, dtype), overheard(layer, _nothing if head else None) as heard:
             logits_PV = run()
-        hidden_PH = heard[0][0]
+        hidden_PH = _joined(heard)
         if head is None:
             return hidden_PH, statistics(_nothing, logits_PV, (), asked)
 
@@ -186,6 +192,11 @@ class PolicyModel:
     def parameters(self) -> list[nn.Parameter]:
         """The trained parameters; tied ones once."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+
+def _joined(heard: Sequence[Tensor]) -> Tensor:
+    """What was heard in the passes of one pack [P, H]."""
+    return heard[0][0] if len(heard) == 1 else torch.cat([one_1PH[0] for one_1PH in heard])
 
 
 def _nothing(states: Tensor) -> Tensor:
@@ -236,15 +247,28 @@ def _logits(module: Any, token_ids_N: Tensor, depth_N: Tensor, layout: Layout, k
     return output.logits[0]
 
 
-def _heads(module: Any) -> dict[str, int]:
+def _logits_of_rows(module: Any, token_ids_N: Tensor, branches: Sequence[Branch], keep_P: Tensor) -> Tensor:
+    """By the model's own attention: a node's logits in the row that ends with its branch."""
+    found: list[Tensor] = []
+    for branch in branches:
+        own = keep_P[(keep_P >= branch.start) & (keep_P < branch.stop)]
+        if len(own):
+            place = own + (len(branch.path) - branch.stop)
+            row = token_ids_N[branch.path][None]
+            found.append(module(input_ids=row, use_cache=False, logits_to_keep=place).logits[0])
+    return torch.cat(found)
+
+
+def _shape(module: Any) -> Shape:
     """The shape of the model's attention, as far as its configuration says."""
     config = module.config.get_text_config()
     heads = config.num_attention_heads
-    return {
-        "heads": heads,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-    }
+    return Shape(
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        sinks=any(name.endswith(".sinks") for name, _ in module.named_parameters()),
+    )
 
 
 def _compile(module: Any, device: torch.device) -> None:
@@ -304,27 +328,24 @@ def _hold_in(dtype: torch.dtype, module: nn.Module, which: Callable[[nn.Paramete
 
 
 @torch.no_grad()
-def _check_tree(module: Any, folder: Path) -> Head | None:
-    """Two rows that share a prefix must get the logits that transformers' own attention gives them; an architecture
-    that mixes tokens in another way (recurrent layers, attention biases) would train on wrong numbers. The rows are
-    several windows long: the model's windows are shortened during the check, so that a long one costs nothing.
-
-    Returns how its logits are made, if we can do the same."""
-    if detect_fake_mode() is not None:
-        layer = module.get_output_embeddings()
-        return Head(layer) if type(layer) is nn.Linear else None
+def _obstacle(module: Any) -> str | None:
+    """Why a model cannot be computed over prefix trees; None if it can. Two rows that share a prefix must get the
+    logits that transformers' own attention gives them; an architecture that mixes tokens in another way (recurrent
+    layers, attention biases) would train on wrong numbers. The rows are several windows long: the model's windows are
+    shortened during the check, so that a long one costs nothing. Afterwards it has the attention that it needs."""
     device = next(module.parameters()).device
-    vocab = module.config.get_text_config().vocab_size
     shared, alone = 3 * _SHORT, 2 * _SHORT
     n = shared + 2 * alone
     numbers = torch.arange(n, device=device)
-    tokens_N = (7 * numbers + numbers**2 // 5 + 3) % vocab
+    tokens_N = _tokens(module, n)
     paths = [numbers[: shared + alone], torch.cat([numbers[:shared], numbers[shared + alone :]])]
     branches = [Branch(0, shared + alone, paths[0]), Branch(shared + alone, n, paths[1])]
     depth_N = torch.cat([numbers[: shared + alone], numbers[shared : shared + alone]])
     module.eval()
     try:
         _check_layers(module)
+        if detect_fake_mode() is not None:  # there are no numbers to compare
+            return None
         with _short_windows(module), _rounded(module, torch.float32):
             tree_NV = _logits(module, tokens_N, depth_N, Paths(branches), numbers)
             module.set_attn_implementation("eager")
@@ -332,14 +353,41 @@ def _check_tree(module: Any, folder: Path) -> Head | None:
                 row_TV = module(input_ids=tokens_N[path][None], use_cache=False).logits[0]
                 if not torch.allclose(row_TV, tree_NV[path], atol=1e-3, rtol=1e-3):
                     raise ValueError("logits differ from those of single rows")
-        run = partial(module, input_ids=tokens_N[None], use_cache=False, logits_to_keep=numbers[1:])
-        with _rounded(module, torch.float32):
-            return head_of(module, lambda: run().logits[0], n - 1)
     except (ValueError, TypeError, RuntimeError) as error:
-        name = type(module).__name__
-        raise ModelError(f"{name} in {str(folder)!r} cannot be computed over prefix trees: {error}") from error
-    finally:
-        module.set_attn_implementation(ATTENTION)
+        module.set_attn_implementation("sdpa" if getattr(module, "_supports_sdpa", False) else "eager")
+        return next(iter(str(error).splitlines()), type(error).__name__)
+    module.set_attn_implementation(ATTENTION)
+    return None
+
+
+@torch.no_grad()
+def _check(module: Any, folder: Path, obstacle: str | None) -> Head | None:
+    """How the model's logits are made, if we can do the same. Raises ModelError if it computes nothing."""
+    if detect_fake_mode() is not None:
+        layer = module.get_output_embeddings()
+        return Head(layer) if type(layer) is nn.Linear else None
+    name, n = type(module).__name__, 4 * _SHORT
+    run = partial(module, input_ids=_tokens(module, n)[None], use_cache=False)
+    if obstacle:
+        warnings.warn(
+            f"{name} in {str(folder)!r} is computed row by row, not over prefix trees ({obstacle}): tokens that rows "
+            "share are computed once per row",
+            stacklevel=3,
+        )
+    try:
+        numbers = torch.arange(n, device=next(module.parameters()).device)
+        if not obstacle:
+            run = partial(run, layout=Paths([Branch(0, n, numbers)]))
+        with _rounded(module, torch.float32):
+            return head_of(module, lambda: run(logits_to_keep=numbers[1:]).logits[0], n - 1)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ModelError(f"{name} in {str(folder)!r} cannot be computed: {error}") from error
+
+
+def _tokens(module: Any, n: int) -> Tensor:
+    """So many token ids of the model's vocabulary, the same every time."""
+    numbers = torch.arange(n, device=next(module.parameters()).device)
+    return (7 * numbers + numbers**2 // 5 + 3) % module.config.get_text_config().vocab_size
 
 
 def _check_layers(module: Any) -> None:

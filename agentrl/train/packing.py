@@ -110,6 +110,18 @@ def _shared(one: Tensor, other: Tensor) -> int:
     return int((one[:length] == other[:length]).long().cumprod(0).sum())
 
 
+def chains(rows: Sequence[Row]) -> list[Tree]:
+    """A tree of each row; rows that are its beginning lie in it. None has a second branch."""
+    found: list[list[int]] = []
+    for index in _order(rows):
+        ids, longest = rows[index].token_ids, rows[found[-1][0]].token_ids if found else ()
+        if found and longest[: len(ids)] == ids:
+            found[-1].append(index)
+        else:
+            found.append([index])
+    return [build_tree([rows[index] for index in part]) for part in sorted(map(sorted, found))]
+
+
 def forest(rows: Sequence[Row], budget: int) -> list[Tree]:
     """One tree, or several of at most `budget` nodes if one would be larger. Rows stay with their neighbours in the
     order of their tokens, divided so that the trees have the fewest nodes together, then so that they are fewest. A
@@ -130,26 +142,28 @@ def forest(rows: Sequence[Row], budget: int) -> list[Tree]:
     stop = len(ids)
     while stop:
         start = best[stop][2]
-        parts.insert(0, sorted(order[start:stop]))
+        parts.append(sorted(order[start:stop]))
         stop = start
-    return [build_tree([rows[index] for index in part]) for part in parts]
+    return [build_tree([rows[index] for index in part]) for part in sorted(parts)]
 
 
-def packs(groups: Sequence[Sequence[Row]], budget: int, device: torch.device | str = "cpu") -> list[Pack]:
+def packs(
+    groups: Sequence[Sequence[Row]], budget: int, device: torch.device | str = "cpu", *, shared: bool = True
+) -> list[Pack]:
     """Lay the rows of each group into trees and the trees, in order, into passes of at most `budget` nodes. The rows of
-    each algorithm have passes of their own."""
+    each algorithm have passes of their own. If nothing is `shared`, each row is a tree."""
     algos: list[Algorithm] = []
     for row in (row for rows in groups for row in rows):
         if row.algo not in algos:
             algos.append(row.algo)
     of_algo = ([[row for row in rows if row.algo == algo] for rows in groups] for algo in algos)
-    return [pack for own in of_algo for pack in _packs(own, budget, device)]
+    return [pack for own in of_algo for pack in _packs(own, budget, device, shared)]
 
 
-def _packs(groups: Sequence[Sequence[Row]], budget: int, device: torch.device | str) -> list[Pack]:
+def _packs(groups: Sequence[Sequence[Row]], budget: int, device: torch.device | str, shared: bool) -> list[Pack]:
     filled: list[list[Tree]] = [[]]
     room = budget
-    for tree in (tree for rows in groups if rows for tree in forest(rows, budget)):
+    for tree in (tree for rows in groups if rows for tree in (forest(rows, budget) if shared else chains(rows))):
         size = len(tree.token_ids_N)
         if size > room and filled[-1]:
             filled.append([])

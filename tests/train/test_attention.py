@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from agentrl.errors import ConfigError
 from agentrl.train import attention
-from agentrl.train.attention import LAYOUTS, Layout, Subtrees, choose
+from agentrl.train.attention import LAYOUTS, Layout, Shape, Subtrees, choose
 from agentrl.train.model import PolicyModel
 from agentrl.train.packing import Branch, Pack, packs
 
@@ -42,7 +42,13 @@ def parts_of(pack: Pack) -> list[Tensor]:
     return [torch.randn(1, heads, n, DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)]
 
 
-def row_by_row(branches: Sequence[Branch], parts: Sequence[Tensor], window: int | None, scale: float) -> Tensor:
+def row_by_row(
+    branches: Sequence[Branch],
+    parts: Sequence[Tensor],
+    window: int | None,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Each node's output [1, N, H, D] from the row that ends with its branch, computed alone."""
     outputs = []
     for branch in branches:
@@ -52,7 +58,9 @@ def row_by_row(branches: Sequence[Branch], parts: Sequence[Tensor], window: int 
         if window is not None:
             seen &= number[None, :] > number[:, None] - window
         scores = (query @ key.transpose(1, 2) * scale).masked_fill(~seen, float("-inf"))
-        outputs.append((scores.softmax(-1) @ value)[:, branch.start - branch.stop :])
+        nothing = torch.zeros(HEADS) if sinks is None else sinks.exp()
+        chances = scores.exp() / (scores.exp().sum(-1, keepdim=True) + nothing[:, None, None])
+        outputs.append((chances @ value)[:, branch.start - branch.stop :])
     return torch.cat(outputs, 1).transpose(0, 1)[None]
 
 
@@ -123,6 +131,21 @@ def test_a_node_gets_what_its_row_alone_would_give_it_and_so_do_the_gradients(
         torch.testing.assert_close(gradients, wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["sdpa", "flex"], indirect=True)
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_sink_takes_its_share_of_every_nodes_attention(window: int | None, layout: type[Layout]) -> None:
+    torch.manual_seed(0)
+    (pack,) = packs(forked_rows(3), 4096)
+    parts = [*parts_of(pack), torch.randn(HEADS, requires_grad=True)]
+    found = layout(pack.branches).attend(*parts[:3], window, 0.3, parts[3])
+    expected = row_by_row(pack.branches, parts[:3], window, 0.3, parts[3])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    weights = torch.randn_like(found)
+    gradients = torch.autograd.grad((found * weights).sum(), parts)
+    wanted = torch.autograd.grad((expected * weights).sum(), parts)
+    torch.testing.assert_close(gradients, wanted, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("window", [None, 100, 200])
 def test_flex_visits_the_blocks_that_hold_a_visible_pair_and_trusts_only_full_ones(window: int | None) -> None:
     rng = random.Random(0)
@@ -189,7 +212,7 @@ def test_flex_is_refused_on_a_cpu_for_it_has_no_gradients_there() -> None:
     with pytest.raises(
         ConfigError, match=r"train.attention = 'flex': it fails on cpu in float32 \(.*: give auto or sdpa"
     ):
-        choose("flex", CPU, torch.float32)
+        choose("flex", CPU, torch.float32, Shape())
 
 
 def test_a_backend_whose_numbers_are_off_is_refused_by_name_and_passed_over_by_auto(
@@ -201,10 +224,10 @@ def test_a_backend_whose_numbers_are_off_is_refused_by_name_and_passed_over_by_a
 
     monkeypatch.setattr(attention, "LAYOUTS", {**LAYOUTS, "flex": Off})
     with pytest.raises(ConfigError, match=r"train.attention = 'flex': it is 0\.\d+ off on cpu in float32"):
-        choose("flex", CPU, torch.float32)
+        choose("flex", CPU, torch.float32, Shape())
     monkeypatch.setattr(attention, "LAYOUTS", {**LAYOUTS, "flex": attention.Paths})
-    assert choose("flex", CPU, torch.float32) is attention.Paths
+    assert choose("flex", CPU, torch.float32, Shape()) is attention.Paths
 
 
 def test_auto_is_sdpa_on_a_cpu() -> None:
-    assert choose("auto", CPU, torch.bfloat16) is LAYOUTS["sdpa"]
+    assert choose("auto", CPU, torch.bfloat16, Shape()) is LAYOUTS["sdpa"]

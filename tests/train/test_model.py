@@ -16,6 +16,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     MistralConfig,
@@ -24,6 +26,8 @@ from transformers import (
     Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from agentrl.errors import ModelError
@@ -70,6 +74,51 @@ def chunked_llama(folder: Path, chunk: int = 10) -> Path:
     return folder
 
 
+def capped_gemma(folder: Path, softcap: float = 0.5) -> Path:
+    """Gemma 2 squashes attention scores; a tree's attention does not."""
+    torch.manual_seed(0)
+    Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, attn_logit_softcapping=softcap)).save_pretrained(folder)
+    return folder
+
+
+def recurrent_qwen(folder: Path) -> Path:
+    """Layers of a gated delta rule beside one of attention."""
+    torch.manual_seed(8)
+    config = Qwen3NextConfig(
+        **SIZES,
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    Qwen3NextForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def gpt_oss(folder: Path) -> Path:
+    """Attention sinks, in layers with a window and without."""
+    torch.manual_seed(9)
+    config = GptOssConfig(
+        **SIZES,
+        head_dim=8,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    module = GptOssForCausalLM(config)
+    for layer in module.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    module.save_pretrained(folder)
+    return folder
+
+
 def some_groups(seed: int) -> list[list[object]]:
     rng = random.Random(seed)
     groups = []
@@ -83,7 +132,8 @@ def some_groups(seed: int) -> list[list[object]]:
     return groups
 
 
-@pytest.mark.parametrize("make", [tiny_qwen3, tiny_llama, sliding_mistral, mixed_gemma])
+@pytest.mark.parametrize("make", [tiny_qwen3, tiny_llama, sliding_mistral, mixed_gemma, gpt_oss, recurrent_qwen])
+@pytest.mark.filterwarnings("ignore:.*is computed row by row")
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_logprobs_and_entropy_are_those_of_single_rows(make, checkpointing: bool, tmp_path: Path) -> None:
     folder = make(tmp_path / "model")
@@ -91,7 +141,7 @@ def test_logprobs_and_entropy_are_those_of_single_rows(make, checkpointing: bool
     oracle = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     groups = some_groups(1)
     got, entropy = [], []
-    for pack in packs(groups, 60):
+    for pack in packs(groups, 60, shared=not policy.obstacle):
         logprobs_K, entropy_K = policy.logprobs(pack, temperature=0.7)
         got.append(logprobs_K)
         entropy.append(entropy_K)
@@ -106,7 +156,7 @@ def test_logprobs_and_entropy_are_those_of_single_rows(make, checkpointing: bool
     torch.cat(got).sum().backward()
     torch.stack(expected).sum().backward()
     for (name, parameter), twin in zip(policy.module.named_parameters(), oracle.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, twin.grad, atol=1e-4, rtol=1e-4, msg=name)
+        torch.testing.assert_close(parameter.grad, twin.grad, atol=3e-4, rtol=1e-3, msg=name)
 
 
 def test_bfloat16_passes_keep_float32_weights(qwen3_dir: Path) -> None:
@@ -150,37 +200,71 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
         PolicyModel(tmp_path)
 
 
-@pytest.mark.parametrize("softcap", [0.5, 50.0])
-def test_attention_that_trees_do_not_reproduce_is_refused(softcap: float, tmp_path: Path) -> None:
-    """Gemma 2 squashes attention scores; ours does not, so its numbers would be wrong, by little or by much."""
-    torch.manual_seed(0)
-    Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, attn_logit_softcapping=softcap)).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"cannot be computed over prefix trees: .*'softcap'"):
-        PolicyModel(tmp_path)
+def test_attention_sinks_are_computed_over_trees(tmp_path: Path) -> None:
+    assert PolicyModel(gpt_oss(tmp_path / "model")).obstacle is None
 
 
-@pytest.mark.parametrize("chunk", [10, 8192])
-def test_attention_in_chunks_is_refused_however_long_they_are(chunk: int, tmp_path: Path) -> None:
-    with pytest.raises(
-        ModelError, match=r"layer 0 is of type 'chunked_attention', .* full_attention, sliding_attention"
-    ):
-        PolicyModel(chunked_llama(tmp_path, chunk))
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda folder: capped_gemma(folder, 0.5), "its attention takes 'softcap'"),
+        (lambda folder: capped_gemma(folder, 50.0), "its attention takes 'softcap'"),
+        (lambda folder: chunked_llama(folder, 10), "layer 0 is of type 'chunked_attention', we compute full_attention"),
+        (lambda folder: chunked_llama(folder, 8192), "layer 0 is of type 'chunked_attention', we compute full_attent"),
+        (recurrent_qwen, "layer 0 is of type 'linear_attention', we compute full_attention, sliding_attention"),
+    ],
+)
+def test_a_model_that_trees_do_not_reproduce_says_so_and_that_shared_tokens_cost_more(
+    make: Any, why: str, tmp_path: Path
+) -> None:
+    """However long a chunk is, and however little a cap changes."""
+    folder = make(tmp_path / "model")
+    with pytest.warns(UserWarning, match=rf"row by row, not over prefix trees \({why}.*once per row"):
+        policy = PolicyModel(folder)
+    assert policy.obstacle is not None
 
 
-@pytest.mark.parametrize("kind", ["linear_attention", "a_kind_of_next_year"])
-def test_a_layer_type_that_nobody_here_knows_is_refused(
-    kind: str, qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_model_by_rows_gives_the_log_probs_and_gradients_that_it_gives_by_trees(qwen3_dir: Path) -> None:
+    trees, rows = PolicyModel(qwen3_dir), PolicyModel(qwen3_dir)
+    rows.obstacle = "as if it had one"
+    rows.module.set_attn_implementation("sdpa")
+    groups = some_groups(4)
+    laid = [packs(groups, 60), packs(groups, 60, shared=False)]
+    assert sum(len(pack.token_ids_N) for pack in laid[1]) == sum(pack.row_tokens for pack in laid[1])
+    assert all(len(pack.token_ids_N) <= 60 for pack in laid[1])
+
+    def by_token(policy: PolicyModel, made: list[Any]) -> dict[tuple[Any, ...], float]:
+        found = {}
+        for pack in made:
+            logprobs_K, _ = policy.logprobs(pack, temperature=0.7)
+            (logprobs_K * pack.columns["behaviour"]).sum().backward()
+            names = zip(pack.columns["behaviour"].tolist(), pack.target_K.tolist(), strict=True)
+            for name, value in zip(names, logprobs_K.tolist(), strict=True):
+                found.setdefault(name, []).append(value)
+        return {name: sorted(values) for name, values in found.items()}
+
+    one, other = by_token(trees, laid[0]), by_token(rows, laid[1])
+    assert one.keys() == other.keys()
+    for name, values in one.items():
+        assert values == pytest.approx(other[name], abs=1e-5)
+    for parameter, twin in zip(trees.module.parameters(), rows.module.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, twin.grad, atol=1e-4, rtol=1e-4)
+    assert trees.score((3, 8, 2, 9, 4)) == pytest.approx(rows.score((3, 8, 2, 9, 4)), abs=1e-5)
+
+
+def test_a_layer_type_that_nobody_here_knows_is_computed_by_rows(
+    qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where its numbers happen to be those of full attention over the few tokens of the check."""
     load = model._load  # pyright: ignore[reportPrivateUsage]
 
     def loaded(folder: Path) -> Any:
         module = load(folder)
-        module.config.layer_types = ["full_attention", kind]
+        module.config.layer_types = ["full_attention", "full_attention", "a_kind_of_next_year"]
         return module
 
     monkeypatch.setattr(model, "_load", loaded)
-    with pytest.raises(ModelError, match=f"layer 1 is of type '{kind}'"):
+    with pytest.warns(UserWarning, match="layer 2 is of type 'a_kind_of_next_year'"):
         PolicyModel(qwen3_dir)
 
 
@@ -189,10 +273,11 @@ def test_a_window_that_is_one_token_too_wide_is_noticed_however_long_it_is(
     window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = sliding_mistral(tmp_path, window)
-    assert PolicyModel(folder).module.config.sliding_window == window
+    sound = PolicyModel(folder)
+    assert (sound.obstacle, sound.module.config.sliding_window) == (None, window)
     exact = attention._mask  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(attention, "_mask", lambda branch, window, like: exact(branch, window and window + 1, like))
-    with pytest.raises(ModelError, match="logits differ from those of single rows"):
+    with pytest.warns(UserWarning, match="logits differ from those of single rows"):
         PolicyModel(folder)
 
 
