@@ -13,7 +13,8 @@ A layout is a class that is made from the branches of a pass; its `attend` is ca
                        Compiled on CUDA, any dtype (float32 as exact as `torch.set_float32_matmul_precision` says);
                        on the CPU it makes the [N, N] scores: for tests.
 
-    K/V read by sdpa and varlen: sum of path lengths; by flex: the nodes.
+On an H100 flex is quickest, needs the least memory, and its gradients of K and V are three times as exact as those that
+are summed over copies in bfloat16 (`benchmarks/gpu_attention.md`): `auto` takes it first.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -296,16 +297,17 @@ class Shape:
     kv_heads: int = 2
     head_dim: int = 64
     sinks: bool = False
+    windows: bool = True
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype, shape: Shape) -> type[Layout]:
-    """The layout of a name of `train.attention` for passes of `dtype`. `auto` takes the first that works of varlen,
-    flex and sdpa on CUDA, elsewhere sdpa. A layout works if it agrees with sdpa in float32 on a small tree.
+    """The layout of a name of `train.attention` for passes of `dtype`. `auto` takes the first that works of flex,
+    varlen and sdpa on CUDA, elsewhere sdpa. A layout works if it agrees with sdpa in float32 on a small tree.
 
     Raises ConfigError, with the reason, for a named one that does not work."""
     if name == "sdpa" or (name == "auto" and device.type == "cpu"):
         return Paths
-    for candidate in ("varlen", "flex") if name == "auto" else (name,):
+    for candidate in ("flex", "varlen") if name == "auto" else (name,):
         reason = _refusal(LAYOUTS[candidate], device, dtype, shape)
         if reason is None:
             return LAYOUTS[candidate]
@@ -324,7 +326,7 @@ def _refusal(layout: type[Layout], device: torch.device, dtype: torch.dtype, sha
     parts = [part.to(device, dtype) for part in drawn]
     numbers = torch.arange(200, device=device)
     branches = [Branch(0, 150, numbers[:150]), Branch(150, 200, torch.cat([numbers[:70], numbers[150:]]))]
-    for window in (None, 40):
+    for window in (None, 40) if shape.windows else (None,):
         exact = _outcome(Paths(branches), [part.float() for part in parts], window)
         try:
             found = _outcome(layout(branches), parts, window)

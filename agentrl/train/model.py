@@ -268,6 +268,7 @@ def _shape(module: Any) -> Shape:
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         sinks=any(name.endswith(".sinks") for name, _ in module.named_parameters()),
+        windows=getattr(config, "sliding_window", None) is not None,
     )
 
 
