@@ -82,7 +82,9 @@ class PolicyModel:
         if self._head is None:
             name, hint = type(self.module).__name__, "lower train.tokens_per_batch if memory is short"
             warnings.warn(f"the logits of {name} in {str(folder)!r} are computed all at once: {hint}", stacklevel=2)
-        self.layout = choose("sdpa" if self.obstacle or detect_fake_mode() else attention, self.device, dtype, _shape(self.module))
+        self.layout = choose(
+            "sdpa" if self.obstacle or detect_fake_mode() else attention, self.device, dtype, _shape(self.module)
+        )
         if adapter is not None:
             lora.inject(self.module, adapter, folder)
             _hold_in(
