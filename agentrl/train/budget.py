@@ -190,8 +190,16 @@ class _Kernel:
     def __init__(self, branches: Sequence[Branch]) -> None:
         self.paths = torch.cat([branch.path for branch in branches])
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
-        del window, scale
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        del window, scale, sinks
         keys, values = key.index_select(2, self.paths), value.index_select(2, self.paths)
         return _Attention.apply(query, keys, values).transpose(1, 2)  # pyright: ignore
 
