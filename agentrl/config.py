@@ -29,6 +29,7 @@ from agentrl.settings import (
     CurriculumSettings,
     EnvSource,
     Evaluation,
+    Gpus,
     Pivot,
     Positive,
     Resume,
@@ -42,7 +43,6 @@ from agentrl.settings import Section as _Section
 from agentrl.train_settings import Train as Train
 
 MAX_LORA_RANK = 512  # that vLLM takes
-Gpus = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class TaskTable(_Section):
@@ -424,11 +424,14 @@ class RunConfig(_Section):
             return
         taken = [gpu for own in engine.places for gpu in own or [0]]
         where = f"the run's engines are on GPU {', '.join(map(str, sorted(set(taken))))}"
-        learner = int(device.removeprefix("cuda").removeprefix(":") or 0)
-        if sync == "ipc" and set(taken) != {learner}:
+        learner = set(self.train.gpus)
+        if sync == "ipc" and len(learner) > 1:
+            hint = f"the learner has {len(learner)} ranks and sends from one of them: give 'nccl'"
+            raise ConfigError("engine.sync", sync, hint)
+        if sync == "ipc" and set(taken) != learner:
             hint = f"{where}, and 'ipc' shares one: have the learner and all engines on it, or give 'nccl'"
             raise ConfigError("train.device", device, hint)
-        if sync == "nccl" and learner in taken:
+        if sync == "nccl" and learner & set(taken):
             hint = f"{where}: give the learner another one, as 'cuda:1', or engine.sync = 'ipc' to share one"
             raise ConfigError("train.device", device, hint)
         if sync == "nccl" and len(set(taken)) != len(taken):

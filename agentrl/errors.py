@@ -17,6 +17,7 @@ AgentRLError
 │   ├── SandboxError           ├── SandboxUnavailable  └── BoxBusy
 │   ├── EnvError               an environment's own code raised
 │   ├── HostBusy               this machine did not have a slot in time
+│   ├── RankLost               a rank of the learner died, or did not come to a collective in time
 │   └── StoreError             ├── LeaseLost           ├── DiskFull
 │                              ├── StoreBusy           └── StoreDamaged
 └── PolicyFault                the policy could have caused it: stays in loss and baseline
@@ -136,6 +137,10 @@ class EnvError(InfrastructureError):
 
 class HostBusy(InfrastructureError):
     """This machine did not have a free resource (a slot, a thread, a box) in time."""
+
+
+class RankLost(InfrastructureError):
+    """A rank of the learner died, failed or came too late; the text names it. The learner starts again, whole."""
 
 
 class StoreError(InfrastructureError):

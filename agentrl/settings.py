@@ -19,6 +19,7 @@ from agentrl.records import SamplingParams
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+Gpus = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Resume = Literal["tokens", "turns", "episode", "group"]
 
 

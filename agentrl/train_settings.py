@@ -11,7 +11,22 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from agentrl.errors import ConfigError
-from agentrl.settings import Count, Positive, Section
+from agentrl.settings import Count, Gpus, Positive, Section
+
+
+class ParallelPlan(Section):
+    """The learner over ranks: processes of its machine, each with a device of its own. Weights, gradients and the state
+    of the optimizer are cut into a shard for each rank (FSDP2), the passes of an update are divided among them."""
+
+    ranks: Count = 1  # processes that share the learner's work; 1: nothing is divided
+    gpus: Gpus | None = None  # of ranks 0, 1, …; default: from that of train.device on
+    deadline_s: Positive = 120.0  # of a collective: the learner starts again and names the rank that did not come
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.gpus is not None and not len(set(self.gpus)) == len(self.gpus) == self.ranks:
+            raise ConfigError("train.parallel.gpus", self.gpus, f"name {self.ranks} GPUs: train.parallel.ranks")
+        return self
 
 
 class Train(Section):
@@ -47,6 +62,7 @@ class Train(Section):
     liveness_deadline_s: Positive = 60.0  # a learner stopped for so long is started again; so is a kept supervisor
     progress_deadline_s: Positive = 300.0  # so is one that ends no pass, and writes no file, for so long
     stall_deadline_s: Positive = 600.0  # no turn, answer, score, episode end or step for so long: the run fails
+    parallel: ParallelPlan = ParallelPlan()
 
     def lr_share(self, step: int) -> float:
         """What step number `step` (from 1) has of the learning rate."""
@@ -65,6 +81,26 @@ class Train(Section):
             )
         if self.lr_min >= self.lr:
             raise ConfigError("train.lr_min", self.lr_min, f"must be below train.lr = {self.lr}")
+        return self
+
+    @property
+    def gpus(self) -> list[int]:
+        """Those of the learner's ranks; none on a CPU."""
+        if self.device == "cpu":
+            return []
+        first = int(self.device.removeprefix("cuda").removeprefix(":") or 0)
+        return self.parallel.gpus or list(range(first, first + self.parallel.ranks))
+
+    @model_validator(mode="after")
+    def _of_ranks(self) -> Self:
+        if self.parallel.gpus and self.device == "cpu":
+            raise ConfigError("train.parallel.gpus", self.parallel.gpus, "the learner is on the CPU: set train.device")
+        if self.parallel.gpus and self.device != "cuda":
+            hint = f"train.parallel.gpus = {self.parallel.gpus} names the learner's GPUs: give 'cuda'"
+            raise ConfigError("train.device", self.device, hint)
+        if self.parallel.ranks > 1 and self.compile:
+            hint = f"train.parallel.ranks = {self.parallel.ranks} gathers the layers that it compiles: give false"
+            raise ConfigError("train.compile", True, hint)
         return self
 
     @model_validator(mode="after")

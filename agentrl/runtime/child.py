@@ -49,6 +49,14 @@ def run_role(role: str, main: Callable[[], None]) -> int:
     return 0
 
 
+def give_up(role: str, why: str) -> None:
+    """End this process with that error, from any thread."""
+    _leave_note(why)
+    with suppress(OSError):
+        print(f"agentrl {role}: {why}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 def _leave_note(line: str) -> None:
     target = os.environ.get("AGENTRL_ERROR_FILE")
     if target:

@@ -36,6 +36,7 @@ _NUMBERS = (
     (r"list\[Annotated\[str, .*\]\]", "list of texts"),
     (r"list\[str\]", "list of texts"),
     (r"list\[Gpus\]", "list of lists of GPUs"),
+    (r"Gpus", "list of GPUs"),
     (r"tuple\[float, float\]", "two numbers"),
     (r"dict\[.*\]", "table"),
     (r"SerializeAsAny\[Algorithm\]", "table"),

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from functools import partial
@@ -29,6 +29,7 @@ from agentrl.errors import ConfigError, RunFailed
 from agentrl.records import Group, WeightVersion
 from agentrl.runtime.alarms import LagBound, advice, raised
 from agentrl.runtime.checkpoints import start_point
+from agentrl.runtime.child import give_up
 from agentrl.runtime.heartbeat import BEAT_S, Heartbeat
 from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import engine_dtype, model_dir, slot_dir
@@ -40,8 +41,8 @@ from agentrl.store.roles import LearnerStore
 from agentrl.telemetry import Telemetry
 from agentrl.train.hashes import circumstances
 from agentrl.train.learner import Diverged, Learner
+from agentrl.train.parallel.ranks import ALONE, Leader, Ranks
 from agentrl.train.sender import Sender
-from agentrl.train.snapshot import take
 
 _WAIT_S = 0.25  # the longest wait for members before the learner looks at its push again
 _WATCH_S = 1.0  # between two checks of the engines' versions while the learner waits
@@ -68,12 +69,14 @@ class _Learning:
         self._heartbeat.mark_while(lambda: store.waits)
         self._config: RunConfig = run.config()
         start = start_point(run, store)
+        self._ranks = ranks_of(self._config, self._heartbeat.mark)
         self._learner = Learner(
             self._config,
             model_dir(self._config.model),
             device_of(self._config),
             folder_of=partial(slot_dir, self._config),
             progress=self._heartbeat.mark,
+            ranks=self._ranks,
         )
         if start.checkpoint is not None:
             self._learner.load(start.checkpoint)
@@ -200,8 +203,7 @@ class _Learning:
 
     def _snapshot(self, version: WeightVersion) -> MemoryParcel:
         """A copy of the current weights in the engines' dtype; the next step changes the originals during the send."""
-        snapshot = take(self._learner.model.module, getattr(torch, self._dtype))
-        assert snapshot is not None, "only rank 0 sends"
+        snapshot = self._learner.snapshot(getattr(torch, self._dtype))
         proof = self._canary(version, snapshot.fingerprints())
         return MemoryParcel(version=version.version, snapshot=snapshot, canary=proof)
 
@@ -277,9 +279,26 @@ class _Learning:
 
 
 def device_of(config: RunConfig) -> torch.device:
-    """The device for training. Raises ConfigError for a GPU that this machine does not have."""
-    device = torch.device(config.train.device)
-    seen = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= seen:
-        raise ConfigError("train.device", config.train.device, f"torch sees {seen} CUDA devices: give 'cpu'")
-    return device
+    """The device for training, that of rank 0. Raises ConfigError for a GPU that this machine does not have."""
+    train, seen = config.train, torch.cuda.device_count()
+    if train.gpus and max(train.gpus) >= seen:
+        if train.parallel.ranks == 1:
+            raise ConfigError("train.device", train.device, f"torch sees {seen} CUDA devices: give 'cpu'")
+        hint = f"torch sees {seen} CUDA devices, and each rank has one: lower it"
+        raise ConfigError("train.parallel.ranks", train.parallel.ranks, hint)
+    return torch.device("cuda", train.gpus[0]) if train.parallel.gpus else torch.device(train.device)
+
+
+def ranks_of(config: RunConfig, progress: Callable[[], None]) -> Ranks:
+    """The ranks of the learner, started. They end with this process. Raises ConfigError, RankLost."""
+    plan, first = config.train.parallel, device_of(config)
+    if plan.ranks == 1:
+        return ALONE
+    others = [torch.device("cuda", gpu) for gpu in config.train.gpus[1:]] or [first] * (plan.ranks - 1)
+    return Leader(
+        [first, *others],
+        deadline_s=plan.deadline_s,
+        start_s=config.engine.start_deadline_s,
+        progress=progress,
+        ends=partial(give_up, "learner"),
+    )

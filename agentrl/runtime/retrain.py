@@ -179,13 +179,15 @@ class _Replay:
         """One step: its groups, its metrics now, and those of the run."""
         metrics, marks = self._metrics.get(step), self._recorded.get(step)
         groups = self._groups(step, metrics)
-        made = circumstances(self._config.train)
+        made = circumstances(self._config.train) | {"ranks": 1}
         if marks is not None and self._as_it_was:
             was = cast("dict[str, Any]", marks["with"])
             torch.set_num_threads(int(was["threads"]))
             made["threads"] = was["threads"]
             self.notes += [
-                f"{name}: {was[name]} in the run, {made[name]} here" for name in made if was[name] != made[name]
+                f"{name}: {was[name]} in the run, {made[name]} here"
+                for name in made
+                if was.get(name, made[name]) != made[name]
             ]
         bound = metrics.get("max_lag") if metrics else None  # alarms may have lowered it
         report = self.learner.step(groups, step_of=self._store.step_of, undone=self._store.is_undone, max_lag=bound)

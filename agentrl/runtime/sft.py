@@ -29,7 +29,7 @@ from agentrl.algos.supervised import Supervised
 from agentrl.checkpoint_folders import newest
 from agentrl.config import EnvSource, Rollout, RunConfig, Train
 from agentrl.engine.renderer import Renderer
-from agentrl.errors import UsageError
+from agentrl.errors import ConfigError, UsageError
 from agentrl.records import Group, GroupState, Trajectory
 from agentrl.runtime.demonstrations import read
 from agentrl.runtime.learner import device_of
@@ -64,6 +64,8 @@ class SFTConfig(Section):
 
     def learner(self) -> RunConfig:
         """The settings that a learner reads."""
+        if self.train.parallel.ranks > 1:
+            raise ConfigError("train.parallel.ranks", self.train.parallel.ranks, "a warm start has one: leave it out")
         return RunConfig(
             name=self.name,
             seed=self.seed,

@@ -21,17 +21,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from agentrl.checkpoint_folders import STATE, complete, name_of
 from agentrl.errors import RunFailed
 from agentrl.train import lora
-from agentrl.train.export import export_weights
+from agentrl.train.export import checkpoint_tensors, write_weights
+from agentrl.train.parallel.shards import gathered, gathered_state, load_state
 
 ADAPTER, CRITIC = "adapter", "critic"
 """The folders in a checkpoint that hold the adapter and the critic, where one is trained."""
@@ -42,9 +45,11 @@ _OWN = frozenset({STATE, "model.safetensors.index.json"})
 
 
 class Part(Protocol):
-    """What a checkpoint keeps in a folder of its own."""
+    """What a checkpoint keeps in a folder of its own: `tensors`, in the safetensors file `file`."""
 
-    def save(self, folder: Path) -> None: ...
+    @property
+    def file(self) -> str: ...
+    def tensors(self) -> Mapping[str, Tensor]: ...
     def load(self, folder: Path) -> None: ...
 
 
@@ -89,17 +94,17 @@ def save(
         if source.is_file() and source.suffix in _COPIED and source.name not in _OWN:
             shutil.copyfile(source, draft / source.name)
     progress()
-    export_weights(module, draft / _WEIGHTS)
-    progress()
-    if lora.has_adapter(module):
-        lora.save(module, draft / ADAPTER)
-    rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
-    for name, part in parts.items():
-        part.save(draft / name)
+    for name, found in contents(module, optimizers, parts):
+        if name == _WEIGHTS:
+            write_weights(found, draft / name)
+        elif name == ADAPTER:
+            lora.write(module, found, draft / name)
+        elif name in parts:
+            (draft / name).mkdir()
+            save_file({key: tensor.contiguous() for key, tensor in found.items()}, draft / name / parts[name].file)
+        else:
+            torch.save(found, draft / name)
         progress()
-    states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
-    torch.save({"optimizers": states, "rng": rng}, draft / _OPTIMIZER)
-    progress()
     (draft / STATE).write_text(json.dumps(asdict(state), indent=2))
     for file in draft.rglob("*"):
         _sync(file)
@@ -110,6 +115,21 @@ def save(
     for old in complete(root)[:-keep]:
         _discard(old)
     return folder
+
+
+def contents(
+    module: Any, optimizers: Mapping[str, torch.optim.Optimizer], parts: Mapping[str, Part]
+) -> Iterator[tuple[str, Any]]:
+    """The tensors and states of a checkpoint by their file or folder. If the models are sharded, each comes when it is
+    asked for: every rank goes through all of them, and rank 0 has them."""
+    yield _WEIGHTS, checkpoint_tensors(module)
+    if lora.has_adapter(module):
+        yield ADAPTER, lora.tensors_of(module)
+    for name, part in parts.items():
+        yield name, gathered({key: tensor.detach() for key, tensor in part.tensors().items()})
+    rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+    states = {name: gathered_state(optimizer) for name, optimizer in optimizers.items()}
+    yield _OPTIMIZER, {"optimizers": states, "rng": rng}
 
 
 def read_state(folder: Path) -> CheckpointState:
@@ -133,7 +153,7 @@ def load(
         part.load(folder / name)
     states = blob.get("optimizers") or {"policy": blob["optimizer"]}  # an older agentrl had one
     for name, optimizer in optimizers.items():
-        optimizer.load_state_dict(states[name])
+        load_state(optimizer, states[name])
     torch.set_rng_state(blob["rng"]["cpu"])
     if blob["rng"]["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(blob["rng"]["cuda"])

@@ -13,19 +13,20 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from agentrl.errors import ModelError
 from agentrl.train.model import PolicyModel
 from agentrl.train.packing import Pack
-
-_FILE = "critic.safetensors"
+from agentrl.train.parallel.shards import fill
 
 
 class Critic:
     """Values of a pack's tokens. A trunk of its own begins as the policy does; a shared one is the policy, and learns
     from both losses. The head begins at 0, so that a new critic says 0 of everything."""
+
+    file = "critic.safetensors"
 
     def __init__(self, trunk: PolicyModel, *, own: bool) -> None:
         """If `own`, `trunk` loses its output layer."""
@@ -52,16 +53,11 @@ class Critic:
         """The parameters that only the critic trains."""
         return [*(self._trunk.parameters() if self.own else ()), *self.head.parameters()]
 
-    def save(self, folder: Path) -> None:
-        """Write its own parameters into a new folder."""
-        folder.mkdir()
-        save_file({name: tensor.detach().contiguous() for name, tensor in self.tensors().items()}, folder / _FILE)
-
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote. Raises ModelError if it is not there or of another shape."""
+        """Read its `tensors` from the file in `folder`. Raises ModelError if it is not there or of another shape."""
         try:
-            tensors = load_file(folder / _FILE)
+            tensors = load_file(folder / self.file)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"no critic in {str(folder)!r} ({error}): was another algo.kind trained?") from error
         own = self.tensors()
@@ -71,10 +67,10 @@ class Critic:
                 f"the critic in {str(folder)!r} is another one: {sorted(wrong)[0]} (algo.critic, train.lora_rank)"
             )
         for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+            fill(tensor, tensors[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        """What `save` writes, by name, not copied."""
+        """The parameters that only the critic trains by name, not copied."""
         trunk = self._trunk.module.named_parameters() if self.own else ()
         named = {f"trunk.{name}": p for name, p in trunk if p.requires_grad}
         return {**named, **{f"head.{name}": p for name, p in self.head.named_parameters()}}

@@ -24,6 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from agentrl.engine import fingerprint
 from agentrl.errors import RunFailed
 from agentrl.train import lora
+from agentrl.train.parallel.shards import gathered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,24 +53,36 @@ def checkpoint_names(module: Any, state: dict[str, Tensor]) -> dict[str, Tensor]
 
 def checkpoint_tensors(module: Any, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """The tensors of a transformers model as its checkpoint format has them, on the CPU, cast to `dtype`. Vectors stay
-    as they are: they weigh nothing, and engines keep some (a router's biases) in float32 whatever their dtype."""
+    as they are: they weigh nothing, and engines keep some (a router's biases) in float32 whatever their dtype.
+
+    Every rank of a sharded model takes part, rank 0 gets them."""
     return {
         name: tensor.to("cpu", dtype if tensor.is_floating_point() and tensor.dim() > 1 else None)
-        for name, tensor in checkpoint_names(module, held(module)).items()
+        for name, tensor in checkpoint_names(module, gathered(held(module))).items()
     }
 
 
 def export_weights(
     module: Any, path: Path, *, dtype: torch.dtype | None = None, metadata: Mapping[str, str] | None = None
 ) -> WeightFile:
-    """Write the weights to `path`: the whole file or none, a reader never sees half of one. Raises RunFailed if its
-    folder has no room for them."""
-    tensors = checkpoint_tensors(module, dtype)
+    """`write_weights` of a model that is not sharded."""
+    return write_weights(checkpoint_tensors(module, dtype), path, dtype=dtype, metadata=metadata)
+
+
+def write_weights(
+    tensors: Mapping[str, Tensor],
+    path: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> WeightFile:
+    """Write what `checkpoint_tensors` returned to `path`: the whole file or none, a reader never sees half of one.
+    Raises RunFailed if its folder has no room for them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     check_room(path.parent, sum(tensor.nbytes for tensor in tensors.values()))
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        save_file(tensors, draft, metadata={"format": "pt", **(metadata or {})})
+        save_file(dict(tensors), draft, metadata={"format": "pt", **(metadata or {})})
         with draft.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         size = draft.stat().st_size

@@ -16,63 +16,73 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from agentrl.algos.algorithm import Follows
 from agentrl.errors import ModelError
-
-_FILE = "follower.safetensors"
+from agentrl.train.parallel.shards import fill, is_sharded, local
 
 
 class Follower:
     """Begins as the policy is. The average of an adapter is that of its matrices A and B, each by itself."""
 
+    file = "follower.safetensors"
+
     def __init__(self, policy: Any, follows: Follows) -> None:
         """`policy` is the module that learns."""
         self._follows = follows
         self._leaders: dict[str, nn.Parameter] = {name: p for name, p in policy.named_parameters() if p.requires_grad}
-        self.tensors: dict[str, Tensor] = {name: p.detach().clone() for name, p in self._leaders.items()}
+        self._tensors: dict[str, Tensor] = {name: p.detach().clone() for name, p in self._leaders.items()}
 
     @contextmanager
     def in_place(self) -> Generator[None]:
         """Inside, the policy computes with this model's parameters. No gradient may be asked for across its ends."""
-        own = {name: leader.data for name, leader in self._leaders.items()}
+        self._exchange()
         try:
-            for name, leader in self._leaders.items():
-                leader.data = self.tensors[name]
             yield
         finally:
-            for name, leader in self._leaders.items():
-                leader.data = own[name]
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """The policy gets this model's parameters, and this model the policy's. FSDP reads shards where they are."""
+        for name, leader in self._leaders.items():
+            own = self._tensors[name]
+            if is_sharded(leader):
+                its, ours = local(leader), local(own)
+                kept = its.clone()
+                its.copy_(ours)
+                ours.copy_(kept)
+            else:
+                self._tensors[name], leader.data = leader.data, own
 
     @torch.no_grad()
     def follow(self, step: int) -> None:
         """After step number `step` (from 1)."""
         if step % self._follows.every:
             return
-        for name, tensor in self.tensors.items():
+        for name, tensor in self._tensors.items():
             leader = self._leaders[name].detach()
             if self._follows.decay:
                 tensor.lerp_(leader, 1 - self._follows.decay)
             else:
                 tensor.copy_(leader)
 
-    def save(self, folder: Path) -> None:
-        """Write its parameters into a new folder."""
-        folder.mkdir()
-        save_file({name: tensor.contiguous() for name, tensor in self.tensors.items()}, folder / _FILE)
+    def tensors(self) -> dict[str, Tensor]:
+        """Its parameters by name, not copied."""
+        return dict(self._tensors)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote. Raises ModelError if it is not there or of another shape."""
+        """Read its `tensors` from the file in `folder`. Raises ModelError if it is not there or of another shape."""
         try:
-            found = load_file(folder / _FILE)
+            found = load_file(folder / self.file)
         except (OSError, SafetensorError) as error:
             hint = "the run that wrote it had algo.reference_every = 0"
             raise ModelError(f"no moving model in {str(folder)!r} ({error}): perhaps {hint}") from error
-        own = self.tensors
+        own = self._tensors
         wrong = own.keys() ^ found.keys() or {name for name in own if own[name].shape != found[name].shape}
         if wrong:
             raise ModelError(f"the model in {str(folder)!r} is another one: {sorted(wrong)[0]} (train.lora_rank)")
         for name, tensor in own.items():
-            tensor.copy_(found[name])
+            fill(tensor, found[name])

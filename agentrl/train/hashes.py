@@ -54,6 +54,7 @@ def circumstances(train: Train) -> dict[str, str | int | bool]:
         "device": torch.cuda.get_device_name(device) if on_gpu else f"cpu {torch.backends.cpu.get_cpu_capability()}",
         "dtype": train.dtype,
         "threads": train.threads,
+        "ranks": train.parallel.ranks,
         "compile": train.compile,
         "gradient_checkpointing": train.gradient_checkpointing,
         "logits_mb": train.logits_mb,

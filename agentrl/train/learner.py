@@ -26,6 +26,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -38,13 +39,20 @@ from agentrl.errors import RunFailed
 from agentrl.records import Group
 from agentrl.train import checkpoint, lora
 from agentrl.train.checkpoint import CheckpointState
-from agentrl.train.export import WeightFile, export_weights
+from agentrl.train.export import WeightFile, checkpoint_tensors, write_weights
 from agentrl.train.hashes import hash_of
-from agentrl.train.machine import use
+from agentrl.train.machine import operations, use
 from agentrl.train.models import Models
-from agentrl.train.packing import Pack, packs
-from agentrl.train.report import StepReport, Stopwatch, Tally, summarise
+from agentrl.train.packing import Pack
+from agentrl.train.parallel.ranks import ALONE, Ranks
+from agentrl.train.parallel.shards import whole
+from agentrl.train.parallel.shares import Pass, divided, laid, moved
+from agentrl.train.report import Seen, StepReport, Stopwatch, Tally, seen, summarise
 from agentrl.train.samples import GroupRows, Row, StepOf, Undone, group_rows, weigh
+from agentrl.train.snapshot import Snapshot, take
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 Passed = Callable[[Pack, Mapping[str, Tensor], Outputs], None]
 """Looks at a pass before its gradients: the pass, the columns of its tokens, and what the models say of them."""
@@ -68,22 +76,28 @@ class Learner:
         reference_dir: Path | None = None,
         folder_of: Callable[[str], Path] = Path,
         progress: Callable[[], None] = lambda: None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`model_dir` holds the policy to start from, `reference_dir` the reference of a KL term (default: the same;
         after a restart from a checkpoint, name the initial policy's). If an adapter is trained over that same folder,
         the reference is the model with its adapter off, and no second one is loaded. `folder_of` finds the folder of a
         model that the algorithm names. `progress` is called
-        whenever a part of long work is done: a pass, an update, a file. Raises ModelError."""
+        whenever a part of long work is done: a pass, an update, a file. `ranks` share the work: this learner is that of
+        rank 0, and they make their own. Raises ModelError."""
         self.config, self.algorithms = config, distinct(config.algorithms)
-        self._progress = progress
+        self._progress, self.ranks = progress, ranks
+        ranks.build(config, model_dir, reference_dir, folder_of)
         torch.set_num_threads(config.train.threads)
         torch.manual_seed(config.seed)
-        self.models = Models(config, model_dir, device, reference_dir=reference_dir, folder_of=folder_of)
+        self.models = Models(config, model_dir, device, reference_dir=reference_dir, folder_of=folder_of, cut=ranks.cut)
+        ranks.built()
         self.model, self.optimizer = self.models.policy, self.models.optimizers["policy"]
         self.step_index = 0
         self.checkpoint_step = 0
         self.trained: list[tuple[int, ...]] = []
         self.skipped_in_a_row = 0
+        self._place = self.model.device if ranks.size == 1 else torch.device("cpu")  # of a step's passes
+        self._watch = Stopwatch()
         self.on_pass: Passed | None = None
 
     # --- one step -----------------------------------------------------------------------------------------------
@@ -102,7 +116,7 @@ class Learner:
         A step in which no row can move the weights leaves weights and optimizer as they are (`updated` is False), as
         does an update whose gradient is not finite. Raises Diverged, after the step, if too many of these came in a
         row."""
-        watch = Stopwatch()
+        watch = self._watch = Stopwatch()
         abandoned, by_role = cache(undone), self.config.algo_by_role
         ready = [
             group_rows(
@@ -127,22 +141,21 @@ class Learner:
         for _ in range(self.config.train.epochs):
             for part in updates:
                 if part:
-                    self._update(part, tally, watch)
+                    self._update(part, tally)
         lr = self.optimizer.param_groups[0]["lr"]
-        self.step_index += 1
-        self.models.follow(self.step_index)
+        self._all(self.ended, None)
         self.trained.append(tuple(one.episode_id for group in groups for one in group.trajectories if one.scored))
         self._check_skipped()
-        laid = [pack for part in updates for pack in part]
+        passes = [pack for part in updates for pack in part]
         used = use(
             self.model.module,
             tally.packs,
             self.model.device,
-            seconds=sum(watch.seconds.values()),
+            seconds=self.ranks.size * sum(watch.seconds.values()),
             dtype=self.model.dtype,
             peak_tflops=self.config.train.peak_tflops,
         )
-        return summarise(self.step_index, ready, laid, tally, lr=lr, use=used, seconds=watch.seconds)
+        return summarise(self.step_index, ready, passes, tally, lr=lr, use=used, seconds=watch.seconds)
 
     def _minibatches(self, ready: Sequence[GroupRows]) -> list[list[GroupRows]]:
         """The step's groups divided into updates; shuffled if there are several, the same way under the same seed."""
@@ -161,21 +174,19 @@ class Learner:
             episodes = set(matter.values())
             return [row for row in rows if id(row) in matter or (row.algo.ahead and row.episode_id in episodes)]
 
-        laid = [[kept(group) for group in part] for part in weigh(parts)]
-        budget, model = self.config.train.tokens_per_batch, self.model
-        return [packs(rows, budget, model.device, shared=not model.obstacle) for rows in laid]
+        budget, size, shared = self.config.train.tokens_per_batch, self.ranks.size, not self.model.obstacle
+        kept_rows = [[kept(group) for group in part] for part in weigh(parts)]
+        return [laid(rows, budget, size, self._place, shared=shared) for rows in kept_rows]
 
     def _looked_ahead(self, updates: Sequence[Sequence[Pack]], *, every: bool) -> list[list[Pack]]:
         """The passes with what the models say of them before the first update: of `every` pass, or if its algorithm
         looks ahead."""
 
-        def seen(pack: Pack) -> Pack:
-            if not (every or pack.algo.ahead):
-                return pack
-            self._progress()
-            return pack.having(self.models.ahead(pack))
-
-        return [[seen(pack) for pack in part] for part in updates]
+        wanted = [pack for part in updates for pack in part if every or pack.algo.ahead]
+        if not wanted:
+            return [list(part) for part in updates]
+        columns = {id(wanted[at]): found for at, found in self._divided(self.ahead, wanted).items()}
+        return [[pack.having(columns.get(id(pack), {})) for pack in part] for part in updates]
 
     def _judged(self, updates: Sequence[Sequence[Pack]]) -> list[list[Pack]]:
         """The passes with what each algorithm says of all its tokens of the step."""
@@ -191,30 +202,116 @@ class Learner:
                 judged[id(pack)] = pack.having({name: of[at] for name, of in found.items()})
         return [[judged[id(pack)] for pack in part] for part in updates]
 
-    def _update(self, part: Sequence[Pack], tally: Tally, watch: Stopwatch) -> None:
+    def _update(self, part: Sequence[Pack], tally: Tally) -> None:
         """One optimizer update from the summed gradients of its passes."""
-        loss = 0.0
-        for pack in part:
+        found = self._divided(self.passed, part)
+        for at, pack in enumerate(part):
+            tally.passed(pack, found[at])
+        loss = sum(found[at].loss for at in range(len(part)))
+        names = {name for pack in part for name in pack.algo.trained(self.step_index)}
+        norm = self._all(self.updated, ([name for name in self.models.optimizers if name in names], loss))
+        tally.updated(loss, norm)
+        self.skipped_in_a_row = 0 if norm is not None else self.skipped_in_a_row + 1
+
+    # --- over ranks: rank 0 calls these on all of them -------------------------------------------------------------
+
+    def _all(self, work: Callable[[S], T], given: S) -> T:
+        """Every rank does the same; what it returned on rank 0."""
+        return self.ranks.run(work, [given] * self.ranks.size)[0]
+
+    def _divided(self, work: Callable[[list[Pass]], list[T]], part: Sequence[Pack]) -> dict[int, T]:
+        """What `work` returned for each pass, by its place; each rank has its share of them."""
+        shares = divided(part, self.ranks.size, lambda pack: operations(self.model.module, pack))
+        found = self.ranks.run(work, shares)
+        each = ((one, is_) for share, of in zip(shares, found, strict=True) for one, is_ in zip(share, of, strict=True))
+        return {one.at: is_ for one, is_ in each if one.counts}
+
+    def _here(self, one: Pass) -> Pack:
+        return one.pack if self.ranks.size == 1 else moved(one.pack, self.model.device)
+
+    def ahead(self, share: list[Pass]) -> list[dict[str, Tensor]]:
+        """Columns of each pass under the models as they are now."""
+        found: list[dict[str, Tensor]] = []
+        for one in share:
+            self._progress()
+            found.append(moved(self.models.ahead(self._here(one)), self._place))
+        return found
+
+    def passed(self, share: list[Pass]) -> list[Seen]:
+        """Add the gradients of some passes to those at hand."""
+        found: list[Seen] = []
+        for one in share:
+            pack = self._here(one)
             others = {} if "proximal" in pack.columns else self.models.others(pack)
             outputs = self.models.forward(pack, trained=pack.algo.trained(self.step_index))
             tokens = {"proximal": outputs.logprobs_K.detach(), **pack.columns, **others}
             if self.on_pass is not None:
                 self.on_pass(pack, tokens, outputs)
-            pack_loss = pack.algo.loss(tokens, outputs, self.step_index)
-            tally.passed(pack, tokens, outputs, pack_loss)
-            watch.lap("forward")
+            loss = pack.algo.loss(tokens, outputs, self.step_index)
+            found.append(moved(seen(tokens, outputs, loss), self._place))
+            self._watch.lap("forward")
             self._progress()
-            pack_loss.total.backward()
-            watch.lap("backward")
+            # FSDP takes the mean over ranks: the loss is a sum over passes, whoever computes them.
+            (loss.total * (self.ranks.size if one.counts else 0)).backward()
+            self._watch.lap("backward")
             self._progress()
-            loss += float(pack_loss.total.detach())
-        trained = {name for pack in part for name in pack.algo.trained(self.step_index)}
-        names = [name for name in self.models.optimizers if name in trained]
+        return found
+
+    def updated(self, given: tuple[Sequence[str], float]) -> float | None:
+        """Update the named models from the gradients at hand, whose passes had this loss: see `Models.update`."""
+        names, loss = given
         norm = self.models.update(names, loss=loss, lr_share=self.config.train.lr_share(self.step_index + 1))
-        tally.updated(loss, norm)
-        self.skipped_in_a_row = 0 if norm is not None else self.skipped_in_a_row + 1
-        watch.lap("optimizer")
+        self._watch.lap("optimizer")
         self._progress()
+        return norm
+
+    def ended(self, _: None) -> None:
+        """Count a step."""
+        self.step_index += 1
+        self.models.follow(self.step_index)
+
+    def exported(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """See `checkpoint_tensors`; other ranks than 0 return nothing."""
+        return checkpoint_tensors(self.model.module, dtype)
+
+    def adapter(self, _: None) -> dict[str, Tensor]:
+        """See `lora.tensors_of`."""
+        found = lora.tensors_of(self.model.module)
+        return found if self.ranks.rank == 0 else {}
+
+    def scored(self, given: tuple[Sequence[int], torch.dtype]) -> tuple[float, ...]:
+        return self.model.score(*given)
+
+    def hashed(self, _: None) -> dict[str, str]:
+        found = {name: whole(tensor.detach()) for name, tensor in self.models.tensors().items()}
+        return {name: hash_of(tensor) for name, tensor in found.items()} if self.ranks.rank == 0 else {}
+
+    def taken(self, dtype: torch.dtype) -> Snapshot | None:
+        return take(self.model.module, dtype)
+
+    def saved(self, given: tuple[Path, CheckpointState]) -> Path | None:
+        """Write a checkpoint; other ranks than 0 only give their shards."""
+        module, optimizers, parts = self.model.module, self.models.optimizers, self.models.parts()
+        if self.ranks.rank:
+            for _ in checkpoint.contents(module, optimizers, parts):
+                pass
+            return None
+        return checkpoint.save(
+            *given,
+            module=module,
+            model_folder=self.model.folder,
+            optimizers=optimizers,
+            parts=parts,
+            keep=self.config.train.keep_checkpoints,
+            progress=self._progress,
+        )
+
+    def loaded(self, folder: Path) -> CheckpointState:
+        self.model.load_weights(folder)
+        state = checkpoint.load(folder, self.models.optimizers, self.models.parts())
+        self.step_index = self.checkpoint_step = state.step
+        self.trained = []
+        return state
 
     def _check_skipped(self) -> None:
         most = self.config.train.max_skipped
@@ -228,20 +325,27 @@ class Learner:
 
     def export(self, path: Path, *, dtype: torch.dtype | None = None) -> WeightFile:
         """Write the weights for an engine: one safetensors file, whole or not at all. An adapter is merged into it."""
-        return export_weights(self.model.module, path, dtype=dtype, metadata={"step": str(self.step_index)})
+        found = self._all(self.exported, dtype)
+        return write_weights(found, path, dtype=dtype, metadata={"step": str(self.step_index)})
 
     def export_adapter(self, folder: Path) -> Path:
         """Write the adapter alone for an engine that has the weights below: a folder in PEFT's format."""
-        return lora.save(self.model.module, folder)
+        return lora.write(self.model.module, self._all(self.adapter, None), folder)
+
+    def snapshot(self, dtype: torch.dtype) -> Snapshot:
+        """A copy of the weights that a sender reads: see `agentrl.train.snapshot`."""
+        found = self._all(self.taken, dtype)
+        assert found is not None, "rank 0 gets it"
+        return found
 
     def score(self, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[float, ...]:
         """Log-probs of `token_ids[1:]` under the current weights rounded to `dtype`, in nats at temperature 1, for the
         canary."""
-        return self.model.score(token_ids, dtype)
+        return self._all(self.scored, (token_ids, dtype))
 
     def hashes(self) -> dict[str, str]:
         """Of each trained tensor, by name: see `agentrl.train.hashes`."""
-        return {name: hash_of(tensor) for name, tensor in self.models.tensors().items()}
+        return self._all(self.hashed, None)
 
     def save(self, root: Path) -> Path:
         """Write a checkpoint of this step under `root`; the episodes in `trained` are recorded in it, then forgotten.
@@ -250,24 +354,12 @@ class Learner:
         if last is not None and self.checkpoint_step == self.step_index and not self.trained:
             return last
         state = CheckpointState(step=self.step_index, previous_step=self.checkpoint_step, episodes=tuple(self.trained))
-        folder = checkpoint.save(
-            root,
-            state,
-            module=self.model.module,
-            model_folder=self.model.folder,
-            optimizers=self.models.optimizers,
-            parts=self.models.parts(),
-            keep=self.config.train.keep_checkpoints,
-            progress=self._progress,
-        )
+        folder = self._all(self.saved, (root, state))
+        assert folder is not None, "rank 0 writes it"
         self.checkpoint_step, self.trained = self.step_index, []
         return folder
 
     def load(self, folder: Path) -> CheckpointState:
         """Go on from a checkpoint: weights, critic, moving models, optimizers, random state, step. Frozen models stay
         as they are."""
-        self.model.load_weights(folder)
-        state = checkpoint.load(folder, self.models.optimizers, self.models.parts())
-        self.step_index = self.checkpoint_step = state.step
-        self.trained = []
-        return state
+        return self._all(self.loaded, folder)

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from agentrl.errors import ModelError
+from agentrl.train.parallel.shards import fill, is_sharded, like, whole
 from agentrl.train.targets import choose, pieces
 from agentrl.train_settings import Train
 
@@ -81,19 +82,30 @@ def merged(module: Any) -> dict[str, Tensor]:
     if has_adapter(module):
         for name, layer in _layers(module):
             key = f"{_below(name)}.{_parameter(layer)}"
-            state[key] = state[key] + _delta(layer)
+            with _gathered(layer):
+                delta = _delta(layer)
+            state[key] = state[key] + like(delta, state[key])
     return state
 
 
+def tensors_of(module: Any) -> dict[str, Tensor]:
+    """The adapter's tensors by their names in a file, on the CPU. Every rank of a sharded model takes part."""
+    with _gathered(*(layer for _, layer in _layers(module))):
+        return {name: view.to("cpu", copy=True).contiguous() for name, view in _views(module).items()}
+
+
 def save(module: Any, folder: Path) -> Path:
-    """Write the adapter to `folder`, whole or not at all, for PEFT or an engine to load."""
-    views = _views(module)
+    """Write the adapter of a model that is not sharded to `folder`, as `write` does."""
+    return write(module, tensors_of(module), folder)
+
+
+def write(module: Any, found: dict[str, Tensor], folder: Path) -> Path:
+    """Write what `tensors_of` returned to `folder`, whole or not at all, for PEFT or an engine to load."""
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
-    tensors = {_PREFIX + name: tensor.to("cpu", copy=True).contiguous() for name, tensor in views.items()}
-    save_file(tensors, draft / WEIGHTS, metadata={"format": "pt"})
-    _description(module, views).save_pretrained(draft)
+    save_file({_PREFIX + name: tensor for name, tensor in found.items()}, draft / WEIGHTS, metadata={"format": "pt"})
+    _description(module, found).save_pretrained(draft)
     return draft.rename(folder)
 
 
@@ -105,7 +117,11 @@ def load(module: Any, folder: Path) -> None:
     except (OSError, SafetensorError) as error:
         reason = next(iter(str(error).splitlines()))
         raise ModelError(f"cannot load the adapter in {str(folder)!r}: {reason}") from error
-    views = _views(module)
+    with _gathered(*(layer for _, layer in _layers(module)), changed=True):
+        _load(_views(module), tensors, folder)
+
+
+def _load(views: dict[str, Tensor], tensors: dict[str, Tensor], folder: Path) -> None:
     for name in sorted(views.keys() | tensors.keys()):
         if name not in views or name not in tensors or views[name].shape != tensors[name].shape:
             raise ModelError(
@@ -134,6 +150,23 @@ def _below(name: str) -> str:
 def _parameter(layer: Any) -> str:
     """The name of the parameter that a layer adapts."""
     return getattr(layer, "parameter_name", "weight")
+
+
+@contextmanager
+def _gathered(*layers: Any, changed: bool = False) -> Generator[None]:
+    """Inside, the adapters of these layers are whole if they are sharded. If they are `changed`, the shards follow."""
+    parts = [part[_NAME] for layer in layers for part in (layer.lora_A, layer.lora_B) if is_sharded(part[_NAME].weight)]
+    own = [part.weight for part in parts]
+    for part in parts:
+        part.weight = nn.Parameter(whole(part.weight.detach()), requires_grad=False)
+    try:
+        yield
+        if changed:
+            for part, shards in zip(parts, own, strict=True):
+                fill(shards, part.weight)
+    finally:
+        for part, shards in zip(parts, own, strict=True):
+            part.weight = shards
 
 
 @torch.no_grad()

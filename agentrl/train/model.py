@@ -33,6 +33,7 @@ from agentrl.train.attention import Layout, Paths, Shape, choose, tree_attention
 from agentrl.train.checkpoint import ADAPTER
 from agentrl.train.head import Asked, Head, Places, head_of, overheard, rows_within, statistics
 from agentrl.train.packing import Branch, Pack
+from agentrl.train.parallel.shards import load_state_dict, settled
 from agentrl.train.ragged import normalised
 from agentrl.train_settings import Train
 
@@ -108,7 +109,7 @@ class PolicyModel:
 
     def hidden(self, pack: Pack) -> Tensor:
         """The input of the output layer [P, H] at `predictors_P`, computed in `dtype`."""
-        with _computing(self.device, self.dtype), overheard(self._layer, _nothing) as heard:
+        with settled(self.module), _computing(self.device, self.dtype), overheard(self._layer, _nothing) as heard:
             self._run(pack)
         return _joined(heard)
 
@@ -127,7 +128,10 @@ class PolicyModel:
         of_M, ids_M = (pack.target_K[:0],) * 2 if kept is None else kept.sets()
         own = Places(torch.cat([pack.predictor_K, pack.predictor_K[of_M]]), torch.cat([pack.target_K, ids_M]))
         plain = Places(pack.observer_O, pack.observed_O)
-        hidden_PH, found = self._read(lambda: self._run(pack), own, plain, temperature=temperature, dtype=self.dtype)
+        with settled(self.module):
+            hidden_PH, found = self._read(
+                lambda: self._run(pack), own, plain, temperature=temperature, dtype=self.dtype
+            )
         own_KM, observed_O, entropy_P = found
         logprobs_K, logprobs_M = own_KM.split([len(pack.target_K), len(ids_M)])
         entropy_K = (entropy_P if entropy_grad else entropy_P.detach())[pack.predictor_K]
@@ -149,7 +153,8 @@ class PolicyModel:
         if self.obstacle:
             run = partial(_logits_of_rows, self.module, tokens_N, [branch], numbers_N[:-1])
         next_, none = Places(numbers_N[:-1], tokens_N[1:]), Places(numbers_N[:0], tokens_N[:0])
-        with _rounded(self.module, dtype) if dtype != torch.float32 or self._narrow else nullcontext():
+        exact = dtype == torch.float32 and not self._narrow
+        with settled(self.module), nullcontext() if exact else _rounded(self.module, dtype):
             _, (logprobs_T, _, _) = self._read(run, next_, none, temperature=1.0, dtype=torch.float32)
         return tuple(logprobs_T.tolist())
 
@@ -187,7 +192,7 @@ class PolicyModel:
             lora.load(self.module, folder / ADAPTER)
             return
         try:
-            self.module.load_state_dict(_load(folder).state_dict())
+            load_state_dict(self.module, _load(folder).state_dict())
         except RuntimeError as error:
             raise ModelError(f"weights of {str(folder)!r} do not fit {str(self.folder)!r}: {error}") from error
 

@@ -26,6 +26,7 @@ from agentrl.train.critic import Critic
 from agentrl.train.follower import Follower
 from agentrl.train.model import PolicyModel
 from agentrl.train.packing import Pack
+from agentrl.train.parallel.shards import reshard, whole
 
 REFERENCE = "reference"
 
@@ -42,8 +43,9 @@ class Models:
         *,
         reference_dir: Path | None,
         folder_of: Callable[[str], Path] = Path,
+        cut: Callable[[nn.Module], None] = lambda _: None,
     ) -> None:
-        """Raises ModelError for a folder that cannot be used."""
+        """`cut` leaves a rank its shard of a model. Raises ModelError for a folder that cannot be used."""
         train, slots = config.train, algorithms.slots(config.algorithms)
         self._config, self._temperature = config, config.rollout.temperature
         self.policy = self._load(model_dir, device, adapter=train if train.lora_rank else None)
@@ -54,14 +56,20 @@ class Models:
             )
             below = bool(train.lora_rank) and chosen == model_dir
             self._frozen[name] = None if below else self._load(chosen, device, frozen=True)
+        critic = slots.critic
+        self.critic: Critic | None = None
+        if critic is not None:
+            own = critic == "own"
+            trunk = self._load(model_dir, device, adapter=train if train.lora_rank else None) if own else self.policy
+            self.critic = Critic(trunk, own=own)
+        for model in self.language_models():
+            cut(model.module)
+        if self.critic is not None:
+            cut(self.critic.head)
         self.moving = {name: Follower(self.policy.module, follows) for name, follows in slots.moving.items()}
         self.optimizers = {"policy": self._optimizer(self.policy.parameters(), train.lr)}
         self._lr = {"policy": train.lr}
-        self.critic: Critic | None = None
-        if slots.critic is not None:
-            own = slots.critic == "own"
-            trunk = self._load(model_dir, device, adapter=train if train.lora_rank else None) if own else self.policy
-            self.critic = Critic(trunk, own=own)
+        if self.critic is not None:
             self._lr["critic"] = slots.critic_lr or train.lr
             self.optimizers["critic"] = self._optimizer(self.critic.parameters(), self._lr["critic"])
 
@@ -89,7 +97,7 @@ class Models:
         """The tensors of all models that a step changes by name, not copied; tied ones once."""
         own = {f"policy.{name}": p for name, p in self.policy.module.named_parameters() if p.requires_grad}
         critic = {} if self.critic is None else self.critic.tensors()
-        named = {CRITIC: critic, **{name: follower.tensors for name, follower in self.moving.items()}}
+        named = {CRITIC: critic, **{name: follower.tensors() for name, follower in self.moving.items()}}
         return own | {f"{part}.{name}": tensor for part, of in named.items() for name, tensor in of.items()}
 
     def language_models(self) -> list[PolicyModel]:
@@ -99,7 +107,7 @@ class Models:
 
     def held(self) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors of models that learn, and those of the others; not copied."""
-        moving = [tensor for follower in self.moving.values() for tensor in follower.tensors.values()]
+        moving = [tensor for follower in self.moving.values() for tensor in follower.tensors().values()]
         frozen = [model for model in self._frozen.values() if model is not None]
         own = [model for model in self.language_models() if model not in frozen]
         head = [] if self.critic is None else list(self.critic.head.parameters())
@@ -174,11 +182,12 @@ class Models:
 
     def _clip(self, name: str) -> float:
         parameters = self.policy.parameters() if self.critic is None or name == "policy" else self.critic.parameters()
-        return float(nn.utils.clip_grad_norm_(parameters, self._config.train.grad_clip))
+        return float(whole(nn.utils.clip_grad_norm_(parameters, self._config.train.grad_clip)))
 
     def _forget(self) -> None:
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
+        reshard(self.policy.module)  # no backward pass may have come to it
 
 
 def _tensors(model: PolicyModel) -> list[Tensor]:

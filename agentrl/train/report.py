@@ -108,10 +108,39 @@ class Stopwatch:
 _MEASURED = ("proximal", "behaviour", "lag", "origin", "episode", "role", "turn", "advantage")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What is kept of a pass. Tensors are [K], detached; `loss` is its share of the update's."""
+
+    loss: float
+    tokens: Mapping[str, Tensor]
+    clipped: Tensor
+    importance: Tensor | None
+    gauges: Mapping[str, float]
+    gauged: float
+
+
+def seen(tokens: Mapping[str, Tensor], outputs: Outputs, loss: Loss) -> Seen:
+    """Of a pass with these columns, which its loss saw."""
+    cut_K, log_ratio_K = loss.clipped_K.detach(), loss.log_ratio_K
+    kept = {name: tokens[name] for name in _MEASURED if name in tokens}
+    kept["clip"] = cut_K * (1 if log_ratio_K is None else log_ratio_K.sign())
+    kept["entropy"] = outputs.entropy_K.detach()
+    if "reference" in tokens:
+        kept["reference_k3"] = kl_penalty(outputs.logprobs_K.detach(), tokens["reference"])
+    return Seen(
+        loss=float(loss.total.detach()),
+        tokens=kept,
+        clipped=cut_K,
+        importance=None if loss.importance_K is None else loss.importance_K.detach(),
+        gauges={name: float(value.detach()) for name, value in loss.gauges.items()},
+        gauged=0.0 if loss.gauged is None else float(loss.gauged),
+    )
+
+
 @dataclass(slots=True)
 class Tally:
-    """The results of a step's passes. Tensors are [K] of one pass, detached. `algorithms` are those of the run that
-    differ, by the fields that name them."""
+    """The results of a step's passes. `algorithms` are those of the run that differ, by the fields that name them."""
 
     algorithms: Mapping[str, Algorithm]
     losses: list[float] = field(default_factory=list[float])
@@ -126,23 +155,17 @@ class Tally:
     )
     gauged: defaultdict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
 
-    def passed(self, pack: Pack, tokens: Mapping[str, Tensor], outputs: Outputs, loss: Loss) -> None:
-        """Record a pass, with the columns that its loss saw."""
+    def passed(self, pack: Pack, seen: Seen) -> None:
+        """Record a pass."""
         self.packs.append(pack)
-        cut_K, log_ratio_K = loss.clipped_K.detach(), loss.log_ratio_K
-        seen = {name: tokens[name] for name in _MEASURED if name in tokens}
-        seen["clip"] = cut_K * (1 if log_ratio_K is None else log_ratio_K.sign())
-        seen["entropy"] = outputs.entropy_K.detach()
-        if "reference" in tokens:
-            seen["reference_k3"] = kl_penalty(outputs.logprobs_K.detach(), tokens["reference"])
-        self.tokens.append(seen)
-        self.clipped.append(cut_K)
-        if loss.importance_K is not None:
-            self.importance.append(loss.importance_K.detach())
+        self.tokens.append(seen.tokens)
+        self.clipped.append(seen.clipped)
+        if seen.importance is not None:
+            self.importance.append(seen.importance)
         of = next(of for of, algo in self.algorithms.items() if algo == pack.algo)
-        for name, value in loss.gauges.items():
-            self.gauges[of, name] += float(value.detach())
-        self.gauged[of] += 0.0 if loss.gauged is None else float(loss.gauged)
+        for name, value in seen.gauges.items():
+            self.gauges[of, name] += value
+        self.gauged[of] += seen.gauged
 
     def computed(self) -> list[Computed]:
         """The passes as `by_environment` takes them."""

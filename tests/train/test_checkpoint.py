@@ -106,7 +106,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize(
     "victim",
-    ["copyfile", "export_weights", "save", "dumps", "_sync", "rename"],
+    ["copyfile", "write_weights", "save", "dumps", "_sync", "rename"],
 )
 def test_a_torn_checkpoint_is_never_read(
     victim: str, qwen3_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -121,7 +121,7 @@ def test_a_torn_checkpoint_is_never_read(
 
     owner = {
         "copyfile": shutil,
-        "export_weights": checkpoint,
+        "write_weights": checkpoint,
         "save": torch,
         "dumps": checkpoint.json,
         "_sync": checkpoint,

@@ -17,7 +17,7 @@ from agentrl.checkpoint_folders import newest
 from agentrl.config import Rollout, Train
 from agentrl.errors import ModelError
 from agentrl.records import Group
-from agentrl.train.critic import Critic
+from agentrl.train import checkpoint
 from agentrl.train.learner import Learner
 from agentrl.train.packing import packs
 from agentrl.train.samples import group_rows
@@ -187,7 +187,9 @@ def test_a_kill_in_the_middle_of_a_checkpoint_resumes_bit_for_bit(
     def die(*_: object, **__: object) -> None:
         raise Killed
 
-    owner, name = {"critic": (Critic, "save"), "optimizers": (torch, "save"), "rename": (Path, "rename")}[victim]
+    owner, name = {"critic": (checkpoint, "save_file"), "optimizers": (torch, "save"), "rename": (Path, "rename")}[
+        victim
+    ]
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, die)
         with pytest.raises(Killed):

@@ -38,7 +38,7 @@ def step(learner: Learner, at: int) -> dict[str, float]:
 def followed(learner: Learner) -> dict[str, torch.Tensor]:
     """Everything that a step changes."""
     state = state_of(learner) | {
-        f"reference.{n}": t.clone() for n, t in learner.models.moving["reference"].tensors.items()
+        f"reference.{n}": t.clone() for n, t in learner.models.moving["reference"].tensors().items()
     }
     for at, of in learner.optimizer.state_dict()["state"].items():
         state |= {f"optimizer.{at}.{key}": value.clone() for key, value in of.items()}
@@ -61,9 +61,9 @@ def test_a_moving_reference_is_the_policy_of_some_steps_ago_or_their_average(qwe
         if at % 2 == 0:
             older = leaders(copied)
         mean = {name: 0.75 * tensor + 0.25 * leaders(averaged)[name].double() for name, tensor in mean.items()}
-        found = copied.models.moving["reference"].tensors
+        found = copied.models.moving["reference"].tensors()
         assert all(torch.equal(found[name], tensor) for name, tensor in older.items())
-        found = averaged.models.moving["reference"].tensors
+        found = averaged.models.moving["reference"].tensors()
         for name, tensor in mean.items():
             torch.testing.assert_close(found[name].double(), tensor, atol=1e-6, rtol=1e-5)
     assert not all(torch.equal(tensor, leaders(copied)[name]) for name, tensor in older.items())

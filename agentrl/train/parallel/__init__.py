@@ -1,0 +1,11 @@
+"""The learner over ranks: processes of one machine, each with a shard of every weight and a share of every step.
+
+rank 0    the learner's own process: takes groups, lays passes, judges, sends weights, writes checkpoints
+others    started by rank 0, with neither store nor engine: they do what it orders, and end with it
+
+ranks         orders from rank 0 and their replies, deadlines, and who did not come
+worker        the process of every other rank
+shards        FSDP2: how a model is cut, gathered and filled
+shares        which rank computes which pass
+collectives   where each rank stands, in memory that all of them share
+"""

@@ -1,0 +1,374 @@
+"""Orders from rank 0 to the other ranks, and their replies.
+
+Every rank has a `Learner`. Rank 0 calls `run` with one of its methods and the argument of each rank: all run it at the
+same time and meet in its collectives; rank 0 gets what each returned. Between two orders the others wait, without any
+deadline. Within one, each collective has a deadline: if a rank is dead, stopped or late, rank 0 raises `RankLost`
+which names it, and the ranks end. Nothing is left to be mended: whoever owns rank 0 starts it again, with new ranks.
+
+An order and a reply are pickled over a socket, whose end is also the lifeline of the other rank: it ends when rank 0
+has ended, however that ended.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateImportUsage=false
+# (torch leaves parts of its signatures untyped)
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from agentrl.errors import AgentRLError, RankLost
+from agentrl.train.parallel import collectives
+from agentrl.train.parallel.collectives import Ledger, Standing
+from agentrl.train.parallel.shards import shard
+
+_LOOK_S = 0.5
+_EVIDENCE_S = 2.0  # in which a rank that died, or failed, is seen to have
+_GRACE_S = 15.0  # by which a call that no deadline of torch's ends may be late
+
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """What a learner knows of the ranks; `rank` is its own. On others than rank 0, `build`, `built` and `close` do
+    nothing, and nobody calls `run`."""
+
+    rank: int
+    size: int
+
+    def build(self, *what: object) -> None:
+        """Have each other rank make its learner, as `Learner(*what)`."""
+        ...
+
+    def built(self) -> None:
+        """Wait until they have."""
+        ...
+
+    def cut(self, module: nn.Module) -> None:
+        """Leave this rank only its shard of a model."""
+        ...
+
+    def run(self, work: Callable[[S], T], given: Sequence[S]) -> list[T]:
+        """What the method `work` of the learner of each rank returns for what it is given, by rank."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Alone:
+    """One rank: nothing is cut, nothing is sent."""
+
+    rank, size = 0, 1
+
+    def build(self, *what: object) -> None: ...
+    def built(self) -> None: ...
+    def cut(self, module: nn.Module) -> None: ...
+    def close(self) -> None: ...
+
+    def run(self, work: Callable[[S], T], given: Sequence[S]) -> list[T]:
+        return [work(given[0])]
+
+
+ALONE = Alone()
+
+
+@dataclass(slots=True)
+class Member:
+    """A rank's own end of the process group."""
+
+    rank: int
+    size: int
+    mesh: DeviceMesh
+
+    def build(self, *what: object) -> None: ...
+    def built(self) -> None: ...
+    def close(self) -> None: ...
+
+    def cut(self, module: nn.Module) -> None:
+        shard(module, self.mesh)
+
+    def run(self, work: Callable[[S], T], given: Sequence[S]) -> list[T]:
+        raise RuntimeError("only rank 0 gives orders")
+
+
+def send(line: Connection[Any, Any], what: object) -> None:
+    """By value: torch would have tensors shared between the processes, by files."""
+    line.send_bytes(pickle.dumps(what))
+
+
+def receive(line: Connection[Any, Any]) -> Any:
+    return pickle.loads(line.recv_bytes())
+
+
+def join(ledger: Ledger, port: int, *, rank: int, size: int, device: torch.device, deadline_s: float) -> DeviceMesh:
+    """Become rank `rank` of the process group whose store rank 0 offers at `port` of this machine."""
+    collectives.keep(ledger)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    store = distributed.TCPStore("127.0.0.1", port, size, is_master=False, timeout=timedelta(seconds=deadline_s))
+    # NCCL's own watchdog would end the process without a word on who is missing: ours comes before it.
+    timeout = timedelta(seconds=2 * (deadline_s + _GRACE_S) if on_gpu else deadline_s)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    with collectives.named("meeting"):
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        return init_device_mesh(device.type, (size,))
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a rank returned, or how it failed: `in_collective` if perhaps since another one did."""
+
+    value: object = None
+    error: str | None = None
+    in_collective: bool = False
+
+
+@dataclass(slots=True)
+class _Other:
+    """Another rank, as rank 0 sees it."""
+
+    process: subprocess.Popen[bytes]
+    line: Connection[Any, Any]
+    failed: Reply | None = None
+
+
+class Leader:
+    """Rank 0's end: starts the others, and ends them. At most one in a process."""
+
+    rank = 0
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        *,
+        deadline_s: float,
+        start_s: float,
+        progress: Callable[[], None] = lambda: None,
+        ends: Callable[[str], None] | None = None,
+    ) -> None:
+        """Rank i is on `devices[i]`. `deadline_s` is of a collective, `start_s` of the start of a process and of the
+        loading of its models. `progress` is called as long as some rank gets on. `ends` is called, on a thread, if this
+        process cannot raise what it should, since torch does not come back; the process is ended then. Raises
+        RankLost."""
+        self.size, self._deadline_s, self._start_s = len(devices), deadline_s, start_s
+        self._progress, self._ends = progress, ends
+        self._seen, self._seen_at, self._busy = [0] * self.size, time.monotonic(), False
+        self._closed = threading.Event()
+        with tempfile.TemporaryFile() as file:
+            self._ledger = Ledger(file.fileno(), 0, self.size)
+            store = distributed.TCPStore("127.0.0.1", 0, self.size, is_master=True, wait_for_workers=False)
+            self._store = store
+            self._others = [
+                self._start(rank, file.fileno(), (store.port, str(device)))
+                for rank, device in enumerate(devices)
+                if rank
+            ]
+        try:
+            with self._working():
+                for rank in range(1, self.size):
+                    self._reply(rank, start_s)  # they have loaded torch
+                mesh = join(self._ledger, store.port, rank=0, size=self.size, device=devices[0], deadline_s=deadline_s)
+        except BaseException:
+            self.close()
+            raise
+        self._member = Member(0, self.size, mesh)
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def _start(self, rank: int, ledger: int, told: tuple[int, str]) -> _Other:
+        ours, theirs = socket.socketpair()
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a rank that is stopped takes and gives nothing
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(self._deadline_s) + 1, 0))
+        argv = [rank, self.size, theirs.fileno(), ledger, *told, self._deadline_s]
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "agentrl.train.parallel.worker", *map(str, argv)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), ledger),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+            )
+        return _Other(process, Connection(ours.detach()))
+
+    @property
+    def processes(self) -> list[int]:
+        """The ids of the other ranks' processes, rank 1 first."""
+        return [other.process.pid for other in self._others]
+
+    # --- orders ---------------------------------------------------------------------------------------------------
+
+    def build(self, *what: object) -> None:
+        with self._working():
+            self._order("build", [what] * self.size)
+
+    def built(self) -> None:
+        with self._working():
+            for rank in range(1, self.size):
+                self._reply(rank, self._start_s)
+
+    def cut(self, module: nn.Module) -> None:
+        self._member.cut(module)
+
+    def run(self, work: Callable[[S], T], given: Sequence[S]) -> list[T]:
+        """Raises RankLost; what `work` raises on this rank, and on another one as an error of its class if it is one of
+        ours."""
+        with self._working():
+            self._order(work.__name__, given)
+            found = [work(given[0])]
+            return found + [cast(T, self._reply(rank, self._deadline_s)) for rank in range(1, self.size)]
+
+    def close(self) -> None:
+        """End the other ranks. Safe at any time."""
+        self._closed.set()
+        for other in self._others:
+            other.line.close()
+            other.process.kill()
+            other.process.wait()
+        collectives.keep(None)
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+    @contextmanager
+    def _working(self) -> Generator[None]:
+        """Inside, ranks meet in collectives. An error leaves no rank behind: nobody knows where it stands."""
+        self._seen_at, self._busy = time.monotonic(), True
+        try:
+            yield
+        except AgentRLError:
+            self.close()
+            raise
+        except (RuntimeError, OSError, EOFError) as error:  # torch's for a collective, and that of a socket
+            lost = self._lost(error)
+            self.close()
+            if lost is None:
+                raise
+            raise lost from error
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._busy = False
+
+    def _order(self, name: str, given: Sequence[object]) -> None:
+        if self._closed.is_set():
+            raise RankLost("the ranks have ended: start the learner again")
+        for other, what in zip(self._others, given[1:], strict=True):
+            send(other.line, (name, what))
+
+    def _reply(self, rank: int, deadline_s: float) -> object:
+        other, began = self._others[rank - 1], time.monotonic()
+        while not other.line.poll(_LOOK_S):
+            if other.process.poll() is not None and not other.line.poll():
+                raise EOFError
+            if self._advanced():
+                began = time.monotonic()
+            if time.monotonic() - began > deadline_s:
+                raise TimeoutError
+        return self._read(other)
+
+    def _read(self, other: _Other) -> object:
+        """Raises RuntimeError for an error of that rank."""
+        answer: Reply = receive(other.line)
+        if answer.error is not None:
+            other.failed = answer
+            raise RuntimeError(answer.error)
+        return answer.value
+
+    # --- who did not come -----------------------------------------------------------------------------------------
+
+    def _advanced(self) -> bool:
+        """Whether some rank has entered a collective since this was asked last."""
+        counts = [standing.count for standing in self._ledger.standings()]
+        if counts == self._seen:
+            return False
+        self._seen, self._seen_at = counts, time.monotonic()
+        self._progress()
+        return True
+
+    def _watch(self) -> None:
+        """Note that ranks get on while this one waits; end the process if torch does not come back."""
+        while not self._closed.wait(_LOOK_S):
+            if not self._busy or self._advanced() or time.monotonic() - self._seen_at < self._deadline_s + _GRACE_S:
+                continue
+            standings = self._ledger.standings()
+            if standings[0].inside or len({standing.count for standing in standings}) > 1:
+                lost = self._lost(TimeoutError())
+                if self._ends is not None:
+                    self._ends(str(lost))
+                return
+
+    def _lost(self, error: BaseException) -> RankLost | None:
+        """What happened, by the strongest evidence that the next moments bring; None if no rank is to blame."""
+        until = time.monotonic() + _EVIDENCE_S
+        while True:
+            for other in self._others:
+                with suppress(RuntimeError, OSError, EOFError):
+                    while other.failed is None and other.line.poll():
+                        self._read(other)
+            said = [self._said(rank, other) for rank, other in enumerate(self._others, 1)]
+            standings = self._ledger.standings()
+            most = max(standing.count for standing in standings)
+            if ended := [line for line in said if line]:
+                return RankLost("; ".join(ended))
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        if not (standings[0].inside or isinstance(error, OSError | EOFError)):
+            return None
+        missing = [rank for rank, standing in enumerate(standings) if standing.count < most]
+        at = next(standing for standing in standings if standing.count == most)
+        late = "; ".join(self._where(rank, standings[rank]) for rank in missing or range(1, self.size))
+        return RankLost(
+            f"{late}. It did not come to {at.name!r}, collective {most}, within {self._deadline_s:g} s "
+            f"(train.parallel.deadline_s): {_first_line(error)}"
+        )
+
+    def _said(self, rank: int, other: _Other) -> str | None:
+        """Why a rank ended, if it did by itself."""
+        if other.failed is not None:
+            return None if other.failed.in_collective else f"rank {rank} failed: {other.failed.error}"
+        status = other.process.poll()
+        if status is None:
+            return None
+        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        standing = self._ledger.standings()[rank]
+        return f"rank {rank} of {self.size} ended by {how} {'in' if standing.inside else 'after'} {standing.name!r}"
+
+    def _where(self, rank: int, standing: Standing) -> str:
+        pid = os.getpid() if rank == 0 else self._others[rank - 1].process.pid
+        how = " is stopped" if _stopped(pid) else ""
+        return (
+            f"rank {rank} of {self.size} (process {pid}){how}, last in {standing.name!r}, collective {standing.count}"
+        )
+
+
+def _stopped(pid: int) -> bool:
+    """Whether a process is stopped, as the kernel tells where there is a /proc."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    return False
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,108 @@
+"""Which rank computes which pass.
+
+All ranks are in the same layer of a pass at the same time, since each holds a shard of it. So the passes of an update
+are put into rounds of one pass a rank, of about equal cost, and all of one algorithm, which decides the models that
+run. Where a round lacks a pass, the rank runs another one of the round and its gradient counts 0 times.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaves parts of its signatures untyped)
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from agentrl.algos.algorithm import Algorithm
+from agentrl.train.packing import Pack, Tree, build_tree, forest, packs
+from agentrl.train.samples import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Pass number `at` of the passes that were divided; its gradient counts if `counts`."""
+
+    at: int
+    pack: Pack
+    counts: bool = True
+
+
+def divided(packs: Sequence[Pack], size: int, cost: Callable[[Pack], float]) -> list[list[Pass]]:
+    """The passes of each of `size` ranks, as many for each."""
+    if size == 1:
+        return [[Pass(at, pack) for at, pack in enumerate(packs)]]
+    left = sorted(range(len(packs)), key=lambda at: -cost(packs[at]))
+    shares: list[list[Pass]] = [[] for _ in range(size)]
+    while left:
+        algo = packs[left[0]].algo
+        own = [at for at in left if packs[at].algo == algo]
+        for start in range(0, len(own), size):
+            turn = own[start : start + size]
+            for rank, share in enumerate(shares):
+                at = turn[min(rank, len(turn) - 1)]
+                share.append(Pass(at, packs[at], counts=rank < len(turn)))
+        left = [at for at in left if packs[at].algo != algo]
+    return shares
+
+
+def moved(value: Any, device: torch.device | str) -> Any:
+    """A record of tensors, or of records of them, with every tensor on `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if is_dataclass(value) and not isinstance(value, type):
+        named = {field.name: moved(getattr(value, field.name), device) for field in fields(value) if field.init}
+        return replace(value, **named)
+    if isinstance(value, Mapping):
+        return {name: moved(one, device) for name, one in cast("Mapping[str, Any]", value).items()}
+    if isinstance(value, tuple | list):
+        return type(value)(moved(one, device) for one in cast("list[Any]", value))
+    return value
+
+
+def laid(
+    groups: Sequence[Sequence[Row]], budget: int, size: int, device: torch.device | str, *, shared: bool = True
+) -> list[Pack]:
+    """The passes over the rows of some groups, of at most `budget` nodes, for `size` ranks: as `packs` lays them for
+    one rank; for several, of equal numbers of nodes, a multiple of `size` of them where there are so many rows.
+
+    Trees share less where a group has to be divided, so that one is divided only while a rank would be idle."""
+    if size == 1:
+        return packs(groups, budget, device, shared=shared)
+    found: list[Pack] = []
+    algos: list[Algorithm] = []
+    for row in (row for rows in groups for row in rows):
+        if row.algo not in algos:
+            algos.append(row.algo)
+    for algo in algos:
+        own = [[row for row in rows if row.algo == algo] for rows in groups]
+        own = own if shared else [[row] for rows in own for row in rows]
+        trees = [tree for rows in own if rows for tree in forest(rows, budget)]
+        for together in _bins(trees, budget, size):
+            found += packs(together, budget, device, shared=shared)
+    return found
+
+
+def _bins(trees: Sequence[Tree], budget: int, size: int) -> list[list[Sequence[Row]]]:
+    """The rows of the trees of each pass: the largest trees first, each to where there is least (Graham 1969)."""
+    trees = list(trees)
+    while len(trees) < size and (parts := [tree for tree in trees if len(tree.rows) > 1]):
+        tree = max(parts, key=lambda tree: len(tree.token_ids_N))
+        trees.remove(tree)
+        half = len(tree.rows) // 2
+        trees += [build_tree(tree.rows[:half]), build_tree(tree.rows[half:])]
+    rounds = -(-sum(len(tree.token_ids_N) for tree in trees) // (budget * size))
+    bins: list[list[Sequence[Row]]] = [[] for _ in range(rounds * size)]
+    nodes = [0] * len(bins)
+    for tree in sorted(trees, key=lambda tree: -len(tree.token_ids_N)):
+        at = min(range(len(bins)), key=nodes.__getitem__)
+        if nodes[at] and nodes[at] + len(tree.token_ids_N) > budget:
+            at = len(bins)
+            bins += [[] for _ in range(size)]
+            nodes += [0] * size
+        bins[at].append(tree.rows)
+        nodes[at] += len(tree.token_ids_N)
+    return [rows for rows in bins if rows]
