@@ -161,6 +161,7 @@ class EngineSettings(_Section):
     stream_tokens: Count = 16  # tokens per streamed chunk
     sync: Literal["auto", "full", "delta", "nccl", "ipc"] = "auto"  # how new weights travel, see RunConfig.sync
     canary: bool = True  # after every sync: compare log-probs of a fixed probe with the learner's
+    canary_tolerance: Positive | None = None  # nats of one token; default: what the engine's dtypes explain
     routed_experts: bool = False  # journal the experts that a mixture computed each token with
     preempt: bool = False  # new weights: running turns leave their request and go on under them, also between adapters
     vllm: dict[str, Any] = Field(default_factory=dict)  # further arguments of vLLM's server, by their names there

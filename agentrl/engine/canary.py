@@ -21,11 +21,12 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import trio
 import trio.to_thread
 
+from agentrl.config import EngineSettings
 from agentrl.engine import fingerprint, weightfile
 from agentrl.engine.client import EngineClient
 from agentrl.engine.wire import parse_json
@@ -37,6 +38,10 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 2e-1}
 """Largest |Δ| in nats of one token. Kernels of different shape round differently: measured 1e-5 in float32 and up to
 2e-2 in bfloat16 where all was well, 1 and more where a layer was missing."""
+
+QUANTIZED = 2.0
+"""The same for weights, or keys and values, of 8 bits: rounding the weights of small models to float8_e4m3 moved the
+probe by 0.6 to 1.4. So wide a tolerance finds gross errors alone."""
 
 _SHOWN = 6  # layers named in a message
 _FLOOR: dict[Dtype, float] = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 4e-3}
@@ -104,6 +109,17 @@ class Seen:
         return sum(a * b for a, b in zip(way, gone, strict=True)) / length**2
 
 
+def allowed(dtype: Dtype, settings: EngineSettings) -> float:
+    """What a run takes for rounding, in nats of one token: `engine.canary_tolerance`, else what follows from the dtypes
+    that the engine computes in and keeps keys and values in, and from the quantization of its weights."""
+    if settings.canary_tolerance is not None:
+        return settings.canary_tolerance
+    given = settings.vllm
+    cache = str(given.get("kv-cache-dtype", "auto"))
+    rounds = "quantization" in given or cache not in ("auto", "bfloat16", "float16")
+    return max(TOLERANCE[dtype], QUANTIZED if rounds else TOLERANCE[cast("Dtype", cache)] if cache != "auto" else 0.0)
+
+
 def beside(weights: Path) -> Path:
     """The place of the canary of a weight file, or of an adapter's folder."""
     return weights.with_name(f"{weights.name}.canary")
@@ -131,7 +147,7 @@ async def check(
     """The largest |Δ| over all engines. `update_info` is that of the push, by which an engine names the layers it did
     not take; `seen` is what engines answered before, by URL, for whoever asks them again and again, and is kept here.
     Raises CanaryMismatch if an engine computes with other weights, WeightSyncError if it serves another version."""
-    allowed = TOLERANCE[canary.dtype] if tolerance is None else tolerance
+    most = TOLERANCE[canary.dtype] if tolerance is None else tolerance
     worst = 0.0
     for engine in engines:
         served = await engine.served_version(deadline_s=deadline_s)
@@ -142,10 +158,10 @@ async def check(
             raise CanaryMismatch(f"{says} its layers compute with other weights; not taken: {_few(wrong)}")
         found = await _scored(engine, canary, deadline_s)
         apart, at = max((abs(a - b), at) for at, (a, b) in enumerate(zip(found, canary.logprobs, strict=True)))
-        if not apart <= allowed:  # a NaN is beyond every tolerance
+        if not apart <= most:  # a NaN is beyond every tolerance
             raise CanaryMismatch(
                 f"{says} the log-prob of probe token {at + 1} is {apart:.3g} nats from the learner's ({found[at]:.4f}, "
-                f"not {canary.logprobs[at]:.4f}; {canary.dtype} explains {allowed:g}): "
+                f"not {canary.logprobs[at]:.4f}; rounding explains {most:g}, see engine.canary_tolerance): "
                 f"{await _layers(engine, canary, update_info, deadline_s)}"
             )
         if seen is not None:

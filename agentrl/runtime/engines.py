@@ -193,7 +193,8 @@ async def prove(name: str, url: str, weights: Weights, config: RunConfig) -> Non
     async with aclosing(client):
         with suppress(WeightSyncError, EngineUnavailable, EngineTimeout):
             try:
-                await canary.check([client], weights.canary, update_info=info, deadline_s=deadline_s)
+                most = canary.allowed(weights.canary.dtype, config.engine)
+                await canary.check([client], weights.canary, update_info=info, tolerance=most, deadline_s=deadline_s)
             except CanaryMismatch as error:
                 if await client.served_version(deadline_s=deadline_s) == version:
                     raise WrongWeights(f"{name} was started again: {error}") from error

@@ -36,6 +36,7 @@ _MAY_CHANGE = (
     "engine.replicas",
     "engine.threads",
     "engine.gpus",
+    "engine.canary_tolerance",
     "engine.max_batch",
     "engine.kv_cache_mb",
     "buffer.keep_*",

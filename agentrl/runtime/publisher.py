@@ -236,8 +236,14 @@ class WeightPublisher:
         info = None
         if isinstance(parcel, Parcel) and self._sync != "adapter":
             info = update_info(parcel.path, parcel.sha256)
-        deadline_s = self._settings.admin_deadline_s
-        error = await canary.check([engine], parcel.canary, update_info=info, seen=self._seen, deadline_s=deadline_s)
+        error = await canary.check(
+            [engine],
+            parcel.canary,
+            update_info=info,
+            seen=self._seen,
+            tolerance=canary.allowed(parcel.canary.dtype, self._settings),
+            deadline_s=self._settings.admin_deadline_s,
+        )
         return {"canary_error": error, "canary_s": trio.current_time() - started}
 
     async def _retire(self, urls: Sequence[str], keep: Sequence[int]) -> frozenset[int]:

@@ -13,10 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from agentrl.config import parse
 from agentrl.engine import canary, fingerprint
 from agentrl.engine.canary import Canary, Seen, probe_tokens
 from agentrl.engine.client import EngineClient
 from agentrl.errors import CanaryMismatch
+from agentrl.runtime.publisher import MemoryParcel, WeightPublisher
 from agentrl.testing.vllm_server import FakeVLLM
 
 TOKENS = probe_tokens(500)
@@ -211,3 +213,31 @@ async def test_an_engine_whose_numbers_are_none_computes_with_other_weights() ->
     async with aclosing(EngineClient(server.url, transport=server)) as client:
         with pytest.raises(CanaryMismatch, match="is nan nats from the learner's"):
             await canary.check([client], drift.canary(1))
+
+
+async def told(apart: float, **given: Any) -> float:
+    """What a publisher of such engine settings says of an engine whose every log-prob is so far off."""
+    server, drift = FakeVLLM(version="1"), Drift()
+    server.logprob = costs([number + apart for number in drift.at(1)])
+    publisher = WeightPublisher(parse({"model": "m", "env": {"id": "e"}, "engine": {"kind": "vllm", **given}}))
+    proof = drift.canary(1, dtype=given.get("dtype", "float32"))
+    async with aclosing(EngineClient(server.url, transport=server)) as client:
+        return (await publisher._prove(client, MemoryParcel(version=1, snapshot=Any, canary=proof)))["canary_error"]
+
+
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [
+        ({}, 1e-3),
+        ({"dtype": "bfloat16"}, 0.2),
+        ({"vllm": {"kv-cache-dtype": "bfloat16"}}, 0.2),
+        ({"dtype": "bfloat16", "vllm": {"quantization": "fp8"}}, 2.0),
+        ({"dtype": "bfloat16", "vllm": {"kv_cache_dtype": "fp8_e5m2"}}, 2.0),
+        ({"dtype": "bfloat16", "vllm": {"quantization": "fp8"}, "canary_tolerance": 0.5}, 0.5),
+        ({"canary_tolerance": 3.0}, 3.0),
+    ],
+)
+async def test_the_tolerance_follows_what_the_engine_computes_in_or_the_setting(given: Any, most: float) -> None:
+    assert await told(0.9 * most, **given) == pytest.approx(0.9 * most, rel=1e-3)
+    with pytest.raises(CanaryMismatch, match=rf"rounding explains {most:g}, see engine\.canary_tolerance"):
+        await told(1.1 * most, **given)
