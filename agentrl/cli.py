@@ -102,6 +102,7 @@ def train(
     resume: Annotated[Path | None, typer.Option(help="Continue the run in this directory")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the run that is there")] = False,
     alive: Annotated[bool, typer.Option("--keep-alive", help="Go on by itself after a crash or a hang")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Try the file: two steps of a tiny random model")] = False,
 ) -> None:
     """Train from a run file, or continue a run. --resume RUN --set train.steps=200 trains it for longer."""
     from agentrl import config as configuration
@@ -113,6 +114,8 @@ def train(
         raise UsageError("give either a run file or --resume RUN_DIR")
     if resume is not None and (out or overwrite):
         raise UsageError("--resume continues the run in its own folder: leave out --out and --overwrite")
+    if tiny and (resume is not None or alive):
+        raise UsageError("--tiny tries a run file: give one, without --resume and --keep-alive")
     if alive:
         from agentrl.runtime.keep_alive import keep_training
 
@@ -123,7 +126,11 @@ def train(
     else:
         assert file is not None
         config = configuration.load(file, settings)
-        path = out or Path("runs") / config.name
+        path = out or Path("runs") / (f"{config.name}-tiny" if tiny else config.name)
+        if tiny:
+            from agentrl.runtime.tiny import shrunk
+
+            config = shrunk(config, path.with_name(f"{path.name}-model"))
         summary = Trainer(config=config, out=path, overwrite=overwrite).train(LiveView())
     report.show(_console(), path, summary)
 

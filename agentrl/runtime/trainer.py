@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -21,7 +21,7 @@ from agentrl.errors import AgentRLError, ConfigError, EnvError, ModelError, Usag
 from agentrl.protocols import Rewarder
 from agentrl.records import Task
 from agentrl.registration import make
-from agentrl.runtime import defaults, evaluation, extending, report
+from agentrl.runtime import defaults, evaluation, extending, report, rows_run
 from agentrl.runtime.engines import check_arguments
 from agentrl.runtime.models import given_model_dir, model_dir, renderer_of, slot_dir
 from agentrl.runtime.orders import take_order
@@ -41,12 +41,17 @@ class View(AbstractContextManager["View"], Protocol):
 
 
 class Trainer:
-    """Trains one model on one environment.
+    """Trains one model on one environment, or on a data set and reward functions.
 
     `env` is a registered id, a `module:Class` or `file.py:Class` reference, or an `Env` class. `reward` replaces the
     environment's outcome: a module-level `trajectory -> float`, or a reference to one or to a judge. `config` is a run
-    file's path, its sections as a mapping, or a RunConfig. Raises ConfigError for a bad setting, before anything
-    starts."""
+    file's path, its sections as a mapping, or a RunConfig.
+
+    Without `env`: `dataset` is a file, rows as a list of mappings, or a data set of Hugging Face's; `reward_funcs` are
+    module-level functions `(prompt, completion, row) -> float`, or references to such; `eval_dataset` is held out. Rows
+    and a run file are written beside `out`, for `agentrl train`. See `agentrl.env.rows` for `env.kwargs`.
+
+    Raises ConfigError or UsageError for a bad setting, before anything starts."""
 
     def __init__(
         self,
@@ -55,12 +60,22 @@ class Trainer:
         *,
         config: RunConfig | Mapping[str, Any] | Path | str | None = None,
         reward: Rewarder | str | None = None,
+        dataset: rows_run.Rows | None = None,
+        reward_funcs: Sequence[Callable[..., float] | str] = (),
+        eval_dataset: rows_run.Rows | None = None,
         out: Path | str = "runs/run",
         overwrite: bool = False,
     ) -> None:
         document = _document(config)
         if model is not None:
             document["model"] = str(model)
+        if dataset is not None or reward_funcs:
+            if dataset is None or not reward_funcs or env is not None:
+                given = {"dataset": dataset is not None, "reward_funcs": bool(reward_funcs), "env": env is not None}
+                raise UsageError(f"Trainer was given {given}: give dataset and reward_funcs, or env")
+            document = rows_run.document_of(Path(out), dataset, reward_funcs, eval_dataset=eval_dataset, given=document)
+            configuration.parse(document)  # a bad setting leaves no run file
+            rows_run.write(document, Path(out).with_name(f"{Path(out).name}.toml"))
         section = cast("dict[str, Any]", document.setdefault("env", {}))
         if env is not None:
             section["id"] = env if isinstance(env, str) else registry.reference_of(env)

@@ -1,0 +1,65 @@
+"""The recipes: each is a run file that can start, and trains two steps with a tiny model of its architecture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl import config as configuration
+from agentrl.cli import app
+from agentrl.engine.embedded.architecture import read_architecture
+from agentrl.errors import ModelError
+from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.tiny import shrunk
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted(path.parent.name for path in (ROOT / "examples" / "recipes").glob("*/run.toml"))
+NEEDS = {"moe_lora": [pytest.mark.vllm], "coding_agent": [pytest.mark.bubblewrap]}
+
+
+def test_every_recipe_says_what_it_needs_and_what_to_expect() -> None:
+    assert len(RECIPES) == 5
+    for name in RECIPES:
+        page = (ROOT / "examples" / "recipes" / name / "README.md").read_text()
+        assert "**Needs**" in page and "**Expected curve:** not run here" in page
+        config = configuration.load(ROOT / "examples" / "recipes" / name / "run.toml")
+        assert config.name == name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, [])) for name in RECIPES])
+def test_two_steps_of_a_recipe_change_the_weights_of_a_tiny_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    file, out = f"examples/recipes/{name}/run.toml", tmp_path / "run"
+    done = CliRunner().invoke(app, ["train", file, "--tiny", "--out", str(out)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    run = RunDir.open(out)
+    own, tiny = configuration.load(Path(file)), run.config()
+    assert (tiny.env, tiny.algo, tiny.train.lora_rank) == (own.env, own.algo, own.train.lora_rank)
+    assert json.loads((tmp_path / "run-model" / "config.json").read_text())["model_type"].startswith("qwen3")
+    steps = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    trained = [row for row in steps if row.get("kind") == "train" or "grad_norm" in row]
+    assert len(trained) == 2 and all(row["grad_norm"] > 0 for row in trained)
+    errors = [row["canary_error"] for row in steps if "canary_error" in row]
+    assert errors and max(errors) < 1e-3
+
+
+def test_a_tiny_model_has_the_architecture_that_the_name_or_the_folder_tells(tmp_path: Path) -> None:
+    run = {"env": {"id": "agentrl/Nim-v0"}, "engine": {"kind": "vllm", "gpus": [[1]], "vllm": {"quantization": "fp8"}}}
+    for name, qk_norm, bias in (("Qwen/Qwen3-4B", True, False), ("Qwen/Qwen2.5-7B-Instruct", False, True)):
+        folder = tmp_path / name.rpartition("/")[2]
+        tiny = shrunk(configuration.parse({**run, "model": name}), folder)
+        found = read_architecture(folder)
+        assert (found.qk_norm, found.qkv_bias, found.hidden) == (qk_norm, bias, 64)
+        assert (tiny.engine.kind, tiny.engine.gpus, tiny.engine.vllm, tiny.train.steps) == ("embedded", [], {}, 2)
+    again = shrunk(configuration.parse({**run, "model": str(folder)}), tmp_path / "again")
+    assert read_architecture(Path(again.model)).qkv_bias
+    mixture = shrunk(configuration.parse({**run, "model": "Qwen/Qwen3-30B-A3B"}), tmp_path / "mixture")
+    assert mixture.engine.kind == "vllm"
+    with pytest.raises(ModelError, match="unheard"):
+        shrunk(configuration.parse({**run, "model": "unheard"}), tmp_path / "none")
