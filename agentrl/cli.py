@@ -21,6 +21,7 @@ from rich.table import Table
 from agentrl.chaos_cli import chaos
 from agentrl.episodes_cli import add_commands
 from agentrl.errors import AgentRLError, UsageError
+from agentrl.plan_cli import advise, plan
 from agentrl.retrain_cli import retrain
 from agentrl.rewards_cli import rescore, rewards
 from agentrl.sft_cli import sft
@@ -44,6 +45,8 @@ app.command()(rewards)
 app.command()(rescore)
 add_commands(app)
 app.command()(simulate)
+app.command()(plan)
+app.command()(advise)
 app.command()(chaos)
 app.command()(retrain)
 app.command()(sft)

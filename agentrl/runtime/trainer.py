@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -31,6 +32,7 @@ from agentrl.runtime.sources import first_tasks, task_source
 from agentrl.runtime.teaching import check_teachers
 from agentrl.store import RunStore
 
+_PLAN_S = 120.0  # for a prediction of memory
 _TRAINING = ("torch", "transformers", "safetensors", "peft", "matplotlib")  # the packages of the extra `train`
 
 
@@ -153,6 +155,21 @@ def check_startable(config: RunConfig) -> None:
     _check_roles(config)
     _check_slots(config)
     check_teachers(config)
+    if config.train.device != "cpu":
+        _check_memory(config)
+
+
+def _check_memory(config: RunConfig) -> None:
+    """Refuse a learner that its GPU cannot hold. Asks a process of its own, which loads torch."""
+    command = [sys.executable, "-m", "agentrl.runtime.planning"]
+    try:
+        asked = configuration.to_json(config)
+        done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=_PLAN_S, check=True)
+    except subprocess.SubprocessError as error:
+        print(f"agentrl: warning: whether memory holds the learner is not known ({error})", file=sys.stderr)
+        return
+    if done.stdout:
+        raise ConfigError("train.device", config.train.device, done.stdout)
 
 
 def _check_slots(config: RunConfig) -> None:

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from agentrl.config import RunConfig
+from agentrl.errors import ModelError
 from agentrl.train.machine import operations
 from agentrl.train.models import Models
 from agentrl.train.packing import Branch, packs
@@ -99,7 +100,16 @@ class Tracker(TorchDispatchMode):
 def held(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: bool) -> Held:
     """Of a step whose largest pass computes `rows`, after the first step. `folder` needs no more than a config.json.
     With `on_gpu`, attention is one kernel that holds its inputs and its output, and optimizers work on all tensors at
-    once, as on CUDA."""
+    once, as on CUDA. Raises ModelError for a model that cannot be computed without numbers."""
+    try:
+        return _held(config, folder, rows, on_gpu=on_gpu)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        hint = "; with a mixture of experts give train.dtype = 'bfloat16'" if config.train.dtype == "float32" else ""
+        raise ModelError(f"cannot plan {str(folder)!r}: a pass without numbers failed ({reason}){hint}") from error
+
+
+def _held(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: bool) -> Held:
     described = json.loads((folder / "config.json").read_text())
     depth = described.get("num_hidden_layers")
     if not isinstance(depth, int) or depth <= max(TRACED):

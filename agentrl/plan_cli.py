@@ -1,0 +1,108 @@
+"""The commands `agentrl plan` and `agentrl advise`, as `agentrl.cli` offers them. Nothing heavy is imported before they
+run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from agentrl.errors import UsageError
+
+if TYPE_CHECKING:
+    from agentrl.runtime.planning import Plan, Work
+
+_WIDE = 10_000  # columns of text for a pipe
+
+
+def plan(
+    file: Annotated[Path, typer.Argument(help="The run file (TOML)")],
+    gpu: Annotated[str, typer.Option(help="h100, h200, a100-80gb, a100-40gb, l40s")] = "h100",
+    n: Annotated[int, typer.Option("-n", "--n", min=1, help="GPUs in total")] = 1,
+    row: Annotated[int | None, typer.Option(min=2, help="Tokens of an episode; default: rollout.max_context")] = None,
+    sampled: Annotated[float, typer.Option(min=0.01, max=0.99, help="Share of them that the policy samples")] = 0.4,
+    mfu: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the peak that the learner reaches")] = 0.2,
+    mbu: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the bandwidth that an engine reaches")] = 0.5,
+    price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for an hour, for the cost")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")] = None,
+) -> None:
+    """Say what a run needs of GPUs: memory, tokens a second, how to divide them, cost. Nothing is downloaded but the
+    model's configuration, if it is a folder not even that; exit code 1 if it does not fit."""
+    from agentrl import config as configuration
+    from agentrl.runtime import planning
+
+    if gpu not in planning.GPUS:
+        raise UsageError(f"--gpu {gpu!r}: give one of {', '.join(planning.GPUS)}")
+    config = configuration.load(file, settings)
+    work = planning.Work(row=row or config.rollout.max_context, sampled=sampled, mfu=mfu, mbu=mbu)
+    found = planning.plan(config, planning.GPUS[gpu], n, work)
+    console = Console()
+    console = console if console.is_terminal else Console(width=_WIDE, soft_wrap=True)
+    for line in _said(found, work, price):
+        console.print(line, markup=False, highlight=False)
+    console.print(_table(found))
+    if found.best is None:
+        for change in planning.changes(config, planning.GPUS[gpu], n, work):
+            console.print(f"It fits with {change}", markup=False, highlight=False)
+        raise SystemExit(1)
+
+
+def _said(found: Plan, work: Work, price: float | None) -> list[str]:
+    parts = ("weights", "frozen", "gradients", "optimizer", "activations", "temporary")
+    sizes = ", ".join(f"{name} {getattr(found.held, name) / 1e9:.2f}" for name in parts)
+    lines = [
+        f"A learner on one GPU of {found.gpu.memory_gb:g} GB holds {found.held.total / 1e9:.2f} GB: {sizes}.",
+        f"Assumed: episodes of {work.row} tokens, {work.sampled:.0%} of them sampled, the others a prompt that the "
+        f"group shares; {work.mfu:.0%} of {found.gpu.tflops:g} TFLOP/s in the learner, {work.mbu:.0%} of "
+        f"{found.gpu.gb_per_s:g} GB/s in an engine; tools and rewards take no time.",
+    ]
+    best = found.best
+    if best is None:
+        return [*lines, "It does not fit."]
+    hours = found.n * best.step_s * 1000 / 3600
+    cost = "" if price is None else f", {hours * price:.3g} at {price:g} an hour"
+    return [
+        *lines,
+        f"Best: {_name(best.engines, best.learners)}, {best.step_s:.3g} s a step, "
+        f"{found.tokens_per_step / best.step_s:,.0f} sampled tokens/s, buffer.max_lag = {best.max_lag}; 1,000 steps "
+        f"take {hours:.3g} GPU hours{cost}.",
+    ]
+
+
+def _name(engines: int, learners: int) -> str:
+    return f"{engines} for engines, {learners} for the learner" if engines else "one GPU for both"
+
+
+def _table(found: Plan) -> Table:
+    table = Table("engines + learner", "fits", "learner GB", "engine GB", "episodes at once", "learner s", "engines s")
+    for name in ("sampled tokens/s", "max_lag"):
+        table.add_column(name)
+    for one in found.splits:
+        table.add_row(
+            f"{one.engines} + {one.learners}" if one.engines else "1, shared",
+            "yes" if one.fits else "no",
+            f"{one.learner_bytes / 1e9:.1f}",
+            f"{one.engine_bytes / 1e9:.1f}",
+            str(one.at_once),
+            *(
+                (f"{one.learner_s:.3g}", f"{one.engine_s:.3g}", f"{found.tokens_per_step / one.step_s:,.0f}")
+                if one.fits
+                else ("-", "-", "-")
+            ),
+            str(one.max_lag) if one.fits else "-",
+        )
+    return table
+
+
+def advise(
+    run: Annotated[Path, typer.Argument(help="A run directory, of a finished run or one that goes on")],
+    gpus: Annotated[int, typer.Option(min=0, help="Compare all splits of so many GPUs too")] = 0,
+) -> None:
+    """Say what to change in a run, from its own times: lag, quorum, batch, and with --gpus which side gets them."""
+    from agentrl.runtime.advising import advise as look
+
+    for line in look(run, gpus):
+        print(line)

@@ -1,0 +1,68 @@
+"""What to change in a run, from what it measured of itself. Every proposal is simulated with the run's own times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from agentrl.runtime.rundir import RunDir
+from agentrl.simulate.measured import Run, measure
+from agentrl.simulate.plan import Wishes, plan
+from agentrl.simulate.sweep import START_UP, Row, advice, run_all
+from agentrl.store import RunStore
+
+_BUSY = 0.1  # an idle share below this is not worth a change
+_STEPS = 24  # of a simulated run
+
+
+def advise(path: Path, gpus: int = 0) -> Iterator[str]:
+    """Lines for a reader. Raises UsageError if the run is too short to say anything."""
+    run = RunDir.open(path)
+    config = run.config()
+    with RunStore.read(run.store_path) as store:
+        measured = measure(store, start_up=config.buffer.max_lag + START_UP)
+    yield f"The learner was idle {measured.idle:.0%} of its time."
+    lag, size = config.buffer.max_lag, config.rollout.group_size
+    lags = ",".join(str(one) for one in sorted({max(0, lag - 1), lag, lag + 1, 2 * lag + 1}))
+    close = "full" if size < 3 else f"full,{max(2, 3 * size // 4)}/{size}"
+    wishes = Wishes(max_lag=lags, close=close, others=False, steps=_STEPS)
+    rows = run_all(plan(config, wishes, measured))
+    yield advice(rows)
+    yield _side(measured, rows)
+    slots = config.rollout.max_running
+    more = Wishes(slots=f"{max(size, slots // 2)},{2 * slots}", others=False, steps=_STEPS)
+    present, *others = _of(run_all(plan(config, more, measured)))
+    for row in others:
+        name = f"rollout.max_running = {row.case.world.slots}"
+        yield f"With {name}, if the engines are as fast then: {_gain(row, present)}"
+    groups = config.buffer.groups_per_step
+    for count in sorted({max(1, groups // 2), 2 * groups} - {groups}):
+        batch = [
+            replace(case, world=replace(case.world, groups_per_step=count), present=False)
+            for case in plan(config, Wishes(others=False, steps=_STEPS), measured)
+            if case.present
+        ]
+        yield f"With buffer.groups_per_step = {count}: {_gain(run_all(batch)[0], present)}"
+    if gpus:
+        yield advice(run_all(plan(config, Wishes(gpus=gpus, others=False, steps=_STEPS), measured)))
+
+
+def _of(rows: list[Row]) -> list[Row]:
+    """The run's own row first."""
+    return sorted(rows, key=lambda row: not row.case.present)
+
+
+def _gain(row: Row, present: Row) -> str:
+    gain = row.found.episodes_s / present.found.episodes_s - 1
+    dropped = f"{row.found.tokens_discarded:.1%} of the tokens dropped instead of {present.found.tokens_discarded:.1%}"
+    return f"{gain:+.0%} episodes trained a second, {dropped}, learner idle {row.found.idle:.0%}."
+
+
+def _side(measured: Run, rows: list[Row]) -> str:
+    present = next(row for row in rows if row.case.present).found
+    if measured.idle > _BUSY and present.idle > _BUSY:
+        return "The learner waits for episodes: a GPU more belongs to the engines."
+    if present.of_bound < 1 - _BUSY:
+        return "Neither side is busy all the time: change lag, quorum or batch before you add GPUs."
+    return "The learner is busy: a GPU more belongs to it."

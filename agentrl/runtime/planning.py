@@ -1,0 +1,222 @@
+"""What a run asks of GPUs, before anything starts: bytes, seconds, how to divide the GPUs, and cost.
+
+Bytes of the learner are counted on its own code (`agentrl.train.budget`); those of engines are weights and keys and
+values. Seconds are a roofline: operations over the vendor's peak times a stated efficiency, and, for sampling, bytes
+read over the bandwidth times another. Tools, rewards and evaluation take no time here, nor does a prompt's first pass.
+Loads torch.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from agentrl.config import RunConfig, from_json
+from agentrl.errors import UsageError
+from agentrl.runtime.models import model_dir
+from agentrl.train.budget import Held, held
+from agentrl.train.samples import Row
+
+GB: Final = 1e9
+_RESERVED = 0.92  # of a GPU's memory that a process may fill: the rest is its context, and what its allocator loses
+_OFF = 0.1  # how far from the truth a prediction of memory may be
+_CHANGES: Final[tuple[dict[str, Any], ...]] = (
+    {"gradient_checkpointing": True},
+    {"gradient_checkpointing": True, "logits_mb": 256},
+    {"gradient_checkpointing": True, "lora_rank": 16},
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """As its vendor states it: memory, dense bfloat16, bandwidth of the memory."""
+
+    memory_gb: float
+    tflops: float
+    gb_per_s: float
+
+
+GPUS: Final = {
+    "h100": Gpu(memory_gb=80, tflops=989, gb_per_s=3350),
+    "h200": Gpu(memory_gb=141, tflops=989, gb_per_s=4800),
+    "a100-80gb": Gpu(memory_gb=80, tflops=312, gb_per_s=2039),
+    "a100-40gb": Gpu(memory_gb=40, tflops=312, gb_per_s=1555),
+    "l40s": Gpu(memory_gb=48, tflops=362, gb_per_s=864),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The episodes that are planned for: `row` tokens each, of which the policy samples the share `sampled`; the others
+    are a prompt that the members of a group share. `mfu` is the learner's share of the peak, `mbu` an engine's of the
+    bandwidth."""
+
+    row: int
+    sampled: float
+    mfu: float
+    mbu: float
+
+    @property
+    def answer(self) -> int:
+        """Sampled tokens of an episode."""
+        return max(1, round(self.row * self.sampled))
+
+    @property
+    def prompt(self) -> int:
+        return max(1, self.row - self.answer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """So many GPUs for engines, so many for the learner; 0 and 0: both on the same one. `at_once` episodes fit the
+    engines."""
+
+    engines: int
+    learners: int
+    learner_bytes: float
+    engine_bytes: float
+    at_once: int
+    fits: bool
+    learner_s: float
+    engine_s: float
+    episode_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Of an optimizer step: side by side the slower one counts, on one GPU both do."""
+        return max(self.learner_s, self.engine_s) if self.engines else self.learner_s + self.engine_s
+
+    @property
+    def max_lag(self) -> int:
+        """Steps that pass while an episode is played, and one in which its batch is trained."""
+        return math.ceil(self.episode_s / self.step_s) + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """`held` is of a learner on one GPU; `splits` are all ways to divide the GPUs."""
+
+    gpu: Gpu
+    n: int
+    held: Held
+    splits: tuple[Split, ...]
+    tokens_per_step: int  # sampled ones
+
+    @property
+    def best(self) -> Split | None:
+        """The quickest one that fits."""
+        return min((one for one in self.splits if one.fits), key=lambda one: one.step_s, default=None)
+
+
+def plan(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Plan:
+    """Raises ModelError for a model whose configuration cannot be found, UsageError for work that fits no row."""
+    if work.row > config.rollout.max_context:
+        raise UsageError(f"--row {work.row}: rollout.max_context is {config.rollout.max_context}")
+    folder = model_dir(config.model)
+    bytes_ = held(config, folder, rows_of(config, work), on_gpu=True)
+    ways = [(0, 0)] if n == 1 else [(mine, n - mine) for mine in range(1, n)]
+    splits = tuple(_split(config, folder, bytes_, gpu, work, *way) for way in ways)
+    sampled = config.buffer.groups_per_step * config.rollout.group_size * work.answer
+    return Plan(gpu=gpu, n=n, held=bytes_, splits=splits, tokens_per_step=sampled)
+
+
+def rows_of(config: RunConfig, work: Work) -> list[Row]:
+    """The rows of a full pass: whole groups if they fit, else a part of one."""
+    size, budget = config.rollout.group_size, config.train.tokens_per_batch
+    groups = max(1, budget // (work.prompt + size * work.answer))
+    members = min(size, max(1, (budget - work.prompt) // work.answer))
+    algo = next(iter(config.algorithms.values()))
+    place = torch.arange(work.prompt, work.prompt + work.answer)
+    return [
+        Row(
+            group_id=group,
+            episode_id=member,
+            algo=algo,
+            token_ids=(group, *[0] * (work.prompt - 1), member, *[0] * (work.answer - 1)),
+            place_S=place,
+            columns={},
+        )
+        for group in range(groups)
+        for member in range(members)
+    ]
+
+
+def _split(config: RunConfig, folder: Path, bytes_: Held, gpu: Gpu, work: Work, engines: int, learners: int) -> Split:
+    described = json.loads((folder / "config.json").read_text())
+    described = described.get("text_config") or described
+    layers, heads = described["num_hidden_layers"], described["num_attention_heads"]
+    width = described.get("head_dim") or described["hidden_size"] // heads
+    kv = 2 * layers * (described.get("num_key_value_heads") or heads) * width * 2  # bytes of a token, in bfloat16
+    ranks, served = max(1, learners), max(1, engines)
+    parameters = bytes_.weights / 4  # the learner's are float32
+    gathered = 2 * bytes_.weights / layers if ranks > 1 else 0.0  # two layers that are whole at a time
+    learner = bytes_.static / ranks + gathered + bytes_.activations + bytes_.temporary
+    room = _RESERVED * gpu.memory_gb * GB
+    weights = 2 * parameters
+    left = room - weights - (0 if engines else learner)
+    at_once = min(config.rollout.max_running, served * max(0, int(left / (kv * work.row))))
+    batch = max(1, at_once // served)
+    reads = (weights + batch * kv * work.row / 2) / (gpu.gb_per_s * GB * work.mbu)
+    token_s = max(reads, 2 * parameters * batch / (gpu.tflops * 1e12 * work.mbu))
+    groups, size = config.buffer.groups_per_step, config.rollout.group_size
+    of_pass = sum(1 for row in rows_of(config, work) if row.group_id == 0)
+    passes = groups * max(1.0, size / of_pass) / len({row.group_id for row in rows_of(config, work)})
+    again = 4 / 3 if config.train.gradient_checkpointing else 1.0
+    operations = bytes_.operations * passes * again * config.train.epochs
+    return Split(
+        engines=engines,
+        learners=learners,
+        learner_bytes=learner,
+        engine_bytes=weights + batch * kv * work.row,
+        at_once=at_once,
+        fits=learner <= room and left >= size * kv * work.row / served,
+        learner_s=operations / (ranks * gpu.tflops * 1e12 * work.mfu),
+        engine_s=groups * size * work.answer * token_s / (served * batch),
+        episode_s=work.answer * token_s,
+    )
+
+
+def changes(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Iterator[str]:
+    """Settings with which a run that does not fit does."""
+    folder = model_dir(config.model)
+    for change in _CHANGES:
+        train = config.train.model_copy(update=change)
+        changed = config.model_copy(update={"train": train})
+        bytes_ = held(changed, folder, rows_of(changed, work), on_gpu=True)
+        ways = [(0, 0)] if n == 1 else [(mine, n - mine) for mine in range(1, n)]
+        if any(_split(changed, folder, bytes_, gpu, work, *way).fits for way in ways):
+            yield " ".join(f"--set train.{name}={str(value).lower()}" for name, value in change.items())
+
+
+def refusal(config: RunConfig, memory_bytes: int) -> str | None:
+    """Why a GPU of so much memory cannot hold the run's learner; None if it can, up to what a prediction may be off."""
+    row = min(config.rollout.max_context, config.train.tokens_per_batch)
+    work = Work(row=row, sampled=0.5, mfu=1.0, mbu=1.0)
+    needs = held(config, model_dir(config.model), rows_of(config, work), on_gpu=True).total
+    if needs <= (1 + _OFF) * memory_bytes:
+        return None
+    return (
+        f"a step of the learner needs {needs / GB:.1f} GB and the GPU has {memory_bytes / GB:.1f}: `agentrl plan "
+        "RUN.toml` says what to change"
+    )
+
+
+def main() -> None:
+    """Read a run's configuration from standard input, and print why its GPU cannot hold its learner, if so."""
+    config = from_json(sys.stdin.read())
+    device = torch.device(config.train.device)
+    if device.type == "cuda" and torch.cuda.is_available():
+        print(refusal(config, torch.cuda.get_device_properties(device).total_memory) or "", end="")
+
+
+if __name__ == "__main__":
+    main()

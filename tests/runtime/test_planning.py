@@ -1,0 +1,172 @@
+"""`agentrl plan` and `agentrl advise`: against figures worked out by hand, and what they tell a user to type."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.cli import app
+from agentrl.config import RunConfig
+from agentrl.config import load as load_config
+from agentrl.errors import ConfigError
+from agentrl.runtime import advising, planning, trainer
+from agentrl.runtime.planning import Gpu, Work
+from agentrl.simulate.measured import Run
+from agentrl.simulate.service import Constant, parse_episodes
+
+SHAPE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+}
+# embedding, and of a layer: q and o, k and v, the MLP, four norms; the last norm
+PARAMETERS = 1024 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64 + 2 * 16) + 64
+RUN = """
+model = "{model}"
+[env]
+id = "agentrl/Nim-v0"
+[rollout]
+max_context = 256
+max_running = 64
+[train]
+tokens_per_batch = 512
+"""
+WORK = Work(row=200, sampled=0.2, mfu=0.5, mbu=0.5)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(SHAPE))
+    path = folder / "run.toml"
+    path.write_text(RUN.format(model=folder / "model"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(file: Path) -> RunConfig:
+    return load_config(file)
+
+
+def run(*words: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, [*map(str, words)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.output
+
+
+def test_bytes_and_seconds_are_those_of_a_hand_computation(config: RunConfig) -> None:
+    gpu = Gpu(memory_gb=1, tflops=1e-3, gb_per_s=1)
+    found = planning.plan(config, gpu, 3, WORK)
+    assert found.held.weights == pytest.approx(4 * PARAMETERS, rel=1e-3)  # and rotary's few frequencies
+    assert found.held.gradients == 4 * PARAMETERS and found.held.optimizer == pytest.approx(8 * PARAMETERS, rel=1e-3)
+    one, two = found.splits
+    assert (one.engines, one.learners, two.engines, two.learners) == (1, 2, 2, 1)
+    assert two.learner_s == pytest.approx(2 * one.learner_s)  # the same operations on half of the GPUs
+    assert two.learner_bytes - one.learner_bytes == pytest.approx(found.held.static / 2 - found.held.weights)
+    kv = 2 * 2 * 2 * 16 * 2  # K and V, layers, heads, width, bytes of bfloat16
+    assert one.at_once == two.at_once == 64
+    token_s = max((2 * found.held.weights / 4 + 64 * kv * 100) / 0.5e9, 2 * found.held.weights / 4 * 64 / 0.5e9)
+    assert one.episode_s == pytest.approx(40 * token_s)  # it samples 40 of its 200 tokens
+    episodes = config.buffer.groups_per_step * config.rollout.group_size
+    assert one.engine_s == pytest.approx(episodes / 64 * one.episode_s)
+    assert found.best == min((one, two), key=lambda split: max(split.learner_s, split.engine_s))
+
+
+def test_a_pass_is_planned_full_but_not_over_its_budget(config: RunConfig) -> None:
+    rows = planning.rows_of(config, WORK)
+    assert len(rows) == 8 and {row.group_id for row in rows} == {0}  # 160 + 8 x 40 = 480 of 512
+    assert len(planning.rows_of(config, replace(WORK, sampled=0.5))) == 4  # 100 + 4 x 100 = 500
+
+
+def test_the_settings_that_it_names_make_a_run_fit(config: RunConfig) -> None:
+    whole = planning.plan(config, planning.GPUS["h100"], 1, WORK).held.total
+    small = Gpu(memory_gb=0.8 * whole / 1e9, tflops=1, gb_per_s=1)
+    assert planning.plan(config, small, 1, WORK).best is None
+    first, *_ = planning.changes(config, small, 1, WORK)
+    changed = config.model_dump(mode="json")
+    for name, value in re.findall(r"--set train\.(\w+)=(\w+)", first):
+        changed["train"][name] = {"true": True}.get(value, value)
+    assert planning.plan(RunConfig.model_validate(changed), small, 1, WORK).best is not None
+
+
+def test_the_command_says_the_split_and_a_cost_only_for_a_given_price(file: Path) -> None:
+    code, text = run("plan", file, "--n", 2, "--row", 200)
+    assert code == 0 and "Best: 1 for engines, 1 for the learner" in text and "an hour" not in text
+    (hours,) = re.findall(r"take (\S+) GPU hours\.", text)
+    _, priced = run("plan", file, "--n", 2, "--row", 200, "--price", 1000)
+    (cost,) = re.findall(r"GPU hours, (\S+) at 1000 an hour", priced)
+    assert float(cost) == pytest.approx(1000 * float(hours), rel=0.01)
+
+
+def test_what_cannot_fit_ends_with_exit_code_1(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(planning.GPUS, "h100", Gpu(memory_gb=1e-6, tflops=1, gb_per_s=1))
+    code, text = run("plan", file)
+    assert code == 1 and "It does not fit." in text
+
+
+def test_training_on_a_gpu_that_cannot_hold_the_learner_is_refused(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert planning.refusal(config, 80 << 30) is None
+    reason = planning.refusal(config, 1 << 20)
+    assert reason is not None and "the GPU has 0.0" in reason
+
+    def answer(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], 0, stdout=reason)
+
+    monkeypatch.setattr(trainer.subprocess, "run", answer)
+    with pytest.raises(ConfigError, match=r"train\.device.*a step of the learner needs .*agentrl plan"):
+        trainer._check_memory(config)
+
+
+def test_a_prediction_that_fails_stops_no_run(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hang(*_: object, **__: object) -> None:
+        raise subprocess.TimeoutExpired("plan", 120)
+
+    monkeypatch.setattr(trainer.subprocess, "run", hang)
+    trainer._check_memory(config)
+    assert "is not known" in capsys.readouterr().err
+
+
+def test_advice_sends_gpus_to_the_side_that_the_other_waits_for(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Opened:
+        store_path = tmp_path
+
+        def config(self) -> RunConfig:
+            return config
+
+    monkeypatch.setattr(advising.RunDir, "open", lambda _: Opened())
+    monkeypatch.setattr(advising.RunStore, "read", lambda _: nullcontext())
+
+    def told(episode_s: float, step_s: float, idle: float) -> str:
+        episodes = parse_episodes(f"lognormal:0.5:{episode_s}", deadline_s=1e6)
+        measured = Run(episodes=episodes, steps=Constant(step_s), push_s=0.0, between_s=0.0, idle=idle)
+        monkeypatch.setattr(advising, "measure", lambda *_, **__: measured)
+        return "\n".join(advising.advise(tmp_path))
+
+    slow_engines, slow_learner = told(600, 1, 0.9), told(1, 60, 0.0)
+    assert "a GPU more belongs to the engines" in slow_engines
+    assert "a GPU more belongs to it" in slow_learner
+    gain = int(re.findall(r"max_running = 128.*: ([+-]\d+)%", slow_engines)[0])
+    assert 85 < gain < 115  # twice the slots, and nothing else was short
+    assert abs(int(re.findall(r"max_running = 128.*: ([+-]\d+)%", slow_learner)[0])) <= 2
