@@ -95,4 +95,5 @@ def _toml(value: Any) -> str:
         return f"{{ {inner} }}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(_toml(each) for each in cast('Sequence[Any]', value))}]"
-    return json.dumps(value)
+    # TOML's texts are JSON's, but that it knows no pairs of surrogates, and no DEL as it is
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -52,7 +52,8 @@ def trainer(out: Path, **changes: Any) -> Trainer:
 
 
 def test_the_file_that_is_written_is_the_run(tmp_path: Path) -> None:
-    config = {**SMALL, "env": {"kwargs": {"weights": [1.0, 0.5]}}, "seed": 3}
+    odd = '{prompt} "\\ \t\x00\x7f\u2028 \N{GRINNING FACE}'
+    config = {**SMALL, "env": {"kwargs": {"weights": [1.0, 0.5], "prompt": odd}}, "seed": 3}
     one = trainer(tmp_path / "run", dataset=HubRows(ROWS), eval_dataset=ROWS[:2], config=config)
     assert configuration.load(tmp_path / "run.toml") == one.config
     assert one.config.env.kwargs["rewards"] == [f"{__name__}:vowels", f"{__name__}:says"]
