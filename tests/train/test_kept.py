@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -66,7 +67,7 @@ def over(logits_V: Tensor, ids: Sequence[int]) -> tuple[Tensor, list[int]]:
 
 @pytest.mark.parametrize("budget", [4096, 16])  # one tree, and several
 def test_log_probs_entropy_and_gradients_are_those_over_the_kept_sets(budget: int, qwen3_dir: Path) -> None:
-    made = rows_with_sets(3)
+    made = sorted(rows_with_sets(3), key=lambda one: (*one[0].token_ids, math.inf))  # as they are laid and divided
     policy, oracle = PolicyModel(qwen3_dir), exact_model(qwen3_dir)
     laid = packs([[one for one, _ in made]], budget)
     outputs = [policy.logprobs(pack, temperature=0.7, entropy_grad=True) for pack in laid]
