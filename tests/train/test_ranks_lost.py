@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from datetime import timedelta
 from pathlib import Path
@@ -11,10 +12,12 @@ import pytest
 import torch
 from torch import distributed
 
-from agentrl.errors import RankLost
+from agentrl.config import Train
+from agentrl.errors import ConfigError, RankLost
 from agentrl.train.learner import Learner
 from agentrl.train.parallel.ranks import Leader
 
+from .making import run_config
 from .test_ranks import STEP_OF, config, groups
 
 
@@ -44,3 +47,22 @@ def test_a_rank_that_hangs_is_named_at_the_deadline_with_the_collective(qwen3_di
         assert not Path(f"/proc/{other}").exists()
     finally:
         ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("train", "text"),
+    [
+        ({"parallel": {"ranks": 2, "gpus": [0]}}, "train.parallel.gpus = [0]: name 2 GPUs"),
+        ({"parallel": {"ranks": 2, "gpus": [0, 1]}}, "the learner is on the CPU: set train.device"),
+        ({"device": "cuda:1", "parallel": {"ranks": 2, "gpus": [0, 1]}}, "train.device = 'cuda:1'"),
+        ({"compile": True, "parallel": {"ranks": 2}}, "train.compile = True"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_with_what_to_set(train: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        run_config(train=Train.model_validate(train))
+
+
+def test_each_rank_has_a_gpu_from_that_of_the_learner_on() -> None:
+    train = {"device": "cuda:2", "parallel": {"ranks": 3}}
+    assert Train.model_validate(train).gpus == [2, 3, 4]
