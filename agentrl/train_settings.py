@@ -50,6 +50,7 @@ class Train(Section):
     epochs: Count = 1  # how often a step goes over its groups
     peak_tflops: Positive | None = None  # of the learner's device, for the metric mfu; default: as its vendor states it
     gradient_checkpointing: bool = False  # recompute activations in the backward pass instead of keeping them
+    offload_activations: bool = False  # keep what layers began with in host memory until the backward pass
     compile: bool = False  # fuse what a layer computes: faster passes for half a minute at the start and a C++ compiler
     attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"  # over trees; auto: the fastest that works here
     lora_rank: Annotated[int, Field(ge=0)] = 0  # train a LoRA adapter of this rank over frozen weights; 0: all weights
@@ -101,6 +102,13 @@ class Train(Section):
         if self.parallel.ranks > 1 and self.compile:
             hint = f"train.parallel.ranks = {self.parallel.ranks} gathers the layers that it compiles: give false"
             raise ConfigError("train.compile", True, hint)
+        return self
+
+    @model_validator(mode="after")
+    def _of_activations(self) -> Self:
+        if self.offload_activations and not self.gradient_checkpointing:
+            hint = "it moves what is kept of each layer, and without that weights too: set train.gradient_checkpointing"
+            raise ConfigError("train.offload_activations", True, hint)
         return self
 
     @model_validator(mode="after")

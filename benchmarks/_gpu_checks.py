@@ -148,6 +148,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora": {"train": {"lora_rank": 4}, "steps": 2},
     "lora, reference": {"algo": GRPO(kl_weight=0.1), "train": {"lora_rank": 4}, "steps": 2},
     "gradient checkpointing": {"train": {"gradient_checkpointing": True}},
+    "activations on the host": {"train": {"gradient_checkpointing": True, "offload_activations": True}},
 }
 """What is compared by name: the algorithm, settings of [train], and steps (an adapter's first step moves only B)."""
 

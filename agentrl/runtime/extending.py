@@ -27,6 +27,7 @@ _MAY_CHANGE = (
     "train.compile",
     "train.gradient_checkpointing",
     "train.logits_mb",
+    "train.offload_activations",
     "train.max_skipped",
     "*.*_deadline_s",
     "rollout.failure_budget",

@@ -62,16 +62,19 @@ class PolicyModel:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         checkpointing: bool = False,
+        offloading: bool = False,
         compiled: bool = False,
         attention: str = "auto",
         adapter: Train | None = None,
         frozen: bool = False,
         logits_mb: int = 1024,
     ) -> None:
-        """With `adapter`, only a LoRA adapter of those settings is trained; if `frozen`, nothing. Raises ModelError, in
-        one line, for a folder that cannot be trained; ConfigError where `compiled` finds no compiler, or `attention`
-        (of `train.attention`) does not work here."""
+        """With `offloading`, what `checkpointing` keeps of a pass for its gradients waits in host memory. With
+        `adapter`, only a LoRA adapter of those settings is trained; if `frozen`, nothing. Raises ModelError, in one
+        line, for a folder that cannot be trained; ConfigError where `compiled` finds no compiler, or `attention` (of
+        `train.attention`) does not work here."""
         self.folder, self.device, self.dtype = folder, torch.device(device), dtype
+        self._offloading = offloading
         self.module = _load(folder)
         self._narrow = dtype != torch.float32 and (frozen or adapter is not None)
         if self._narrow:
@@ -109,7 +112,8 @@ class PolicyModel:
 
     def hidden(self, pack: Pack) -> Tensor:
         """The input of the output layer [P, H] at `predictors_P`, computed in `dtype`."""
-        with settled(self.module), _computing(self.device, self.dtype), overheard(self._layer, _nothing) as heard:
+        computing = _computing(self.device, self.dtype)
+        with settled(self.module), computing, self._keeping(), overheard(self._layer, _nothing) as heard:
             self._run(pack)
         return _joined(heard)
 
@@ -169,7 +173,7 @@ class PolicyModel:
         """The input of the output layer [P, H] in a pass made by `run`, and what `statistics` says of its logits."""
         head, layer = self._head, self._layer
         asked = Asked(own=own, plain=plain, temperature=temperature, rows=rows_within(self._logits_bytes, self.vocab))
-        with _computing(self.device, dtype), overheard(layer, _nothing if head else None) as heard:
+        with _computing(self.device, dtype), self._keeping(), overheard(layer, _nothing if head else None) as heard:
             logits_PV = run()
         hidden_PH = _joined(heard)
         if head is None:
@@ -180,6 +184,11 @@ class PolicyModel:
                 return head(hidden_CH)
 
         return hidden_PH, statistics(logits_of, hidden_PH, tuple(layer.parameters()), asked)
+
+    def _keeping(self) -> AbstractContextManager[object]:
+        """Inside, tensors that gradients need are kept where they should wait for these."""
+        pinned = self.device.type == "cuda"
+        return torch.autograd.graph.save_on_cpu(pin_memory=pinned) if self._offloading else nullcontext()
 
     @property
     def _layer(self) -> nn.Module:

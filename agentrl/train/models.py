@@ -82,6 +82,7 @@ class Models:
             device=device,
             dtype=torch.bfloat16 if train.dtype == "bfloat16" else torch.float32,
             checkpointing=train.gradient_checkpointing,
+            offloading=train.offload_activations,
             compiled=train.compile,
             attention=train.attention,
             adapter=adapter,
