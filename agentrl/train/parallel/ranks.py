@@ -231,8 +231,7 @@ class Leader:
         self._member.cut(module)
 
     def run(self, work: Callable[[S], T], given: Sequence[S]) -> list[T]:
-        """Raises RankLost; what `work` raises on this rank, and on another one as an error of its class if it is one of
-        ours."""
+        """Raises RankLost, also for what `work` raises on another rank, and what it raises on this one."""
         with self._working():
             self._order(work.__name__, given)
             found = [work(given[0])]
@@ -334,8 +333,8 @@ class Leader:
             if time.monotonic() > until:
                 break
             time.sleep(0.05)
-        if not (standings[0].inside or isinstance(error, OSError | EOFError)):
-            return None
+        if not (standings[0].inside or isinstance(error, EOFError | TimeoutError | BlockingIOError | ConnectionError)):
+            return None  # its own: a full disk, say
         missing = [rank for rank, standing in enumerate(standings) if standing.count < most]
         at = next(standing for standing in standings if standing.count == most)
         late = "; ".join(self._where(rank, standings[rank]) for rank in missing or range(1, self.size))
