@@ -259,7 +259,9 @@ class Tool(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """Tokens in. `session` names the episode, so that a fleet can choose the engine that has its prefix cached. `model`
-    names one of several models of an engine (an adapter), None its own. `experts_from` asks a mixture for the experts
+    names one of several models of an engine (an adapter), None its own; a run whose roles have adapters of their own
+    gives `policy`, the role, and for a past self `version`: its weight version, 0 for the model that the run began
+    with (None: the current one). `experts_from` asks a mixture for the experts
     of tokens from this index on. `kept` asks for the set that each token was drawn from, in the column of that name
     (`agentrl.kept`).
 
@@ -273,6 +275,8 @@ class GenerateRequest:
     sampling: SamplingParams
     deadline_s: float = 120.0
     model: str | None = None
+    policy: str | None = None
+    version: int | None = None
     experts_from: int | None = None
     kept: bool = False
     sampled: int = 0

@@ -1,5 +1,7 @@
-"""LoRA adapters as weight versions: `policy-7` is version 7. Loaded beside those that running requests use, never over
-them (a reload in place reads the folder for each request, and leaves old keys and values in the prefix cache).
+"""LoRA adapters as weight versions: `policy-7` is version 7, `policy-7-judge` that of the role "judge" if it has its
+own, `league-7` and `league-7-judge` the same ones kept for good as a past self. Loaded beside those that running
+requests use, never over them (a reload in place reads the folder for each request, and leaves old keys and values in
+the prefix cache).
 
 A request keeps the adapter it started with, so all its tokens have one version, and generation never pauses. Owns the
 names, their loading and their retirement; the files are the learner's. No torch.
@@ -23,12 +25,14 @@ from agentrl.errors import EngineError, EngineUnavailable, WeightSyncError
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Json, VersionSpan
 
-NAME = "policy"
+_CONFIG = "adapter_config.json"
+NAME, LEAGUE = "policy", "league"
 
 
-def adapter_name(version: int) -> str:
-    """The name of a weight version's adapter at an engine."""
-    return f"{NAME}-{version}"
+def adapter_name(version: int, role: str | None = None, *, kept: bool = False) -> str:
+    """The name of a weight version's adapter at an engine: that of a `role`, or the one of all roles without their own;
+    of a past self that is `kept`, or of the policy."""
+    return f"{LEAGUE if kept else NAME}-{version}" + (f"-{role}" if role else "")
 
 
 class AdapterClient(EngineClient):
@@ -42,16 +46,17 @@ class AdapterClient(EngineClient):
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """As `EngineClient.stream`. Raises EngineUnavailable if the engine lacks the adapter: it was restarted and
         waits to be refit, or was left behind by several versions."""
-        version = self._current()
-        if version is not None:
-            request = replace(request, model=adapter_name(version))
+        kept = request.version is not None
+        version = request.version if kept else self._current()
+        if version:  # 0 has the weights below
+            request = replace(request, model=adapter_name(version, request.policy, kept=kept))
         try:
             async with aclosing(super().stream(request)) as chunks:
                 async for chunk in chunks:
                     yield chunk if version is None else _stamped(chunk, version)
         except EngineError as error:
             if version is not None and "does not exist" in str(error):
-                raise EngineUnavailable(f"{self.url} has no adapter {adapter_name(version)!r}") from error
+                raise EngineUnavailable(f"{self.url} has no adapter {request.model!r}") from error
             raise
 
     async def score(
@@ -69,28 +74,40 @@ class AdapterClient(EngineClient):
         return max(found) if found else await super().served_version(deadline_s=deadline_s)
 
 
-async def load(engines: Sequence[EngineClient], folder: Path, version: int, *, deadline_s: float = 30.0) -> PushReport:
-    """Have every engine load the adapter in `folder` (PEFT's format) as `version`, all at once, while it generates.
+async def load(
+    engines: Sequence[EngineClient], folder: Path, version: int, *, kept: bool = False, deadline_s: float = 30.0
+) -> PushReport:
+    """Have every engine load the adapter in `folder` (PEFT's format) as `version`, all at once, while it generates. The
+    adapter of a role lies in a folder of its name in there, and is loaded first: a version that an engine names is
+    whole. `kept`: under the names of a past self.
 
     The folder must stay until the version is retired. Raises WeightSyncError naming the engines that did not confirm;
     the call may be repeated."""
     folder = Path(await trio.Path(folder).resolve())
     try:
-        sizes = [(await file.stat()).st_size for file in await trio.Path(folder).iterdir()]
+        files = [file for file in await trio.Path(folder).rglob("*") if await file.is_file()]
+        size = sum([(await file.stat()).st_size for file in files])
     except OSError as error:
         raise WeightSyncError(f"cannot read adapter {str(folder)!r}: {error.strerror}") from error
-    asked: dict[str, Json] = {"lora_name": adapter_name(version), "lora_path": str(folder)}
+    if not await trio.Path(folder).is_dir():
+        raise WeightSyncError(f"cannot read adapter {str(folder)!r}: there is no such folder")
+    roles = sorted(file.parent.name for file in files if file.name == _CONFIG and file.parent != trio.Path(folder))
+    asked: list[dict[str, Json]] = [
+        {"lora_name": adapter_name(version, role, kept=kept), "lora_path": str(folder / (role or ""))}
+        for role in (*roles, None)
+    ]
 
     async def one(engine: EngineClient) -> None:
-        try:
-            await engine.call("POST", "/v1/load_lora_adapter", json=asked, deadline_s=deadline_s)
-        except EngineError as error:
-            if "already been loaded" not in str(error):
-                raise
+        for adapter in asked:
+            try:
+                await engine.call("POST", "/v1/load_lora_adapter", json=adapter, deadline_s=deadline_s)
+            except EngineError as error:
+                if "already been loaded" not in str(error):
+                    raise
 
     started = trio.current_time()
     await _everywhere(engines, one, f"load adapter {adapter_name(version)}")
-    return PushReport(pause_s=0.0, total_s=trio.current_time() - started, bytes=sum(sizes))
+    return PushReport(pause_s=0.0, total_s=trio.current_time() - started, bytes=size)
 
 
 async def retire(engines: Sequence[EngineClient], *, keep: Collection[int], deadline_s: float = 30.0) -> frozenset[int]:
@@ -99,12 +116,12 @@ async def retire(engines: Sequence[EngineClient], *, keep: Collection[int], dead
     left: set[int] = set()
 
     async def one(engine: EngineClient) -> None:
-        old = await loaded(engine, deadline_s=deadline_s) - frozenset(keep)
+        found = {name: version for name in await _names(engine, deadline_s) for version in _versions([name])}
+        old = frozenset(found.values()) - frozenset(keep)
         busy = await in_use(engine, deadline_s=deadline_s) if old else frozenset[int]()
         left.update(old & busy)
-        for version in sorted(old - busy):
-            asked: dict[str, Json] = {"lora_name": adapter_name(version)}
-            await engine.call("POST", "/v1/unload_lora_adapter", json=asked, deadline_s=deadline_s)
+        for name in sorted(name for name, version in found.items() if version in old - busy):
+            await engine.call("POST", "/v1/unload_lora_adapter", json={"lora_name": name}, deadline_s=deadline_s)
 
     await _everywhere(engines, one, "unload old adapters")
     return frozenset(left)
@@ -112,9 +129,14 @@ async def retire(engines: Sequence[EngineClient], *, keep: Collection[int], dead
 
 async def loaded(engine: EngineClient, *, deadline_s: float = 5.0) -> frozenset[int]:
     """The versions that an engine has adapters of."""
+    names = await _names(engine, deadline_s)
+    return frozenset(version for version in _versions(names) if adapter_name(version) in names)
+
+
+async def _names(engine: EngineClient, deadline_s: float) -> list[str]:
     answer = parse_json(await engine.call("GET", "/v1/models", deadline_s=deadline_s))
     try:
-        return _versions(str(model["id"]) for model in answer["data"])
+        return [str(model["id"]) for model in answer["data"]]
     except (LookupError, TypeError) as error:
         raise EngineError(f"{engine.url} names its models in an unknown shape: {error!r}") from error
 
@@ -133,7 +155,7 @@ async def in_use(engine: EngineClient, *, deadline_s: float = 5.0) -> frozenset[
 
 
 def _versions(names: Iterable[str]) -> frozenset[int]:
-    matches = (re.fullmatch(rf"{NAME}-(\d+)", name) for name in names)
+    matches = (re.fullmatch(rf"{NAME}-(\d+)(-.*)?", name) for name in names)
     return frozenset(int(match[1]) for match in matches if match)
 
 

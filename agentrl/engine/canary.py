@@ -28,6 +28,7 @@ import trio.to_thread
 
 from agentrl.config import EngineSettings
 from agentrl.engine import fingerprint, weightfile
+from agentrl.engine.adapters import adapter_name
 from agentrl.engine.client import EngineClient
 from agentrl.engine.wire import parse_json
 from agentrl.errors import CanaryMismatch, EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
@@ -59,7 +60,8 @@ def probe_tokens(vocab: int, length: int = 128, seed: int = 0) -> tuple[int, ...
 class Canary:
     """`logprobs` [T - 1] in nats: those of `token_ids[1:]`, each given what stands before it, under the weights of
     `version` as the learner has them; `rounded` says that these were rounded to `dtype` first, as the engine's are.
-    `fingerprints` are those of the weights in `dtype` by name, empty where nothing of the kind can be compared."""
+    `fingerprints` are those of the weights in `dtype` by name, empty where nothing of the kind can be compared.
+    `by_role` are log-probs as well: under the adapters of roles that have their own."""
 
     version: int
     token_ids: tuple[int, ...]
@@ -67,6 +69,7 @@ class Canary:
     dtype: Dtype = "float32"
     rounded: bool = True
     fingerprints: Mapping[str, str] = field(default_factory=dict[str, str])
+    by_role: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
 
     def __post_init__(self) -> None:
         if len(self.logprobs) != len(self.token_ids) - 1:
@@ -83,6 +86,7 @@ class Canary:
         """Read what `write` wrote. Raises OSError."""
         kept: dict[str, Any] = json.loads(path.read_text())
         kept["token_ids"], kept["logprobs"] = tuple(kept["token_ids"]), tuple(kept["logprobs"])
+        kept["by_role"] = {role: tuple(logprobs) for role, logprobs in kept.get("by_role", {}).items()}
         return cls(**kept)
 
 
@@ -167,6 +171,13 @@ async def check(
         if seen is not None:
             _follow(says, canary, found, seen, engine.url)
         worst = max(worst, apart)
+        for role, logprobs in canary.by_role.items():
+            model = adapter_name(canary.version, role)
+            found = await engine.score(canary.token_ids, model=model, deadline_s=deadline_s)
+            apart = max(abs(a - b) for a, b in zip(found, logprobs, strict=True))
+            if not apart <= allowed:
+                raise CanaryMismatch(f"{says} its adapter {model!r} is {apart:.3g} nats from the learner's")
+            worst = max(worst, apart)
     return worst
 
 

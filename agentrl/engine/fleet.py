@@ -346,14 +346,14 @@ class Fleet:
             attempt = self._hedged if self.hedges.on else self._attempt
             async with aclosing(attempt(replica, turn, wait)) as chunks:
                 async for replica, chunk in chunks:
-                    for span in chunk.spans:
-                        replica.serves, self._newest = span.version, max(self._newest, span.version)
+                    for version in turn.versions(chunk):
+                        replica.serves, self._newest = version, max(self._newest, version)
                     chunk = turn.take(chunk)
                     if chunk.token_ids or chunk.finish:
                         yield chunk
                     if chunk.finish:
                         return
-                    if outdated := self._preempt and not all(self._fits(span.version) for span in chunk.spans[-1:]):
+                    if outdated := self._preempt and not all(map(self._fits, turn.versions(chunk)[-1:])):
                         break
             if outdated:
                 await self._ask(replica)  # without the new weights it becomes stale and gets no turn

@@ -84,6 +84,10 @@ class Turn:
             return replace(chunk, finish="length")
         return chunk
 
+    def versions(self, chunk: Chunk) -> list[int]:
+        """The versions in a chunk that say which weights its engine serves: none if the turn is a past self's."""
+        return [span.version for span in chunk.spans] if self.request.version is None else []
+
     def ending(self) -> Chunk | None:
         """The last chunk, if an engine broke off after the turn's last token but before it sent `finish`."""
         room = self.request.sampled + self.request.sampling.max_tokens

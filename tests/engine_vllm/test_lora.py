@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import trio
@@ -164,6 +166,38 @@ async def test_prompts_are_scored_beside_other_requests(
             nursery.start_soon(one, None, length)
             nursery.start_soon(one, version, length)
     assert len(errors) == 6 and max(errors) <= EXACT
+
+
+async def test_each_role_samples_from_its_own_adapter_and_a_past_self_stays(
+    client: AdapterClient, current: Current, policy: Policy
+) -> None:
+    """In one batch; the two adapters of a version are loaded and unloaded as one."""
+    (ours, folder), (theirs, beside) = policy.adapter(), policy.adapter()
+    both = shutil.copytree(folder, policy.scratch / "both")
+    shutil.copytree(beside, both / "judge")
+    current.version = theirs
+    await adapters.load([client], both, theirs, deadline_s=ADMIN_S)
+    await adapters.load([client], both, 3, kept=True, deadline_s=ADMIN_S)
+    errors: dict[tuple[str | None, int | None], float] = {}
+
+    async def one(role: str | None, version: int | None) -> None:
+        generation = await client.generate(replace(ask(), policy=role, version=version, request_id=f"{role}{version}"))
+        assert {span.version for span in generation.spans} == {version or theirs}
+        weights = theirs if role else ours
+        expected = policy.logprobs(ask().token_ids, generation.token_ids, weights)
+        pairs = zip(generation.logprobs, expected, strict=True)
+        errors[role, version] = max(abs(found - said) for found, said in pairs)
+
+    async with trio.open_nursery() as nursery:
+        for role in (None, "judge"):
+            for version in (None, 3):
+                nursery.start_soon(one, role, version)
+    assert len(errors) == 4 and max(errors.values()) <= EXACT
+    assert await adapters.loaded(client) == {theirs}
+    await adapters.retire([client], keep=(), deadline_s=ADMIN_S)
+    await one("judge", 3)
+    with pytest.raises(EngineUnavailable, match=f"no adapter 'policy-{theirs}-judge'"):
+        await one("judge", None)
 
 
 async def test_an_unknown_adapter_is_an_engine_that_waits_to_be_refit(

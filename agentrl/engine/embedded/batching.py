@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
 
+from agentrl.engine.embedded.adapter import Adapter, adapted
 from agentrl.engine.embedded.model import KVStore, Model, Rows, Run
 from agentrl.engine.embedded.sampler import sample
 from agentrl.engine.embedded.sharing import share
@@ -48,6 +49,7 @@ class Request:
     tokens: list[int]
     sampling: SamplingParams
     sink: Callable[[Emission], None]
+    adapter: Adapter | None = None  # over the weights, for all its tokens
     prompt_length: int = 0
     logprobs: list[float] = field(default_factory=list[float])
     kept: list[list[int]] = field(default_factory=list[list[int]])
@@ -142,14 +144,15 @@ class Batcher:
         for id in [*self.running, *(request.id for request in self.waiting)]:
             self.abort(id)
 
-    def score(self, tokens: list[int]) -> list[float]:
+    def score(self, tokens: list[int], adapter: Adapter | None = None) -> list[float]:
         """Log-probs of `tokens[1:]` at temperature 1, by a pass of their own: no cached key or value enters."""
         model = self.model
         kv, scores = KVStore(model.architecture, 1, len(tokens)), list[float]()
         with torch.inference_mode():
             for start in range(0, len(tokens) - 1, _SCORED_AT_ONCE):
                 part = tokens[start : start + _SCORED_AT_ONCE]
-                logits_TV = model.forward(Rows.of_run(part, start), kv)
+                rows = replace(Rows.of_run(part, start), adapted=adapted([adapter] * len(part), range(len(part))))
+                logits_TV = model.forward(rows, kv)
                 next_T = torch.tensor(tokens[start + 1 : start + 1 + len(part)])
                 logprobs_TV = logits_TV[: len(next_T)].log_softmax(-1)
                 scores += cast("list[float]", logprobs_TV.gather(-1, next_T.unsqueeze(-1)).squeeze(-1).tolist())  # pyright: ignore[reportUnknownMemberType]
@@ -166,7 +169,7 @@ class Batcher:
         self.version = version
         self.slots.forget(busy=False)
         for request in self.running.values():
-            if self.slots.computed[request.slot] == 0:
+            if self.slots.computed[request.slot] == 0 and request.adapter is None:
                 self.slots.version[request.slot] = version
             if request.sampled:
                 request.version_starts.append((request.sampled, version))
@@ -188,9 +191,13 @@ class Batcher:
             if sampling:
                 self._sample(logits_BV, sampling)
 
+    def _key(self, request: Request) -> int:
+        """What tells keys and values of other weights from the request's."""
+        return self.version if request.adapter is None else request.adapter.key
+
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self._max_batch:
-            slot = self.slots.acquire(self.waiting[0].tokens, self.version)
+            slot = self.slots.acquire(self.waiting[0].tokens, self._key(self.waiting[0]))
             if slot is None:
                 return
             request = self.waiting.popleft()
@@ -208,8 +215,8 @@ class Batcher:
             if computed < len(request.tokens) - 1 or request.cached < 0:
                 if budget <= 0:
                     continue
-                computed = slots.adopt(request.slot, self.version)
-                leaders = [leader.slot for leader, _ in runs]
+                computed = slots.adopt(request.slot, self._key(request))
+                leaders = [leader.slot for leader, _ in runs if leader.adapter is request.adapter]
                 if leaders and slots.shared_with(request.slot, leaders) >= computed + _WORTH_WAITING:
                     continue
                 if request.cached < 0:
@@ -248,6 +255,7 @@ class Batcher:
         tokens = [request.tokens[-1] for request in singles]
         positions = [len(request.tokens) - 1 for request in singles]
         single_slots = [request.slot for request in singles]
+        adapters = [request.adapter for request in singles]  # of each row
         wanted, sampling = list(range(len(singles))), list(singles)
         lengths = [1] * (max(single_slots) + 1 if single_slots else 0)
         for slot, position in zip(single_slots, positions, strict=True):
@@ -257,6 +265,7 @@ class Batcher:
             start, row = int(slots.computed[request.slot]), len(tokens)
             tokens += request.tokens[start : start + count]
             positions += range(start, start + count)
+            adapters += [request.adapter] * count
             planned.append(Run(request.slot, start, slice(row, row + count)))
             if start + count == len(request.tokens):
                 wanted.append(len(tokens) - 1)
@@ -271,6 +280,7 @@ class Batcher:
             runs=tuple(planned),
             wanted_N=torch.tensor(wanted, dtype=torch.long),
             shared=share(slots, single_slots),
+            adapted=adapted(adapters, wanted),
         )
         return rows, sampling
 

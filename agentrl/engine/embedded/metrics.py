@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
@@ -69,6 +70,12 @@ def render(batcher: Batcher, histograms: Histograms, model: str) -> str:
     for kind, values in (("gauge", gauges), ("counter", totals)):
         for name, value in values.items():
             lines += [f"# TYPE {name} {kind}", f"{name}{{{labels}}} {value}"]
+    running, waiting = (
+        sorted({request.adapter.name for request in of if request.adapter is not None})
+        for of in (batcher.running.values(), batcher.waiting)
+    )
+    names = f'running_lora_adapters="{",".join(running)}",waiting_lora_adapters="{",".join(waiting)}"'
+    lines.append(f"vllm:lora_requests_info{{{names}}} {time.time()}")
     lines += histograms.first_token.render("vllm:time_to_first_token_seconds", labels)
     lines += histograms.between_tokens.render("vllm:inter_token_latency_seconds", labels)
     lines += histograms.weight_update.render("vllm:rl_weight_update_operation_duration_seconds", labels)

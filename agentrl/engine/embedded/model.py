@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from agentrl.engine.embedded.adapter import Adapted, rotary
 from agentrl.engine.embedded.architecture import Architecture
 from agentrl.engine.embedded.checkpoint import check_weights
 
@@ -53,6 +54,13 @@ class Rows:
     runs: tuple[Run, ...]
     wanted_N: torch.Tensor  # rows whose logits are asked for
     shared: Shared | None = None  # what single rows have in common; None: each reads its own
+    adapted: tuple[Adapted, ...] = ()  # the rows that run with an adapter
+
+    def adapt(self, out: torch.Tensor, x: torch.Tensor, layer: int, part: str, *, wanted: bool = False) -> torch.Tensor:
+        """`out`, a product of `x`, with what the rows' adapters add to it."""
+        for one in self.adapted:
+            one.add(out, x, layer, part, wanted=wanted)
+        return out
 
     @staticmethod
     def of_run(tokens: list[int], start: int, slot: int = 0) -> Rows:
@@ -143,15 +151,18 @@ class Model:
         masks = _Masks(rows, a)
         for at, layer in enumerate(self._layers):
             h = F.rms_norm(x, (a.hidden,), layer.norm, a.eps)
-            attended = self._attend(F.linear(h, layer.qkv, layer.qkv_bias), layer, rotations, rows, masks, kv, at)
-            x = torch.addmm(x, attended, layer.o)
+            qkv = rows.adapt(F.linear(h, layer.qkv, layer.qkv_bias), h, at, "qkv")
+            attended = self._attend(qkv, layer, rotations, rows, masks, kv, at)
+            x = rows.adapt(torch.addmm(x, attended, layer.o), attended, at, "o")
             if layer.o_bias is not None:
                 x += layer.o_bias
-            if at == a.layers - 1:
+            if last := at == a.layers - 1:
                 x = x[rows.wanted_N]
             h = F.rms_norm(x, (a.hidden,), layer.mlp_norm, a.eps)
-            gate, up = F.linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            x = torch.addmm(x, F.silu(gate) * up, layer.down)
+            both = rows.adapt(F.linear(h, layer.gate_up, layer.gate_up_bias), h, at, "gate_up", wanted=last)
+            gate, up = both.chunk(2, dim=-1)
+            h = F.silu(gate) * up
+            x = rows.adapt(torch.addmm(x, h, layer.down), h, at, "down", wanted=last)
             if layer.down_bias is not None:
                 x += layer.down_bias
         return F.linear(F.rms_norm(x, (a.hidden,), self._norm, a.eps), self._head)
@@ -281,12 +292,9 @@ def _pack(architecture: Architecture, weights: Mapping[str, torch.Tensor], layer
     pairs = torch.arange(a.head_dim).view(2, -1).t().reshape(-1)
     scale = a.head_dim**-0.5
 
-    def rotary(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-        return tensor.view(heads, a.head_dim, *tensor.shape[1:])[:, pairs].reshape(tensor.shape)
-
     def joined(kind: str) -> torch.Tensor:
-        q = rotary(weights[f"{at}self_attn.q_proj.{kind}"], a.heads)
-        k = rotary(weights[f"{at}self_attn.k_proj.{kind}"], a.kv_heads)
+        q = rotary(weights[f"{at}self_attn.q_proj.{kind}"], a.heads, a.head_dim)
+        k = rotary(weights[f"{at}self_attn.k_proj.{kind}"], a.kv_heads, a.head_dim)
         return torch.cat([q if a.qk_norm else q * scale, k, weights[f"{at}self_attn.v_proj.{kind}"]])
 
     def transposed(name: str) -> torch.Tensor:

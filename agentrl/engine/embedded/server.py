@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from agentrl.engine.embedded.adapter import Adapter, read
 from agentrl.engine.embedded.batching import Batcher, Emission, Request
 from agentrl.engine.embedded.metrics import Histograms, render
 from agentrl.engine.embedded.wire import Asked, BadRequest, answer_json, parse_generate, parse_object
@@ -42,6 +43,8 @@ class EngineServer:
         self._updating = False
         self._staged: dict[str, torch.Tensor] = {}
         self._serial = 0
+        self._adapters: dict[str, Adapter] = {}
+        self._adapters_read = 0
         self._histograms = Histograms()
         self.app = Starlette(
             routes=[
@@ -58,6 +61,8 @@ class EngineServer:
                 Route("/start_weight_update", self._guard(self._start), methods=["POST"]),
                 Route("/update_weights", self._guard(self._update), methods=["POST"]),
                 Route("/finish_weight_update", self._guard(self._finish), methods=["POST"]),
+                Route("/v1/load_lora_adapter", self._guard(self._load_adapter), methods=["POST"]),
+                Route("/v1/unload_lora_adapter", self._guard(self._unload_adapter), methods=["POST"]),
             ]
         )
 
@@ -91,12 +96,14 @@ class EngineServer:
                 raise BadRequest(f"request_id: {asked.request_id!r} is already running")
             if asked.sampling.stop and batcher.decode is None:
                 raise BadRequest("sampling_params.stop: the model's folder has no tokenizer.json to read text with")
+            adapter = self._adapter_of(asked)
         except BadRequest as error:
             await _error(str(error))(scope, receive, send)
             return
         emissions: asyncio.Queue[Emission] = asyncio.Queue()
         id = _PREFIX + asked.request_id
-        request = Request(id=id, tokens=asked.token_ids, sampling=asked.sampling, sink=emissions.put_nowait)
+        sink = emissions.put_nowait
+        request = Request(id=id, tokens=asked.token_ids, sampling=asked.sampling, sink=sink, adapter=adapter)
         batcher.submit(request)
         self._wake.set()
         gone = asyncio.ensure_future(receive())  # resolves when the client has left
@@ -130,7 +137,7 @@ class EngineServer:
         scored: list[dict[str, dict[str, float]] | None] | None = None
         if asked.score:
             ids = request.tokens[: request.prompt_length]
-            scores = self._batcher.score(ids)
+            scores = self._batcher.score(ids, request.adapter)
             pairs = zip(ids[1:], scores, strict=True)
             scored = [None, *({str(id): {"logprob": logprob}} for id, logprob in pairs)]
         parts = [await emissions.get()]
@@ -167,7 +174,8 @@ class EngineServer:
 
     async def _models(self, _: HTTPRequest) -> Response:
         model = {"id": self._name, "object": "model", "max_model_len": self._batcher.slots.length}
-        return JSONResponse({"object": "list", "data": [model]})
+        loaded = [{"id": name, "object": "model", "parent": self._name} for name in self._adapters]
+        return JSONResponse({"object": "list", "data": [model, *loaded]})
 
     async def _version(self, _: HTTPRequest) -> Response:
         return JSONResponse({"version": "agentrl-embedded", "weight_version": str(self._batcher.version)})
@@ -232,6 +240,33 @@ class EngineServer:
         self._batcher.load(self._staged, int(text))
         self._updating, self._staged = False, {}
         return JSONResponse({"message": "Weight update finished"})
+
+    # --- adapters -----------------------------------------------------------------------------------------------
+
+    def _adapter_of(self, asked: Asked) -> Adapter | None:
+        if asked.model is None or asked.model == self._name:
+            return None
+        if (adapter := self._adapters.get(asked.model)) is None:
+            raise BadRequest(f"The model `{asked.model}` does not exist.")
+        return adapter
+
+    async def _load_adapter(self, request: HTTPRequest) -> Response:
+        document = await _object(request)
+        name, path = document.get("lora_name"), document.get("lora_path")
+        if not isinstance(name, str) or not isinstance(path, str):
+            raise BadRequest("lora_name and lora_path: a name and the path of a folder are required")
+        if name in self._adapters:
+            raise BadRequest(f"The lora adapter '{name}' has already been loaded.")
+        self._adapters_read += 1
+        architecture = self._batcher.model.architecture
+        self._adapters[name] = read(Path(path), architecture, name=name, key=-self._adapters_read)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _unload_adapter(self, request: HTTPRequest) -> Response:
+        name = (await _object(request)).get("lora_name")
+        if self._adapters.pop(str(name), None) is None:
+            raise BadRequest(f"The lora adapter '{name}' cannot be found.")
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _guard(self, handler: Callable[[HTTPRequest], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
         async def guarded(request: HTTPRequest) -> Response:

@@ -30,6 +30,7 @@ class Asked:
     sampling: SamplingParams
     stream: bool
     score: bool  # the prompt's log-probs are asked for too
+    model: str | None = None  # the name of an adapter, or the engine's own
 
 
 def parse_generate(body: bytes, *, vocab: int, length: int, default_id: str) -> Asked:
@@ -56,7 +57,10 @@ def parse_generate(body: bytes, *, vocab: int, length: int, default_id: str) -> 
     if score and (stream or params["prompt_logprobs"] != 0):
         raise BadRequest("sampling_params.prompt_logprobs: must be 0, in a request that is not streamed")
     sampling = _sampling(params, vocab)
-    return Asked(request_id=request_id, token_ids=ids, sampling=sampling, stream=stream, score=score)
+    model = document.get("model")
+    if model is not None and not isinstance(model, str):
+        raise BadRequest("model: must be a name")
+    return Asked(request_id=request_id, token_ids=ids, sampling=sampling, stream=stream, score=score, model=model)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -1,0 +1,131 @@
+"""LoRA adapters of the embedded engine: PEFT's folders, packed as the model packs the weights that they change.
+
+Owns their reading and packing. Never knows requests, nor which version an adapter is. Float32.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and safetensors leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from agentrl.engine.embedded.architecture import Architecture
+from agentrl.errors import ModelError
+
+_PARTS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""The products of a layer, and the weights that each joins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What an adapter adds to a product: x @ down_IR @ up_RO."""
+
+    down_IR: torch.Tensor
+    up_RO: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """`layers` has the changed products of each layer. `key` tells its keys and values from those of other weights:
+    below 0, and never used again."""
+
+    name: str
+    key: int
+    layers: tuple[Mapping[str, Pair], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """The rows of a pass that run with an adapter: all of them, and their places among the wanted ones."""
+
+    adapter: Adapter
+    rows_N: torch.Tensor
+    wanted_W: torch.Tensor
+
+    def add(self, out: torch.Tensor, x: torch.Tensor, layer: int, part: str, *, wanted: bool) -> None:
+        """Add what the adapter adds to `out`, a product of `x`, whose rows are all or the `wanted` ones."""
+        pair = self.adapter.layers[layer].get(part)
+        if pair is not None:
+            at = self.wanted_W if wanted else self.rows_N
+            out.index_add_(0, at, x[at] @ pair.down_IR @ pair.up_RO)
+
+
+def adapted(adapters: Sequence[Adapter | None], wanted: Sequence[int]) -> tuple[Adapted, ...]:
+    """The rows of a pass by adapter: `adapters` has that of each row, `wanted` the rows whose logits are asked for."""
+    found = {id(one): one for one in adapters if one is not None}
+    return tuple(
+        Adapted(
+            one,
+            torch.tensor([row for row, own in enumerate(adapters) if own is one]),
+            torch.tensor([at for at, row in enumerate(wanted) if adapters[row] is one], dtype=torch.long),
+        )
+        for one in found.values()
+    )
+
+
+def rotary(tensor: torch.Tensor, heads: int, size: int) -> torch.Tensor:
+    """The rows of q or k with rotary pairs side by side: transformers rotates dimension i with i + D/2."""
+    pairs = torch.arange(size).view(2, -1).t().reshape(-1)
+    return tensor.view(heads, size, *tensor.shape[1:])[:, pairs].reshape(tensor.shape)
+
+
+def read(folder: Path, architecture: Architecture, *, name: str, key: int) -> Adapter:
+    """Read an adapter. Raises ModelError, in one line, if it is not one of a model of this architecture."""
+    try:
+        told = cast("dict[str, Any]", json.loads((folder / "adapter_config.json").read_text()))
+        tensors = {
+            _short(name): tensor.float() for name, tensor in load_file(folder / "adapter_model.safetensors").items()
+        }
+        scale = float(told["lora_alpha"]) / float(told["r"])
+    except (OSError, ValueError, LookupError, SafetensorError) as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise ModelError(f"cannot load the adapter in {str(folder)!r}: {reason}") from error
+    layers = tuple(_layer(architecture, tensors, scale, at, folder) for at in range(architecture.layers))
+    if tensors:
+        raise ModelError(f"the adapter in {str(folder)!r} changes {min(tensors)}, which the embedded engine cannot")
+    return Adapter(name, key, layers)
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("base_model.model.")
+
+
+def _layer(
+    a: Architecture, tensors: dict[str, torch.Tensor], scale: float, at: int, folder: Path
+) -> Mapping[str, Pair]:
+    """Take the tensors of a layer out of `tensors`, and pack them."""
+    shapes = a.shapes()
+    layer: dict[str, Pair] = {}
+    for part, names in _PARTS.items():
+        downs: list[torch.Tensor] = []
+        ups: list[torch.Tensor] = []
+        for name in (f"model.layers.{at}.{one}" for one in names):
+            out, into = shapes[f"{name}.weight"]
+            down = tensors.pop(f"{name}.lora_A.weight", torch.zeros(0, into))
+            up = tensors.pop(f"{name}.lora_B.weight", torch.zeros(out, 0)) * scale
+            if down.shape != (up.shape[1], into) or up.shape[0] != out:
+                raise ModelError(f"the adapter in {str(folder)!r} is of another model: {name}")
+            if name.endswith("q_proj"):
+                up = rotary(up, a.heads, a.head_dim) * (1.0 if a.qk_norm else a.head_dim**-0.5)
+            if name.endswith("k_proj"):
+                up = rotary(up, a.kv_heads, a.head_dim)
+            downs.append(down)
+            ups.append(up)
+        joined = torch.cat(downs)
+        if len(joined):
+            layer[part] = Pair(joined.t().contiguous(), torch.block_diag(*ups).t().contiguous())
+    return layer
