@@ -20,7 +20,7 @@ from agentrl.algos.algorithm import Algorithm
 from agentrl.algos.grpo import GRPO
 from agentrl.errors import ConfigError, UsageError
 from agentrl.records import POLICY, SamplingParams
-from agentrl.role_settings import RoleTable
+from agentrl.role_settings import RoleTable, WithRoles
 from agentrl.settings import (
     Alarms,
     Buffer,
@@ -233,7 +233,7 @@ class EngineSettings(_Section):
         return self
 
 
-class RunConfig(_Section):
+class RunConfig(WithRoles, _Section):
     """A whole run. `seed` decides tasks and sampling order; the same file runs on one CPU or many GPUs."""
 
     name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "run"  # also its folder's, below runs/
@@ -256,11 +256,12 @@ class RunConfig(_Section):
 
     @property
     def sync(self) -> Literal["full", "delta", "adapter", "nccl", "ipc"]:
-        """How new weights travel. `auto` is the adapter alone where one is trained and the engine takes adapters
-        (vLLM), else a file of all weights; an adapter that does not travel alone is merged into them first. `nccl` and
-        `ipc` need no file: they go from the learner's GPU memory into the engines'."""
+        """How new weights travel. `auto` is the adapter alone where one is trained and the engine is vLLM, or roles
+        have their own, else a file of all weights; an adapter that does not travel alone is merged into them first.
+        `nccl` and `ipc` need no file: they go from the learner's GPU memory into the engines'."""
         if self.engine.sync == "auto":
-            return "adapter" if self.train.lora_rank and self.engine.kind == "vllm" else "full"
+            alone = self.train.lora_rank and (self.engine.kind == "vllm" or self.adapted_roles)
+            return "adapter" if alone else "full"
         return self.engine.sync
 
     @property
@@ -302,11 +303,6 @@ class RunConfig(_Section):
             return self.algo_by_role[role]
         named = (table.algo for table in self.tasks if table.algo and (table.id or self.env.id) == env)
         return next(named, self.algo)
-
-    @property
-    def algo_by_role(self) -> dict[str, Algorithm]:
-        """The algorithms of the roles that have their own, in every environment."""
-        return {table.name: table.algo for table in self.roles if table.algo is not None}
 
     @field_validator("algo", mode="before")
     @classmethod
@@ -403,7 +399,7 @@ class RunConfig(_Section):
             if (table.algo or self.algo) != (self.tasks[first.setdefault(env, at)].algo or self.algo):
                 hint = f"tasks.{first[env]} plays {env} too, with another algorithm: give both the same"
                 raise ConfigError(f"tasks.{at}.algo", (table.algo or self.algo).kind, hint)
-        role_settings.check(self.roles, list(self.rollout.frozen_roles()))
+        role_settings.check(self.roles, self.rollout.frozen_roles(), train=self.train, sync=self.sync)
         algorithms.check(
             self.algorithms,
             self.buffer,

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
@@ -66,6 +66,7 @@ class RolloutContext:
     make_env: Callable[[Task], AsyncEnv]
     rewarder: Rewarder | None = None
     frozen: Mapping[str, Engine] = field(default_factory=dict[str, Engine])
+    adapted: Collection[str] = ()  # roles whose tokens an adapter of their own samples
     experts: bool = False  # journal those that a mixture of experts chose for sampled tokens
     eval_sampling: SamplingParams | None = None  # of turns that only measure the policy; None: as in training
     artifacts: bool = False  # keep the files that a reward source tests
@@ -385,6 +386,7 @@ class _Episode:
             token_ids=prompt.context,
             sampling=replace(sampling, max_tokens=max_tokens, stop_token_ids=context.renderer.stop_token_ids),
             deadline_s=context.settings.turn_deadline_s,
+            policy=prompt.role if prompt.role in context.adapted else None,
             experts_from=told if context.experts and learns else None,
             kept=trains and learns and sampling.cuts,
         )

@@ -213,6 +213,7 @@ def server_of(
         gpus=gpus,
         lora_rank=config.train.lora_rank if config.sync == "adapter" else 0,
         lora_targets=config.train.lora_targets,
+        max_loras=_ADAPTERS * (1 + len(config.adapted_roles)),
         kept_sets=config.rollout.sampling.cuts,
     )
 
@@ -227,6 +228,7 @@ def vllm_server(
     gpus: Sequence[int] = (),
     lora_rank: int = 0,
     lora_targets: Sequence[str] = (),
+    max_loras: int = _ADAPTERS,
     kept_sets: bool = False,
 ) -> vllm.VLLMServer:
     """A vLLM server with all options that training needs. Raises UsageError if vLLM is not installed."""
@@ -244,7 +246,7 @@ def vllm_server(
         gpus=tuple(gpus),
         lora_rank=lora_rank,
         lora_targets=tuple(lora_targets),
-        max_loras=_ADAPTERS,
+        max_loras=max_loras,
         routed_experts=settings.routed_experts,
         kept_sets=kept_sets,
         weight_backend=settings.sync if settings.sync in ("nccl", "ipc") else BACKEND,

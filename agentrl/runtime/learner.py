@@ -222,7 +222,8 @@ class _Learning:
         tokens = probe_tokens(self._learner.model.vocab, min(_PROBE, config.rollout.max_context - 1))
         merged = train.lora_rank > 0 and config.sync != "adapter"
         rounded = self._dtype == "float32" or not (merged or train.compile)  # weights that are no layer's own, or fused
-        logprobs = self._learner.score(tokens, getattr(torch, self._dtype) if rounded else torch.float32)
+        dtype = getattr(torch, self._dtype) if rounded else torch.float32
+        logprobs = self._learner.score(tokens, dtype)
         return Canary(
             version=version.version,
             token_ids=tokens,
@@ -230,6 +231,7 @@ class _Learning:
             dtype=self._dtype,
             rounded=rounded,
             fingerprints=fingerprints,
+            by_role={role: self._learner.score(tokens, dtype, role=role) for role in config.adapted_roles},
         )
 
     def _settle(self) -> float:

@@ -37,6 +37,9 @@ def _file_bytes(config: RunConfig, model: Path) -> int:
     """The size of one weight file, or one adapter, of a run with `model`; accurate to a few kilobytes."""
     tensors = [place for part in weightfile.parts(model) for place in weightfile.places(weightfile.open_bytes(part))]
     if config.sync == "adapter":
-        return sum(4 * config.train.lora_rank * sum(place.shape) for place in tensors if len(place.shape) == 2)
+        adapters = 1 + len(config.adapted_roles)
+        return adapters * sum(
+            4 * config.train.lora_rank * sum(place.shape) for place in tensors if len(place.shape) == 2
+        )
     width = 4 if engine_dtype(config.engine, model) == "float32" else 2
     return sum(place.numel * (width if len(place.shape) > 1 else 4) for place in tensors)

@@ -268,6 +268,8 @@ def evaluate(
     config: RunConfig, *, out: Path, overwrite: bool = True, view: View | None = None
 ) -> list[evaluation.EvalResult]:
     """Measure `config.model` on `config.eval.sets` without training; its own run directory holds the episodes."""
+    if config.adapted_roles:
+        raise UsageError("only a run's own engines know the adapters of its roles: give the run [[eval.sets]]")
     if config.syncs_memory and config.engine.urls:
         hint = "no learner is there to send weights from its memory: leave it out, or give engine.sync = 'full'"
         raise ConfigError("engine.urls", config.engine.urls, hint)

@@ -75,6 +75,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> Non
         make_env=make_env,
         rewarder=rewarder,
         frozen=_frozen(config, reader, renderer),
+        adapted=config.adapted_roles,
         experts=config.engine.routed_experts,
         eval_sampling=config.eval_sampling,
         artifacts=any(one.measure == "tests" for one in config.rewards),

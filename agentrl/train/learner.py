@@ -25,6 +25,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,7 +43,7 @@ from agentrl.train.checkpoint import CheckpointState
 from agentrl.train.export import WeightFile, checkpoint_tensors, write_weights
 from agentrl.train.hashes import hash_of
 from agentrl.train.machine import operations, use
-from agentrl.train.models import Models
+from agentrl.train.models import Models, policy_of
 from agentrl.train.packing import Pack
 from agentrl.train.parallel.ranks import ALONE, Ranks
 from agentrl.train.parallel.shards import whole
@@ -129,6 +130,7 @@ class Learner:
                 keeps_kv=not self.config.engine.recompute_kv,
                 quorum=self.config.quorum,
                 by_role=by_role,
+                policies=self.config.adapted_roles,
             )
             for group in groups
         ]
@@ -189,10 +191,10 @@ class Learner:
         return [[pack.having(columns.get(id(pack), {})) for pack in part] for part in updates]
 
     def _judged(self, updates: Sequence[Sequence[Pack]]) -> list[list[Pack]]:
-        """The passes with what each algorithm says of all its tokens of the step."""
+        """The passes with what each algorithm says of all its tokens of the step that are of one policy."""
         judged = {id(pack): pack for part in updates for pack in part}
-        for algo in self.algorithms.values():
-            laid = [pack for part in updates for pack in part if pack.algo == algo]
+        for algo, policy in product(self.algorithms.values(), (None, *self.config.adapted_roles)):
+            laid = [pack for part in updates for pack in part if pack.algo == algo and pack.policy == policy]
             if not laid:
                 continue
             columns = {name: torch.cat([pack.columns[name] for pack in laid]) for name in laid[0].columns}
@@ -208,7 +210,11 @@ class Learner:
         for at, pack in enumerate(part):
             tally.passed(pack, found[at])
         loss = sum(found[at].loss for at in range(len(part)))
-        names = {name for pack in part for name in pack.algo.trained(self.step_index)}
+        names = {
+            policy_of(pack.policy) if name == "policy" else name
+            for pack in part
+            for name in pack.algo.trained(self.step_index)
+        }
         norm = self._all(self.updated, ([name for name in self.models.optimizers if name in names], loss))
         tally.updated(loss, norm)
         self.skipped_in_a_row = 0 if norm is not None else self.skipped_in_a_row + 1
@@ -279,8 +285,11 @@ class Learner:
         found = lora.tensors_of(self.model.module)
         return found if self.ranks.rank == 0 else {}
 
-    def scored(self, given: tuple[Sequence[int], torch.dtype]) -> tuple[float, ...]:
-        return self.model.score(*given)
+    def scored(self, given: tuple[Sequence[int], torch.dtype, str | None]) -> tuple[float, ...]:
+        token_ids, dtype, role = given
+        if self.config.adapted_roles:
+            lora.activate(self.model.module, role)
+        return self.model.score(token_ids, dtype)
 
     def hashed(self, _: None) -> dict[str, str]:
         found = {name: whole(tensor.detach()) for name, tensor in self.models.tensors().items()}
@@ -329,7 +338,7 @@ class Learner:
         return write_weights(found, path, dtype=dtype, metadata={"step": str(self.step_index)})
 
     def export_adapter(self, folder: Path) -> Path:
-        """Write the adapter alone for an engine that has the weights below: a folder in PEFT's format."""
+        """Write the adapters alone for an engine that has the weights below: a folder in PEFT's format."""
         return lora.write(self.model.module, self._all(self.adapter, None), folder)
 
     def snapshot(self, dtype: torch.dtype) -> Snapshot:
@@ -338,10 +347,12 @@ class Learner:
         assert found is not None, "rank 0 gets it"
         return found
 
-    def score(self, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[float, ...]:
+    def score(
+        self, token_ids: Sequence[int], dtype: torch.dtype = torch.float32, *, role: str | None = None
+    ) -> tuple[float, ...]:
         """Log-probs of `token_ids[1:]` under the current weights rounded to `dtype`, in nats at temperature 1, for the
-        canary."""
-        return self._all(self.scored, (token_ids, dtype))
+        canary; those of a `role` with its own adapter, or of all others."""
+        return self._all(self.scored, (token_ids, dtype, role))
 
     def hashes(self) -> dict[str, str]:
         """Of each trained tensor, by name: see `agentrl.train.hashes`."""

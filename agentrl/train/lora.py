@@ -3,6 +3,9 @@
 Owns how an adapter is put into a model, switched off, written, read back, and merged into the weights below. Never
 knows what the adapter is trained for, nor which version it becomes. `peft` is imported only when there is an adapter.
 
+Roles may have adapters of their own, of the same shape, beside the one of all others: `activate` says which one a pass
+runs with. A folder holds the one of all others, and in a folder of its name that of each role, as PEFT writes several.
+
 Each expert of a mixture has matrices A and B of its own, of the rank asked for. PEFT keeps those of a layer side by
 side; a file names them by expert if the model's folder does, as engines and PEFT read them. If the model keeps an
 expert's gate and up as one matrix, they share one A.
@@ -14,8 +17,9 @@ expert's gate and up as one matrix, they share one A.
 from __future__ import annotations
 
 import copy
+import re
 import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,6 +62,36 @@ def inject(module: Any, train: Train, folder: Path) -> None:
     module.peft_config = shell.peft_config
 
 
+def add_roles(module: Any, roles: Sequence[str]) -> None:
+    """Put a fresh adapter for each role beside the one that `inject` put in. Raises ModelError where PEFT cannot."""
+    from peft import inject_adapter_in_model
+
+    for role in roles:
+        shell, config = nn.Module(), copy.copy(module.peft_config[_NAME])
+        shell.add_module("model", module)
+        try:
+            inject_adapter_in_model(config, shell, role)
+        except ValueError as error:
+            raise ModelError(f"cannot put an adapter for {role!r} beside another (roles.adapter): {error}") from error
+        module.peft_config |= {role: config}
+    for name, parameter in module.named_parameters():
+        if ".lora_" in name:
+            parameter.requires_grad_(True)  # PEFT leaves it to the one that is active
+    activate(module, None)
+
+
+def activate(module: Any, role: str | None) -> None:
+    """Passes run with the adapter of a role from now on; None: the one of all roles that have none of their own."""
+    for _, layer in _layers(module):
+        layer._active_adapter = [role or _NAME]  # `set_adapter` would freeze the others
+
+
+def parameters(module: Any, role: str | None) -> list[nn.Parameter]:
+    """The trained parameters of a role's adapter, or of the one of all others."""
+    ours = re.compile(rf"\.lora_\w+\.{re.escape(role or _NAME)}\.")
+    return [parameter for name, parameter in module.named_parameters() if ours.search(name)]
+
+
 def has_adapter(module: Any) -> bool:
     """Whether `inject` was called on the model."""
     return hasattr(module, "peft_config")
@@ -68,12 +102,12 @@ def switched_off(module: Any) -> Generator[None]:
     """Inside, the model computes with the weights below its adapter alone."""
     layers = [layer for _, layer in _layers(module)]
     for layer in layers:
-        layer.enable_adapters(False)
+        layer._disable_adapters = True  # `enable_adapters` would also change what is trained
     try:
         yield
     finally:
         for layer in layers:
-            layer.enable_adapters(True)
+            layer._disable_adapters = False
 
 
 def merged(module: Any) -> dict[str, Tensor]:
@@ -89,13 +123,23 @@ def merged(module: Any) -> dict[str, Tensor]:
 
 
 def tensors_of(module: Any) -> dict[str, Tensor]:
-    """The adapter's tensors by their names in a file, on the CPU. Every rank of a sharded model takes part."""
+    """The tensors of all adapters by adapter and name in its file, on the CPU. Every rank of a sharded model takes
+    part."""
     with _gathered(*(layer for _, layer in _layers(module))):
-        return {name: view.to("cpu", copy=True).contiguous() for name, view in _views(module).items()}
+        return {
+            _of(adapter) + name: view.to("cpu", copy=True).contiguous()
+            for adapter in module.peft_config
+            for name, view in _views(module, adapter).items()
+        }
+
+
+def _of(adapter: str) -> str:
+    """How the names of an adapter's tensors begin among those of all."""
+    return f"{adapter}/"
 
 
 def save(module: Any, folder: Path) -> Path:
-    """Write the adapter of a model that is not sharded to `folder`, as `write` does."""
+    """Write the adapters of a model that is not sharded to `folder`, as `write` does."""
     return write(module, tensors_of(module), folder)
 
 
@@ -103,25 +147,37 @@ def write(module: Any, found: dict[str, Tensor], folder: Path) -> Path:
     """Write what `tensors_of` returned to `folder`, whole or not at all, for PEFT or an engine to load."""
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    save_file({_PREFIX + name: tensor for name, tensor in found.items()}, draft / WEIGHTS, metadata={"format": "pt"})
-    _description(module, found).save_pretrained(draft)
+    for adapter, place in _places(module, draft):
+        place.mkdir(parents=True)
+        own = {name.removeprefix(_of(adapter)): one for name, one in found.items() if name.startswith(_of(adapter))}
+        save_file({_PREFIX + name: one for name, one in own.items()}, place / WEIGHTS, metadata={"format": "pt"})
+        _description(module, own).save_pretrained(place)
     return draft.rename(folder)
+
+
+def _places(module: Any, folder: Path) -> list[tuple[str, Path]]:
+    """Where each adapter lies in a folder; that of all others first."""
+    return [(name, folder if name == _NAME else folder / name) for name in module.peft_config]
 
 
 @torch.no_grad()
 def load(module: Any, folder: Path) -> None:
-    """Load a written adapter into a model that has one of the same shape. Raises ModelError otherwise."""
+    """Load written adapters into a model that has the same ones. Raises ModelError otherwise."""
+    for adapter, place in _places(module, folder):
+        _load(module, adapter, place)
+
+
+def _load(module: Any, adapter: str, folder: Path) -> None:
     try:
         tensors = {name.removeprefix(_PREFIX): t for name, t in load_file(folder / WEIGHTS).items()}
     except (OSError, SafetensorError) as error:
         reason = next(iter(str(error).splitlines()))
         raise ModelError(f"cannot load the adapter in {str(folder)!r}: {reason}") from error
     with _gathered(*(layer for _, layer in _layers(module)), changed=True):
-        _load(_views(module), tensors, folder)
+        _fill(_views(module, adapter), tensors, folder)
 
 
-def _load(views: dict[str, Tensor], tensors: dict[str, Tensor], folder: Path) -> None:
+def _fill(views: dict[str, Tensor], tensors: dict[str, Tensor], folder: Path) -> None:
     for name in sorted(views.keys() | tensors.keys()):
         if name not in views or name not in tensors or views[name].shape != tensors[name].shape:
             raise ModelError(
@@ -174,12 +230,12 @@ def _delta(layer: Any) -> Tensor:
     return layer.get_delta_weight(_NAME)
 
 
-def _views(module: Any) -> dict[str, Tensor]:
-    """The adapter's tensors by their names in a file, as views: a write to them changes what is trained."""
+def _views(module: Any, adapter: str) -> dict[str, Tensor]:
+    """An adapter's tensors by their names in a file, as views: a write to them changes what is trained."""
     stacks: dict[str, tuple[str, Any]] = {}
     views: dict[str, Tensor] = {}
     for name, layer in _layers(module):
-        down, up = layer.lora_A[_NAME].weight.detach(), layer.lora_B[_NAME].weight.detach()
+        down, up = layer.lora_A[adapter].weight.detach(), layer.lora_B[adapter].weight.detach()
         views |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
         if _is_stack(layer):
             stacks[f"{_below(name)}.{layer.parameter_name}"] = (name, layer)
@@ -201,8 +257,7 @@ def _is_stack(layer: Any) -> bool:
 
 def _description(module: Any, views: dict[str, Tensor]) -> Any:
     """PEFT's configuration of the adapter, with the names of the file."""
-    (config,) = module.peft_config.values()
-    told = copy.copy(config)
+    told = copy.copy(module.peft_config[_NAME])
     kept = {name: layer for name, layer in _layers(module) if f"{name}.lora_A.weight" in views and _is_stack(layer)}
     owners = {name.partition(".lora_")[0] for name in views} - kept.keys()
     told.target_modules = {owner.rpartition(".")[2] for owner in owners}

@@ -1,5 +1,5 @@
 """The models of a learner by name: the policy, and the frozen ones, the moving ones and the critic that its algorithms
-ask for.
+ask for. If roles have adapters of their own, each is a policy over the same weights, with an optimizer of its own.
 
 Owns them, their optimizers, and what a checkpoint keeps of those besides the policy. Never knows a loss.
 """
@@ -31,9 +31,14 @@ from agentrl.train.parallel.shards import reshard, whole
 REFERENCE = "reference"
 
 
+def policy_of(role: str | None) -> str:
+    """The name of the policy that is a role's own, or of the one of all other roles."""
+    return "policy" if role is None else f"policy.{role}"
+
+
 class Models:
-    """`policy` is the model that engines get. `optimizers` has one for each model that is trained: `policy`, and
-    `critic` if there is one."""
+    """`policy` is the model that engines get. `optimizers` has one for each model that is trained: `policy`, that of
+    each role with its own adapter (`policy_of`), and `critic` if there is one."""
 
     def __init__(
         self,
@@ -49,6 +54,8 @@ class Models:
         train, slots = config.train, algorithms.slots(config.algorithms)
         self._config, self._temperature = config, config.rollout.temperature
         self.policy = self._load(model_dir, device, adapter=train if train.lora_rank else None)
+        if config.adapted_roles:
+            lora.add_roles(self.policy.module, config.adapted_roles)
         self._frozen: dict[str, PolicyModel | None] = {}  # None: the policy with its adapter switched off
         for name, folder in slots.frozen.items():
             chosen = (
@@ -67,11 +74,16 @@ class Models:
         if self.critic is not None:
             cut(self.critic.head)
         self.moving = {name: Follower(self.policy.module, follows) for name, follows in slots.moving.items()}
-        self.optimizers = {"policy": self._optimizer(self.policy.parameters(), train.lr)}
-        self._lr = {"policy": train.lr}
+        self._own: dict[str, list[nn.Parameter]] = {"policy": self.policy.parameters()}  # by optimizer
+        if config.adapted_roles:
+            roles = (None, *config.adapted_roles)
+            self._own = {policy_of(role): lora.parameters(self.policy.module, role) for role in roles}
+        self.optimizers = {name: self._optimizer(own, train.lr) for name, own in self._own.items()}
+        self._lr = dict.fromkeys(self._own, train.lr)
         if self.critic is not None:
             self._lr["critic"] = slots.critic_lr or train.lr
-            self.optimizers["critic"] = self._optimizer(self.critic.parameters(), self._lr["critic"])
+            self._own["critic"] = self.critic.parameters()
+            self.optimizers["critic"] = self._optimizer(self._own["critic"], self._lr["critic"])
 
     def _load(
         self, folder: Path, device: torch.device | str, adapter: Train | None = None, *, frozen: bool = False
@@ -128,6 +140,7 @@ class Models:
         """What the policy, and the critic if the pass needs it, say of a pass, with gradients for those `trained`: a
         critic on the policy's trunk moves the trunk with the policy only."""
         critic = None if pack.algo.slots.critic is None else self.critic
+        self._play(pack)  # until the next pass: a backward pass may compute layers again
         logprobs_K, entropy_K, observed_O, hidden_PH = self.policy.outputs(
             pack, temperature=self._temperature, entropy_grad=pack.algo.entropy_gradient
         )
@@ -141,10 +154,16 @@ class Models:
             observed_weight_O=pack.observed_weight_O,
         )
 
+    def _play(self, pack: Pack) -> None:
+        """Have the policy compute with the adapter of a pass, if roles have their own."""
+        if self._config.adapted_roles:
+            lora.activate(self.policy.module, pack.policy)
+
     @torch.no_grad()
     def others(self, pack: Pack) -> dict[str, Tensor]:
         """The log-probs of a pass under each frozen and each moving model that it needs, by its name."""
         columns: dict[str, Tensor] = {}
+        self._play(pack)
         for name in pack.algo.slots.frozen:
             model = self._frozen[name]
             with lora.switched_off(self.policy.module) if model is None else nullcontext():
@@ -182,8 +201,7 @@ class Models:
         return {**critic, **self.moving}
 
     def _clip(self, name: str) -> float:
-        parameters = self.policy.parameters() if self.critic is None or name == "policy" else self.critic.parameters()
-        return float(whole(nn.utils.clip_grad_norm_(parameters, self._config.train.grad_clip)))
+        return float(whole(nn.utils.clip_grad_norm_(self._own[name], self._config.train.grad_clip)))
 
     def _forget(self) -> None:
         for optimizer in self.optimizers.values():

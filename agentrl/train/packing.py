@@ -55,7 +55,7 @@ class Tree:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
     """What one pass computes. `_N` nodes, `_P` the nodes that predict a scored or observed token, `_K` scored tokens,
-    all of them trained by one algorithm, `_O` observed ones, see `Row`.
+    all of them of one policy and trained by one algorithm, `_O` observed ones, see `Row`.
 
     A token sampled by two members after the same prefix is one node and two entries of `_K`: each keeps its own
     advantage and behaviour log-prob, so the loss is that of the rows."""
@@ -68,6 +68,7 @@ class Pack:
     target_K: Tensor  # token ids
     columns: Mapping[str, Tensor]  # [K, ...] by name: those of the rows
     algo: Algorithm  # that of the rows
+    policy: str | None  # that of the rows
     row_tokens: int  # tokens of the same rows without sharing
     observer_O: Tensor  # index into predictors_P, of observed tokens
     observed_O: Tensor  # token ids
@@ -151,13 +152,14 @@ def packs(
     groups: Sequence[Sequence[Row]], budget: int, device: torch.device | str = "cpu", *, shared: bool = True
 ) -> list[Pack]:
     """Lay the rows of each group into trees and the trees, in order, into passes of at most `budget` nodes. The rows of
-    each algorithm have passes of their own. If nothing is `shared`, each row is a tree."""
-    algos: list[Algorithm] = []
+    each policy, and of each algorithm, have passes of their own. If nothing is `shared`, each row
+    is a tree."""
+    kinds: list[tuple[str | None, Algorithm]] = []
     for row in (row for rows in groups for row in rows):
-        if row.algo not in algos:
-            algos.append(row.algo)
-    of_algo = ([[row for row in rows if row.algo == algo] for rows in groups] for algo in algos)
-    return [pack for own in of_algo for pack in _packs(own, budget, device, shared)]
+        if (row.policy, row.algo) not in kinds:
+            kinds.append((row.policy, row.algo))
+    of_kind = ([[row for row in rows if (row.policy, row.algo) == kind] for rows in groups] for kind in kinds)
+    return [pack for own in of_kind for pack in _packs(own, budget, device, shared)]
 
 
 def _packs(groups: Sequence[Sequence[Row]], budget: int, device: torch.device | str, shared: bool) -> list[Pack]:
@@ -204,6 +206,7 @@ def _pack(trees: Sequence[Tree], device: torch.device | str) -> Pack:
         target_K=torch.cat(target_K).to(device),
         columns={name: torch.cat([row.columns[name] for row in rows]).to(device) for name in rows[0].columns},
         algo=rows[0].algo,
+        policy=rows[0].policy,
         row_tokens=sum(len(row.token_ids) for row in rows),
         ragged={name: Ragged.joined([row.ragged[name] for row in rows]).to(device) for name in rows[0].ragged},
         observer_O=predictor_KO[scored:].to(device),

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -75,6 +75,7 @@ class Row:
     group_id: int
     episode_id: int
     algo: Algorithm  # what trains it
+    policy: str | None = None  # the role whose own weights it trains; None: those of all other roles
     token_ids: tuple[int, ...]
     place_S: Tensor  # int64
     columns: Mapping[str, Tensor]  # [S, ...] by name: `BUILT_IN`, the algorithm's, those of `agentrl.columns`
@@ -145,9 +146,10 @@ def group_rows(
     keeps_kv: bool = True,
     quorum: int | None = None,
     by_role: Mapping[str, Algorithm] = _NO_ROLES,
+    policies: Collection[str] = (),
 ) -> GroupRows:
     """Rows of one group, with the columns that the algorithm prepares from its rewards (laws 3 and 5). `by_role` has
-    the algorithms of roles that `algo` does not train.
+    the algorithms of roles that `algo` does not train, `policies` the roles that have weights of their own.
 
     The lag of a token is max(0, step_now - step_of(its version)); a token with lag > max_lag is not scored. `keeps_kv`:
     after a weight update engines go on with the keys and values that they have. `quorum`: how many scored members close
@@ -172,7 +174,7 @@ def group_rows(
 
     for trajectory, prepared in zip(group.trajectories, _prepared(group, algo_of, quorum), strict=True):
         if trajectory.scored:
-            for row in _rows(trajectory, algo_of, prepared, lag_of, origin_of):
+            for row in _rows(trajectory, algo_of, policies, prepared, lag_of, origin_of):
                 fresh = _within(row, max_lag, stale)
                 if fresh is not None:
                     rows.append(fresh)
@@ -225,25 +227,28 @@ def weigh(parts: Sequence[Sequence[GroupRows]]) -> list[list[list[Row]]]:
 
     Rows whose algorithms normalise alike are normalised together, whatever else is in the step; where algorithms
     differ in it, each part of the step has the share of the loss that it has of the episodes. If roles of an episode
-    have different algorithms, the turns of each algorithm count as an episode."""
+    have different algorithms, the turns of each algorithm count as an episode. Rows of different policies share no
+    loss: those of each are weighed as if there were no others."""
     rows = [row for part in parts for group in part for row in group.rows]
-    alike: dict[tuple[Normalise, int], list[int]] = {}
+    alike: dict[tuple[str | None, Normalise, int], list[int]] = {}
     algos: list[Algorithm] = []
     numbers: dict[tuple[int, int], int] = {}
     episode: list[int] = []  # of each row
     for at, row in enumerate(rows):
         algo = row.algo
-        alike.setdefault((algo.normalise, algo.divisor if algo.normalise == "constant" else 0), []).append(at)
+        divisor = algo.divisor if algo.normalise == "constant" else 0
+        alike.setdefault((row.policy, algo.normalise, divisor), []).append(at)
         if algo not in algos:
             algos.append(algo)
         episode.append(numbers.setdefault((row.episode_id, algos.index(algo)), len(numbers)))
     episodes = {key: len({episode[at] for at in places}) for key, places in alike.items()}
     weights: list[Tensor] = [torch.zeros(0)] * len(rows)
-    for (normalise, divisor), places in alike.items():
+    for (policy, normalise, divisor), places in alike.items():
         own = [rows[at] for at in places]
         of_token = torch.cat([torch.full((len(rows[at].place_S),), episode[at]) for at in places])
         shares = token_weights(of_token, normalise, divisor)
-        shares = shares * (episodes[normalise, divisor] / sum(episodes.values())) * len(parts)
+        beside = sum(count for (of, *_), count in episodes.items() if of == policy)
+        shares = shares * (episodes[policy, normalise, divisor] / beside) * len(parts)
         for at, weight in zip(places, shares.split([len(row.place_S) for row in own]), strict=True):
             weights[at] = weight
     found = iter(weights)
@@ -336,6 +341,7 @@ def _streams(
 def _rows(
     trajectory: Trajectory,
     algo_of: Callable[[str], Algorithm],
+    policies: Collection[str],
     by_role: Prepared,
     lag_of: Callable[[int], int],
     origin_of: Callable[[Turn, VersionSpan], Origin],
@@ -384,6 +390,7 @@ def _rows(
                     group_id=trajectory.group_id,
                     episode_id=trajectory.episode_id,
                     algo=algo,
+                    policy=leaf.role if leaf.role in policies else None,
                     token_ids=tuple(token_ids[: place[-1] + 1]),
                     place_S=torch.tensor(place),
                     columns={

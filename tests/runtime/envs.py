@@ -135,6 +135,32 @@ class Duel(RolesEnv):
         return {role: float(share[role] >= max(share.values())) for role in self.roles}
 
 
+class Pair(RolesEnv):
+    """Two roles read the same and write once each: the one earns by long texts, the other by short ones."""
+
+    roles = ("long", "short")
+    blocking = False
+    replayable = True
+
+    def start(self, task: Any) -> str:
+        self._texts: dict[str, str] = {}
+        return "long"
+
+    def see(self, role: str) -> str:
+        return "write"
+
+    def play(self, role: str, text: str) -> str | None:
+        self._texts[role] = text
+        return "short" if role == "long" else None
+
+    def outcomes(self, forfeited: str | None) -> dict[str, float]:
+        return {role: self.worth(role, self._texts.get(role, "")) for role in self.roles}
+
+    @staticmethod
+    def worth(role: str, text: str) -> float:
+        return float((len(text) > 4) == (role == "long"))
+
+
 SCRIPT = [2, 7, "no verdict", 4, 9] * 20
 judge = Judge(ScoringClient("http://judge", transport=FakeScoring(*SCRIPT)), rubric="Is it good?", attempts=1)
 """A rewarder that fails in every fifth episode; the others get 0.2, 0.7, 0.4 and 0.9."""

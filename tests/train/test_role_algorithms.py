@@ -123,8 +123,8 @@ def test_a_role_has_the_same_algorithm_in_every_environment() -> None:
         ({"roles": [{"name": "b", "algo": {"clip_lo": 1}}]}, r"roles\.0\.algo\.clip_lo.*did you mean 'clip_low'"),
         ({"roles": [{"name": "b"}, {"name": "b"}]}, r"roles\.1\.name = 'b': another \[\[roles\]\] table has this name"),
         (
-            {"roles": [{"name": "b", "algo": PPO_TABLE}], "buffer": {"skip_without_signal": True}},
-            r"buffer\.skip_without_signal.*roles\.0\.algo\.kind = 'ppo' compares no siblings",
+            {"algo": PPO_TABLE, "roles": [{"name": "b", "algo": {"kind": "grpo"}}], "rollout": {"group_size": 1}},
+            r"rollout\.group_size = 1: roles\.0\.algo\.kind = 'grpo' compares siblings: give at least 2",
         ),
         (
             {"roles": [{"name": "b", "algo": PPO_TABLE}], "rollout": {"roles": {"b": "frozen"}}},
