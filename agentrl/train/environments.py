@@ -1,4 +1,4 @@
-"""What a step learned from each environment, beside the others that are mixed with it.
+"""What a step played in each environment and learned from it, beside the others that are mixed with it.
 
 Owns the numbers by environment. Never computes anything that training needs.
 """
@@ -8,13 +8,14 @@ Owns the numbers by environment. Never computes anything that training needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from agentrl.train.packing import Pack
+from agentrl.train.played import Lengths, lengths, pass_at
 from agentrl.train.samples import GroupRows
 
 Computed = tuple[Pack, Tensor, Tensor, Tensor]
@@ -25,12 +26,19 @@ Computed = tuple[Pack, Tensor, Tensor, Tensor]
 class EnvironmentReport:
     """The groups of one environment in a step. `share` is its share of the loss: the sum of its tokens' weights over
     that of all tokens. `kl_k1`, `entropy` and `clip_fraction` are over the tokens that were computed, as in
-    `StepReport`; `lag_mean` is over all scored ones. A mean over nothing is None."""
+    `StepReport`; `lag_mean` is over all scored ones. `pass_at` has, by k, the mean over groups of the chance that one
+    of k members succeeds. `limited` is the share of all episodes that a limit ended; `dropped` are the episodes of
+    `played` of which no token is trained, the others are `trained`. A mean over nothing is None."""
 
     episodes: int
     outcome_mean: float | None
     reward_mean: float | None
     success_mean: float | None
+    pass_at: Mapping[str, float]
+    limited: float | None
+    played: Lengths
+    trained: Lengths
+    dropped: Lengths
     groups_without_signal: int
     tokens_scored: int
     tokens_trained: int
@@ -55,6 +63,7 @@ def _ids(ready: Sequence[GroupRows]) -> list[str]:
 
 def _report(own: Sequence[GroupRows], laid: Sequence[Pack], computed: Sequence[Computed]) -> EnvironmentReport:
     rows = [row for group in own for row in group.rows]
+    members = [one for group in own for one in group.members]
     episodes_E = torch.tensor(sorted({row.episode_id for row in rows}), dtype=torch.long)
 
     def of(pack: Pack, column_K: Tensor) -> Tensor:
@@ -68,6 +77,11 @@ def _report(own: Sequence[GroupRows], laid: Sequence[Pack], computed: Sequence[C
         outcome_mean=_mean(outcomes),
         reward_mean=_mean([a + b for a, b in zip(outcomes, process, strict=True)]),
         success_mean=_mean([float(success) for group in own for success in group.successes]),
+        pass_at=pass_at(own),
+        limited=_mean([float(one.limited) for one in members]),
+        played=lengths(members),
+        trained=lengths([one for one in members if one.trained]),
+        dropped=lengths([one for one in members if not one.trained]),
         groups_without_signal=sum(
             not any(row.has_signal for row in group.rows) for group in own if not group.taken_before
         ),

@@ -23,7 +23,7 @@ from agentrl.algos.measures import Measures, Ratios, by_number, measured, ratios
 from agentrl.train.environments import Computed, EnvironmentReport, by_environment
 from agentrl.train.machine import Use
 from agentrl.train.packing import Pack
-from agentrl.train.played import EnvReport, by_env, group_spread
+from agentrl.train.played import group_spread
 from agentrl.train.samples import GroupRows, Row
 
 
@@ -84,7 +84,6 @@ class StepReport:
     by_lag: Mapping[str, Measures]  # the same by their age, see `measures.by_number`
     by_turn: Mapping[str, Measures]  # and by the index of their turn
     ratios: Mapping[str, Ratios]  # of tokens, sequences and geometric means of these
-    by_env: Mapping[str, EnvReport]
     group_spread: float | None  # mean over groups of the deviation of their members' rewards
     use: Use  # of the learner's device
     algorithm: Mapping[str, float]  # what the algorithm itself measures, a mean over the updates; see `Tally.told`
@@ -269,7 +268,6 @@ def summarise(
         by_lag=by_number(tokens, "lag") if tokens else {},
         by_turn=by_number(tokens, "turn") if tokens else {},
         ratios=ratios_by_level(tally.columns(len(laid))) if tokens else {},
-        by_env=by_env(ready),
         group_spread=_mean([spread for group in ready if (spread := group_spread(group)) is not None]),
         use=use,
         algorithm=tally.told(),

@@ -15,9 +15,10 @@ from agentrl.algos.measures import Measures
 from agentrl.config import Rollout, Train
 from agentrl.records import Group, StopReason, Task
 from agentrl.train import machine
+from agentrl.train.environments import EnvironmentReport
 from agentrl.train.learner import Learner
 from agentrl.train.packing import packs
-from agentrl.train.played import EnvReport, pass_at_k
+from agentrl.train.played import pass_at_k
 from agentrl.train.report import StepReport
 
 from .making import episode, group_of, random_group, run_config, tiny_qwen3, turn
@@ -50,7 +51,7 @@ def test_a_step_tells_its_environments_apart(qwen3_dir: Path) -> None:
     learner = Learner(run_config(rollout=SHORT), qwen3_dir)
     learner.step_index = 9  # version 1 is of step 9, version 9 of step 0
     report = learner.step(two_environments(), step_of={1: 9, 9: 0}.__getitem__)
-    none, other = report.by_env["test/none"], report.by_env["test/other"]
+    none, other = report.environments["test/none"], report.environments["test/other"]
     assert none.pass_at == pytest.approx({"1": 2 / 3, "2": 1.0})  # of three scored members two succeeded
     assert other.pass_at == pytest.approx({"1": 0.5, "2": 1.0})
     assert (none.limited, other.limited) == (0.25, 0.0)
@@ -130,8 +131,7 @@ def test_the_share_of_a_peak_is_given_only_where_the_peak_is_known(qwen3_dir: Pa
 
 def test_the_page_explains_every_metric() -> None:
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    named = {
-        field.name for kind in (StepReport, Measures, EnvReport, machine.Use) for field in dataclasses.fields(kind)
-    }
+    kinds = (StepReport, Measures, EnvironmentReport, machine.Use)
+    named = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     plain = {"step", "tokens"}
     assert not [name for name in sorted(named - plain) if f"`{name}`" not in page]
