@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from agentrl import registry
 from agentrl.algos.algorithm import Algorithm, Slots
 from agentrl.errors import ConfigError, UnknownIdError
-from agentrl.settings import Buffer, config_error
+from agentrl.settings import Buffer, config_error, switched_off
 
 
 def algorithm(kind: str) -> type[Algorithm]:
@@ -32,7 +32,7 @@ def read(given: Any, field: str) -> Any:
     except UnknownIdError as error:
         raise ConfigError(f"{field}.kind", table["kind"], str(error)) from None
     try:
-        return kind.model_validate(table)
+        return kind.model_validate(switched_off(table, kind))
     except ValidationError as error:
         raise config_error(error, kind, tuple(field.split("."))) from None
 

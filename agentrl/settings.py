@@ -10,7 +10,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from types import NoneType
+from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -34,10 +35,31 @@ def check_template(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
+def switched_off(table: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """A table of the run file with None for each setting of `model` that may be None and is given as `false` or "off",
+    as TOML has no null. Where a text may be given, "off" is one."""
+
+    def admits(name: str, kind: type) -> bool:
+        parts = get_args(model.model_fields[name].annotation) if name in model.model_fields else ()
+        return kind in [get_args(part)[0] if get_origin(part) is Annotated else part for part in parts]
+
+    return {
+        name: None
+        if admits(name, NoneType) and (value is False or (value == "off" and not admits(name, str)))
+        else value
+        for name, value in table.items()
+    }
+
+
 class Section(BaseModel):
     """A table of the run file: unknown keys are refused, and nothing changes after it was read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _off(cls, given: Any) -> Any:
+        return switched_off(cast("dict[str, Any]", given), cls) if isinstance(given, dict) else given
 
 
 class EnvSource(Section):

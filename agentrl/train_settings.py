@@ -39,7 +39,7 @@ class Train(Section):
     lr_min: Annotated[float, Field(ge=0, lt=1)] = 0.0  # where it falls to; a critic's falls in proportion
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of AdamW
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
-    grad_clip: Positive = 1.0  # largest norm of the gradient
+    grad_clip: Positive | None = 1.0  # largest norm of the gradient
     max_skipped: Annotated[int, Field(ge=0)] = 3  # updates in a row that may be skipped since a gradient is not finite
     tokens_per_batch: Count = 4096  # packed tokens of one forward pass; gradients accumulate over passes
     logits_mb: Count = 1024  # of memory for logits: a pass computes them for as many tokens at once as fit

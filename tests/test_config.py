@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
 from agentrl import config, registry
+from agentrl.algos.algorithm import Algorithm
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, UsageError
 from agentrl.records import SamplingParams
+from agentrl.settings import switched_off
 
 MINIMAL = {"model": "m", "env": {"id": "e"}}
 
@@ -278,3 +281,64 @@ def test_a_temperature_that_vllm_would_change_is_refused(section: str, value: fl
     config.parse(document)
     with pytest.raises(ConfigError, match=rf"{section}\.temperature = {value}: vLLM samples at 0\.01 to 2"):
         config.parse({**document, "engine": {"kind": "vllm"}})
+
+
+OFF = [
+    ("alarms.kl_above", "alarms.ess_below"),
+    ("algo.gae_length_alpha", "algo.critic_lr"),
+    ("train.grad_clip", "train.peak_tflops"),
+    ("buffer.quorum", "curriculum"),
+]
+RUN_FILE = """
+model = "m"
+env.id = "e"
+algo = { kind = "ppo", gae_length_alpha = 0.1, critic_lr = 1e-3 }
+curriculum = { pool = 10 }
+"""
+
+
+def of(settings: RunConfig, name: str) -> Any:
+    found: Any = settings
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize("off", ["false", '"off"', "off"])
+@pytest.mark.parametrize("names", OFF)
+def test_a_setting_that_may_be_none_is_switched_off(tmp_path: Path, names: tuple[str, ...], off: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN_FILE)
+    found = config.load(path, [f"{name}={off}" for name in names])
+    assert [of(found, name) for name in names] == [None] * len(names)
+    assert config.from_json(config.to_json(found)) == found
+    if off != "off":  # in a file it is TOML
+        path.write_text(
+            'model = "m"\nenv.id = "e"\nalgo.kind = "ppo"\n' + "".join(f"{name} = {off}\n" for name in names)
+        )
+        assert [of(config.load(path), name) for name in names] == [None] * len(names)
+
+
+def test_every_setting_whose_default_is_none_takes_false() -> None:
+    def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+        yield model
+        for field in model.model_fields.values():
+            for inner in (field.annotation, *get_args(field.annotation)):
+                if isinstance(inner, type) and issubclass(inner, BaseModel) and inner is not Algorithm:
+                    yield from sections(inner)
+
+    models = [*sections(RunConfig), *(config.algorithm(kind) for kind in registry.ids("algorithms"))]
+    tried = 0
+    for model in models:
+        for name, field in model.model_fields.items():
+            if field.get_default(call_default_factory=False) is None and not field.is_required():
+                tried += 1
+                assert switched_off({name: False}, model) == {name: None}
+    assert tried > 40
+
+
+def test_what_cannot_be_none_is_not_switched_off() -> None:
+    assert switched_off({"canary": False, "kind": "off"}, config.EngineSettings) == {"canary": False, "kind": "off"}
+    assert switched_off({"prompt": "off"}, config.RewardSource) == {"prompt": "off"}  # a text may be this
+    assert broken(train={"lr": "off"}).field == "train.lr"
+    assert broken(train={"lr": False}).field == "train.lr"

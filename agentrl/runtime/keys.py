@@ -70,7 +70,8 @@ def page() -> str:
         "Every key, its default and what it means. Made by `agentrl keys --page`: the meanings are the comments of",
         "`agentrl/config.py`, and for `algo` of the files in `agentrl/algos/`; some begin with the kinds they are of.",
         "On the command line a key is `--set rollout.group_size=16`; `[]` marks a table that may stand several times",
-        "(`[[eval.sets]]`).",
+        "(`[[eval.sets]]`). A value that may be `false` is none then: off, or what its meaning calls the default. So a",
+        "run file undoes a default, and `--set` undoes what the run file says. For a number `off` says the same.",
         "",
         "| key | value | default | meaning |",
         "| --- | --- | --- | --- |",
@@ -139,6 +140,8 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 def _kind(annotation: str) -> str:
     """An annotation in words."""
     text = annotation.removesuffix(" | None")
+    if text != annotation:
+        return f"{_kind(text)}, or `false`"
     if match := re.fullmatch(r"Literal\[(.*)\]", text):
         return ", ".join(f"`{json.dumps(value)}`" for value in ast.literal_eval(f"({match[1]},)"))
     for pattern, words in _NUMBERS:

@@ -201,7 +201,8 @@ class Models:
         return {**critic, **self.moving}
 
     def _clip(self, name: str) -> float:
-        return float(whole(nn.utils.clip_grad_norm_(self._own[name], self._config.train.grad_clip)))
+        most = self._config.train.grad_clip
+        return float(whole(nn.utils.clip_grad_norm_(self._own[name], math.inf if most is None else most)))
 
     def _forget(self) -> None:
         for optimizer in self.optimizers.values():
