@@ -172,6 +172,21 @@ def test_a_row_says_what_machine_made_it_and_is_still_of_its_configuration(
     assert "known: train.device" in capfd.readouterr().err
 
 
+def test_runs_at_once_have_cores_of_their_own() -> None:
+    assert learning.shares([0, 1, 4, 5, 6], 2) == [[0, 1], [4, 5]]
+    assert learning.shares([0, 1], 1) == [[]]  # a single run has all
+    assert learning.shares([0], 2) == [[], []]
+
+
+def test_a_run_on_a_machine_too_busy_for_its_tests_is_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, published: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(learning, "PROGRAM", (sys.executable, "-S", "-c", WROTE.replace("0.4", "0.14")))
+    words = ("--out", str(tmp_path / "rows"), "--seeds", "1", "--only", "grpo")
+    assert learn(monkeypatch, *words) == "1 runs failed"
+    assert "solved only 0.14: this machine is too busy" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "the time is over"])
 def test_a_bench_that_ends_leaves_no_run_behind(tmp_path: Path, how: str) -> None:
     """Two runs at once that would take minutes: both have begun, and neither goes on."""

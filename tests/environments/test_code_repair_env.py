@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -169,15 +170,18 @@ async def test_modules_that_only_compute_share_a_box_and_grades_do_not(runner: R
 
 
 class CountingBackend:
-    """Counts boxes; each run answers with the nonce it was given."""
+    """Counts boxes, and how many there were at once; each run answers with the nonce it was given."""
 
     name = "counting"
 
     def __init__(self) -> None:
-        self.boxes = 0
+        self.boxes = self.open = self.most = 0
 
     async def create(self, spec: SandboxSpec) -> CountingBackend:
         self.boxes += 1
+        self.open += 1
+        self.most = max(self.most, self.open)
+        await trio.lowlevel.checkpoint()
         return self
 
     async def exec(self, argv: object, *, stdin: bytes, timeout_s: float) -> ExecResult:
@@ -185,7 +189,9 @@ class CountingBackend:
         lines = [f"{nonce} = 1"] * int(n)
         return ExecResult(exit_code=0, stdout="\n".join([*lines, f"{nonce} ."]).encode(), stderr=b"")
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        self.open -= 1
+
     async def aclose(self) -> None: ...
 
 
@@ -269,3 +275,19 @@ async def test_a_line_number_written_with_a_point_is_a_line_number() -> None:
         await env.areset(seed=0)
         observation, *_ = await env.astep(env.call("replace_line", line=1.0, text="pass"))
         assert observation[0]["content"] == "ok"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs a system with CPU affinity")
+async def test_boxes_at_once_are_bounded_by_the_cores_that_the_run_may_use() -> None:
+    """Else a run that has two cores of a large machine would starve its tests into their deadline."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(cores)[:1])
+    try:
+        boxes = CountingBackend()
+        runner = Runner(boxes, warm=False)  # type: ignore[arg-type]
+        async with trio.open_nursery() as nursery:
+            for source in "abcdef":
+                nursery.start_soon(runner.run, source, ["f()"])
+        assert (boxes.boxes, boxes.most) == (6, 2)
+    finally:
+        os.sched_setaffinity(0, cores)

@@ -81,7 +81,9 @@ class Runner:
         self._backend, self._spec = backend, SandboxSpec(image=image, limits=LIMITS)
         self._warm = WarmPython(backend, self._spec, before=_BEFORE, after=_AFTER, deadline_s=_WARM_S) if warm else None
         self._results = Remembered[Values](remembered)
-        self._slots = trio.CapacityLimiter(2 * (os.cpu_count() or 1))  # more at once would only eat each other's time
+        # More at once would only eat each other's time, which a module's tests have little of.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._slots = trio.CapacityLimiter(2 * cores)
 
     async def run(self, source: str, calls: Sequence[str], *, fresh: bool = False) -> Values:
         """Execute `source` and evaluate each of `calls` (one line each) after it; `fresh` insists on a box and an
