@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from agentrl.checkpoint_folders import complete, step_of
 from agentrl.cli import app
 from agentrl.config import RunConfig, parse
-from agentrl.errors import ConfigError, UsageError
+from agentrl.errors import ConfigError, ModelError, UsageError
 from agentrl.records import Step, StopReason, Turn, VersionSpan, WeightVersion
 from agentrl.runtime.learner import _Learning
 from agentrl.runtime.retrain import retrain
@@ -46,6 +46,8 @@ class Played(_Learning):
 
     def __init__(self, run: RunDir, store: RunStore) -> None:
         self._rng, self._slow, self._all = random.Random(7), list[Claim](), store
+        algo = run.config().algo
+        self._taught = getattr(algo, "distil_weight", 0.0) > 0 and not algo.slots.frozen
         super().__init__(run, store)
         self._first = self._publish({})
 
@@ -64,7 +66,9 @@ class Played(_Learning):
         store, rng = self._all, self._rng
         for claim in self._slow:
             self._end(claim, version)
-        store.add_groups([task(rng.randrange(100)) for _ in range(PER_STEP)], size=SIZE, purpose="train")
+        envs = self._config.environments
+        tasks = [replace(task(rng.randrange(100)), env=envs[at % len(envs)]) for at in range(PER_STEP)]
+        store.add_groups(tasks, size=SIZE, purpose="train")
         claims = store.claim("w", 99, lease_s=1e6)
         self._slow = claims[SIZE - 1 :: SIZE]
         for claim in claims:
@@ -97,6 +101,7 @@ class Played(_Learning):
             spans=(VersionSpan(max(1, version.version - 1), 0, 1), VersionSpan(version.version, 1, n)),
             finish="stop",
             text="",
+            columns={"teacher": [-rng.uniform(0.5, 4.0) for _ in range(n)]} if self._taught else {},
         )
         self._all.journal_turn(claim.episode_id, claim.fence, turn)
         step = Step(observation=(), reward=rng.choice([0.0, 0.25]), terminated=index == 1)
@@ -127,7 +132,7 @@ def config_of(model: Path, steps: int, **sections: Any) -> RunConfig:
         "engine": {"canary": False},
     }
     for name, values in sections.items():
-        document[name] = {**document.get(name, {}), **values}
+        document[name] = {**document.get(name, {}), **values} if isinstance(values, dict) else values
     return parse(document)
 
 
@@ -143,6 +148,15 @@ KINDS = [
     pytest.param({"kind": "ppo", "critic_warmup_steps": 1}, {"minibatches": 2}, id="ppo-own"),
     pytest.param({"kind": "ppo", "critic": "shared", "critic_warmup_steps": 0}, {"epochs": 2}, id="ppo-shared"),
     pytest.param({}, {"lora_rank": 4, "lr": 1e-1}, id="adapter"),
+    pytest.param({"kl_weight": 0.2, "reference_every": 1, "reference_decay": 0.5}, {}, id="moving-reference"),
+    pytest.param({"kind": "distil", "teacher": "TEACHER"}, {}, id="teacher-in-the-learner"),
+    pytest.param({"distil_weight": 0.5, "distil_level": "episode"}, {"minibatches": 2}, id="journaled-teacher"),
+]
+PPO = {"kind": "ppo", "critic_warmup_steps": 0}
+SEVERAL = [
+    pytest.param(PPO | {"kl_weight": 0.1}, id="critic-and-reference"),
+    pytest.param({"distil_weight": 0.5, "teacher": "TEACHER"}, id="teacher"),
+    pytest.param({"kl_weight": 0.2, "reference_every": 2}, id="moving-reference"),
 ]
 
 
@@ -150,7 +164,26 @@ KINDS = [
 def test_every_step_is_trained_again_bit_for_bit(
     tmp_path: Path, model: Path, algo: dict[str, Any], of_train: dict[str, Any]
 ) -> None:
+    if "teacher" in algo:
+        algo = {**algo, "teacher": str(tiny_qwen3(tmp_path / "teacher", seed=5))}
     run = run_of(tmp_path / "run", model, algo=algo, train=of_train | {"steps": 4, "checkpoint_every": 2})
+    every_step_is_equal(run)
+    taught = [row["algorithm"]["untaught"] for row in metrics(run) if "distil_weight" in algo or "teacher" in algo]
+    assert taught == [0.0] * len(taught)
+
+
+@pytest.mark.parametrize("algo", SEVERAL)
+def test_every_step_of_several_algorithms_is_trained_again_bit_for_bit(
+    tmp_path: Path, model: Path, algo: dict[str, Any]
+) -> None:
+    if "teacher" in algo:
+        algo = {**algo, "teacher": str(tiny_qwen3(tmp_path / "teacher", seed=5))}
+    run = run_of(tmp_path / "run", model, tasks=[{"id": "test/Env-v0"}, {"id": "test/Two-v0", "algo": algo}])
+    every_step_is_equal(run)
+    assert all(row["environments"].keys() == {"test/Env-v0", "test/Two-v0"} for row in metrics(run))
+
+
+def every_step_is_equal(run: RunDir) -> None:
     for step in range(1, 5):
         again = retrain(run, step)
         assert again.equal and again.notes == ()
@@ -246,6 +279,26 @@ def test_a_step_is_trained_otherwise_and_the_steps_before_it_are_not(plain: RunD
     assert critic.metrics["algorithm"]["value_mean"] == 0
     with pytest.raises(ConfigError, match=r"--set = 'rollout.temperature=2': a step is trained again with"):
         retrain(plain, 4, settings=["rollout.temperature=2"])
+
+
+def test_a_step_trained_otherwise_has_the_moving_reference_of_the_run(tmp_path: Path, model: Path) -> None:
+    algo = {"kl_weight": 0.5, "reference_every": 1, "reference_decay": 0.5}
+    run = run_of(tmp_path / "run", model, algo=algo, train={"steps": 4, "checkpoint_every": 4})
+    recorded = retrain(run, 4).metrics
+    same = retrain(run, 4, settings=["algo.kl_weight=0.5"]).metrics  # the same step, through the other way
+    assert same["algorithm"] == recorded["algorithm"] and same["grad_norm"] == recorded["grad_norm"]
+    none = retrain(run, 4, settings=["algo.kl_weight=0"])
+    assert "kl_reference" not in none.metrics["algorithm"]
+    new = retrain(run_of(tmp_path / "plain", model), 4, settings=["algo.kl_weight=0.5", "algo.reference_every=1"])
+    assert new.notes == ("the moving reference is new: the run has none of this kind",)
+
+
+def test_a_teacher_that_is_gone_is_named(tmp_path: Path, model: Path) -> None:
+    teacher = tiny_qwen3(tmp_path / "teacher", seed=5)
+    run = run_of(tmp_path / "run", model, steps=1, algo={"kind": "distil", "teacher": str(teacher)})
+    shutil.rmtree(teacher)
+    with pytest.raises(ModelError, match=r"teacher.*is neither a folder"):
+        retrain(run, 1)
 
 
 def test_what_happens_to_each_token_is_written(plain: RunDir, tmp_path: Path) -> None:
