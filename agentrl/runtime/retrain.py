@@ -168,11 +168,12 @@ class _Replay:
             else:
                 self.notes.append("the critic is new: the run has none of this kind")
         for name, model in new.models.moving.items():
-            if (before := old.models.moving.get(name)) is None:
+            if (kept := old.models.moving.get(name)) is None:
                 self.notes.append(f"the moving {name} is new: the run has none of this kind")
             else:
-                for own, tensor in model.tensors.items():
-                    tensor.copy_(before.tensors[own])
+                theirs = kept.tensors()
+                for own, tensor in model.tensors().items():
+                    tensor.copy_(theirs[own])
         for name, optimizer in new.models.optimizers.items():
             before = old.models.optimizers.get(name)
             if before is not None and _sizes(before) == _sizes(optimizer):
