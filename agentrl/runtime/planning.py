@@ -151,15 +151,13 @@ def rows_of(config: RunConfig, work: Work) -> list[Row]:
 
 
 def _split(config: RunConfig, folder: Path, bytes_: Held, gpu: Gpu, work: Work, engines: int, learners: int) -> Split:
-    described = json.loads((folder / "config.json").read_text())
-    described = described.get("text_config") or described
+    described = _described(folder)
     layers, heads = described["num_hidden_layers"], described["num_attention_heads"]
     width = described.get("head_dim") or described["hidden_size"] // heads
     kv = 2 * layers * (described.get("num_key_value_heads") or heads) * width * 2  # bytes of a token, in bfloat16
     ranks, served = max(1, learners), max(1, engines)
     parameters = bytes_.weights / 4  # the learner's are float32
-    gathered = 2 * bytes_.weights / layers if ranks > 1 else 0.0  # two layers that are whole at a time
-    learner = bytes_.static / ranks + gathered + bytes_.activations + bytes_.temporary
+    learner = of_rank(bytes_, ranks, layers)
     room = _RESERVED * gpu.memory_gb * GB
     weights = 2 * parameters
     left = room - weights - (0 if engines else learner)
@@ -185,6 +183,18 @@ def _split(config: RunConfig, folder: Path, bytes_: Held, gpu: Gpu, work: Work, 
     )
 
 
+def _described(folder: Path) -> dict[str, Any]:
+    """The configuration of a model's text part."""
+    described = json.loads((folder / "config.json").read_text())
+    return described.get("text_config") or described
+
+
+def of_rank(bytes_: Held, ranks: int, layers: int) -> float:
+    """What each of so many ranks holds: its shard, two layers that are whole at a time, and a pass."""
+    whole = 2 * bytes_.weights / layers if ranks > 1 else 0.0
+    return bytes_.static / ranks + whole + bytes_.activations + bytes_.temporary
+
+
 def changes(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Iterator[str]:
     """Settings with which a run that does not fit does."""
     folder = model_dir(config.model)
@@ -201,7 +211,9 @@ def refusal(config: RunConfig, memory_bytes: int) -> str | None:
     """Why a GPU of so much memory cannot hold the run's learner; None if it can, up to what a prediction may be off."""
     row = min(config.rollout.max_context, config.train.tokens_per_batch)
     work = Work(row=row, sampled=0.5, mfu=1.0, mbu=1.0)
-    needs = held(config, model_dir(config.model), rows_of(config, work), on_gpu=True).total
+    folder = model_dir(config.model)
+    layers: int = _described(folder)["num_hidden_layers"]
+    needs = of_rank(held(config, folder, rows_of(config, work), on_gpu=True), config.train.parallel.ranks, layers)
     if needs <= (1 + _OFF) * memory_bytes:
         return None
     return (

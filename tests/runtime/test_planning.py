@@ -170,3 +170,14 @@ def test_advice_sends_gpus_to_the_side_that_the_other_waits_for(
     gain = int(re.findall(r"max_running = 128.*: ([+-]\d+)%", slow_engines)[0])
     assert 85 < gain < 115  # twice the slots, and nothing else was short
     assert abs(int(re.findall(r"max_running = 128.*: ([+-]\d+)%", slow_learner)[0])) <= 2
+
+
+def test_a_learner_too_large_for_one_gpu_may_start_on_four(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    bytes_ = planning.plan(config, planning.GPUS["h100"], 1, WORK).held
+    monkeypatch.setattr(planning, "held", lambda *_, **__: replace(bytes_, activations=0.0, temporary=0.0))
+    parallel = config.train.parallel.model_copy(update={"ranks": 4})
+    shared = config.model_copy(update={"train": config.train.model_copy(update={"parallel": parallel})})
+    needs = int(bytes_.static / 4 + bytes_.weights)  # its shard, and two layers of two that are whole at a time
+    assert planning.refusal(config, needs) is not None
+    assert planning.refusal(shared, needs) is None
+    assert planning.refusal(shared, needs // 2) is not None
