@@ -175,7 +175,7 @@ async def check(
             model = adapter_name(canary.version, role)
             found = await engine.score(canary.token_ids, model=model, deadline_s=deadline_s)
             apart = max(abs(a - b) for a, b in zip(found, logprobs, strict=True))
-            if not apart <= allowed:
+            if not apart <= most:
                 raise CanaryMismatch(f"{says} its adapter {model!r} is {apart:.3g} nats from the learner's")
             worst = max(worst, apart)
     return worst
