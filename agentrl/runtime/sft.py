@@ -210,20 +210,24 @@ class _Training:
 
 
 class _Accuracy:
-    """How often the likeliest token is the demonstrated one: listens to the output layer until it is closed."""
+    """How often the likeliest token is the demonstrated one: listens to the output layer until it is closed. That layer
+    computes a pass [1, P, V] at once, or is passed by and then computes it in chunks [C, V]."""
 
     def __init__(self, learner: Learner) -> None:
         self.hits = self.tokens = 0
-        self._learner, self._best_P = learner, torch.zeros(0)
+        self._learner, self._best = learner, list[Tensor]()
         output: Any = learner.model.module.get_output_embeddings()
         self._hook = output.register_forward_hook(self._heard)
         learner.on_pass = self.passed
 
-    def _heard(self, _: object, __: object, logits_1PV: Tensor) -> None:
-        self._best_P = logits_1PV.detach()[0].argmax(-1)
+    def _heard(self, _: object, __: object, logits: Tensor) -> None:
+        whole = logits.dim() == 3
+        best = logits.detach().argmax(-1)
+        self._best = [best[0]] if whole else [*self._best, best]
 
     def passed(self, pack: Pack, tokens: Mapping[str, Tensor], outputs: Outputs) -> None:
-        self.hits += int((self._best_P[pack.predictor_K] == pack.target_K).sum())
+        chunks = self._best[1:] or self._best
+        self.hits += int((torch.cat(chunks)[pack.predictor_K] == pack.target_K).sum())
         self.tokens += len(pack.target_K)
 
     def close(self) -> float | None:
