@@ -24,7 +24,7 @@ def plan(
     n: Annotated[int, typer.Option("-n", "--n", min=1, help="GPUs in total")] = 1,
     row: Annotated[int | None, typer.Option(min=2, help="Tokens of an episode; default: rollout.max_context")] = None,
     sampled: Annotated[float, typer.Option(min=0.01, max=0.99, help="Share of them that the policy samples")] = 0.4,
-    mfu: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the peak that the learner reaches")] = 0.2,
+    mfu: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the peak that the learner reaches")] = 0.1,
     mbu: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the bandwidth that an engine reaches")] = 0.5,
     price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for an hour, for the cost")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")] = None,

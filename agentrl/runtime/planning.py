@@ -29,6 +29,7 @@ from agentrl.train.samples import Row
 GB: Final = 1e9
 _RESERVED = 0.92  # of a GPU's memory that a process may fill: the rest is its context, and what its allocator loses
 _OFF = 0.1  # how far from the truth a prediction of memory may be
+_FUSED = 0.35  # the same where layers are compiled, which keeps less
 _CHANGES: Final[tuple[dict[str, Any], ...]] = (
     {"gradient_checkpointing": True},
     {"gradient_checkpointing": True, "logits_mb": 256},
@@ -156,7 +157,7 @@ def _split(config: RunConfig, folder: Path, bytes_: Held, gpu: Gpu, work: Work, 
     width = described.get("head_dim") or described["hidden_size"] // heads
     kv = 2 * layers * (described.get("num_key_value_heads") or heads) * width * 2  # bytes of a token, in bfloat16
     ranks, served = max(1, learners), max(1, engines)
-    parameters = bytes_.weights / 4  # the learner's are float32
+    parameters = bytes_.parameters
     learner = of_rank(bytes_, ranks, layers)
     room = _RESERVED * gpu.memory_gb * GB
     weights = 2 * parameters
@@ -214,7 +215,7 @@ def refusal(config: RunConfig, memory_bytes: int) -> str | None:
     folder = model_dir(config.model)
     layers: int = _described(folder)["num_hidden_layers"]
     needs = of_rank(held(config, folder, rows_of(config, work), on_gpu=True), config.train.parallel.ranks, layers)
-    if needs <= (1 + _OFF) * memory_bytes:
+    if needs <= (1 + (_FUSED if config.train.compile else _OFF)) * memory_bytes:
         return None
     return (
         f"a step of the learner needs {needs / GB:.1f} GB and the GPU has {memory_bytes / GB:.1f}: `agentrl plan "

@@ -17,7 +17,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -51,11 +51,12 @@ class Held:
     activations: float
     temporary: float
     operations: float
+    parameters: float  # of the policy, however many bytes one takes
 
     @property
     def total(self) -> float:
         """The most at any time."""
-        return sum(astuple(self)[:-1])
+        return self.static + self.activations + self.temporary
 
     @property
     def static(self) -> float:
@@ -105,8 +106,7 @@ def held(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: bool) 
         return _held(config, folder, rows, on_gpu=on_gpu)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        hint = "; with a mixture of experts give train.dtype = 'bfloat16'" if config.train.dtype == "float32" else ""
-        raise ModelError(f"cannot plan {str(folder)!r}: a pass without numbers failed ({reason}){hint}") from error
+        raise ModelError(f"cannot plan {str(folder)!r}: a pass without numbers failed ({reason})") from error
 
 
 def _held(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: bool) -> Held:
@@ -168,6 +168,7 @@ def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: boo
         activations=activations,
         temporary=tracker.peak - static - activations,
         operations=operations(models.policy.module, pack),
+        parameters=sum(parameter.numel() for parameter in models.policy.module.parameters()),
     )
 
 
