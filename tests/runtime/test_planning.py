@@ -81,7 +81,7 @@ def test_bytes_and_seconds_are_those_of_a_hand_computation(config: RunConfig) ->
     assert two.learner_bytes - one.learner_bytes == pytest.approx(found.held.static / 2 - found.held.weights)
     kv = 2 * 2 * 2 * 16 * 2  # K and V, layers, heads, width, bytes of bfloat16
     assert one.at_once == two.at_once == 64
-    token_s = max((2 * found.held.weights / 4 + 64 * kv * 100) / 0.5e9, 2 * found.held.weights / 4 * 64 / 0.5e9)
+    token_s = max((2 * PARAMETERS + 64 * kv * 100) / 0.5e9, 2 * PARAMETERS * 64 / 0.5e9)
     assert one.episode_s == pytest.approx(40 * token_s)  # it samples 40 of its 200 tokens
     episodes = config.buffer.groups_per_step * config.rollout.group_size
     assert one.engine_s == pytest.approx(episodes / 64 * one.episode_s)
