@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class CISPO(GRPO):
     """Clipped importance-sampling policy optimization."""
 
-    unused: ClassVar = frozenset({"importance_cap", "importance_floor", "importance_mode", "dual_clip"})
+    unused: ClassVar = frozenset({"importance_cap", "importance_floor", "importance_mode", "dual_clip", "clip_from"})
 
     kind: Literal["cispo"] = "cispo"
     clip_low: Positive = 1.0  # the weight is at least 1 minus this: 1 is no bound

@@ -4,9 +4,11 @@
            - observation_weight mean over observed tokens of  log pi
 
 r is the ratio of the current policy to that of the step's start, and rho the importance weight from the policy that
-sampled to that of the step's start (decoupled PPO, Hilton et al. 2022). With one update per step r is 1. A is the
-advantage from rewards, less what the token costs in divergence from reference and teacher (`agentrl.algos.divergence`).
-A token whose weight is 0, and an episode that is rejected, stay in the normalisation.
+sampled to that of the step's start (decoupled PPO, Hilton et al. 2022). With one update per step r is 1. With
+`clip_from = "behaviour"` a token has no gradient, too, if its ratio to the policy that sampled it is past the clip.
+
+A is the advantage from rewards, less what the token costs in divergence from reference and teacher
+(`agentrl.algos.divergence`). A token whose weight is 0, and an episode that is rejected, stay in the normalisation.
 
 Observed tokens are what the environment answered, between two actions of the policy: predicting them trains a model of
 the world from the same pass, also where no action has an advantage (ECHO, Shrivastava et al. 2026, arXiv 2605.24517).
@@ -30,6 +32,7 @@ class Clipped(Algorithm):
 
     clip_low: Positive = 0.2  # PPO: the ratio may fall by so much
     clip_high: Positive = 0.28  # and rise by so much
+    clip_from: Literal["proximal", "behaviour"] = "proximal"  # the policy of the step's start, or that which sampled
     dual_clip: Weight = 0.0  # bound on it with a negative advantage, such as 3 (Ye et al. 2020); 0: none
     importance: Literal["token", "sequence", "geometric", "none"] = "token"  # the ratio that weighs stale tokens
     importance_floor: Weight = 0.0  # importance weights are at least this, see `importance_mode`
@@ -169,10 +172,17 @@ class Clipped(Algorithm):
         return importance_weights(tokens["proximal"], tokens["behaviour"], cap, floor=floor, mode=self.importance_mode)
 
     def loss(self, tokens: Mapping[str, Tensor], outputs: Outputs, step: int) -> Loss:
+        import torch
+
         from agentrl.algos.divergence import gauges
         from agentrl.algos.losses import kl_penalty, policy_loss
 
-        surrogate_K, clipped_K = self.surrogate({**tokens, "advantage": self.advantage(tokens)}, outputs)
+        advantage_K = self.advantage(tokens)
+        surrogate_K, clipped_K = self.surrogate({**tokens, "advantage": advantage_K}, outputs)
+        if self.clip_from == "behaviour":
+            moved_K = (outputs.logprobs_K.detach() - tokens["behaviour"]).exp() - 1
+            far_K = torch.where(advantage_K > 0, moved_K > self.clip_high, moved_K < -self.clip_low)
+            surrogate_K, clipped_K = torch.where(far_K, surrogate_K.detach(), surrogate_K), clipped_K | far_K
         log_ratio_K = self.log_ratio(tokens, outputs).detach()
         kl_K = None
         if self.kl_weight > 0 and self.kl_in == "loss":

@@ -13,7 +13,7 @@ narrower. With one update per step s is 1, and this is GRPO.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from agentrl.algos.algorithm import Outputs, Positive
 from agentrl.algos.grpo import GRPO
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 class GSPO(GRPO):
     """Group sequence policy optimization."""
+
+    unused: ClassVar = frozenset({"clip_from"})
 
     kind: Literal["gspo"] = "gspo"  # pyright: ignore[reportIncompatibleVariableOverride]
     clip_low: Positive = 3e-4  # the ratio of a turn may fall by so much

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class SAPO(GRPO):
     """Soft adaptive policy optimization."""
 
-    unused: ClassVar = frozenset({"clip_low", "clip_high", "dual_clip"})
+    unused: ClassVar = frozenset({"clip_low", "clip_high", "dual_clip", "clip_from"})
 
     kind: Literal["sapo"] = "sapo"  # pyright: ignore[reportIncompatibleVariableOverride]
     tau_positive: Positive = 1.0  # how quickly a token with a positive advantage counts less

@@ -139,9 +139,32 @@ def test_the_dual_clip_cuts_what_the_clip_alone_does_not() -> None:
     assert cut[0] < cut[1]
 
 
+@pytest.mark.parametrize("kind", ["grpo", "reinforce++"])
+@pytest.mark.parametrize("spread", [0.0, 0.3])
+def test_a_stale_token_that_has_moved_far_enough_says_nothing_where_the_clip_is_from_behaviour(
+    kind: str, spread: float
+) -> None:
+    """Spread 0 is a step with one update, where the clip from the proximal policy cuts nothing."""
+    near, far = (config.algorithm(kind)(clip_from=policy) for policy in ("proximal", "behaviour"))
+    cut = 0
+    for seed in range(4):
+        columns, now = drawn(seed, spread)
+        c, plain, got = of(columns), found(near, columns, now), found(far, columns, now)
+        for k, logprob in enumerate(now.tolist()):
+            moved = math.exp(logprob - c["behaviour"][k])
+            over = moved > 1.28 if c["advantage"][k] > 0 else moved < 0.8
+            assert got[1][k] == (0.0 if over else plain[1][k])
+            assert got[2][k] == (over or plain[2][k])
+            cut += over
+        if not spread:
+            assert not any(plain[2])
+    assert 0 < cut < 4 * len(TURNS)
+
+
 @pytest.mark.parametrize(
     ("algo", "said"),
     [
+        ({"kind": "gspo", "clip_from": "behaviour"}, "kind = 'gspo' does not use clip_from: leave it out"),
         (
             {"kind": "grpo", "dual_clip": 1.1},
             r"dual_clip = 1\.1: must be above 1 \+ clip_high = 1\.28, or 0",
