@@ -77,6 +77,8 @@ FIRST = (
     Configuration("ppo, lag 8", ("algo.kind=ppo", *LAG_8), seeds=5),
     Configuration("ppo, lag 0", ("algo.kind=ppo", "buffer.max_lag=0"), seeds=5),
     Configuration("grpo, lag 8", LAG_8, seeds=5),
+    Configuration("ppo, lag 8, clip from behaviour", ("algo.kind=ppo", "algo.clip_from=behaviour", *LAG_8), seeds=5),
+    Configuration("grpo, lag 8, clip from behaviour", ("algo.clip_from=behaviour", *LAG_8), seeds=5),
     Configuration("grpo, dynamic sampling", ("buffer.skip_without_signal=true",), seeds=5),
 )
 LAST = (
