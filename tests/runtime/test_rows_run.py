@@ -71,7 +71,7 @@ def test_a_data_set_and_reward_functions_train(tmp_path: Path) -> None:
     for episode in episodes:
         assert episode.stop_reason is StopReason.DONE
         (turn,) = episode.turns
-        row = next(row for row in ROWS if row["prompt"] in turn.messages[-1]["content"])
+        row = next(row for row in ROWS if row["prompt"] in episode.start[-1]["content"])
         assert episode.outcome == pytest.approx(vowels(None, turn.text, row) + says(None, turn.text, row))
 
 
