@@ -27,7 +27,7 @@ def test_the_example_of_distillation_trains_by_its_teacher_alone(tmp_path: Path)
     teacher = Path(shutil.copytree(model_dir("agentrl/tiny-coder"), tmp_path / "teacher"))
     (weights,) = teacher.glob("*.safetensors")
     generator = torch.Generator().manual_seed(0)
-    other = {k: v + 0.05 * v.std() * torch.randn(v.shape, generator=generator) for k, v in load_file(weights).items()}
+    other = {k: v + 0.3 * v.std() * torch.randn(v.shape, generator=generator) for k, v in load_file(weights).items()}
     save_file(other, weights, metadata={"format": "pt"})
     settings = [word for one in (*SMALL, f"algo.teacher={teacher}") for word in ("--set", one)]
     result = CliRunner().invoke(app, ["train", str(FILE), "--out", str(tmp_path / "run"), *settings])
@@ -36,4 +36,4 @@ def test_the_example_of_distillation_trains_by_its_teacher_alone(tmp_path: Path)
     steps = [row for row in rows if row["kind"] == "step"]
     assert [(row["group_count"], row["episodes"], row["updated"]) for row in steps] == [(4, 4, True)] * 3
     assert [row["algorithm"]["untaught"] for row in steps] == [0.0] * 3
-    assert sum(row["algorithm"]["kl_teacher"] for row in steps) > 0
+    assert all(row["algorithm"]["kl_teacher"] > 0.05 for row in steps)
