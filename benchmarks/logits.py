@@ -108,6 +108,7 @@ def _pack(tokens: int, vocab: int, device: torch.device) -> Pack:
     numbers = torch.arange(tokens + 1, device=device)
     none = numbers[:0]
     return Pack(
+        policy=None,
         token_ids_N=ids,
         depth_N=numbers,
         branches=(Branch(0, tokens + 1, numbers),),

@@ -52,7 +52,7 @@ async def test_what_a_real_teacher_says_of_each_token_is_journaled(
     for trajectory in store.trajectories("train"):
         for turn in trajectory.turns:
             before = context_ids(trajectory.turns, turn.index)
-            expected = policy.logprobs(before, turn.token_ids, 1)
+            expected = policy.logprobs(before, turn.token_ids, max(policy.files, default=1))
             assert turn.columns["teacher"] == pytest.approx(expected, abs=1e-3)
             seen += len(turn.token_ids)
     assert seen >= 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from agentrl.runtime.trainer import Trainer, evaluate
 from agentrl.store import RunStore
 from agentrl.train.export import WeightFile, export_weights
 from agentrl.train.model import PolicyModel
+from agentrl.train.snapshot import take
 
 URLS = ["http://a:1", "http://b:1"]
 START = StartPoint(model=Path("/model"), checkpoint=None, version=WeightVersion(version=1, step=0))
@@ -72,7 +74,9 @@ class Scene:
             _config=run_config(),
             _bound=LagBound(4, 10, now=4),
             _store=self.store,
-            _learner=SimpleNamespace(step_index=4, model=self.model, score=self.model.score),
+            _learner=SimpleNamespace(
+                step_index=4, model=self.model, score=self.model.score, snapshot=partial(take, self.model.module)
+            ),
             _publisher=SimpleNamespace(behind=self._behind),
             _pushes=self.pushes,
             _push=None,

@@ -167,7 +167,7 @@ def test_an_honest_step_that_is_longer_than_its_deadline_is_said_before_anything
         ("SWE", {}, (30.0, "")),
         ("Harbor", {}, (60.0, "verifier.timeout_sec of its tasks")),
         ("RepoRepair", {}, (50.0, "")),
-        ("CodeRepair", {}, (5.0, "")),
+        ("CodeRepair", {}, (20.0, "")),
         ("Calculator", {}, (0.0, "")),
     ],
 )

@@ -15,7 +15,7 @@ import torch
 from agentrl.algos.ppo import PPO
 from agentrl.checkpoint_folders import newest, step_of
 from agentrl.config import Train
-from agentrl.train import critic as of_critic
+from agentrl.train import checkpoint as of_parts
 from agentrl.train import export as of_export
 from agentrl.train import lora as of_adapter
 from agentrl.train.learner import Learner
@@ -29,7 +29,7 @@ OPERATIONS: list[tuple[Any, str]] = [
     *((Path, name) for name in ("mkdir", "rename", "replace", "unlink", "write_text")),
     *((shutil, name) for name in ("copyfile", "rmtree")),
     *((os, name) for name in ("open", "fsync")),
-    *((module, "save_file") for module in (of_critic, of_export, of_adapter)),
+    *((module, "save_file") for module in (of_parts, of_export, of_adapter)),
     (torch, "save"),
 ]
 
