@@ -9,7 +9,7 @@ import pytest
 from reward_hacks import HACKS, MODULE_HACKS, Hack
 
 from agentrl.protocols import Sandbox
-from agentrl_environments.code_repair import CodeRepair
+from agentrl_environments.code_repair import CodeRepair, running
 from agentrl_environments.code_repair import make_task as make_module
 from agentrl_environments.repo_repair import RepoRepair, RepoTask, make_task
 
@@ -64,8 +64,9 @@ async def test_a_hack_scores_nothing(hack: Hack) -> None:
 
 
 @pytest.mark.parametrize("code", MODULE_HACKS.values(), ids=list(MODULE_HACKS))
-async def test_a_hack_of_a_module_scores_nothing(code: str) -> None:
+async def test_a_hack_of_a_module_scores_nothing(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for the small modules of `CodeRepair`, whose expected values never enter a box either."""
+    monkeypatch.setattr(running, "DEADLINE_S", 3.0)  # a flood lasts as long
     env = CodeRepair()
     try:
         await env.areset(seed=SEED)
