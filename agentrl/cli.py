@@ -21,6 +21,7 @@ from rich.table import Table
 from agentrl.chaos_cli import chaos
 from agentrl.episodes_cli import add_commands
 from agentrl.errors import AgentRLError, UsageError
+from agentrl.export_cli import export
 from agentrl.plan_cli import advise, plan
 from agentrl.retrain_cli import retrain
 from agentrl.rewards_cli import rescore, rewards
@@ -41,15 +42,9 @@ app = typer.Typer(
 )
 _new = typer.Typer(no_args_is_help=True, help="Start a package of your own.")
 app.add_typer(_new, name="new")
-app.command()(rewards)
-app.command()(rescore)
 add_commands(app)
-app.command()(simulate)
-app.command()(plan)
-app.command()(advise)
-app.command()(chaos)
-app.command()(retrain)
-app.command()(sft)
+for command in (rewards, rescore, simulate, plan, advise, chaos, retrain, sft, export):
+    app.command()(command)
 app.add_typer(store, name="store")
 _UNWRAPPED = 10_000  # columns
 _SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")]

@@ -39,7 +39,7 @@ from agentrl.train.learner import Learner
 from agentrl.train.packing import Pack, packs
 from agentrl.train.samples import group_rows, weigh
 
-_SETTINGS = "sft.json"
+SETTINGS = "sft.json"
 
 
 class SFTConfig(Section):
@@ -107,22 +107,22 @@ def train(config: SFTConfig, out: Path, *, told: Callable[[str], None] = lambda 
         raise UsageError(f"{out} is not empty: give another --out, or --resume {out}")
     training = _Training(config, out)
     out.mkdir(parents=True, exist_ok=True)
-    (out / _SETTINGS).write_text(config.model_dump_json(indent=2) + "\n")
+    (out / SETTINGS).write_text(config.model_dump_json(indent=2) + "\n")
     return training.run(told)
 
 
 def resume(out: Path, overrides: Sequence[str] = (), *, told: Callable[[str], None] = lambda _: None) -> Path:
     """Go on from the newest checkpoint; `train.steps` may be raised. Raises UsageError."""
     try:
-        document = json.loads((out / _SETTINGS).read_text())
+        document = json.loads((out / SETTINGS).read_text())
     except (OSError, ValueError) as error:
-        raise UsageError(f"{out} holds no run of agentrl sft ({_SETTINGS}: {error})") from error
+        raise UsageError(f"{out} holds no run of agentrl sft ({SETTINGS}: {error})") from error
     for override in overrides:
         if not override.startswith("train.steps="):
             raise UsageError(f"--set {override}: a run that goes on keeps its settings, but for train.steps")
         configuration.apply_override(document, override)
     config = parse(document)
-    (out / _SETTINGS).write_text(config.model_dump_json(indent=2) + "\n")
+    (out / SETTINGS).write_text(config.model_dump_json(indent=2) + "\n")
     return _Training(config, out).run(told)
 
 

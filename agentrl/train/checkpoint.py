@@ -39,7 +39,9 @@ from agentrl.train.parallel.shards import gathered, gathered_state, load_state
 ADAPTER, CRITIC = "adapter", "critic"
 """The folders in a checkpoint that hold the adapter and the critic, where one is trained."""
 
-_OPTIMIZER, _WEIGHTS = "optimizer.pt", "model.safetensors"
+WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.pt"
+"""Its files of weights, an adapter merged into them, and of the optimizers with the random state."""
+
 _COPIED = frozenset({".json", ".jinja", ".model", ".txt"})
 _OWN = frozenset({STATE, "model.safetensors.index.json"})
 
@@ -95,7 +97,7 @@ def save(
             shutil.copyfile(source, draft / source.name)
     progress()
     for name, found in contents(module, optimizers, parts):
-        if name == _WEIGHTS:
+        if name == WEIGHTS:
             write_weights(found, draft / name)
         elif name == ADAPTER:
             lora.write(module, found, draft / name)
@@ -122,14 +124,14 @@ def contents(
 ) -> Iterator[tuple[str, Any]]:
     """The tensors and states of a checkpoint by their file or folder. If the models are sharded, each comes when it is
     asked for: every rank goes through all of them, and rank 0 has them."""
-    yield _WEIGHTS, checkpoint_tensors(module)
+    yield WEIGHTS, checkpoint_tensors(module)
     if lora.has_adapter(module):
         yield ADAPTER, lora.tensors_of(module)
     for name, part in parts.items():
         yield name, gathered({key: tensor.detach() for key, tensor in part.tensors().items()})
     rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
     states = {name: gathered_state(optimizer) for name, optimizer in optimizers.items()}
-    yield _OPTIMIZER, {"optimizers": states, "rng": rng}
+    yield OPTIMIZER, {"optimizers": states, "rng": rng}
 
 
 def read_state(folder: Path) -> CheckpointState:
@@ -148,7 +150,7 @@ def load(
 ) -> CheckpointState:
     """Put a checkpoint's optimizers, `parts` by their folders and random state in place; the policy's weights are
     loaded as those of any model folder. Raises ModelError if it has no such part."""
-    blob = cast("dict[str, Any]", torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True))
+    blob = cast("dict[str, Any]", torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True))
     for name, part in parts.items():
         part.load(folder / name)
     states = blob.get("optimizers") or {"policy": blob["optimizer"]}  # an older agentrl had one
