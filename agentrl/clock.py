@@ -13,12 +13,12 @@ episodes, environments or boxes.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
-from enum import Enum, auto
+from enum import IntEnum
 from math import inf
+from types import TracebackType
 from typing import Final
 
 import trio
@@ -57,12 +57,12 @@ class HostClock(trio.abc.Clock):
         return min(deadline - self.current_time(), _LOOK_S)
 
 
-class Whose(Enum):
-    """The side that a call waits for."""
+class Whose(IntEnum):
+    """The side that a call waits for; numbers, as it is looked up at each call."""
 
-    OWN = auto()  # the code that is watched
-    POLICY = auto()
-    HOST = auto()
+    OWN = 0  # the code that is watched
+    POLICY = 1
+    HOST = 2
 
 
 _whose: ContextVar[Whose] = ContextVar("agentrl_whose", default=Whose.OWN)
@@ -71,16 +71,31 @@ _watches: ContextVar[tuple[Watch, ...]] = ContextVar("agentrl_watches", default=
 
 class Watch:
     """The two deadlines of a call; at most one of them runs at a time. `over` says whose time ran out, None if no time
-    did."""
+    did. A class of its own and no generator, since each call into an environment has one."""
 
-    def __init__(self, scope: trio.CancelScope, *, own_s: float, policy_s: float) -> None:
+    def __init__(self, *, own_s: float, policy_s: float) -> None:
         self.over: Whose | None = None
         self._used = 0.0
-        self._scope, self._clock, self._token = scope, current_clock(), current_trio_token()
-        self._left = {Whose.OWN: own_s, Whose.POLICY: policy_s, Whose.HOST: inf}
-        self._tasks = Counter({_whose.get(): 1})
+        self._clock, self._token, self._scope = current_clock(), current_trio_token(), trio.CancelScope()
+        self._left = [own_s, policy_s, inf]  # by whose time it is, as the next one
+        self._tasks = [0, 0, 0]
+        self._tasks[_whose.get()] = 1
+        self._outer: tuple[Watch, ...] = ()
+
+    def __enter__(self) -> Watch:
         self._since = self._clock.current_time()
         self._begin(self._now())
+        self._scope.__enter__()
+        self._outer = _watches.get()
+        _watches.set((*self._outer, self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        self.end()
+        _watches.set(self._outer)
+        return self._scope.__exit__(kind, error, trace)
 
     @property
     def seconds(self) -> float:
@@ -127,22 +142,14 @@ class Watch:
         self._scope.deadline = self._since + self._left[whose]
 
     def _now(self) -> Whose:
-        return next((one for one in (Whose.POLICY, Whose.HOST) if self._tasks[one] > 0), Whose.OWN)
+        _, policy, host = self._tasks
+        return Whose.POLICY if policy > 0 else Whose.HOST if host > 0 else Whose.OWN
 
 
-@contextmanager
-def watch(*, own_s: float = inf, policy_s: float = inf) -> Generator[Watch]:
+def watch(*, own_s: float = inf, policy_s: float = inf) -> Watch:
     """Cancel the block when it has used `own_s` seconds for itself, or waited `policy_s` seconds for the policy;
     `Watch.over` then says which. The host's time counts in neither."""
-    with trio.CancelScope() as scope:
-        watching = Watch(scope, own_s=own_s, policy_s=policy_s)
-        outer = _watches.get()
-        _watches.set((*outer, watching))
-        try:
-            yield watching
-        finally:
-            watching.end()
-            _watches.set(outer)
+    return Watch(own_s=own_s, policy_s=policy_s)
 
 
 @contextmanager

@@ -28,9 +28,10 @@ AgentRLError
 
 from __future__ import annotations
 
-import contextlib
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import cast
 
 
@@ -200,14 +201,13 @@ class ToolTimeout(ToolError):
     """The tool ran past its deadline and was ended."""
 
 
-@contextlib.contextmanager
 def boundary(
     becomes: Callable[[str], AgentRLError],
     what: str,
     *,
     passes: tuple[type[AgentRLError], ...] = (InfrastructureError, UsageError),
     place: bool = False,
-) -> Generator[None]:
+) -> AbstractContextManager[None]:
     """Turn an exception of somebody else's code into one of our errors. The block may hold plain and awaited calls.
 
     `becomes` makes the error from one line: `what`, then the exception's kind and text, and with `place` the file and
@@ -217,16 +217,34 @@ def boundary(
         with boundary(EnvError, "mine/Guess-v0: step raised"):
             await env.astep(action)     # EnvError: mine/Guess-v0: step raised KeyError: 'secret'
     """
-    try:
-        yield
-    except Exception as error:
+    return _Boundary(becomes, what, passes, place)
+
+
+class _Boundary(AbstractContextManager[None]):
+    """`boundary`: no generator, since each call into an environment crosses one."""
+
+    def __init__(
+        self,
+        becomes: Callable[[str], AgentRLError],
+        what: str,
+        passes: tuple[type[AgentRLError], ...],
+        place: bool,
+    ) -> None:
+        self._becomes, self._what, self._passes, self._place = becomes, what, passes, place
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception):
+            return
         inner = matters(error)
-        if isinstance(inner, passes):
+        if isinstance(inner, self._passes):
             if inner is error:
-                raise
+                return
             raise inner from error
-        where = _place(inner) if place else ""
-        raise becomes(f"{what} {type(inner).__name__}: {' '.join(str(inner).split())}{where}") from error
+        where = _place(inner) if self._place else ""
+        text = f"{self._what} {type(inner).__name__}: {' '.join(str(inner).split())}{where}"
+        raise self._becomes(text) from error
 
 
 def _place(error: BaseException) -> str:

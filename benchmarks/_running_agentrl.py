@@ -6,6 +6,7 @@ python _running_agentrl.py URL EPISODES STORE WORKERS    is one of the workers; 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -54,5 +55,6 @@ async def main(url: str, n: int, path: Path, workers: int) -> None:
 
 
 if __name__ == "__main__":
-    spare_old_objects()
+    spare_old_objects()  # this and the next as a worker's process does
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     trio.run(main, sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))

@@ -6,10 +6,10 @@ Owns the deadline of each call and the naming of failures: an httpx exception be
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
 from math import inf
-from typing import cast
+from typing import Protocol, cast
 from uuid import uuid4
 
 import httpx
@@ -17,7 +17,7 @@ import trio
 from pydantic_core import to_json
 
 from agentrl.engine.stitching import Stitcher
-from agentrl.engine.transport import TrioTransport
+from agentrl.engine.transport import Answer, Origin, TrioTransport, head_of
 from agentrl.engine.wire import (
     ChunkParser,
     check_sampling,
@@ -33,6 +33,7 @@ from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Finish, Generation, Json, SamplingParams, VersionSpan
 
 _DRAIN_S = 1.0
+_FAILURES = (trio.TooSlowError, httpx.TransportError)  # a timeout of httpx is one of the latter
 _STREAMED = {"content-type": "application/json", "accept": "text/event-stream"}
 _NOT_NOW = (408, 429)  # the server is there but cannot answer just now
 _REFUSALS = (400, 413, 422)  # the request itself is refused; other statuses concern the server
@@ -63,6 +64,12 @@ class EngineClient:
         self._stream_headers = httpx.Headers(_STREAMED | key)
         self._http = httpx.AsyncClient(base_url=self.url, headers=key, transport=self._transport, trust_env=False)
         self._generate_url = httpx.URL(f"{self.url}/inference/v1/generate")
+        plain = self._generate_url.scheme == "http"
+        self._ask = cast("_Ask | None", getattr(self._transport, "ask", None)) if plain else None
+        self._origin = (self._generate_url.host, self._generate_url.port or 80)
+        request = httpx.Request("POST", self._generate_url, headers=self._stream_headers)
+        request.headers.pop("content-length", None)
+        self._head = head_of(request)[:-2] + b"content-length: "
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Sampled tokens as they come; the last chunk has `finish`. Leaving the iteration ends the request. An infinite
@@ -74,26 +81,41 @@ class EngineClient:
         check_sampling(request.sampling)
         deadline = trio.current_time() + request.deadline_s
         parser, known = ChunkParser(self.version, request, self._vocabulary), self.version
-        async with aclosing(self._events(request, deadline)) as events:
-            async for event in events:
-                parser.version = max(parser.version, self.version)
+        answer: _Answer | None = None
+        lines = _Lines()
+        try:
+            while True:
                 try:
-                    chunk = parser.parse(parse_json(event))
-                except EngineError as error:
-                    raise EngineBroke(f"{self.url} broke {request.request_id!r} off: {error}") from error
-                if parser.stated:
-                    self._heard(parser.stated, known)
-                if chunk is None:
-                    continue
-                if chunk.finish is not None:
-                    await self._drain(events)
-                    yield chunk
-                    return
-                if chunk.token_ids:
-                    yield chunk
-                if parser.unsound is not None:
-                    raise EngineBroke(f"{self.url} broke {request.request_id!r} off: {parser.unsound}")
-        raise EngineBroke(f"{self.url} closed the stream of {request.request_id!r} before its end")
+                    with _until(deadline):  # no cancel scope may span a yield: each wait has its own
+                        if answer is None:
+                            answer = await self._asked(request)
+                        part = await answer.read()
+                except _FAILURES as error:
+                    raise self._failure(error, request.deadline_s) from error
+                if part is None:
+                    raise EngineBroke(f"{self.url} closed the stream of {request.request_id!r} before its end")
+                for event in lines.payloads(part):
+                    parser.version = max(parser.version, self.version)
+                    try:
+                        chunk = parser.parse(parse_json(event))
+                    except EngineError as error:
+                        raise EngineBroke(f"{self.url} broke {request.request_id!r} off: {error}") from error
+                    if parser.stated:
+                        self._heard(parser.stated, known)
+                    if chunk is None:
+                        continue
+                    if chunk.finish is not None:
+                        await self._drain(answer)
+                        yield chunk
+                        return
+                    if chunk.token_ids:
+                        yield chunk
+                    if parser.unsound is not None:
+                        raise EngineBroke(f"{self.url} broke {request.request_id!r} off: {parser.unsound}")
+        finally:
+            if answer is not None and not answer.over:
+                with trio.CancelScope(shield=True):  # closes a socket, waits for nothing
+                    await answer.aclose()
 
     def _heard(self, stated: Sequence[VersionSpan], known: int) -> None:
         """Note the versions that the engine `stated`; `known` is its version at the request. An older one means that
@@ -106,50 +128,38 @@ class EngineClient:
         kind = EngineBroke if older.start >= 0 else EngineError
         raise kind(f"{self.url} serves version {older.version}, and served {known} before: was it started anew?")
 
-    async def _drain(self, events: AsyncGenerator[bytes, None]) -> None:
+    async def _drain(self, answer: _Answer) -> None:
         """Read a finished stream to its end, so that its connection can be reused; a failure does no harm."""
-        with trio.move_on_after(_DRAIN_S), suppress(EngineError):
-            async for _ in events:
-                pass
+        if not answer.over:
+            with trio.move_on_after(_DRAIN_S), suppress(EngineError), self._named(_DRAIN_S):
+                while await answer.read() is not None:
+                    pass
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """The whole turn. Raises as `stream` does; an aborted request comes back with `finish="abort"`."""
         return await collect(self.stream(request), request.on_chunk)
 
-    async def _events(self, request: GenerateRequest, deadline: float) -> AsyncGenerator[bytes, None]:
-        """The `data:` payloads of one server-sent event stream, without the closing `[DONE]`.
+    async def _asked(self, request: GenerateRequest) -> _Answer:
+        """Send a request; the server-sent events are the answer's body. Raises what `_named` names, and `_failed`.
 
         It uses the transport directly: per turn, redirects, cookies and the like cost more than all the rest."""
         body = to_json(request_json(request, stream=True))
         timeouts = {"connect": self._connect_s}
-        headers, extensions = self._stream_headers, {"timeout": timeouts}
-        sent = httpx.Request("POST", self._generate_url, headers=headers, content=body, extensions=extensions)
-        with self._named(request.deadline_s):
-            # No cancel scope may span a yield: each wait has its own.
-            with _until(deadline):
-                response = await self._transport.handle_async_request(sent)
-            stream = cast("httpx.AsyncByteStream", response.stream)
-            parts, begun = aiter(stream), list[bytes]()  # a line may come in many parts
+        if self._ask is not None:
+            answer = await self._ask(self._origin, b"%s%d\r\n\r\n%s" % (self._head, len(body), body), timeouts)
+        else:
+            headers, extensions = self._stream_headers, {"timeout": timeouts}
+            sent = httpx.Request("POST", self._generate_url, headers=headers, content=body, extensions=extensions)
+            answer = _Foreign(await self._transport.handle_async_request(sent))
+        if answer.status != 200:
             try:
-                if response.status_code != 200:
-                    with _until(deadline):
-                        raise self._failed(response.status_code, b"".join([part async for part in parts]))
-                while True:
-                    with _until(deadline):
-                        part = await anext(parts, None)
-                    if part is None:
-                        break
-                    first, *others = part.split(b"\n")
-                    begun.append(first)
-                    for other in others:
-                        line, begun = b"".join(begun), [other]
-                        if line.startswith(b"data:") and (payload := line[5:].strip()) != b"[DONE]":
-                            yield payload
-            except BaseException:
-                with trio.CancelScope(shield=True):  # closes a socket, waits for nothing
-                    await stream.aclose()
-                raise
-            await stream.aclose()
+                parts = list[bytes]()
+                while (part := await answer.read()) is not None:
+                    parts.append(part)
+                raise self._failed(answer.status, b"".join(parts))
+            finally:
+                await answer.aclose()
+        return answer
 
     # --- everything that is not a stream ------------------------------------------------------------------------
 
@@ -269,14 +279,68 @@ class EngineClient:
     def _named(self, deadline_s: float, what: str = "a generation") -> Generator[None]:
         try:
             yield
-        except httpx.ConnectTimeout as error:
-            raise EngineUnavailable(f"{self.url} did not accept a connection in {self._connect_s:g} s") from error
-        except (trio.TooSlowError, httpx.TimeoutException) as error:
-            raise EngineTimeout(f"{self.url} did not finish {what} within {deadline_s:g} s") from error
-        except httpx.ConnectError as error:
-            raise EngineUnavailable(f"{self.url} is not there: {error}") from error
-        except httpx.TransportError as error:
-            raise EngineBroke(f"{self.url} broke off: {str(error) or type(error).__name__}") from error
+        except _FAILURES as error:
+            raise self._failure(error, deadline_s, what) from error
+
+    def _failure(self, error: Exception, deadline_s: float, what: str = "a generation") -> EngineError:
+        """The error for one of the transport's, or for the end of a deadline."""
+        if isinstance(error, httpx.ConnectTimeout):
+            return EngineUnavailable(f"{self.url} did not accept a connection in {self._connect_s:g} s")
+        if isinstance(error, trio.TooSlowError | httpx.TimeoutException):
+            return EngineTimeout(f"{self.url} did not finish {what} within {deadline_s:g} s")
+        if isinstance(error, httpx.ConnectError):
+            return EngineUnavailable(f"{self.url} is not there: {error}")
+        return EngineBroke(f"{self.url} broke off: {str(error) or type(error).__name__}")
+
+
+class _Answer(Protocol):
+    """An answer whose body is yet to come. `over`: it was read to its end."""
+
+    status: int
+
+    @property
+    def over(self) -> bool: ...
+    async def read(self) -> bytes | None: ...
+    async def aclose(self) -> None: ...
+
+
+_Ask = Callable[[Origin, bytes, Mapping[str, float | None]], Awaitable[Answer]]
+
+
+class _Foreign:
+    """The answer of another transport of httpx."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self.status, self.over = response.status_code, False
+        self._stream = cast("httpx.AsyncByteStream", response.stream)
+        self._parts = aiter(self._stream)
+
+    async def read(self) -> bytes | None:
+        part = await anext(self._parts, None)
+        if part is None:
+            self.over = True
+            await self.aclose()
+        return part
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+class _Lines:
+    """Parts of a body to the `data:` payloads of its server-sent events, without the closing `[DONE]`."""
+
+    def __init__(self) -> None:
+        self._begun = list[bytes]()  # a line may come in many parts
+
+    def payloads(self, part: bytes) -> list[bytes]:
+        first, *others = part.split(b"\n")
+        self._begun.append(first)
+        found = list[bytes]()
+        for other in others:
+            line, self._begun = b"".join(self._begun), [other]
+            if line.startswith(b"data:") and (payload := line[5:].strip()) != b"[DONE]":
+                found.append(payload)
+        return found
 
 
 def _until(deadline: float) -> AbstractContextManager[object]:

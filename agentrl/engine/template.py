@@ -45,7 +45,9 @@ def compile_template(source: str, where: str, arguments: Collection[str] = ()) -
         if name not in reads:
             known = f"give {' or '.join(sorted(reads))}" if reads else "it reads none, leave it out"
             raise ModelError(f"the chat template of {where!r} reads no argument {name!r} (template = …): {known}")
-    return environment.from_string(source)
+    template = environment.from_string(source)
+    template.globals = dict(template.globals)  # jinja copies them for each text, and its own kind of mapping slowly
+    return template
 
 
 def _now(form: str) -> str:

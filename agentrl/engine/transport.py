@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import httptools
 import httpx
@@ -20,7 +20,8 @@ import trio
 
 _READ_BYTES = 65_536
 _HEAD_BYTES = 262_144
-_Origin = tuple[str, int]
+Origin = tuple[str, int]
+T = TypeVar("T")
 _FAILURES = (OSError, trio.BrokenResourceError, trio.ClosedResourceError)
 _FRAMING = (b"content-length", b"transfer-encoding")
 
@@ -33,7 +34,7 @@ class TrioTransport(httpx.AsyncBaseTransport):
 
     def __init__(self, *, keepalive_s: float = 60.0) -> None:
         self._keepalive_s = keepalive_s
-        self._idle: dict[_Origin, deque[_Connection]] = {}
+        self._idle: dict[Origin, deque[_Connection]] = {}
         self._secure: httpx.AsyncHTTPTransport | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -42,18 +43,24 @@ class TrioTransport(httpx.AsyncBaseTransport):
             self._secure = self._secure or httpx.AsyncHTTPTransport()
             return await self._secure.handle_async_request(request)
         timeouts = cast("Mapping[str, float | None]", request.extensions.get("timeout", {}))
-        origin = (request.url.host, request.url.port or 80)
+        stream = cast("httpx.AsyncByteStream", request.stream)
+        data = head_of(request) + b"".join([part async for part in stream])
+        body = await self.ask((request.url.host, request.url.port or 80), data, timeouts)
+        return httpx.Response(body.status, headers=body.headers, stream=body, extensions={"http_version": b"HTTP/1.1"})
+
+    async def ask(self, origin: Origin, data: bytes, timeouts: Mapping[str, float | None]) -> Answer:
+        """Send the bytes of one request (`head_of`, and its body) without a record of httpx for it, which would cost a
+        turn more than its parsing does."""
         connection = self._take(origin) or await _connect(origin, timeouts.get("connect"))
         try:
-            await connection.send(request, timeouts.get("write"))
+            await connection.send(data, timeouts.get("write"))
             status, headers = await connection.read_head(timeouts.get("read"))
         except BaseException:
             connection.close()
             raise
-        body = _Body(self, origin, connection, timeouts.get("read"))
-        return httpx.Response(status, headers=headers, stream=body, extensions={"http_version": b"HTTP/1.1"})
+        return Answer(self, origin, connection, status, headers, timeouts.get("read"))
 
-    def _take(self, origin: _Origin) -> _Connection | None:
+    def _take(self, origin: Origin) -> _Connection | None:
         idle = self._idle.get(origin)
         while idle:
             connection = idle.pop()
@@ -62,7 +69,7 @@ class TrioTransport(httpx.AsyncBaseTransport):
             connection.close()
         return None
 
-    def give_back(self, origin: _Origin, connection: _Connection) -> None:
+    def give_back(self, origin: Origin, connection: _Connection) -> None:
         """Keep a connection whose response was read to its end; close it if the peer wants it closed."""
         if not connection.reusable():
             connection.close()
@@ -87,6 +94,7 @@ class _Connection:
 
     def __init__(self, stream: trio.SocketStream) -> None:
         self._stream = stream
+        self._socket = cast("socket.socket", cast("Any", stream.socket)._sock)  # which does not wait
         self._parser = httptools.HttpResponseParser(self)
         self._expect()
         self.idle_since = 0.0
@@ -98,12 +106,13 @@ class _Connection:
         self._body = b""
         self._ended, self._kept = False, False
 
-    async def send(self, request: httpx.Request, timeout_s: float | None) -> None:
-        stream = cast("httpx.AsyncByteStream", request.stream)
-        data = _head(request) + b"".join([part async for part in stream])
+    async def send(self, data: bytes, timeout_s: float | None) -> None:
         try:
-            with _within(timeout_s):
-                await self._stream.send_all(data)
+            # A request is small: the kernel mostly takes it at once. `read_head`, which comes next, is a checkpoint.
+            sent = _at_once(self._socket.send, data) or 0
+            if sent < len(data):
+                with _within(timeout_s):
+                    await self._stream.send_all(data[sent:])
         except trio.TooSlowError as error:
             raise httpx.WriteTimeout(str(error)) from error
         except _FAILURES as error:
@@ -128,7 +137,10 @@ class _Connection:
         """Take what comes next; how many bytes it was."""
         try:
             with _within(timeout_s):
-                data = await self._stream.receive_some(_READ_BYTES)
+                data = None
+                while data is None:  # a server takes its time: to wait first saves a vain look
+                    await trio.lowlevel.wait_readable(self._socket)
+                    data = _at_once(self._socket.recv, _READ_BYTES)
         except trio.TooSlowError as error:
             raise httpx.ReadTimeout(str(error)) from error
         except _FAILURES as error:
@@ -169,13 +181,18 @@ class _Connection:
     def alive(self) -> bool:
         """Whether the idle peer has neither closed the connection nor sent something unasked."""
         try:
-            # trio's sockets do not wait when asked through the underlying one; a peek takes nothing away.
-            self._raw().recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            # A peek takes nothing away.
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         except OSError:
             return False
         return False
+
+    @property
+    def over(self) -> bool:
+        """Whether the whole answer was read."""
+        return self._ended and not self._body
 
     def reusable(self) -> bool:
         if not (self._ended and self._kept):
@@ -186,32 +203,49 @@ class _Connection:
     def close(self) -> None:
         self._stream.socket.close()
 
-    def _raw(self) -> socket.socket:
-        return cast("Any", self._stream.socket)._sock
 
+class Answer(httpx.AsyncByteStream):
+    """The answer to a request: its body is yet to come."""
 
-class _Body(httpx.AsyncByteStream):
     def __init__(
-        self, transport: TrioTransport, origin: _Origin, connection: _Connection, timeout_s: float | None
+        self,
+        transport: TrioTransport,
+        origin: Origin,
+        connection: _Connection,
+        status: int,
+        headers: list[tuple[bytes, bytes]],
+        timeout_s: float | None,
     ) -> None:
+        self.status, self.headers = status, headers
         self._transport, self._origin, self._timeout_s = transport, origin, timeout_s
         self._connection: _Connection | None = connection
+
+    @property
+    def over(self) -> bool:
+        """Whether the body was read to its end, and the connection given back, or closed."""
+        return self._connection is None
+
+    async def read(self) -> bytes | None:
+        """The next bytes of the body; None at its end."""
+        connection = self._connection
+        if connection is None:
+            return None
+        try:
+            data = await connection.read_data(self._timeout_s)
+        except BaseException:
+            await self.aclose()
+            raise
+        if connection.over:
+            self._connection = None
+            self._transport.give_back(self._origin, connection)
+        return data
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self._parts()
 
     async def _parts(self) -> AsyncGenerator[bytes, None]:
-        while self._connection is not None:
-            try:
-                data = await self._connection.read_data(self._timeout_s)
-            except BaseException:
-                await self.aclose()
-                raise
-            if data is None:
-                connection, self._connection = self._connection, None
-                self._transport.give_back(self._origin, connection)
-            else:
-                yield data
+        while (data := await self.read()) is not None:
+            yield data
 
     async def aclose(self) -> None:
         """A response that was not read to its end takes its connection with it: the server sees the client leave."""
@@ -220,7 +254,7 @@ class _Body(httpx.AsyncByteStream):
             self._connection = None
 
 
-async def _connect(origin: _Origin, timeout_s: float | None) -> _Connection:
+async def _connect(origin: Origin, timeout_s: float | None) -> _Connection:
     try:
         with _within(timeout_s):
             return _Connection(await trio.open_tcp_stream(*origin))
@@ -235,7 +269,15 @@ def _within(timeout_s: float | None) -> AbstractContextManager[object]:
     return nullcontext() if timeout_s is None else trio.fail_after(timeout_s)
 
 
-def _head(request: httpx.Request) -> bytes:
+def _at_once(call: Callable[[Any], T], argument: object) -> T | None:
+    """What a call of a socket gives without waiting; None if it would wait."""
+    try:
+        return call(argument)
+    except BlockingIOError:
+        return None
+
+
+def head_of(request: httpx.Request) -> bytes:
     """The request line and headers. Raises httpx.LocalProtocolError for what would not be read as sent."""
     headers = request.headers.raw
     first = b"%s %s HTTP/1.1\r\n" % (request.method.encode(), request.url.raw_path)

@@ -13,6 +13,7 @@ from typing import Any, cast
 from uuid import uuid4
 
 import numpy as np
+from pydantic_core import from_json
 
 from agentrl import columns, kept
 from agentrl.errors import ConfigError, EngineError
@@ -133,7 +134,7 @@ class ChunkParser:
     def _choice(self, choice: Mapping[str, Json]) -> Chunk | None:
         base = self._received
         token_ids = tuple(cast("list[int]", choice.get("token_ids") or []))
-        if not all(type(id) is int and id >= 0 for id in token_ids):
+        if token_ids and not (set(map(type, token_ids)) == {int} and min(token_ids) >= 0):
             raise EngineError("the engine sent token ids that are no numbers from 0 on")
         if self._vocabulary is not None and (highest := max(token_ids, default=-1)) >= self._vocabulary:
             raise EngineError(f"the engine sent token {highest}, and the model has {self._vocabulary}")
@@ -243,12 +244,20 @@ def _experts(encoded: str | None, start: int, end: int) -> RoutedExperts:
 def parse_json(text: str | bytes) -> dict[str, Json]:
     """A JSON object of the engine. Raises EngineError for anything else."""
     try:
-        document: Any = json.loads(text)
+        document: Any = _loads(text)
     except (ValueError, RecursionError) as error:
         raise EngineError(f"the engine's answer is not JSON: {text[:80]!r}") from error
     if not isinstance(document, dict):
         raise EngineError(f"the engine's answer is not an object: {text[:80]!r}")
     return cast("dict[str, Json]", document)
+
+
+def _loads(text: str | bytes) -> Any:
+    """As `json.loads`, which takes twice as long and a little more: lone surrogates, UTF-16, and deep nesting."""
+    try:
+        return from_json(text)
+    except ValueError:
+        return json.loads(text)
 
 
 def refusal(body: bytes) -> str:

@@ -36,12 +36,7 @@ async def act(env: AsyncEnv, action: str, task: Task, most: int | None = None) -
     Raises EnvError for an answer that breaks the contract."""
     what = f"{task.env}: step"
     observation, reward, terminated, truncated, info = of_step(await env.astep(action), what)
-    return replace(
-        _step(what, observation, info, most),
-        reward=_number(reward, f"{what}: reward"),
-        terminated=bool(terminated),
-        truncated=bool(truncated),
-    )
+    return _step(what, observation, info, most, reward, terminated, truncated)
 
 
 async def end(env: AsyncEnv, reason: StopReason, task: Task) -> Step:
@@ -90,7 +85,15 @@ def _messages(observation: Any, what: str) -> Messages:
     return messages
 
 
-def _step(what: str, observation: Any, info: Any, most: int | None) -> Step:
+def _step(
+    what: str,
+    observation: Any,
+    info: Any,
+    most: int | None,
+    reward: Any = 0.0,
+    terminated: Any = False,
+    truncated: Any = False,
+) -> Step:
     """A step of what was said: what a run acts on as fields, the rest of the info as it is. Of messages of more than
     `most` bytes the middle is cut out."""
     rest = _plain(info, what)
@@ -104,6 +107,9 @@ def _step(what: str, observation: Any, info: Any, most: int | None) -> Step:
     outcome, success, role = rest.pop("outcome", None), rest.pop("success", None), rest.pop("role", None)
     return Step(
         observation=_messages(observation, f"{what}: observation"),
+        reward=_number(reward, f"{what}: reward"),
+        terminated=bool(terminated),
+        truncated=bool(truncated),
         outcome=None if outcome is None else _number(outcome, named("outcome")),
         success=None if success is None else bool(success),
         stop_reason=_reason(rest.pop("stop_reason", None), named("stop_reason")),
@@ -186,6 +192,8 @@ def _plain(info: Any, what: str) -> dict[str, Json]:
     if not isinstance(info, dict):
         raise EnvError(f"{what}: info is a {type(info).__name__}, not a dict")
     given = cast("dict[str, Json]", info)
+    if not given:
+        return {}
     try:
         json.dumps(given, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -58,6 +58,7 @@ def serve(path: Path, index: int) -> None:
     name = f"worker-{index}.{os.getpid()}"  # a lease belongs to one process of a worker
     spare_old_objects()
     sys.setswitchinterval(_SWITCH_S)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a worker tokenizes one text at a time
     trio.run(_serve, run, config, name, index == 0, clock=HostClock())
 
 

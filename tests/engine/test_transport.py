@@ -40,6 +40,12 @@ async def unsaid_length() -> AsyncIterator[bytes]:
     yield b"a body in parts"
 
 
+def pair() -> tuple[trio.SocketStream, trio.SocketStream]:
+    """The two ends of a connection."""
+    one, other = (trio.SocketStream(trio.socket.from_stdlib_socket(end)) for end in socket.socketpair())
+    return one, other
+
+
 @asynccontextmanager
 async def serving(handler: Handler, **settings: float) -> AsyncIterator[tuple[httpx.AsyncClient, list[int]]]:
     """A client of a server that runs `handler(stream, number)` for each connection; the list counts them."""
@@ -188,31 +194,22 @@ async def test_answers_end_where_they_say_and_connections_are_kept_where_they_ma
 
 async def test_an_answer_reads_the_same_however_it_is_cut() -> None:
     answer = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nx: y\r\n\r\n3\r\none\r\n4\r\n two\r\n0\r\n\r\n"
-    waiting = trio.Event()
 
-    class Cut(trio.abc.HalfCloseableStream):
-        """Gives the answer in two parts."""
-
-        def __init__(self, at: int) -> None:
-            self.parts = [answer[:at], answer[at:]]
-
-        async def send_all(self, data: object) -> None: ...
-        async def wait_send_all_might_not_block(self) -> None: ...
-        async def send_eof(self) -> None: ...
-        async def aclose(self) -> None: ...
-        async def receive_some(self, max_bytes: int | None = None) -> bytes:
-            if not self.parts:
-                await waiting.wait()
-            return self.parts.pop(0)
+    async def rest(peer: trio.SocketStream, part: bytes) -> None:
+        await trio.testing.wait_all_tasks_blocked()  # the first part was read
+        await peer.send_all(part)
 
     for at in range(1, len(answer)):
-        connection = _Connection(Cut(at))  # pyright: ignore[reportArgumentType]
-        status, headers = await connection.read_head(None)
-        assert (status, headers[1]) == (200, (b"x", b"y"))
-        body = b""
-        while data := await connection.read_data(None):
-            body += data
-        assert body == b"one two" and connection.reusable()
+        ours, peer = pair()
+        connection, body = _Connection(ours), b""
+        await peer.send_all(answer[:at])
+        async with ours, peer, trio.open_nursery() as nursery:
+            nursery.start_soon(rest, peer, answer[at:])
+            status, headers = await connection.read_head(None)
+            while data := await connection.read_data(None):
+                body += data
+            assert (status, headers[1]) == (200, (b"x", b"y"))
+            assert body == b"one two" and connection.reusable()
 
 
 @pytest.mark.parametrize(
@@ -240,18 +237,10 @@ async def test_nobody_listening_is_a_connect_error() -> None:
 
 
 async def test_a_silent_server_is_a_read_timeout(autojump_clock: trio.testing.MockClock) -> None:
-    class Silent(trio.abc.HalfCloseableStream):
-        """A peer that takes everything and says nothing."""
-
-        async def send_all(self, data: object) -> None: ...
-        async def wait_send_all_might_not_block(self) -> None: ...
-        async def send_eof(self) -> None: ...
-        async def aclose(self) -> None: ...
-        async def receive_some(self, max_bytes: int | None = None) -> bytes:
-            await trio.sleep_forever()
-            return b""
-
-    connection = _Connection(Silent())  # pyright: ignore[reportArgumentType]
+    ours, peer = pair()
+    connection = _Connection(ours)
     with pytest.raises(httpx.ReadTimeout):
         await connection.read_head(timeout_s=7.0)
     assert trio.current_time() == pytest.approx(7.0)
+    connection.close()
+    await peer.aclose()
