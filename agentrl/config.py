@@ -19,6 +19,7 @@ from agentrl.algorithms import algorithm as algorithm
 from agentrl.algos.algorithm import Algorithm
 from agentrl.algos.grpo import GRPO
 from agentrl.errors import ConfigError, UsageError
+from agentrl.league import LeagueSettings
 from agentrl.records import POLICY, SamplingParams
 from agentrl.role_settings import RoleTable, WithRoles
 from agentrl.settings import (
@@ -250,6 +251,7 @@ class RunConfig(WithRoles, _Section):
     cluster: Cluster = Cluster()
     algo: SerializeAsAny[Algorithm] = Field(default_factory=GRPO)  # one of the algorithms, by its `kind`
     roles: list[RoleTable] = Field(default_factory=list[RoleTable])
+    league: LeagueSettings = LeagueSettings()
     train: Train = Train()
     eval: Evaluation = Evaluation()
     alarms: Alarms = Alarms()
@@ -260,7 +262,7 @@ class RunConfig(WithRoles, _Section):
         have their own, else a file of all weights; an adapter that does not travel alone is merged into them first.
         `nccl` and `ipc` need no file: they go from the learner's GPU memory into the engines'."""
         if self.engine.sync == "auto":
-            alone = self.train.lora_rank and (self.engine.kind == "vllm" or self.adapted_roles)
+            alone = self.train.lora_rank and (self.engine.kind == "vllm" or self.adapted_roles or self.league_roles)
             return "adapter" if alone else "full"
         return self.engine.sync
 
@@ -399,7 +401,8 @@ class RunConfig(WithRoles, _Section):
             if (table.algo or self.algo) != (self.tasks[first.setdefault(env, at)].algo or self.algo):
                 hint = f"tasks.{first[env]} plays {env} too, with another algorithm: give both the same"
                 raise ConfigError(f"tasks.{at}.algo", (table.algo or self.algo).kind, hint)
-        role_settings.check(self.roles, self.rollout.frozen_roles(), train=self.train, sync=self.sync)
+        frozen, share = self.rollout.frozen_roles(), self.league.share
+        role_settings.check(self.roles, frozen, train=self.train, sync=self.sync, share=share)
         algorithms.check(
             self.algorithms,
             self.buffer,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pydantic import SerializeAsAny, model_validator
 
@@ -22,6 +22,7 @@ class RoleTable(Section):
 
     name: str  # the role, as the environment names it
     algo: SerializeAsAny[Algorithm] | None = None  # what trains it, as a table like [algo]; default: its task's
+    plays: Literal["self", "league", "either"] = "self"  # "league": past selves; "either": these, or the policy
     adapter: bool = False  # train a LoRA adapter of its own (train.lora_rank); else it shares that of the other roles
 
     @model_validator(mode="before")
@@ -49,9 +50,14 @@ class WithRoles:
         """The roles that have an adapter of their own."""
         return tuple(table.name for table in self.roles if table.adapter)
 
+    @property
+    def league_roles(self) -> dict[str, str]:
+        """The roles that past selves play, and whether they always do ("league") or in some groups ("either")."""
+        return {table.name: table.plays for table in self.roles if table.plays != "self"}
 
-def check(tables: Sequence[RoleTable], frozen: Collection[str], *, train: Train, sync: str) -> None:
-    """`frozen` roles are not trained. Raises ConfigError."""
+
+def check(tables: Sequence[RoleTable], frozen: Collection[str], *, train: Train, sync: str, share: float = 1.0) -> None:
+    """`frozen` roles are not trained; past selves play in a `share` of the groups. Raises ConfigError."""
     seen: set[str] = set()
     for at, table in enumerate(tables):
         if table.name in seen:
@@ -60,8 +66,31 @@ def check(tables: Sequence[RoleTable], frozen: Collection[str], *, train: Train,
         if table.algo is not None and table.name in frozen:
             hint = f"rollout.roles gives {table.name} to a policy that does not learn: leave one of the two out"
             raise ConfigError(f"roles.{at}.algo", table.algo.kind, hint)
+        if table.plays != "self":
+            _check_league(f"roles.{at}", table, frozen, train=train, sync=sync, never_learns=share == 1.0)
         if table.adapter:
             _check_adapter(f"roles.{at}", table, frozen, train=train, sync=sync)
+    either = [f"roles.{at}.plays" for at, table in enumerate(tables) if table.plays == "either"]
+    if len(either) == 1:
+        raise ConfigError(either[0], "either", "give it to two roles or more: each group draws one for the policy")
+
+
+def _check_league(
+    field: str, table: RoleTable, frozen: Collection[str], *, train: Train, sync: str, never_learns: bool
+) -> None:
+    if table.name in frozen:
+        hint = f"rollout.roles gives {table.name} to another policy: leave one of the two out"
+        raise ConfigError(f"{field}.plays", table.plays, hint)
+    for name in ("algo", "adapter"):
+        if table.plays == "league" and never_learns and (given := getattr(table, name)):
+            hint = f"{field}.plays = 'league' gives the role to past selves, so it learns nothing: leave it out"
+            raise ConfigError(f"{field}.{name}", given, hint)
+    if not train.lora_rank:
+        hint = "past selves are adapters beside each other: train one (train.lora_rank = 16, for instance)"
+        raise ConfigError(f"{field}.plays", table.plays, hint)
+    if sync != "adapter":
+        hint = f"{field}.plays = {table.plays!r} needs engines that hold several adapters: give 'auto'"
+        raise ConfigError("engine.sync", sync, hint)
 
 
 def _check_adapter(field: str, table: RoleTable, frozen: Collection[str], *, train: Train, sync: str) -> None:

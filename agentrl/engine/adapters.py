@@ -127,6 +127,19 @@ async def retire(engines: Sequence[EngineClient], *, keep: Collection[int], dead
     return frozenset(left)
 
 
+async def forget(engines: Sequence[EngineClient], version: int | None = None, *, deadline_s: float = 30.0) -> None:
+    """Unload a past self; without `version` all of them, such as those of an earlier run."""
+    wanted = r"\d+" if version is None else str(version)
+    named = re.compile(f"{LEAGUE}-{wanted}(-.*)?")
+
+    async def one(engine: EngineClient) -> None:
+        for name in await _names(engine, deadline_s):
+            if named.fullmatch(name):
+                await engine.call("POST", "/v1/unload_lora_adapter", json={"lora_name": name}, deadline_s=deadline_s)
+
+    await _everywhere(engines, one, "unload past selves")
+
+
 async def loaded(engine: EngineClient, *, deadline_s: float = 5.0) -> frozenset[int]:
     """The versions that an engine has adapters of."""
     names = await _names(engine, deadline_s)

@@ -45,6 +45,7 @@ from agentrl.records import (
     turn_id,
 )
 from agentrl.rollout.guard import Guard, TimeUp, one_line, reason_of
+from agentrl.rollout.opponents import Opponents
 from agentrl.rollout.replay import replay, replay_after
 from agentrl.rollout.resuming import resumed
 from agentrl.rollout.sampling import sample
@@ -67,6 +68,7 @@ class RolloutContext:
     rewarder: Rewarder | None = None
     frozen: Mapping[str, Engine] = field(default_factory=dict[str, Engine])
     adapted: Collection[str] = ()  # roles whose tokens an adapter of their own samples
+    opponents: Opponents = field(default_factory=Opponents)  # past selves that play roles
     experts: bool = False  # journal those that a mixture of experts chose for sampled tokens
     eval_sampling: SamplingParams | None = None  # of turns that only measure the policy; None: as in training
     artifacts: bool = False  # keep the files that a reward source tests
@@ -140,6 +142,7 @@ class _Episode:
         self._snapshots = True  # whether its environment may be asked for snapshots
         self._detail = ""
         self._rewarded: float | None = None
+        self._given = {*context.frozen, *context.opponents.roles(claim)}  # roles of policies that do not learn
 
     async def run(self) -> Ending:
         ending = self._ended()  # not None: it was over, and only its end was not written
@@ -376,7 +379,7 @@ class _Episode:
 
     async def _generate(self, prompt: _Prompt, max_tokens: int) -> Turn:
         context, claim, index = self._context, self._claim, len(self._turns)
-        learns = prompt.role not in context.frozen
+        learns = prompt.role not in self._given
         trains = claim.purpose == TRAIN
         sampling = context.settings.sampling if trains else context.eval_sampling or context.settings.sampling
         told = 0 if prompt.parent is None else len(prompt.context) - len(prompt.prompt_ids) - 1
@@ -387,6 +390,7 @@ class _Episode:
             sampling=replace(sampling, max_tokens=max_tokens, stop_token_ids=context.renderer.stop_token_ids),
             deadline_s=context.settings.turn_deadline_s,
             policy=prompt.role if prompt.role in context.adapted else None,
+            version=await context.opponents.version(context.store, claim, prompt.role, self._turns, self._begun),
             experts_from=told if context.experts and learns else None,
             kept=trains and learns and sampling.cuts,
         )
@@ -459,7 +463,7 @@ class _Episode:
         if not ending.stop_reason.by_policy:
             return None, None
         success = self._said.success
-        learning = [role for role in outcomes if role not in self._context.frozen]
+        learning = [role for role in outcomes if role not in self._given]
         if self._rewarded is not None:
             outcome = self._rewarded
         elif len(learning) == 1:

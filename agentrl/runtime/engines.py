@@ -7,9 +7,9 @@ no file holds the current ones: the replica starts with those of the run's start
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import trio
@@ -53,6 +53,7 @@ class Weights:
     file: Path | None = None
     adapter: Path | None = None
     canary: Canary | None = None
+    past: Mapping[int, Path] = field(default_factory=dict[int, Path])  # adapters of past selves that play, by version
 
 
 class WrongWeights(RunFailed):
@@ -213,7 +214,7 @@ def server_of(
         gpus=gpus,
         lora_rank=config.train.lora_rank if config.sync == "adapter" else 0,
         lora_targets=config.train.lora_targets,
-        max_loras=_ADAPTERS * (1 + len(config.adapted_roles)),
+        max_loras=_ADAPTERS * (1 + len(config.adapted_roles) + bool(config.league_roles)),
         kept_sets=config.rollout.sampling.cuts,
     )
 
@@ -288,10 +289,13 @@ async def attach(url: str, weights: Weights, config: RunConfig, *, fresh: bool =
             return
         if adapters_alone and fresh:
             await adapters.retire([client], keep=(), deadline_s=deadline_s)  # adapters of an earlier run
+            await adapters.forget([client], deadline_s=deadline_s)
         if fresh or not adapters_alone:
             below = weights.base if adapters_alone else weights.current
             whole = [weights.file] if weights.file is not None else weightfile.parts(weights.model)
             await push([client], whole, below.version, deadline_s=deadline_s)
+        for version, folder in weights.past.items():  # before the current one, which says that all are there
+            await adapters.load([client], folder, version, kept=True, deadline_s=deadline_s)
         if weights.adapter is not None:
             await _load_adapter(client, weights, settings)
 

@@ -31,6 +31,7 @@ from agentrl.runtime.alarms import LagBound, advice, raised
 from agentrl.runtime.checkpoints import start_point
 from agentrl.runtime.child import give_up
 from agentrl.runtime.heartbeat import BEAT_S, Heartbeat
+from agentrl.runtime.league import League
 from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import engine_dtype, model_dir, slot_dir
 from agentrl.runtime.orders import returns_of, take_order
@@ -84,6 +85,9 @@ class _Learning:
         sync = self._config.sync
         sender = Sender(sync, self._learner.model.device) if sync == "nccl" or sync == "ipc" else None
         self._order, self._returns = take_order(self._config), returns_of(self._config)
+        self._league = League(self._config, run, store) if self._config.league_roles else None
+        if self._league is not None and start.checkpoint is not None and self._league.is_due(start.version.step):
+            self._league.join(start.version, start.checkpoint)
         self._publisher = WeightPublisher(self._config, sender, locks=run.locks)
         bound, full = store.meta("max_lag"), self._config.buffer.max_lag
         self._bound = LagBound(full, self._config.alarms.calm_steps, now=min(full, int(bound or full)))
@@ -126,6 +130,8 @@ class _Learning:
             weights = {str(group.id): group.weight for group in groups if group.weight != 1.0}
             row = {**asdict(report), "idle_s": idle_s, "busy_s": busy_s, "groups": taken, "group_weights": weights}
             alarms = raised(row, config.alarms)
+            if self._league is not None:
+                row |= self._league.count(groups)
             row |= {"max_lag": bound, "alarms": [alarm.text for alarm in alarms]}
             self._store.set_meta("max_lag", str(self._bound.after(alarms)))
             self._record_hashes()
@@ -253,6 +259,8 @@ class _Learning:
         self._store.confirm_version(version)
         if row:
             self._telemetry.record("step", version.step, {**row, **sync, "version": version.version})
+        if self._league is not None:
+            trio.run(self._league.announce, urls)
         trio.run(self._publisher.tidy, urls)
 
     def _record_hashes(self) -> None:
@@ -265,7 +273,10 @@ class _Learning:
     def _is_time(self, step: int) -> bool:
         """Whether to save now, so that a dead learner loses no more steps or time than the settings allow."""
         every = self._config.train
-        return step % every.checkpoint_every == 0 or time.monotonic() - self._saved_at >= every.checkpoint_every_s
+        joins = self._league is not None and self._league.is_due(step)
+        return (
+            joins or step % every.checkpoint_every == 0 or time.monotonic() - self._saved_at >= every.checkpoint_every_s
+        )
 
     def _checkpoint(self, version: WeightVersion) -> None:
         """Folder first, then the store: `start_point` mends a kill in between."""
@@ -273,6 +284,8 @@ class _Learning:
         folder = self._learner.save(self._run.checkpoints)
         self._saved_at = time.monotonic()
         self._store.checkpoint(self._learner.step_index, version, folder)
+        if self._league is not None and self._league.is_due(version.step):
+            self._league.join(version, folder)
         self._store.retain(
             self._learner.step_index,
             keep_steps=self._config.buffer.keep_steps,

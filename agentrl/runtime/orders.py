@@ -35,12 +35,13 @@ def take_order(config: RunConfig) -> TakeOrder:
 def returns_of(config: RunConfig) -> Returns:
     """What the run's returns are made of, for each environment and role as its algorithm judges it."""
     roles = config.algo_by_role
+    past = [role for role, plays in config.league_roles.items() if plays == "league" and config.league.share == 1.0]
 
     def made(algo: Algorithm) -> Returns:
         return Returns(
             process_weight=algo.process_weight,
             discount=algo.turn_discount,
-            frozen=frozenset(config.rollout.frozen_roles()),
+            frozen=frozenset({*config.rollout.frozen_roles(), *past}),
             quorum=config.quorum,
             skips=all(one.judges_returns for one in (algo, *roles.values())),
             by_role=tuple((role, one.process_weight, one.turn_discount) for role, one in roles.items()),

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import trio
@@ -21,6 +21,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, DiskFull, RunFailed, StoreError, UsageError, WornOut
 from agentrl.ports import free_port
 from agentrl.records import WeightVersion
+from agentrl.runtime import league
 from agentrl.runtime.checkpoints import StartPoint, where_it_stands
 from agentrl.runtime.child import ENDS_THE_RUN
 from agentrl.runtime.engines import Replica, Weights, WrongWeights, attach, current_weights
@@ -63,7 +64,8 @@ class RunProcesses:
         """Start (or attach to) the engines with the current weights, and write their URLs into the store."""
 
         def weights() -> Weights:
-            return current_weights(self.config, self.store, where_it_stands(start, self.run, self.store))
+            found = current_weights(self.config, self.store, where_it_stands(start, self.run, self.store))
+            return replace(found, past=league.folders(self.run)) if self.config.league_roles else found
 
         settings = self.config.engine
         urls = list(settings.urls)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from agentrl import config as configuration
-from agentrl import registry
+from agentrl import league, registry
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError, EnvError, ModelError, UsageError, boundary
 from agentrl.protocols import Rewarder
@@ -230,7 +230,10 @@ def _check_roles(config: RunConfig) -> None:
             except ModelError as error:
                 hint = f"give 'trained', 'frozen', the URL of an engine, or a model ({error})"
                 raise ConfigError(f"rollout.roles.{role}", policy, hint) from None
-    if set(roles) == set(given):
+    if config.league_roles:
+        league.rule(config.league)
+    past = {role for role, plays in config.league_roles.items() if plays == "league"}
+    if set(roles) == {*given, *past}:
         raise ConfigError("rollout.roles", given, "no role is left to learn: give one 'trained'")
 
 

@@ -27,6 +27,7 @@ from agentrl.errors import DiskFull, StoreError
 from agentrl.protocols import AsyncEnv, Engine, Rewarder
 from agentrl.records import Task
 from agentrl.rollout.episode import RolloutContext
+from agentrl.rollout.opponents import Opponents
 from agentrl.rollout.worker import Worker
 from agentrl.runtime import scoring
 from agentrl.runtime.garbage import collect_after_growth, spare_old_objects
@@ -77,6 +78,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> Non
         rewarder=rewarder,
         frozen=_frozen(config, reader, renderer),
         adapted=config.adapted_roles,
+        opponents=Opponents(settings=config.league, plays=config.league_roles, seed=config.seed),
         experts=config.engine.routed_experts,
         eval_sampling=config.eval_sampling,
         artifacts=any(one.measure == "tests" for one in config.rewards),

@@ -27,7 +27,7 @@ class Claim:
     """An episode to play or to continue. `turns` are those already journaled, the last one perhaps without its step;
     `partial` holds the tokens of the next turn if it was interrupted; `start` is None if the episode has not begun.
     Every journal call takes `fence`. In a fork, turns from `fork_turn` on are its own (see `forks`). `resumed`: another
-    claim began it, or an earlier attempt of this one."""
+    claim began it, or an earlier attempt of this one. `started_step`: the learner's when the group was admitted."""
 
     episode_id: int
     group_id: int
@@ -42,6 +42,7 @@ class Claim:
     partial: Partial | None = None
     fork_turn: int | None = None
     resumed: bool = False
+    started_step: int = 0
 
 
 # Evaluation first, then episodes of dead workers, then the oldest group's; last, in the same order, those suspected of
@@ -164,12 +165,13 @@ class Leases(Part):
 
     def _load(self, episode_id: int) -> Claim:
         row = self._db.row(
-            "SELECT e.group_id, e.member, g.size, g.task, g.purpose, e.fence, e.trial, e.start, g.fork_turn"
+            "SELECT e.group_id, e.member, g.size, g.task, g.purpose, e.fence, e.trial, e.start, g.fork_turn,"
+            " g.started_step"
             " FROM episodes e JOIN groups g ON g.id = e.group_id WHERE e.id = ?",
             (episode_id,),
         )
         assert row is not None
-        group_id, member, size, task, purpose, fence, trial, start, fork_turn = row
+        group_id, member, size, task, purpose, fence, trial, start, fork_turn, started_step = row
         return Claim(
             episode_id=episode_id,
             group_id=group_id,
@@ -184,6 +186,7 @@ class Leases(Part):
             partial=None if start is None else load_partial(self._db, episode_id),
             fork_turn=fork_turn,
             resumed=fence > 1 and start is not None,
+            started_step=started_step,
         )
 
 

@@ -56,9 +56,9 @@ def _begun(request: GenerateRequest) -> GenerateRequest:
 
 class FakeEngine:
     """`protocols.Engine` in memory. `script` gives all tokens of a turn from the request that began it; token i of the
-    turn has log-prob -0.5 - i / 100 and the `version` set at that moment. A request that continues a turn gets the
-    rest. Each chunk of `chunk_tokens` takes `chunk_s` seconds. On request for experts it is a mixture of one layer
-    that computes a token with expert `token % 256`.
+    turn has log-prob -0.5 - i / 100 and the `version` set at that moment, or the one that is asked for. A request that
+    continues a turn gets the rest. Each chunk of `chunk_tokens` takes `chunk_s` seconds. On request for experts it is a
+    mixture of one layer that computes a token with expert `token % 256`.
 
     `requests` records all requests; `failures` break requests; `closed` says whether `aclose` was called."""
 
@@ -90,7 +90,7 @@ class FakeEngine:
             part = tokens[start : start + self._chunk_tokens]
             if failure is not None and failure.after < start + len(part):
                 part = part[: max(failure.after - start, 0)]
-            chunk = self._chunk(request.sampled + start, part)
+            chunk = self._chunk(request, request.sampled + start, part)
             if failure is not None and failure.after <= start + len(part):
                 if part:
                     yield chunk
@@ -100,9 +100,10 @@ class FakeEngine:
             else:
                 yield replace(chunk, finish="stop" if ends else "length", experts=_experts(request, tokens))
 
-    def _chunk(self, start: int, tokens: Sequence[int]) -> Chunk:
+    def _chunk(self, request: GenerateRequest, start: int, tokens: Sequence[int]) -> Chunk:
+        version = self.version if request.version is None else request.version
         logprobs = tuple(-0.5 - (start + i) / 100 for i in range(len(tokens)))
-        spans = (VersionSpan(self.version, 0, len(tokens)),) if tokens else ()
+        spans = (VersionSpan(version, 0, len(tokens)),) if tokens else ()
         return Chunk(token_ids=tuple(tokens), logprobs=logprobs, spans=spans)
 
     async def generate(self, request: GenerateRequest) -> Generation:

@@ -1,0 +1,50 @@
+"""Who plays the roles that past selves play, episode by episode.
+
+Owns the choice for a running episode. Never knows the engines that serve past selves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from agentrl.league import META, LeagueSettings, draw, from_json, given
+from agentrl.records import Turn
+from agentrl.store import Claim, Partial
+from agentrl.store.groups import TRAIN
+from agentrl.store.roles import RolloutStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opponents:
+    """`plays` says of roles whether past selves always play them ("league"), or all of them but one that the group
+    draws ("either")."""
+
+    settings: LeagueSettings = field(default_factory=LeagueSettings)
+    plays: Mapping[str, str] = field(default_factory=dict[str, str])
+    seed: int = 0
+
+    def roles(self, claim: Claim) -> frozenset[str]:
+        """The roles that past selves play in an episode, and so do not learn. Evaluation always meets past selves."""
+        settings = self.settings if claim.purpose == TRAIN else self.settings.model_copy(update={"share": 1.0})
+        return given(self.plays, settings, seed=self.seed, group_id=claim.group_id)
+
+    async def version(
+        self, store: RolloutStore, claim: Claim, role: str, turns: Sequence[Turn], begun: Partial | None
+    ) -> int | None:
+        """The weight version that plays `role` in an episode; None if the policy that learns does.
+
+        A group draws from the members that there were when it was admitted, so all its episodes meet the same one. An
+        episode that has begun keeps its own. Evaluation meets the member that the settings say."""
+        if role not in self.roles(claim):
+            return None
+        spans = [span for turn in turns if turn.role == role for span in turn.spans]
+        if begun is not None and begun.role == role:
+            spans += begun.spans
+        if spans:
+            return spans[0].version
+        members, measured = from_json(await store.meta(META)), self.settings.measured
+        if claim.purpose != TRAIN and measured != "drawn":
+            return members[0 if measured == "first" else -1].version
+        members = [one for one in members if one.step <= claim.started_step]
+        return draw(members, self.settings, seed=self.seed, group_id=claim.group_id, role=role)
