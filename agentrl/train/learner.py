@@ -292,7 +292,7 @@ class Learner:
         return self.model.score(token_ids, dtype)
 
     def hashed(self, _: None) -> dict[str, str]:
-        found = {name: whole(tensor.detach()) for name, tensor in self.models.tensors().items()}
+        found = {name: whole(tensor.detach(), name) for name, tensor in self.models.tensors().items()}
         return {name: hash_of(tensor) for name, tensor in found.items()} if self.ranks.rank == 0 else {}
 
     def taken(self, dtype: torch.dtype) -> Snapshot | None:

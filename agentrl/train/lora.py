@@ -213,8 +213,8 @@ def _gathered(*layers: Any, changed: bool = False) -> Generator[None]:
     """Inside, the adapters of these layers are whole if they are sharded. If they are `changed`, the shards follow."""
     parts = [part[_NAME] for layer in layers for part in (layer.lora_A, layer.lora_B) if is_sharded(part[_NAME].weight)]
     own = [part.weight for part in parts]
-    for part in parts:
-        part.weight = nn.Parameter(whole(part.weight.detach()), requires_grad=False)
+    for number, part in enumerate(parts):
+        part.weight = nn.Parameter(whole(part.weight.detach(), f"matrix {number} of an adapter"), requires_grad=False)
     try:
         yield
         if changed:

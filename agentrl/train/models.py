@@ -202,7 +202,7 @@ class Models:
 
     def _clip(self, name: str) -> float:
         most = self._config.train.grad_clip
-        return float(whole(nn.utils.clip_grad_norm_(self._own[name], math.inf if most is None else most)))
+        return float(whole(nn.utils.clip_grad_norm_(self._own[name], math.inf if most is None else most), "a norm"))
 
     def _forget(self) -> None:
         for optimizer in self.optimizers.values():

@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.engine import fingerprint
 from agentrl.train.export import checkpoint_names, held
+from agentrl.train.parallel.collectives import named
+from agentrl.train.parallel.shards import whole as gather
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ def take(module: Any, dtype: torch.dtype) -> Snapshot | None:
     whole: dict[str, Tensor] = {}
     for name, tensor in state.items():
         cast = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=not sharded)
-        full = cast.full_tensor() if isinstance(cast, DTensor) else cast
+        full = gather(cast, name)
         if keeps:
             whole[name] = full.to("cpu", copy=True) if sharded else full
     _settle(device, sharded)
@@ -86,4 +88,5 @@ def _settle(device: torch.device, sharded: bool) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     if sharded:
-        distributed.barrier()
+        with named("a snapshot's end"):
+            distributed.barrier()

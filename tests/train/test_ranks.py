@@ -85,6 +85,9 @@ def test_two_ranks_train_as_one(config: RunConfig, two: Leader, qwen3_dir: Path)
     assert weights.keys() == others.keys()
     for name, tensor in weights.items():
         torch.testing.assert_close(others[name], tensor, atol=1e-5, rtol=0)
+    entered = two.ledger.names(0)
+    assert two.ledger.names(1) == entered
+    assert {"gathering model.layers.0", "adding up the gradients of model.layers.0"} < set(entered)
 
 
 def same(one: Learner, other: Learner, tmp: Path) -> bool:

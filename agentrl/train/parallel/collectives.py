@@ -1,6 +1,9 @@
-"""Where each rank stands: how many collectives it has entered, and which one it is in.
+"""Where each rank stands: which collectives it has entered, and which one it is in.
 
-Owns a few bytes a rank in memory that all ranks of a machine share, so that whoever waits in vain can say for whom.
+All ranks enter the same collectives in the same order, by name. A rank that enters another one would wait for ever, or
+get the numbers of another tensor without a word: so each compares its own with those of the others before it waits.
+
+Owns a few kilobytes a rank in memory that all ranks of a machine share, so that whoever waits in vain can say for whom.
 Never knows what a collective carries.
 """
 
@@ -13,7 +16,15 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-_SLOT = struct.Struct("qq112s")
+_HEAD = struct.Struct("qq")
+_NAME = struct.Struct("112s")
+_PLACES = 256
+_KEPT = _PLACES - 1  # the latest names of a rank; it writes the next one before it counts it
+_SIZE = _HEAD.size + _PLACES * _NAME.size
+
+
+class OutOfStep(RuntimeError):
+    """Two ranks entered different collectives where they should meet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,31 +42,59 @@ class Ledger:
     def __init__(self, handle: int, rank: int, size: int) -> None:
         """`handle` is that of a file that all ranks opened; rank 0 makes it long enough."""
         if rank == 0:
-            os.ftruncate(handle, size * _SLOT.size)
-        self._memory = mmap.mmap(handle, size * _SLOT.size)
+            os.ftruncate(handle, size * _SIZE)
+        self._memory = mmap.mmap(handle, size * _SIZE)
         self._rank, self._size, self._count = rank, size, 0
 
     def enter(self, name: str) -> None:
+        """Raises OutOfStep if another rank's collective of the same number has another name."""
         self._count += 1
-        self._write(1, name)
+        _NAME.pack_into(self._memory, self._place(self._rank, self._count), name.encode()[: _NAME.size])
+        self._write(0)
+        self._compare()
+        self._write(1)
 
-    def leave(self, name: str) -> None:
-        self._write(0, name)
+    def leave(self) -> None:
+        self._write(0)
 
-    def _write(self, inside: int, name: str) -> None:
-        _SLOT.pack_into(self._memory, self._rank * _SLOT.size, self._count, inside, name.encode()[:112])
+    def _compare(self) -> None:
+        own = self._name(self._rank, self._count)
+        for rank in range(self._size):
+            if self._counted(rank) < self._count:
+                continue  # it will compare
+            name = self._name(rank, self._count)
+            if name != own and self._counted(rank) < self._count + _KEPT:
+                raise OutOfStep(
+                    f"collective {self._count} of rank {self._rank} is {own!r}, that of rank {rank} {name!r}: every "
+                    "rank must enter the same ones in the same order"
+                )
+
+    def _write(self, inside: int) -> None:
+        _HEAD.pack_into(self._memory, self._rank * _SIZE, self._count, inside)
+
+    def _counted(self, rank: int) -> int:
+        return _HEAD.unpack_from(self._memory, rank * _SIZE)[0]
+
+    @staticmethod
+    def _place(rank: int, count: int) -> int:
+        return rank * _SIZE + _HEAD.size + count % _PLACES * _NAME.size
+
+    def _name(self, rank: int, count: int) -> str:
+        (name,) = _NAME.unpack_from(self._memory, self._place(rank, count))
+        return name.rstrip(b"\0").decode(errors="replace")
 
     def standings(self) -> list[Standing]:
         """That of each rank."""
-        found = (_SLOT.unpack_from(self._memory, rank * _SLOT.size) for rank in range(self._size))
-        return [
-            Standing(count, bool(inside), name.rstrip(b"\0").decode(errors="replace")) for count, inside, name in found
-        ]
+        found = (_HEAD.unpack_from(self._memory, rank * _SIZE) for rank in range(self._size))
+        return [Standing(count, bool(inside), self._name(rank, count)) for rank, (count, inside) in enumerate(found)]
+
+    def names(self, rank: int) -> list[str]:
+        """The collectives that a rank has entered, as far as they are kept."""
+        count = self._counted(rank)
+        return [self._name(rank, at) for at in range(max(1, count - _KEPT + 1), count + 1)]
 
 
 _ledger: Ledger | None = None
-heard: list[str] | None = None
-"""If it is a list, the name of each collective that this rank enters is added to it."""
 
 
 def keep(ledger: Ledger | None) -> None:
@@ -66,12 +105,10 @@ def keep(ledger: Ledger | None) -> None:
 
 @contextmanager
 def named(name: str) -> Generator[None]:
-    """Inside, this rank is in the collective `name`: a few words on what it is for."""
-    if heard is not None:
-        heard.append(name)
+    """Inside, this rank is in the collective `name`: a few words on what it is for. Raises OutOfStep."""
     if _ledger is None:
         yield
         return
     _ledger.enter(name)
     yield  # an error leaves it open: the rank never got through
-    _ledger.leave(name)
+    _ledger.leave()

@@ -178,7 +178,7 @@ class Leader:
         self._seen, self._seen_at, self._busy = [0] * self.size, time.monotonic(), False
         self._closed = threading.Event()
         with tempfile.TemporaryFile() as file:
-            self._ledger = Ledger(file.fileno(), 0, self.size)
+            self.ledger = Ledger(file.fileno(), 0, self.size)
             store = distributed.TCPStore("127.0.0.1", 0, self.size, is_master=True, wait_for_workers=False)
             self._store = store
             self._others = [
@@ -190,7 +190,7 @@ class Leader:
             with self._working():
                 for rank in range(1, self.size):
                     self._reply(rank, start_s)  # they have loaded torch
-                mesh = join(self._ledger, store.port, rank=0, size=self.size, device=devices[0], deadline_s=deadline_s)
+                mesh = join(self.ledger, store.port, rank=0, size=self.size, device=devices[0], deadline_s=deadline_s)
         except BaseException:
             self.close()
             raise
@@ -257,6 +257,9 @@ class Leader:
         except AgentRLError:
             self.close()
             raise
+        except collectives.OutOfStep as error:
+            self.close()
+            raise RankLost(str(error)) from error
         except (RuntimeError, OSError, EOFError) as error:  # torch's for a collective, and that of a socket
             lost = self._lost(error)
             self.close()
@@ -298,7 +301,7 @@ class Leader:
 
     def _advanced(self) -> bool:
         """Whether some rank has entered a collective since this was asked last."""
-        counts = [standing.count for standing in self._ledger.standings()]
+        counts = [standing.count for standing in self.ledger.standings()]
         if counts == self._seen:
             return False
         self._seen, self._seen_at = counts, time.monotonic()
@@ -310,7 +313,7 @@ class Leader:
         while not self._closed.wait(_LOOK_S):
             if not self._busy or self._advanced() or time.monotonic() - self._seen_at < self._deadline_s + _GRACE_S:
                 continue
-            standings = self._ledger.standings()
+            standings = self.ledger.standings()
             if standings[0].inside or len({standing.count for standing in standings}) > 1:
                 lost = self._lost(TimeoutError())
                 if self._ends is not None:
@@ -326,7 +329,7 @@ class Leader:
                     while other.failed is None and other.line.poll():
                         self._read(other)
             said = [self._said(rank, other) for rank, other in enumerate(self._others, 1)]
-            standings = self._ledger.standings()
+            standings = self.ledger.standings()
             most = max(standing.count for standing in standings)
             if ended := [line for line in said if line]:
                 return RankLost("; ".join(ended))
@@ -351,7 +354,7 @@ class Leader:
         if status is None:
             return None
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        standing = self._ledger.standings()[rank]
+        standing = self.ledger.standings()[rank]
         return f"rank {rank} of {self.size} ended by {how} {'in' if standing.inside else 'after'} {standing.name!r}"
 
     def _where(self, rank: int, standing: Standing) -> str:

@@ -28,11 +28,12 @@ def shard(module: nn.Module, mesh: DeviceMesh) -> None:
     """Cut a model over the ranks of `mesh`, on whose devices it is then. Each decoder layer is gathered by itself; the
     rest together, and it stays until the backward pass, or `reshard`: logits are made after the pass."""
     layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    names = {part: name for name, part in module.named_modules()} | {module: "what is outside of layers"}
     for part in (*layers, module):
         fully_shard(part, mesh=mesh, reshard_after_forward=part is not module)
         assert isinstance(part, FSDPModule)
-        part.set_custom_all_gather(cast(Any, _AllGather()))
-        part.set_custom_reduce_scatter(cast(Any, _ReduceScatter()))
+        part.set_custom_all_gather(cast(Any, _AllGather(f"gathering {names[part]}")))
+        part.set_custom_reduce_scatter(cast(Any, _ReduceScatter(f"adding up the gradients of {names[part]}")))
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -44,11 +45,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor with all of its shards: a collective, if it has shards."""
+def whole(tensor: Tensor, name: str) -> Tensor:
+    """A tensor with all of its shards: a collective, if it has shards. `name` is the same on all ranks."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with named("gathering a tensor"):
+    with named(f"gathering {name}"):
         return tensor.full_tensor()
 
 
@@ -56,7 +57,7 @@ def gathered(tensors: Mapping[str, Tensor], change: Callable[[Tensor], Tensor] =
     """Whole tensors on rank 0, in host memory if they were sharded; none on other ranks. Each is changed first."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        full = whole(change(tensor))
+        full = whole(change(tensor), name)
         if not is_sharded(tensor):
             found[name] = full
         elif distributed.get_rank() == 0:
@@ -132,22 +133,25 @@ _REDUCE_SCATTER: Any = getattr(distributed, "reduce_scatter_single", distributed
 _NONE = torch.empty(0, 0, 0)
 
 
-class _Allocating:
+class _Named:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _AllGather(_Allocating):
+class _AllGather(_Named):
     """FSDP's own, noted in the ledger."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        with named("gathering a layer"):
+        with named(self._name):
             return _ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class _ReduceScatter(_Allocating):
+class _ReduceScatter(_Named):
     """FSDP's own, noted in the ledger."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        with named("adding up the gradients of a layer"):
+        with named(self._name):
             return _REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
