@@ -53,8 +53,9 @@ def plan(
 def _said(found: Plan, work: Work, price: float | None) -> list[str]:
     parts = ("weights", "frozen", "gradients", "optimizer", "activations", "temporary")
     sizes = ", ".join(f"{name} {getattr(found.held, name) / 1e9:.2f}" for name in parts)
+    host = f" In host memory wait {found.held.host / 1e9:.2f} GB of the optimizer." if found.held.host else ""
     lines = [
-        f"A learner on one GPU of {found.gpu.memory_gb:g} GB holds {found.held.total / 1e9:.2f} GB: {sizes}.",
+        f"A learner on one GPU of {found.gpu.memory_gb:g} GB holds {found.held.total / 1e9:.2f} GB: {sizes}.{host}",
         f"Assumed: episodes of {work.row} tokens, {work.sampled:.0%} of them sampled, the others a prompt that the "
         f"group shares; {work.mfu:.0%} of {found.gpu.tflops:g} TFLOP/s in the learner, {work.mbu:.0%} of "
         f"{found.gpu.gb_per_s:g} GB/s in an engine; tools and rewards take no time.",

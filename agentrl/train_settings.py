@@ -33,19 +33,24 @@ class Train(Section):
     """The optimizer and its budgets."""
 
     steps: Count = 100  # optimizer steps
-    lr: Positive = 5e-4  # learning rate of AdamW
+    optimizer: Literal["adamw", "adamw8bit", "muon", "sgd"] = "adamw"  # muon: of matrices, AdamW of the rest
+    offload_optimizer: bool = False  # moments, and masters of weights, wait in host memory; the same numbers, slower
+    lr: Positive = 5e-4  # learning rate; that of AdamW suits muon too
     warmup_steps: Annotated[int, Field(ge=0)] = 5  # in which the learning rate rises from 0
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # how it falls after these, until the last step
     lr_min: Annotated[float, Field(ge=0, lt=1)] = 0.0  # where it falls to; a critic's falls in proportion
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of AdamW
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of AdamW, muon, sgd
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
+    momentum: Annotated[float | None, Field(ge=0, lt=1)] = None  # of muon (default: 0.95) and sgd (default: 0)
     grad_clip: Positive | None = 1.0  # largest norm of the gradient
     max_skipped: Annotated[int, Field(ge=0)] = 3  # updates in a row that may be skipped since a gradient is not finite
     tokens_per_batch: Count = 4096  # packed tokens of one forward pass; gradients accumulate over passes
     logits_mb: Count = 1024  # of memory for logits: a pass computes them for as many tokens at once as fit
     threads: Count = 1  # of arithmetic in the learner
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"  # of the learner: cpu, cuda, cuda:1
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of a pass, and of frozen matrices; trained weights are float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of a pass, and of frozen matrices
+    weights: Literal["float32", "bfloat16"] = "float32"  # of trained matrices between passes; embedding: float32
+    master_weights: bool = True  # of bfloat16 weights, in float32; false: each update is rounded up or down at random
     minibatches: Count = 1  # optimizer updates that share a step's groups
     epochs: Count = 1  # how often a step goes over its groups
     peak_tflops: Positive | None = None  # of the learner's device, for the metric mfu; default: as its vendor states it
@@ -105,6 +110,33 @@ class Train(Section):
         return self
 
     @model_validator(mode="after")
+    def _of_an_optimizer(self) -> Self:
+        if self.momentum is not None and self.optimizer not in ("muon", "sgd"):
+            raise ConfigError("train.momentum", self.momentum, f"{self.optimizer} has none: leave it out")
+        if self.optimizer == "adamw8bit" and self.offload_optimizer:
+            hint = "its moments of 8 bits stay beside the weights: give false, or train.optimizer = 'adamw'"
+            raise ConfigError("train.offload_optimizer", True, hint)
+        if self.parallel.ranks > 1:
+            alone = {"optimizer": ("adamw", "sgd"), "offload_optimizer": (False,), "weights": ("float32",)}
+            for name, may in alone.items():
+                if getattr(self, name) not in may:
+                    hint = f"not over {self.parallel.ranks} ranks (train.parallel.ranks): give {_typed(may[0])}"
+                    raise ConfigError(f"train.{name}", getattr(self, name), hint)
+        return self
+
+    @model_validator(mode="after")
+    def _of_weights(self) -> Self:
+        if self.weights == "bfloat16" and self.dtype != "bfloat16":
+            raise ConfigError("train.weights", "bfloat16", f"a pass computes in {self.dtype}: set train.dtype")
+        if self.weights == "bfloat16" and self.lora_rank:
+            hint = "an adapter is trained in float32, and what is below it follows train.dtype: leave it out"
+            raise ConfigError("train.weights", "bfloat16", hint)
+        if not self.master_weights and self.weights == "float32":
+            hint = "weights in float32 are their own masters: set train.weights = 'bfloat16', or leave it out"
+            raise ConfigError("train.master_weights", False, hint)
+        return self
+
+    @model_validator(mode="after")
     def _of_activations(self) -> Self:
         if self.offload_activations and not self.gradient_checkpointing:
             hint = "it moves what is kept of each layer, and without that weights too: set train.gradient_checkpointing"
@@ -120,3 +152,8 @@ class Train(Section):
         if outer := [name for name in self.lora_targets if name.endswith(("lm_head", "embed_tokens"))]:
             raise ConfigError("train.lora_targets", outer, "an adapter leaves embedding and output layer as they are")
         return self
+
+
+def _typed(value: object) -> str:
+    """As a run file has it."""
+    return str(value).lower()

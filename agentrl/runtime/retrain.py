@@ -27,6 +27,7 @@ from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.store.metrics import finite
 from agentrl.store.roles import ReadStore
+from agentrl.train import masters
 from agentrl.train.dump import TokenDump
 from agentrl.train.hashes import circumstances
 from agentrl.train.learner import Learner
@@ -158,7 +159,7 @@ class _Replay:
         is new."""
         old = self.learner
         new = Learner(config, model_dir(config.model), device_of(config), folder_of=partial(slot_dir, config))
-        new.model.module.load_state_dict(old.model.module.state_dict())
+        masters.load(new.model.module, masters.state(old.model.module))
         if new.models.critic is not None:
             if old.models.critic is not None and new.models.critic.own == old.models.critic.own:
                 mine, theirs = new.models.critic.tensors(), old.models.critic.tensors()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import tempfile
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from agentrl.config import RunConfig
@@ -40,7 +40,8 @@ TRACED = (2, 4)  # layers; of a deeper model the rest follows from these two
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Bytes. `frozen` are other models that learn nothing, and those that follow the policy. `activations` are what the
+    """Bytes. `frozen` are other models that learn nothing, and those that follow the policy. `optimizer` is what an
+    optimizer remembers, masters too; what of that waits in host memory is in `host` instead. `activations` are what the
     forward pass leaves for the backward pass, logits in `temporary`: what comes and goes within a pass or an update.
     `operations` are floating-point ones, of the pass forward and backward."""
 
@@ -48,6 +49,7 @@ class Held:
     frozen: float
     gradients: float
     optimizer: float
+    host: float
     activations: float
     temporary: float
     operations: float
@@ -76,12 +78,22 @@ class Tracker(TorchDispatchMode):
     def add(self, tensors: Iterable[Tensor]) -> int:
         """Count these as well; how many bytes are new."""
         before = self.now
-        for tensor in tensors:
+        for tensor in _plain(tensors):
             storage = tensor.untyped_storage()
             key = storage._cdata  # pyright: ignore[reportPrivateUsage]
             if key not in self._known:
                 self._count(key, storage, storage.nbytes())
         return self.now - before
+
+    def leave(self, tensors: Iterable[Tensor]) -> int:
+        """Count these no longer, however they are used: they are on another device. How many bytes they had."""
+        before = self.now
+        for tensor in _plain(tensors):
+            self.add([tensor])
+            storage = tensor.untyped_storage()
+            self.now -= storage.nbytes()
+            self._known[storage._cdata] = weakref.ref(storage)  # pyright: ignore[reportPrivateUsage]
+        return before - self.now
 
     def _count(self, key: int, storage: Any, size: int) -> None:
         def gone(_: object) -> None:
@@ -96,6 +108,15 @@ class Tracker(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         self.add(leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor))
         return made
+
+
+def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Those that hold numbers: some stand for others (moments of 8 bits: codes and scales)."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            yield from _plain(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        else:
+            yield tensor
 
 
 def held(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: bool) -> Held:
@@ -144,10 +165,12 @@ def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: boo
     with tracker:
         own, others = models.held()
         weights, frozen = tracker.add(own), tracker.add(others)
-        for parameter in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
-            parameter.grad = torch.zeros_like(parameter)
+        for parameter in models.learned():
+            parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
         gradients = tracker.now - weights - frozen
+        tracker.add(models.masters())
         _update(optimizers, on_gpu)
+        host = tracker.leave(models.away())
         static = tracker.now
         tracker.peak = static
         with torch.no_grad():
@@ -165,6 +188,7 @@ def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: boo
         frozen=frozen,
         gradients=gradients,
         optimizer=static - weights - frozen - gradients,
+        host=host,
         activations=activations,
         temporary=tracker.peak - static - activations,
         operations=operations(models.policy.module, pack),
@@ -192,7 +216,8 @@ def _update(optimizers: Sequence[torch.optim.Optimizer], on_gpu: bool) -> None:
         for group in optimizer.param_groups:
             if on_gpu and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
-        optimizer.step()
+        with torch.compiler.set_stance("force_eager"):  # torchao compiles its own, which takes longer than all of this
+            optimizer.step()
 
 
 class _Kernel:

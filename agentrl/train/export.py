@@ -24,6 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from agentrl.engine import fingerprint
 from agentrl.errors import RunFailed
 from agentrl.train import lora
+from agentrl.train.masters import masters
 from agentrl.train.parallel.shards import gathered
 
 
@@ -40,10 +41,12 @@ class WeightFile:
 
 
 def held(module: Any) -> dict[str, Tensor]:
-    """The tensors of a transformers model under its own names, not copied; an adapter is merged into them. A tied one
+    """The tensors of a transformers model under its own names, not copied; an adapter is merged into them, and
+    masters stand for what is rounded from them. A tied one
     (`lm_head.weight` of a model with tied embeddings) is there once, under its source's name."""
     tied = set(module.all_tied_weights_keys)
-    return {name: tensor.detach() for name, tensor in lora.merged(module).items() if name not in tied}
+    state = lora.merged(module) | masters(module)
+    return {name: tensor.detach() for name, tensor in state.items() if name not in tied}
 
 
 def checkpoint_names(module: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:

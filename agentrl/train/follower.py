@@ -9,7 +9,7 @@ place of its own meanwhile. Of an adapter that is the adapter alone. Never knows
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from agentrl.algos.algorithm import Follows
 from agentrl.errors import ModelError
+from agentrl.train.masters import master
 from agentrl.train.parallel.shards import fill, is_sharded, local
 
 
@@ -33,22 +34,33 @@ class Follower:
         """`policy` is the module that learns."""
         self._follows = follows
         self._leaders: dict[str, nn.Parameter] = {name: p for name, p in policy.named_parameters() if p.requires_grad}
-        self._tensors: dict[str, Tensor] = {name: p.detach().clone() for name, p in self._leaders.items()}
+        self._tensors: dict[str, Tensor] = {
+            name: master(p).detach().float().clone() for name, p in self._leaders.items()
+        }
 
     @contextmanager
     def in_place(self) -> Generator[None]:
         """Inside, the policy computes with this model's parameters. No gradient may be asked for across its ends."""
-        self._exchange()
+        narrow = {name: one.data for name, one in self._leaders.items() if one.dtype != torch.float32}
+        self._exchange(narrow)
+        for name in narrow:
+            leader = self._leaders[name]
+            leader.data = self._tensors[name].to(leader.device, leader.dtype)
         try:
             yield
         finally:
-            self._exchange()
+            self._exchange(narrow)
+            for name, data in narrow.items():
+                self._leaders[name].data = data
 
     @torch.no_grad()
-    def _exchange(self) -> None:
-        """The policy gets this model's parameters, and this model the policy's. FSDP reads shards where they are."""
+    def _exchange(self, but: Collection[str]) -> None:
+        """The policy gets this model's parameters, and this model the policy's, `but` for some. FSDP reads shards where
+        they are."""
         for name, leader in self._leaders.items():
             own = self._tensors[name]
+            if name in but:
+                continue
             if is_sharded(leader):
                 its, ours = local(leader), local(own)
                 kept = its.clone()
@@ -63,7 +75,7 @@ class Follower:
         if step % self._follows.every:
             return
         for name, tensor in self._tensors.items():
-            leader = self._leaders[name].detach()
+            leader = master(self._leaders[name]).detach()
             if self._follows.decay:
                 tensor.lerp_(leader, 1 - self._follows.decay)
             else:

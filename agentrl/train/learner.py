@@ -8,7 +8,7 @@ A step:
 
     groups ─► rows with what their algorithm prepares from their rewards (samples) ─► packs of prefix trees (packing)
            ─► a pass over all of them, if the algorithm looks ahead or there are several updates ─► its advantages
-           ─► per update: passes whose loss it gives add up gradients, clip, AdamW
+           ─► per update: passes whose loss it gives add up gradients, clip, an optimizer
            ─► StepReport
 
 The proximal policy is the one at the start of the step. With one update per step (the default) it is the current one,
@@ -44,6 +44,7 @@ from agentrl.train.export import WeightFile, checkpoint_tensors, write_weights
 from agentrl.train.hashes import hash_of
 from agentrl.train.machine import operations, use
 from agentrl.train.models import Models, policy_of
+from agentrl.train.optimizers import lr_of
 from agentrl.train.packing import Pack
 from agentrl.train.parallel.ranks import ALONE, Ranks
 from agentrl.train.parallel.shards import whole
@@ -144,7 +145,7 @@ class Learner:
             for part in updates:
                 if part:
                     self._update(part, tally)
-        lr = self.optimizer.param_groups[0]["lr"]
+        lr = lr_of(self.optimizer)
         self._all(self.ended, None)
         self.trained.append(tuple(one.episode_id for group in groups for one in group.trajectories if one.scored))
         self._check_skipped()

@@ -28,12 +28,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.columns import KEPT
 from agentrl.errors import ConfigError, ModelError
-from agentrl.train import lora
+from agentrl.train import lora, masters
 from agentrl.train.attention import Layout, Paths, Shape, choose, tree_attention
 from agentrl.train.checkpoint import ADAPTER
 from agentrl.train.head import Asked, Head, Places, head_of, overheard, rows_within, statistics
+from agentrl.train.masters import master
 from agentrl.train.packing import Branch, Pack
-from agentrl.train.parallel.shards import load_state_dict, settled
+from agentrl.train.parallel.shards import settled
 from agentrl.train.ragged import normalised
 from agentrl.train_settings import Train
 
@@ -66,21 +67,26 @@ class PolicyModel:
         compiled: bool = False,
         attention: str = "auto",
         adapter: Train | None = None,
+        held: Train | None = None,
         frozen: bool = False,
         logits_mb: int = 1024,
     ) -> None:
         """With `offloading`, what `checkpointing` keeps of a pass for its gradients waits in host memory. With
-        `adapter`, only a LoRA adapter of those settings is trained; if `frozen`, nothing. Raises ModelError, in one
+        `adapter`, only a LoRA adapter of those settings is trained; with `held`, trained matrices are held as those
+        settings say; if `frozen`, nothing is trained. Raises ModelError, in one
         line, for a folder that cannot be trained; ConfigError where `compiled` finds no compiler, or `attention` (of
         `train.attention`) does not work here."""
         self.folder, self.device, self.dtype = folder, torch.device(device), dtype
         self._offloading = offloading
         self.module = _load(folder)
-        self._narrow = dtype != torch.float32 and (frozen or adapter is not None)
+        wide = held if held is not None and held.weights == "bfloat16" else None
+        self._narrow = dtype != torch.float32 and (frozen or adapter is not None or wide is not None)
         if self._narrow:
             embedding = self.module.get_input_embeddings().weight  # its rows are no operands of a matrix product
-            _hold_in(dtype, self.module, lambda parameter: parameter.dim() > 1 and parameter is not embedding)
+            _hold_in(dtype, self.module, lambda parameter: parameter.dim() > 1 and parameter is not embedding, wide)
         self.module.to(self.device)
+        if wide is not None and not wide.offload_optimizer:
+            masters.move(self.module)
         self.obstacle = _obstacle(self.module)
         self._head, self._logits_bytes = _check(self.module, folder, self.obstacle), logits_mb << 20
         if self._head is None:
@@ -201,7 +207,7 @@ class PolicyModel:
             lora.load(self.module, folder / ADAPTER)
             return
         try:
-            load_state_dict(self.module, _load(folder).state_dict())
+            masters.load(self.module, _load(folder).state_dict())
         except RuntimeError as error:
             raise ModelError(f"weights of {str(folder)!r} do not fit {str(self.folder)!r}: {error}") from error
 
@@ -234,7 +240,7 @@ def _rounded(module: Any, dtype: torch.dtype) -> Generator[None]:
     def before(part: nn.Module, _: object) -> None:
         for parameter in part.parameters(recurse=False):
             whole[parameter] = parameter.data
-            parameter.data = parameter.data.to(dtype).float()
+            parameter.data = master(parameter).data.to(parameter.device, dtype).float()
 
     def after(part: nn.Module, *_: object) -> None:
         for parameter in part.parameters(recurse=False):
@@ -336,12 +342,17 @@ def _hollow(folder: Path) -> Any:
         raise ModelError(f"cannot make the model that {str(folder / 'config.json')!r} describes: {reason}") from error
 
 
-def _hold_in(dtype: torch.dtype, module: nn.Module, which: Callable[[nn.Parameter], bool]) -> None:
-    """Convert these parameters of a model, which are tied to no others."""
+def _hold_in(
+    dtype: torch.dtype, module: nn.Module, which: Callable[[nn.Parameter], bool], trained: Train | None = None
+) -> None:
+    """Convert these parameters of a model, which are tied to no others. Those that are `trained` may have masters."""
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             if which(parameter) and parameter.dtype != dtype:
-                setattr(part, name, nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad))
+                whole = parameter.detach()
+                setattr(part, name, held := nn.Parameter(whole.to(dtype), parameter.requires_grad))
+                if trained is not None:
+                    masters.give(held, whole if trained.master_weights else None)
 
 
 @torch.no_grad()

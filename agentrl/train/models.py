@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from agentrl import algorithms
 from agentrl.algos.algorithm import Outputs
 from agentrl.config import RunConfig, Train
-from agentrl.train import lora
+from agentrl.train import lora, masters, optimizers
 from agentrl.train.checkpoint import CRITIC, Part
 from agentrl.train.critic import Critic
 from agentrl.train.follower import Follower
@@ -53,7 +53,7 @@ class Models:
         """`cut` leaves a rank its shard of a model. Raises ModelError for a folder that cannot be used."""
         train, slots = config.train, algorithms.slots(config.algorithms)
         self._config, self._temperature = config, config.rollout.temperature
-        self.policy = self._load(model_dir, device, adapter=train if train.lora_rank else None)
+        self.policy = self._load(model_dir, device, adapter=train if train.lora_rank else None, held=train)
         if config.adapted_roles:
             lora.add_roles(self.policy.module, config.adapted_roles)
         self._frozen: dict[str, PolicyModel | None] = {}  # None: the policy with its adapter switched off
@@ -86,7 +86,13 @@ class Models:
             self.optimizers["critic"] = self._optimizer(self._own["critic"], self._lr["critic"])
 
     def _load(
-        self, folder: Path, device: torch.device | str, adapter: Train | None = None, *, frozen: bool = False
+        self,
+        folder: Path,
+        device: torch.device | str,
+        *,
+        adapter: Train | None = None,
+        held: Train | None = None,
+        frozen: bool = False,
     ) -> PolicyModel:
         train = self._config.train
         return PolicyModel(
@@ -98,17 +104,22 @@ class Models:
             compiled=train.compile,
             attention=train.attention,
             adapter=adapter,
+            held=held,
             frozen=frozen,
             logits_mb=train.logits_mb,
         )
 
-    def _optimizer(self, parameters: Sequence[nn.Parameter], lr: float) -> torch.optim.AdamW:
-        train = self._config.train
-        return torch.optim.AdamW(parameters, lr=lr, betas=train.betas, weight_decay=train.weight_decay)
+    def _optimizer(self, parameters: Sequence[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        outer = [] if self.critic is None else [self.critic.head.weight]
+        for model in self.language_models():
+            layers = (model.module.get_input_embeddings(), model.module.get_output_embeddings())
+            outer += [weight for layer in layers for weight in layer.parameters()]
+        return optimizers.make(self._config.train, parameters, lr, outer={id(weight) for weight in outer})
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of all models that a step changes by name, not copied; tied ones once."""
-        own = {f"policy.{name}": p for name, p in self.policy.module.named_parameters() if p.requires_grad}
+        trained = self.policy.module.named_parameters()
+        own = {f"policy.{name}": masters.master(p) for name, p in trained if p.requires_grad}
         critic = {} if self.critic is None else self.critic.tensors()
         named = {CRITIC: critic, **{name: follower.tensors() for name, follower in self.moving.items()}}
         return own | {f"{part}.{name}": tensor for part, of in named.items() for name, tensor in of.items()}
@@ -125,6 +136,19 @@ class Models:
         own = [model for model in self.language_models() if model not in frozen]
         head = [] if self.critic is None else list(self.critic.head.parameters())
         return [t for model in own for t in _tensors(model)] + head, [t for m in frozen for t in _tensors(m)] + moving
+
+    def learned(self) -> list[nn.Parameter]:
+        """All parameters that optimizers update."""
+        return [parameter for own in self._own.values() for parameter in own]
+
+    def masters(self) -> list[Tensor]:
+        """The float32 numbers behind weights that are held in less."""
+        return list(masters.masters(self.policy.module).values())
+
+    def away(self) -> list[Tensor]:
+        """The tensors of optimizers, and masters, that wait in host memory."""
+        apart = [one for one in self.optimizers.values() if isinstance(one, optimizers.OneByOne)]
+        return [tensor for one in apart for tensor in one.away()]
 
     # --- passes ---------------------------------------------------------------------------------------------------
 
@@ -184,8 +208,7 @@ class Models:
             self._forget()
             return None
         for name in names:
-            for group in self.optimizers[name].param_groups:
-                group["lr"] = self._lr[name] * lr_share
+            optimizers.set_lr(self.optimizers[name], self._lr[name] * lr_share)
             self.optimizers[name].step()
         self._forget()
         return norms[names[0]]

@@ -70,6 +70,15 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "reference, bfloat16": (GRPO(kl_weight=0.1), {"logits_mb": 8, "dtype": "bfloat16"}),
     "reference that follows": (GRPO(kl_weight=0.1, reference_every=1), {"logits_mb": 8}),
     "critic": (PPO(critic_warmup_steps=0), {"logits_mb": 8}),
+    "muon": (GRPO(), {"optimizer": "muon", "logits_mb": 8}),
+    "sgd": (GRPO(), {"optimizer": "sgd", "logits_mb": 8}),
+    "offloaded": (GRPO(), {"offload_optimizer": True, "logits_mb": 8}),
+    "masters": (GRPO(), {"dtype": "bfloat16", "weights": "bfloat16", "logits_mb": 8}),
+    "masters, offloaded": (
+        GRPO(),
+        {"dtype": "bfloat16", "weights": "bfloat16", "offload_optimizer": True, "logits_mb": 8},
+    ),
+    "no masters": (GRPO(), {"dtype": "bfloat16", "weights": "bfloat16", "master_weights": False, "logits_mb": 8}),
 }
 
 
@@ -88,12 +97,43 @@ def test_the_memory_of_a_step_is_predicted_within_a_tenth(name: str, folder: Pat
     own, others = learner.models.held()
     states = [one for o in learner.models.optimizers.values() for of in o.state.values() for one in of.values()]
     with tracker:
-        tracker.add([*own, *others, *(one for one in states if isinstance(one, torch.Tensor))])
+        tracker.add(
+            [*own, *others, *learner.models.masters(), *(one for one in states if isinstance(one, torch.Tensor))]
+        )
+        host = tracker.leave(learner.models.away())
+        tracker.peak = tracker.now
         learner.step(groups, step_of=lambda _: 0)
     found = held(config, folder, rows_of(group(1), algo), on_gpu=False)
     assert found.total == pytest.approx(tracker.peak, rel=0.1)
+    assert found.host == host
     assert found.weights >= sum(p.nbytes for p in learner.model.module.parameters())
     assert found.activations > found.total / 10 or "lora" in settings or "checkpointing" in name
+
+
+def test_what_an_optimizer_remembers_is_planned_by_its_kind(folder: Path) -> None:
+    """Bytes of each parameter, of the policy's own; the embedding and vectors have moments of AdamW."""
+    rows, found = rows_of(group(1), GRPO()), dict[str, float]()
+    for name in ("float32", "muon", "sgd", "offloaded", "masters", "masters, offloaded", "no masters"):
+        settings = CASES[name][1]
+        one = held(run_config(algo=GRPO(), train=Train.model_validate(settings)), folder, rows, on_gpu=False)
+        found[name], found[f"{name}: host"] = one.optimizer, one.host
+        outer = VOCAB * 64 + (one.parameters - VOCAB * 64) * 0
+        matrices = one.parameters - outer - 64 * 7 - 2 * 16 * 3  # of norms: two and one more in each layer, of heads
+        assert one.gradients == 4 * one.parameters
+    small = 4 * 2 * 36  # how often each was updated
+    expected = {
+        "float32": 8 * one.parameters,
+        "muon": 4 * matrices + 8 * (one.parameters - matrices),
+        "sgd": 0,
+        "offloaded": 0,
+        "offloaded: host": 8 * one.parameters,
+        "masters": 8 * one.parameters + 4 * matrices,
+        "masters, offloaded": 0,
+        "masters, offloaded: host": 8 * one.parameters + 4 * matrices,
+        "no masters": 8 * one.parameters,
+        **dict.fromkeys(("float32: host", "muon: host", "sgd: host", "masters: host", "no masters: host"), 0),
+    }
+    assert found == pytest.approx(expected, abs=small)
 
 
 def test_a_model_is_planned_from_its_configuration_alone(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,201 @@
+"""Optimizers by the name of `train.optimizer`, and where their numbers are between two updates.
+
+Owns which optimizer updates which parameter, float32 masters of bfloat16 weights, and numbers that wait in host memory.
+Never knows models, losses or schedules. Every optimizer here has the state and the groups of one of torch's, so that a
+checkpoint keeps it as such.
+
+    adamw       Loshchilov and Hutter 2019: two moments, 8 bytes a parameter
+    adamw8bit   the same with moments of 8 bits, blockwise (Dettmers et al. 2022), through torchao: 2 bytes
+    muon        Jordan et al. 2024: orthogonal updates of matrices, 4 bytes, scaled to the size of AdamW's (Liu et al.
+                2025) so that one learning rate suits both; embedding, output layer, vectors and fused experts by AdamW
+    sgd         nothing to remember, or with momentum 4 bytes
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaves parts of its signatures untyped)
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from agentrl.errors import ConfigError
+from agentrl.train.masters import master
+from agentrl.train_settings import Train
+
+
+def make(train: Train, parameters: Sequence[nn.Parameter], lr: float, *, outer: Collection[int] = ()) -> Optimizer:
+    """`outer` are the ids of embeddings and output layers. Raises ConfigError if the optimizer is not installed."""
+    if not train.offload_optimizer and all(one.dtype == torch.float32 for one in parameters):
+        return _of(train, parameters, lr, outer)
+    parts = [
+        _of(train, [cast(nn.Parameter, master(one))], lr, {id(master(one))} if id(one) in outer else ())
+        for one in parameters
+    ]
+    return OneByOne(parameters, parts, offload=train.offload_optimizer)
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao's, so that it compiles once
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def lr_of(optimizer: Optimizer) -> float:
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def _of(train: Train, parameters: Sequence[nn.Parameter], lr: float, outer: Collection[int]) -> Optimizer:
+    decay = train.weight_decay
+    if train.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=lr, momentum=train.momentum or 0.0, weight_decay=decay)
+    if train.optimizer == "adamw8bit":
+        return _eight_bit()(parameters, lr=lr, betas=train.betas, weight_decay=decay)
+    if train.optimizer == "muon":
+        matrices = [one for one in parameters if one.dim() == 2 and id(one) not in outer]
+        others = [one for one in parameters if all(one is not matrix for matrix in matrices)]
+        parts: list[Optimizer] = []
+        if matrices:
+            momentum = 0.95 if train.momentum is None else train.momentum
+            rule = {"weight_decay": decay, "momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
+            parts.append(_muon()(matrices, lr=lr, **rule))
+        if others:
+            parts.append(torch.optim.AdamW(others, lr=lr, betas=train.betas, weight_decay=decay))
+        return parts[0] if len(parts) == 1 else Several(parts)
+    return torch.optim.AdamW(parameters, lr=lr, betas=train.betas, weight_decay=decay)
+
+
+def _muon() -> Any:
+    found = getattr(torch.optim, "Muon", None)
+    if found is None:
+        hint = f"torch {torch.__version__} has none: pip install 'torch>=2.9', or give adamw"
+        raise ConfigError("train.optimizer", "muon", hint)
+    return found
+
+
+def _eight_bit() -> Any:
+    try:
+        from torchao.optim import AdamW8bit  # pyright: ignore
+    except ImportError as error:
+        hint = "it needs torchao: pip install 'agentrl[adamw8bit]', or give adamw"
+        raise ConfigError("train.optimizer", "adamw8bit", hint) from error
+    return AdamW8bit
+
+
+class Several(Optimizer):
+    """Optimizers of different parameters as one; they share its state and groups."""
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self.parts = list(parts)
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.state = self.state
+            part.param_groups = [next(groups) for _ in part.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del closure
+        for part in self.parts:
+            part.step()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+
+class OneByOne(Several):
+    """Updates one parameter after the other, in float32: in place, or in its master, which it is rounded from; a
+    bfloat16 parameter without a master is rounded at random, up or down so that the mean is exact. If they are
+    offloaded, moments and masters wait in host memory, and are beside the parameter only for its own update."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], parts: Sequence[Optimizer], *, offload: bool) -> None:
+        """`parts` has the optimizer of each parameter's float32 numbers."""
+        super().__init__(parts)
+        self.parameters, self.offload = list(parameters), offload
+        self.param_groups[0].setdefault("updates", 0)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        del set_to_none
+        for one in self.parameters:
+            one.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del closure
+        self.param_groups[0]["updates"] += 1
+        for at, (parameter, part) in enumerate(zip(self.parameters, self.parts, strict=True)):
+            if parameter.grad is not None:
+                self._update(at, parameter, part)
+
+    def _update(self, at: int, parameter: nn.Parameter, part: Optimizer) -> None:
+        whole = master(parameter)
+        moves = whole is not parameter and self.offload
+        here = whole.to(parameter.device, torch.float32, copy=moves).detach()
+        here.grad = parameter.grad
+        kept, state = self.state.get(whole, {}), dict[str, Any]()
+        for name, value in kept.items():
+            away = self.offload and _is_moved(value)
+            state[name] = value.to(parameter.device, copy=True) if away else value
+        (group,) = part.param_groups
+        group["params"], part.state = [here], defaultdict(dict, {here: state})
+        try:
+            part.step()
+        finally:
+            group["params"], part.state = [whole], self.state
+        if moves:
+            whole.copy_(here)
+        if parameter.dtype != torch.float32:
+            exact = whole is not parameter
+            parameter.copy_(
+                here if exact else rounded(here, parameter.dtype, seed=(self.param_groups[0]["updates"], at))
+            )
+        if self.offload:
+            state = {name: _home(value, kept.get(name)) for name, value in state.items()}
+        self.state[whole] = state
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)  # it gives each the place and the dtype of its parameter
+        for at, parameter in enumerate(self.parameters):
+            if (saved := state_dict["state"].get(at)) is not None:
+                there = {name: one.to(parameter.device) if _is_moved(one) else one for name, one in saved.items()}
+                kept = {name: _home(one, None) if self.offload else one for name, one in there.items()}
+                self.state[master(parameter)] = kept
+
+    def away(self) -> list[Tensor]:
+        """The tensors in host memory."""
+        if not self.offload:
+            return []
+        moments = [value for state in self.state.values() for value in state.values() if _is_moved(value)]
+        return [*(master(one) for one in self.parameters if master(one) is not one), *moments]
+
+
+def _is_moved(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _home(value: Any, kept: Tensor | None) -> Any:
+    """A tensor in host memory: where it was before, if it was there."""
+    if not _is_moved(value):
+        return value
+    if kept is None:
+        kept = torch.empty_like(value, device="cpu", pin_memory=value.device.type == "cuda")
+    return kept.copy_(value)
+
+
+def rounded(values: Tensor, dtype: torch.dtype, *, seed: tuple[int, int]) -> Tensor:
+    """bfloat16 below or above each float32, at random so that the mean is the value: the bits that it loses are a
+    number that is carried with its probability."""
+    random = torch.Generator(values.device).manual_seed(hash(seed) & 0x7FFFFFFF)
+    bits = values.contiguous().view(torch.int32)
+    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=random)
+    return ((bits + noise) & -65536).view(torch.float32).to(dtype)
