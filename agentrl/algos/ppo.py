@@ -42,10 +42,12 @@ class PPO(Clipped):
     gae_lambda: Share = 1.0  # of the policy's advantages; below 1 the critic's errors bias them
     gae_length_alpha: Positive | None = None  # VAPO: gae_lambda = 1 - 1 / (alpha * actions of the episode) instead
     value_lambda: Share = 1.0  # of the critic's targets
+    trace_cap: Positive = 1.0  # on the ratio of each later action in both: their product must not explode
     value_clip: Weight = 0.2  # a value may change by so much in a step; 0: by any amount
     value_weight: Positive = 0.5  # of the critic's loss
     critic: Literal["own", "shared"] = "own"  # the value head's trunk: a second model, or the policy itself
     critic_lr: Positive | None = None  # learning rate of head and own trunk; default: train.lr
+    centre: bool = True  # advantages less those of the step's other episodes in the same turn, on average
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 5  # first steps, which train the critic alone
 
     @property
@@ -65,7 +67,7 @@ class PPO(Clipped):
         import torch
 
         from agentrl.algos.corrections import bounded
-        from agentrl.algos.values import Sequences, lambda_of_length, traces
+        from agentrl.algos.values import Sequences, centred, lambda_of_length, traces
 
         by_turn = self.level == "turn"
         sequences = Sequences.of(tokens["episode"], tokens["role"], tokens["turn"], by_turn=by_turn)
@@ -82,7 +84,7 @@ class PPO(Clipped):
                 discount=self.discount,
                 lambda_B=lambda_B,
                 ratio_BU=ratio_BU,
-                cap=self.importance_cap,
+                cap=self.trace_cap,
             )
 
         lambda_B = torch.full_like(length_B, self.gae_lambda, dtype=torch.float64)
@@ -93,10 +95,14 @@ class PPO(Clipped):
         _, targets_BU = traced(torch.full_like(lambda_B, self.value_lambda), ratio_BU)
         log_weight_T = sequences.tokens(gap_BU.cumsum(1)) if self.importance == "prefix" else gap_T
         floor, cap, mode = self.importance_floor, self.importance_cap, self.importance_mode
+        advantage_T = sequences.tokens(advantages_BU)
+        if self.centre:
+            keys = (tokens["episode"], tokens["role"], tokens["turn"])
+            advantage_T = centred(advantage_T, tokens["weight"], *keys)
         begins_T = sequences.begins()
         share_T = tokens["weight"] * begins_T
         columns = {
-            "advantage": sequences.tokens(advantages_BU),
+            "advantage": advantage_T,
             "target": sequences.tokens(targets_BU),
             "importance": bounded(log_weight_T.exp(), floor, cap, mode),
             "value_share": share_T * (tokens["weight"].sum() / share_T.sum()),

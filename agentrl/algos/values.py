@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+EPSILON = 1e-9
+
 
 def traces(
     rewards_BU: Tensor,
@@ -54,6 +56,27 @@ def lambda_of_length(length_B: Tensor, alpha: float) -> Tensor:
     """max(0, 1 - 1 / (alpha length)): the horizon of the trace grows with the sequence (VAPO, Yue et al. 2025,
     section 4.2)."""
     return (1 - 1 / (alpha * length_B.double())).clamp(min=0)
+
+
+def centred(advantage_T: Tensor, weight_T: Tensor, episode_T: Tensor, role_T: Tensor, turn_T: Tensor) -> Tensor:
+    """Advantages less the mean of those that other episodes of the step have in the same role and turn, by `weight_T`:
+    [T]. A token of a turn that no other episode played keeps its own.
+
+    A critic that is wrong about a turn by a constant makes all its advantages positive, or all negative. The policy
+    then goes towards, or away from, whatever it did there; with stale tokens it does so for steps before it can see it.
+    The others' mean takes the constant off, and knows nothing of the episode that it judges: what is unbiased stays
+    so."""
+    _, turn_T = torch.unique(torch.stack([role_T, turn_T]), dim=1, return_inverse=True)
+    _, own_T = torch.unique(torch.stack([episode_T, turn_T]), dim=1, return_inverse=True)
+
+    def others(column_T: Tensor) -> Tensor:
+        nothing_T = torch.zeros_like(column_T)
+        return nothing_T.index_add(0, turn_T, column_T)[turn_T] - nothing_T.index_add(0, own_T, column_T)[own_T]
+
+    weight_T = weight_T.to(advantage_T.dtype)
+    share_T = others(weight_T)
+    there_T = share_T > EPSILON * weight_T.sum()  # what rounding leaves of a difference is no other episode
+    return advantage_T - torch.where(there_T, others(weight_T * advantage_T) / share_T, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

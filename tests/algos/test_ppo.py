@@ -6,7 +6,9 @@ learns, another table the one that sampled. The estimate is the whole object's: 
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -73,37 +75,41 @@ def any_values() -> Tensor:
     )
 
 
-def weights(algo: PPO, theta: Tensor, older: Tensor, values_PT: Tensor) -> Tensor:
-    """What the loss multiplies each action's score with: importance times advantage, [P, T]."""
+def weights(
+    algo: PPO, theta: Tensor, older: Tensor, values_PT: Tensor, episodes: Sequence[int] = range(len(PATHS))
+) -> Tensor:
+    """What the loss multiplies each action's score with in a step of these paths, importance and advantage: [P, T]."""
+    rows_P = torch.tensor(list(episodes))
+    logprobs_PT, older_PT, alive_PT = logprobs_of(theta)[rows_P], logprobs_of(older)[rows_P], ALIVE_PT[rows_P]
     prepared = algo.prepare(
         Siblings(
-            outcomes_G=OUTCOME_P,
-            rewards_GT=REWARDS_PT,
-            turns_G=LENGTH_P,
-            scored_G=torch.ones(len(PATHS), dtype=torch.bool),
-            judges_G=torch.zeros(len(PATHS), dtype=torch.bool),  # no siblings are needed
-            streams_KGT=REWARDS_PT[None],
+            outcomes_G=OUTCOME_P[rows_P],
+            rewards_GT=REWARDS_PT[rows_P],
+            turns_G=LENGTH_P[rows_P],
+            scored_G=torch.ones(len(rows_P), dtype=torch.bool),
+            judges_G=torch.zeros(len(rows_P), dtype=torch.bool),  # no siblings are needed
+            streams_KGT=REWARDS_PT[rows_P][None],
             weights_K=torch.ones(1),
         )
     )
-    episode_PT = torch.arange(len(PATHS))[:, None].expand(-1, HORIZON)
-    turn_PT = torch.arange(HORIZON).expand(len(PATHS), -1)
+    episode_PT = torch.arange(len(rows_P))[:, None].expand(-1, HORIZON)
+    turn_PT = torch.arange(HORIZON).expand(len(rows_P), -1)
     tokens: dict[str, Any] = {
-        "episode": episode_PT[ALIVE_PT],
-        "role": torch.zeros(int(ALIVE_PT.sum()), dtype=torch.long),
-        "turn": turn_PT[ALIVE_PT],
-        "to_go": prepared["to_go"][ALIVE_PT],
-        "values": values_PT[ALIVE_PT],
-        "proximal": logprobs_of(theta).detach()[ALIVE_PT],
-        "behaviour": logprobs_of(older)[ALIVE_PT],
-        "weight": torch.ones(int(ALIVE_PT.sum()), dtype=torch.float64),
+        "episode": episode_PT[alive_PT],
+        "role": torch.zeros(int(alive_PT.sum()), dtype=torch.long),
+        "turn": turn_PT[alive_PT],
+        "to_go": prepared["to_go"][alive_PT],
+        "values": values_PT[rows_P][alive_PT],
+        "proximal": logprobs_PT.detach()[alive_PT],
+        "behaviour": older_PT[alive_PT],
+        "weight": torch.ones(int(alive_PT.sum()), dtype=torch.float64),
     }
     tokens |= algo.advantages(tokens)
     now_K = tokens["proximal"].clone().requires_grad_()
     outputs = Outputs(logprobs_K=now_K, entropy_K=now_K, values_K=tokens["values"])
     loss = algo.loss(tokens, outputs, step=99)
-    found_PT = torch.zeros(len(PATHS), HORIZON, dtype=torch.float64)
-    found_PT[ALIVE_PT] = -torch.autograd.grad(loss.total, now_K)[0]
+    found_PT = torch.zeros(len(rows_P), HORIZON, dtype=torch.float64)
+    found_PT[alive_PT] = -torch.autograd.grad(loss.total, now_K)[0]
     return found_PT
 
 
@@ -111,6 +117,7 @@ def expected_gradient(algo: PPO, lag: int, values_PT: Tensor | None = None) -> t
     """(expectation over all paths of the policy that sampled, exact policy gradient)."""
     theta, older = tables(lag)
     values_PT = any_values() if values_PT is None else values_PT
+    algo = algo.model_copy(update={"centre": False})  # all paths in one step: each knows what the others are
     mass_P = logprobs_of(older).sum(1).exp()
     weight_PT = weights(algo, theta, older, values_PT)
     estimate = torch.autograd.grad((mass_P[:, None] * weight_PT * logprobs_of(theta)).sum(), theta)[0]
@@ -120,7 +127,7 @@ def expected_gradient(algo: PPO, lag: int, values_PT: Tensor | None = None) -> t
 @pytest.mark.parametrize("level", ["token", "turn"])
 @pytest.mark.parametrize("lag", [0, 4, 8])
 def test_the_gradient_is_exact_whatever_the_critic_says_and_whoever_sampled(lag: int, level: str) -> None:
-    algo = PPO.model_validate({"importance": "prefix", "importance_cap": UNCUT, "level": level})
+    algo = PPO.model_validate({"importance": "prefix", "importance_cap": UNCUT, "trace_cap": UNCUT, "level": level})
     estimate, exact = expected_gradient(algo, lag)
     torch.testing.assert_close(estimate, exact, atol=1e-10, rtol=1e-10)
     assert exact.abs().max() > 0.1
@@ -128,7 +135,7 @@ def test_the_gradient_is_exact_whatever_the_critic_says_and_whoever_sampled(lag:
 
 def test_with_the_true_values_a_shorter_trace_is_exact_too() -> None:
     theta, _ = tables(0)
-    algo = PPO(importance="prefix", importance_cap=UNCUT, gae_lambda=0.3)
+    algo = PPO(importance="prefix", importance_cap=UNCUT, trace_cap=UNCUT, gae_lambda=0.3)
     estimate, exact = expected_gradient(algo, 0, true_values(theta))
     torch.testing.assert_close(estimate, exact, atol=1e-10, rtol=1e-10)
     estimate, exact = expected_gradient(algo, 8, true_values(theta))  # and for stale actions: they are reweighted
@@ -145,18 +152,50 @@ def distance(lag: int, **settings: Any) -> float:
 def test_plain_gae_is_biased_for_stale_actions_and_each_correction_is_nearer() -> None:
     """What the module says of its kinds of importance; also the proof that the tests above can fail."""
     for lag in (4, 8):
-        plain, token = distance(lag, importance="none"), distance(lag, importance="token", importance_cap=UNCUT)
+        plain, token = (
+            distance(lag, importance="none"),
+            distance(lag, importance="token", importance_cap=UNCUT, trace_cap=UNCUT),
+        )
         assert plain > 0.1
         assert 0.02 < token < plain
-        assert distance(lag, importance="prefix", importance_cap=UNCUT) < 1e-9
+        assert distance(lag, importance="prefix", importance_cap=UNCUT, trace_cap=UNCUT) < 1e-9
     assert distance(0, importance="none") < 1e-9
+
+
+@pytest.mark.parametrize("lag", [0, 4, 8])
+def test_less_the_others_mean_it_is_as_exact(lag: int) -> None:
+    """All steps of two episodes, each as likely as it is."""
+    theta, older = tables(lag)
+    algo = PPO(importance="prefix", importance_cap=UNCUT, trace_cap=UNCUT)
+    mass_P, logprobs_PT = logprobs_of(older).sum(1).exp(), logprobs_of(theta)
+    total, moved = torch.zeros((), dtype=torch.float64), 0.0
+    for pair in itertools.product(range(len(PATHS)), repeat=2):
+        weight_2T = weights(algo, theta, older, any_values(), pair)
+        plain_2T = weights(algo.model_copy(update={"centre": False}), theta, older, any_values(), pair)
+        moved = max(moved, float((weight_2T - plain_2T).abs().max()))
+        total = total + mass_P[list(pair)].prod() / 2 * (weight_2T * logprobs_PT[list(pair)]).sum()
+    torch.testing.assert_close(torch.autograd.grad(total, theta)[0], exact_gradient(theta), atol=1e-10, rtol=1e-10)
+    assert moved > 0.5, "or nothing was taken off"
+
+
+def test_a_critic_that_is_wrong_by_a_constant_changes_no_advantage() -> None:
+    theta, older = tables(8)
+    for level in ("token", "turn"):
+        algo = PPO.model_validate({"level": level, "importance": "none"})
+        right, wrong = (weights(algo, theta, older, any_values() + shift) for shift in (0.0, 5.0))
+        torch.testing.assert_close(wrong, right)
+        plain = algo.model_copy(update={"centre": False})
+        uncentred = weights(plain, theta, older, any_values() + 5) - weights(plain, theta, older, any_values())
+        torch.testing.assert_close(uncentred, -5.0 * ALIVE_PT.double())  # all that was sampled is unlearned
 
 
 def test_a_sample_is_within_three_standard_errors() -> None:
     """A million stale episodes, drawn; the mean of their gradients, by parameter."""
     theta, older = tables(8)
     n = 1_000_000
-    weight_PT = weights(PPO(importance="prefix", importance_cap=UNCUT), theta, older, any_values())
+    weight_PT = weights(
+        PPO(importance="prefix", importance_cap=UNCUT, trace_cap=UNCUT, centre=False), theta, older, any_values()
+    )
     scores = []  # of each path: the gradient that one episode of it gives
     for at in range(len(PATHS)):
         scores.append(torch.autograd.grad((weight_PT[at] * logprobs_of(theta)[at]).sum(), theta)[0].flatten())

@@ -8,7 +8,7 @@ from itertools import groupby
 import pytest
 import torch
 
-from agentrl.algos.values import Sequences, lambda_of_length, traces
+from agentrl.algos.values import Sequences, centred, lambda_of_length, traces
 
 
 def looped(
@@ -115,3 +115,16 @@ def test_tokens_become_the_states_of_their_episode_in_whatever_order_rows_hold_t
     owner = {token: state[0] for chain in states for state in chain for token in state}
     assert back_T.tolist() == [value[owner[token]] for token in shuffled]
     assert sequences.begins().tolist() == [owner[token] == token for token in shuffled]
+
+
+def test_an_advantage_is_less_the_mean_of_the_other_episodes_in_its_turn() -> None:
+    """In turn 4: episodes 0, 1, 2 with tokens 1 1, 3 and 5 7, the last at twice the weight, and one of no weight in
+    episode 1, which judges nobody. A turn and a role that nobody else played; turn 0 of episodes 1 and 2."""
+    advantage_T = torch.tensor([1.0, 5, 3, 1, 7, 8, 9, 6, 2, 4])
+    weight_T = torch.tensor([1.0, 1, 1, 1, 2, 0, 1, 1, 1, 1])
+    episode_T = torch.tensor([0, 2, 1, 0, 2, 1, 0, 0, 1, 2])
+    turn_T = torch.tensor([4, 4, 4, 4, 4, 4, 5, 4, 0, 0])
+    role_T = torch.tensor([0, 0, 0, 0, 0, 0, 0, 1, 0, 0])
+    of_0, of_1, of_2 = (3 + 5 + 14) / 4, (1 + 1 + 5 + 14) / 5, (1 + 1 + 3) / 3
+    expected = [1 - of_0, 5 - of_2, 3 - of_1, 1 - of_0, 7 - of_2, 8 - of_1, 9, 6, 2 - 4, 4 - 2]
+    assert centred(advantage_T, weight_T, episode_T, role_T, turn_T).tolist() == pytest.approx(expected)
