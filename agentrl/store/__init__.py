@@ -16,6 +16,7 @@ and in `waiting`.
     schema      tables and migrations                 database    transactions and errors, of any database
     sqlite      the database in a file                postgres    the same on a server
     choice      which of the two a run has
+    postgres_sql      the statements in its words     postgres_session  how they travel there
     codec       packing                               rewards     scores of turns, and episodes that wait for them
     retaking    the groups of an earlier step once more
     forks       continuations of an episode           moving      groups out of one store into another
@@ -195,10 +196,16 @@ class RunStore(
         Raises UsageError if there is none, StoreVersionError if a newer agentrl wrote it."""
         return cls(look(Path(path), clock=clock))
 
-    def together(self, calls: Sequence[Callable[[], Any]]) -> list[Result]:
+    def together(self, calls: Sequence[Callable[[], Any]], *, shared: bool = False) -> list[Result]:
         """Make calls of this handle, in one transaction for all their writes; each has its own result. A call that
-        waits for the disk (`mint_version`, `checkpoint`, `take`, …) is not among them."""
-        return self._db.together(calls)
+        waits for the disk (`mint_version`, `checkpoint`, `take`, …) is not among them. `shared`: each journals one
+        episode, so other processes may do the same meanwhile."""
+        return self._db.together(calls, shared=shared)
+
+    @property
+    def shares(self) -> bool:
+        """Whether calls that journal may go on in several processes at once."""
+        return self._db.shares
 
     def signal(self, role: Role) -> Signal:
         """Tells `role` when to look at the store again, see `signal`. One for each role of this handle."""

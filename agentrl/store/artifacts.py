@@ -20,7 +20,7 @@ class Artifacts(Part):
         """Write the files of a journaled turn, by path; those written before are replaced. Raises LeaseLost if the
         episode is no longer held under `fence`, StoreError for an unknown turn."""
         data = pack_files(files)
-        with self._db.write():
+        with self._db.write(shared=True):
             check_fence(self._db, episode_id, fence)
             row_id, _ = turn_row(self._db, turn)
             self._db.execute(

@@ -4,11 +4,12 @@ The thread takes all writes that are queued and commits them in one transaction,
 of one undoes that one alone. If another process holds the write lock, or the disk is slow, callers wait; all other
 tasks, deadlines and cancellation go on. Reads have a read-only connection in the loop, and wait for nobody.
 
-Writes are committed in the order in which they were asked for. A write whose caller is cancelled while it waits is
-still made, before any later one; its error, if any, is lost, but the fence protects: if its episode was lost, the next
-call of that episode raises LeaseLost too. On a full disk, the writes of episodes and scores wait for space: a sampled
-turn stays in the memory of its task. `inline` makes each call a transaction in the caller's task, without a thread: for
-simulations in virtual time. Never knows what a call writes.
+Writes are committed in the order in which they were asked for; if the store lets processes journal at once, those of
+the journal go before others that were asked for at the same moment, and have a transaction of their own. A write whose
+caller is cancelled while it waits is still made, before any later one; its error, if any, is lost, but the fence
+protects: if its episode was lost, the next call of that episode raises LeaseLost too. On a full disk, the writes of
+episodes and scores wait for space: a sampled turn stays in the memory of its task. `inline` makes each call a
+transaction in the caller's task, without a thread: for simulations in virtual time. Never knows what a call writes.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ _TOGETHER = 256  # writes of one transaction at most: other processes wait for i
 class Write:
     """A write that was asked for. `result` is None until it is committed or has failed."""
 
-    __slots__ = ("call", "result", "task")
+    __slots__ = ("call", "result", "shared", "task")
 
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self.call = call
+    def __init__(self, call: Callable[[], Any], shared: bool) -> None:
+        self.call, self.shared = call, shared
         self.result: Result | None = None
         self.task: trio.lowlevel.Task | None = None  # waits for it
 
@@ -81,16 +82,16 @@ class AsyncStore:
         return await self._write(partial(self._store.hand_back, worker))
 
     async def begin(self, episode_id: int, fence: int, start: Messages) -> None:
-        await self._write(partial(self._store.begin, episode_id, fence, start))
+        await self._write(partial(self._store.begin, episode_id, fence, start), shared=True)
 
     async def journal_turn(self, episode_id: int, fence: int, turn: Turn) -> None:
-        await self._write(partial(self._store.journal_turn, episode_id, fence, turn))
+        await self._write(partial(self._store.journal_turn, episode_id, fence, turn), shared=True)
 
     def post_partial(self, episode_id: int, fence: int, part: Partial) -> Write:
-        return self._post(partial(self._store.journal_partial, episode_id, fence, part))
+        return self._post(partial(self._store.journal_partial, episode_id, fence, part), shared=True)
 
     async def journal_step(self, episode_id: int, fence: int, turn_index: int, step: Step) -> None:
-        await self._write(partial(self._store.journal_step, episode_id, fence, turn_index, step))
+        await self._write(partial(self._store.journal_step, episode_id, fence, turn_index, step), shared=True)
 
     async def restart_episode(self, episode_id: int, fence: int, reason: str) -> None:
         await self._write(partial(self._store.restart_episode, episode_id, fence, reason))
@@ -116,19 +117,19 @@ class AsyncStore:
         await self._write(partial(call, outcomes=outcomes, detail=detail))
 
     async def keep_snapshot(self, episode_id: int, fence: int, snapshot: Snapshot) -> None:
-        await self._write(partial(self._store.keep_snapshot, episode_id, fence, snapshot))
+        await self._write(partial(self._store.keep_snapshot, episode_id, fence, snapshot), shared=True)
 
     async def snapshot(self, episode_id: int) -> Snapshot | None:
         return await self._write(partial(self._store.snapshot, episode_id))
 
     async def note_unsaved(self, episode_id: int, fence: int, turn: int, reason: str) -> None:
-        await self._write(partial(self._store.note_unsaved, episode_id, fence, turn, reason))
+        await self._write(partial(self._store.note_unsaved, episode_id, fence, turn, reason), shared=True)
 
     async def unsaved(self, episode_id: int) -> str:
         return await self._write(partial(self._store.unsaved, episode_id))
 
     async def keep_artifacts(self, episode_id: int, fence: int, turn: str, files: Mapping[str, bytes]) -> None:
-        await self._write(partial(self._store.keep_artifacts, episode_id, fence, turn, files))
+        await self._write(partial(self._store.keep_artifacts, episode_id, fence, turn, files), shared=True)
 
     async def meta(self, key: str) -> str | None:
         return self._reader.meta(key)
@@ -170,19 +171,19 @@ class AsyncStore:
 
     # --- writes
 
-    async def _write(self, call: Callable[[], Any]) -> Any:
+    async def _write(self, call: Callable[[], Any], *, shared: bool = False) -> Any:
         """Make a write once there is space for it. Raises DiskFull after `disk_wait_s`."""
         until = trio.current_time() + self._disk_wait_s
         while True:
             try:
-                return await self._once(call)
+                return await self._once(call, shared=shared)
             except DiskFull:
                 if trio.current_time() >= until:
                     raise
             await trio.sleep(_DISK_S)
 
-    async def _once(self, call: Callable[[], Any]) -> Any:
-        write = self._post(call, trio.lowlevel.current_task())
+    async def _once(self, call: Callable[[], Any], *, shared: bool = False) -> Any:
+        write = self._post(call, trio.lowlevel.current_task(), shared=shared)
         if write.result is None:
 
             def leave(_: object) -> trio.lowlevel.Abort:
@@ -197,10 +198,10 @@ class AsyncStore:
             raise write.result.error
         return write.result.value
 
-    def _post(self, call: Callable[[], Any], task: trio.lowlevel.Task | None = None) -> Write:
-        write = Write(call)
+    def _post(self, call: Callable[[], Any], task: trio.lowlevel.Task | None = None, *, shared: bool = False) -> Write:
+        write = Write(call, shared and self._store.shares)
         if self._thread is None:
-            (write.result,) = self._store.together([call])
+            (write.result,) = self._store.together([call], shared=write.shared)
         else:
             write.task = task
             self._queue.put(write)
@@ -216,12 +217,18 @@ class AsyncStore:
                     queued.append(self._queue.get_nowait())
             writes = [write for write in queued if write is not None]
             goes_on = len(writes) == len(queued)
-            try:
-                results = self._store.together([write.call for write in writes])
-            except BaseException as error:  # whatever it was, the callers wait, and so will others
-                results = [Result(error=StoreError(f"the store's thread failed: {error!r}")) for _ in writes]
-            with suppress(trio.RunFinishedError):
-                self._token.run_sync_soon(_deliver, writes, results)
+            for shared in (True, False):
+                if alike := [write for write in writes if write.shared is shared]:
+                    self._make(alike, shared)
+
+    def _make(self, writes: list[Write], shared: bool) -> None:
+        """Commit writes in one transaction, and tell their callers."""
+        try:
+            results = self._store.together([write.call for write in writes], shared=shared)
+        except BaseException as error:  # whatever it was, the callers wait, and so will others
+            results = [Result(error=StoreError(f"the store's thread failed: {error!r}")) for _ in writes]
+        with suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(_deliver, writes, results)
 
     async def aclose(self) -> None:
         """Make the writes that are queued, and end the thread. They wait for the lock for a few seconds only, as the

@@ -67,6 +67,8 @@ class Database(ABC):
 
     Invariants: outside `write` and `read` no transaction is open; a write either commits whole or leaves no trace."""
 
+    shares: ClassVar[bool] = False
+    """Whether shared writes of several processes go on at once."""
     _errors: ClassVar[type[Exception]]  # the driver's
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
@@ -74,7 +76,8 @@ class Database(ABC):
         self.clock = clock
         self._lock = threading.RLock()
         self._busy_s = BUSY_S
-        self._together = False  # whether writes are savepoints of one transaction
+        self._together = False  # whether writes are parts of one transaction
+        self._shared = False  # whether that transaction is of writes that others may go on beside
         self._begun = False  # whether that transaction was begun
         self.waits = False  # True while a thread waits for another process's write lock
 
@@ -89,9 +92,9 @@ class Database(ABC):
         """Begin a transaction that sees one state of the store."""
 
     @abstractmethod
-    def _begin_write(self, *, durable: bool) -> None:
-        """Begin a transaction with the write lock, which nobody holds beside it. If somebody holds it for longer than
-        a moment, raise what `_named` calls StoreBusy. If it raises, none is open."""
+    def _begin_write(self, *, durable: bool, shared: bool) -> None:
+        """Begin a transaction with the write lock, which nobody holds beside it, or only others that share it. If
+        somebody holds it for longer than a moment, raise what `_named` calls StoreBusy. If it raises, none is open."""
 
     @abstractmethod
     def _commit(self) -> None: ...
@@ -158,19 +161,21 @@ class Database(ABC):
     # --- transactions -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def write(self, *, durable: bool = False) -> Generator[None]:
+    def write(self, *, durable: bool = False, shared: bool = False) -> Generator[None]:
         """A write transaction. `durable` waits for the disk, so that it also survives a loss of power; without it
-        a commit survives the death of any process, not of the machine. Inside `together` it is a savepoint."""
+        a commit survives the death of any process, not of the machine. `shared` promises that it writes only rows that
+        nobody else may write meanwhile, as those of an episode whose fence it checks: a database may let other shared
+        writes go on beside it. Inside `together` it is a part of one transaction."""
         with self._lock:
             if self._together:
-                with self._savepoint(durable):
+                with self._part(durable=durable, shared=shared):
                     yield
                 return
             if self._in_transaction:
                 raise StoreError(f"{self.path}: a write transaction is open already")
             try:
                 with self._naming():
-                    self._begin(durable=durable)
+                    self._begin(durable=durable, shared=shared)
                     yield
                     self._commit()
             finally:
@@ -191,14 +196,15 @@ class Database(ABC):
             finally:
                 self._roll_back()
 
-    def together(self, calls: Sequence[Callable[[], Any]]) -> list[Result]:
+    def together(self, calls: Sequence[Callable[[], Any]], *, shared: bool = False) -> list[Result]:
         """Make calls one after the other, in one transaction for all their writes: it begins with the first write, and
-        each `write` is a savepoint of it. A call that raises is undone alone. If the transaction cannot begin or
-        commit, or the database undoes it (a full disk), every call has that error, and nothing was written."""
+        each `write` is a part of it. A call that raises is undone alone. If the transaction cannot begin or
+        commit, or the database undoes it (a full disk), every call has that error, and nothing was written. `shared`:
+        all their writes are."""
         with self._lock:
-            self._together, self._begun = True, False
+            self._together, self._shared, self._begun = True, shared, False
             try:
-                done = [self._one(call) for call in calls]
+                done = self._at_once(calls) or [self._one(call) for call in calls]
                 if self._in_transaction:
                     with self._naming():
                         self._commit()
@@ -209,6 +215,11 @@ class Database(ABC):
                 self._roll_back()
         return done
 
+    def _at_once(self, calls: Sequence[Callable[[], Any]]) -> list[Result] | None:
+        """What came of calls, if none failed and their transaction may commit; None if they are to be made one by one,
+        and nothing is written yet."""
+        return None
+
     def _one(self, call: Callable[[], Any]) -> Result:
         try:
             return Result(value=call())
@@ -218,29 +229,37 @@ class Database(ABC):
             return Result(error=error)
 
     @contextmanager
-    def _savepoint(self, durable: bool) -> Generator[None]:
+    def _part(self, *, durable: bool, shared: bool) -> Generator[None]:
         if durable:
             raise StoreError(f"{self.path}: a write that waits for the disk has a transaction of its own")
-        try:
-            with self._naming():
-                if not self._in_transaction:
-                    self._begun = True
-                    self._begin(durable=False)
-                self.execute("SAVEPOINT one")
+        if self._shared and not shared:
+            raise StoreError(f"{self.path}: a write that needs the store for itself came among others")
+        with self._naming():
+            if not self._in_transaction:
+                self._begun = True
+                self._begin(durable=False, shared=self._shared)
+            with self._savepoint():
                 yield
-                self.execute("RELEASE one")
+
+    @contextmanager
+    def _savepoint(self) -> Generator[None]:
+        """What is written inside is undone alone if it fails."""
+        try:
+            self.execute("SAVEPOINT one")
+            yield
+            self.execute("RELEASE one")
         except Exception:
             if self._in_transaction:
                 self.execute("ROLLBACK TO one")
                 self.execute("RELEASE one")
             raise
 
-    def _begin(self, *, durable: bool) -> None:
+    def _begin(self, *, durable: bool, shared: bool) -> None:
         began, self.waits = time.monotonic(), True
         try:
             while True:
                 try:
-                    self._begin_write(durable=durable)
+                    self._begin_write(durable=durable, shared=shared)
                     return
                 except self._errors as error:
                     why = self._named(error)

@@ -25,7 +25,7 @@ from agentrl.store.codec import (
 )
 from agentrl.store.database import Database
 from agentrl.store.groups import close_if_ended, scored
-from agentrl.store.leases import check_fence
+from agentrl.store.leases import check_fence, held
 from agentrl.store.outages import FAILURES, note_failure
 from agentrl.store.partials import Partial, discard_partial, drop_partial, pack_part, write_part
 from agentrl.store.snapshots import drop_snapshot
@@ -43,15 +43,25 @@ class Ending:
     detail: str = ""
 
 
+# Of the row `e` of an episode, so that a look at its fence tells them too: its last turn's index, whether a turn has
+# begun, whether sources score its turns.
+_LAST = "COALESCE((SELECT MAX(t.idx) FROM turns t WHERE t.episode_id = e.id AND t.trial = e.trial), -1)"
+_BEGUN = "EXISTS (SELECT 1 FROM partials p WHERE p.episode_id = e.id)"
+_ASKED = "e.evaluation = 0 AND EXISTS (SELECT 1 FROM sources)"
+_TURN = (
+    "LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial AND t.idx = ? LEFT JOIN steps s ON s.turn_id = t.id"
+)
+
+
 class Journal(Versions):
     """Write a running episode down, turn by turn."""
 
     def begin(self, episode_id: int, fence: int, start: Messages) -> None:
         """The environment was reset and answered `start`. Raises StoreError if turns are journaled already."""
         packed = pack_messages(start, f"episode {episode_id}: start")
-        with self._db.write():
-            trial = check_fence(self._db, episode_id, fence)
-            if self._last_index(episode_id, trial) >= 0:
+        with self._db.write(shared=True):
+            (last,) = held(self._db, episode_id, fence, _LAST)
+            if last >= 0:
                 raise StoreError(f"episode {episode_id} has turns already: restart_episode sets them aside")
             self._db.execute("UPDATE episodes SET start = ? WHERE id = ?", (packed, episode_id))
 
@@ -62,25 +72,25 @@ class Journal(Versions):
         blob = pack_tokens(turn)
         oldest = min((self.step_of(span.version) for span in turn.spans), default=None) if turn.learns else None
         answer = None if turn.step is None else pack_step(f"episode {episode_id}, turn {turn.index}", turn.step)
-        with self._db.write():
-            trial = check_fence(self._db, episode_id, fence)
-            last = self._last_index(episode_id, trial)
+        with self._db.write(shared=True):
+            trial, last, begun, asked = held(self._db, episode_id, fence, f"e.trial, {_LAST}, {_BEGUN}, {_ASKED}")
             if turn.index != last + 1:
                 raise StoreError(f"episode {episode_id}: turn {turn.index} cannot follow turn {last}")
             if turn.id and turn.id != (own := turn_id(episode_id, trial, turn.index)):
                 raise StoreError(f"episode {episode_id}: turn {turn.index}: its id is {own!r}, not {turn.id!r}")
             if turn.parent is not None and not 0 <= turn.parent < turn.index:
                 raise StoreError(f"episode {episode_id}: turn {turn.index} cannot extend turn {turn.parent}")
-            write_turn(self._db, episode_id, trial, turn, blob=blob, oldest=oldest, answer=answer)
+            write_turn(
+                self._db, episode_id, trial, turn, blob=blob, oldest=oldest, answer=answer, begun=begun, asked=asked
+            )
 
     def journal_partial(self, episode_id: int, fence: int, part: Partial) -> None:
         """Write more tokens of the turn that is sampled now; a claim has them until the turn is journaled.
 
         Raises StoreError if the turn is not the next one, or `part` does not begin right after the written tokens."""
         row = pack_part(episode_id, part)
-        with self._db.write():
-            trial = check_fence(self._db, episode_id, fence)
-            last = self._last_index(episode_id, trial)
+        with self._db.write(shared=True):
+            (last,) = held(self._db, episode_id, fence, _LAST)
             if part.index != last + 1:
                 raise StoreError(f"episode {episode_id}: turn {part.index} cannot be under way after turn {last}")
             write_part(self._db, row)
@@ -88,18 +98,13 @@ class Journal(Versions):
     def journal_step(self, episode_id: int, fence: int, turn_index: int, step: Step) -> None:
         """Write the answer to turn `turn_index`. Raises StoreError if that turn is not journaled or has an answer."""
         answer = pack_step(f"episode {episode_id}, turn {turn_index}", step)
-        with self._db.write():
-            trial = check_fence(self._db, episode_id, fence)
-            row = self._db.row(
-                "SELECT t.id, s.turn_id FROM turns t LEFT JOIN steps s ON s.turn_id = t.id"
-                " WHERE t.episode_id = ? AND t.trial = ? AND t.idx = ?",
-                (episode_id, trial, turn_index),
-            )
-            if row is None:
+        with self._db.write(shared=True):
+            row_id, answered = held(self._db, episode_id, fence, "t.id, s.turn_id", _TURN, (turn_index,))
+            if row_id is None:
                 raise StoreError(f"episode {episode_id}: turn {turn_index} was never journaled")
-            if row[1] is not None:
+            if answered is not None:
                 raise StoreError(f"episode {episode_id}: turn {turn_index} is answered already")
-            self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", (row[0], *answer))
+            self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", (row_id, *answer))
 
     def restart_episode(self, episode_id: int, fence: int, reason: str) -> None:
         """Start an episode anew under the same fence, as its environment could not be restored. The turns so far are
@@ -149,10 +154,6 @@ class Journal(Versions):
             check_fence(self._db, episode_id, fence)
             conclude(self._db, episode_id, ending, now)
 
-    def _last_index(self, episode_id: int, trial: int) -> int:
-        row = self._db.row("SELECT MAX(idx) FROM turns WHERE episode_id = ? AND trial = ?", (episode_id, trial))
-        return -1 if row is None or row[0] is None else row[0]
-
 
 def write_turn(
     db: Database,
@@ -163,9 +164,12 @@ def write_turn(
     blob: bytes,
     oldest: int | None,
     answer: tuple[Any, ...] | None,
+    begun: bool = True,
+    asked: bool = True,
 ) -> None:
     """Write a turn whose place was checked. `blob` has its tokens, `oldest` is the step of the oldest version that
-    sampled it, None if it does not learn; `answer` is its packed step, if it has one. Inside a transaction."""
+    sampled it, None if it does not learn; `answer` is its packed step, if it has one. `begun`: some of it may be in
+    `partials`; `asked`: sources may have to score it. Inside a transaction."""
     row_id = db.insert(
         "INSERT INTO turns (episode_id, trial, idx, parent, role, learns, finish, text, spans, n_prompt,"
         " n_tokens, oldest_step, state, started_s, ended_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -190,8 +194,9 @@ def write_turn(
     db.execute("INSERT INTO tokens VALUES (?, ?)", (row_id, blob))
     if turn.experts is not None:
         db.execute("INSERT INTO experts VALUES (?, ?)", (row_id, pack_experts(turn.experts)))
-    drop_partial(db, episode_id)
-    if turn.learns:
+    if begun:
+        drop_partial(db, episode_id)
+    if asked and turn.learns:
         db.execute(
             "INSERT INTO unscored SELECT c.source, ?, e.id FROM sources c, episodes e"
             " WHERE e.id = ? AND e.evaluation = 0",

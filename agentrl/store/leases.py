@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from agentrl.errors import LeaseLost
 from agentrl.records import Messages, Task, Turn
 from agentrl.store.codec import unpack_messages, unpack_task
-from agentrl.store.database import Database, Part
+from agentrl.store.database import Database, Part, Row
 from agentrl.store.groups import TRAIN
 from agentrl.store.partials import Partial, load_partial
 from agentrl.store.readers import load_turns
@@ -57,13 +57,15 @@ SELECT id, deaths, group_id FROM (
     SELECT id, group_id, evaluation, 1, deaths FROM episodes WHERE state = 'waiting' AND deaths > 0
     UNION ALL
     SELECT * FROM (
-        SELECT e.id, e.group_id, e.evaluation, 0, 0 FROM leases l CROSS JOIN episodes e ON e.holder = l.holder
-            WHERE l.until_s < ?1 AND l.holder <> ?2 AND e.state = 'running' AND e.deaths = 0
+        SELECT e.id, e.group_id, e.evaluation, 0, 0
+            FROM leases l CROSS JOIN episodes e ON e.holder = l.holder AND e.state = 'running'
+            WHERE l.until_s < ?1 AND l.holder <> ?2 AND e.deaths = 0
                 AND (e.evaluation = 1 OR e.group_id < ?4)
             ORDER BY e.evaluation DESC, e.id LIMIT ?3) left_behind
     UNION ALL
-    SELECT e.id, e.group_id, e.evaluation, 0, e.deaths FROM leases l CROSS JOIN episodes e ON e.holder = l.holder
-        WHERE l.until_s < ?1 AND l.holder <> ?2 AND e.state = 'running' AND e.deaths > 0
+    SELECT e.id, e.group_id, e.evaluation, 0, e.deaths
+        FROM leases l CROSS JOIN episodes e ON e.holder = l.holder AND e.state = 'running'
+        WHERE l.until_s < ?1 AND l.holder <> ?2 AND e.deaths > 0
 ) claimable WHERE evaluation = 1 OR group_id < ?4 ORDER BY deaths > 0, evaluation DESC, fresh, id
 """
 
@@ -119,7 +121,7 @@ class Leases(Part):
     def renew(self, worker: str, *, lease_s: float, now: float | None = None) -> frozenset[int]:
         """Renew this worker's lease; returns the ids of the episodes that it still holds."""
         now = self._db.clock() if now is None else now
-        with self._db.write():
+        with self._db.write(shared=True):
             holder = self._renew(worker, now + lease_s)
             rows = self._db.rows("SELECT id FROM episodes WHERE holder = ? AND state = 'running'", (holder,))
         return frozenset(id for (id,) in rows)
@@ -205,12 +207,21 @@ def too_early(db: Database, step: int, ahead: int) -> float:
 
 def check_fence(db: Database, episode_id: int, fence: int) -> int:
     """The trial of an episode that is held under `fence`, inside a transaction; raises LeaseLost if it is not."""
-    row = db.row("SELECT state, fence, trial FROM episodes WHERE id = ?", (episode_id,))
+    return held(db, episode_id, fence, "e.trial")[0]
+
+
+def held(
+    db: Database, episode_id: int, fence: int, columns: str, beside: str = "", parameters: tuple[int, ...] = ()
+) -> Row:
+    """Columns, in SQL, of the row `e` of an episode that is held under `fence`, and of rows `beside` it; raises as
+    `check_fence`. One statement, since a server takes a while to answer each."""
+    sql = f"SELECT e.state, e.fence, {columns} FROM episodes e {beside} WHERE e.id = ?"
+    row = db.row(sql, (*parameters, episode_id))
     if row is None:
         raise LeaseLost(f"episode {episode_id} does not exist in {db.path}")
-    state, current, trial = row
+    state, current, *found = row
     if state != "running":
         raise LeaseLost(f"episode {episode_id} is {state}, no longer running under fence {fence}")
     if current != fence:
         raise LeaseLost(f"episode {episode_id} was claimed anew: fence {current}, not {fence}")
-    return trial
+    return tuple(found)

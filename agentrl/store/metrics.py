@@ -85,7 +85,7 @@ class Metrics(Part):
     def record(self, kind: str, step: int, values: Mapping[str, Json]) -> None:
         """Record values under the current attempt. Numbers that are not finite become null."""
         data = to_json({key: finite(value) for key, value in values.items()}, f"metrics {kind!r}")
-        with self._db.write():
+        with self._db.write(shared=True):
             self._db.execute(
                 "INSERT INTO metrics (kind, step, attempt, time_s, data)"
                 " VALUES (?, ?, (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'attempt'), ?, ?)",

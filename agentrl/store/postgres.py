@@ -1,15 +1,18 @@
 """The run store in PostgreSQL: a schema of a database that many hosts share.
 
-The run's folder holds an address file in the place of SQLite's file. Owns the connection, its deadlines, and what
-PostgreSQL says in other words than SQLite: parameters (`?`, `?2`), `INDEXED BY`, `CROSS JOIN … ON`, column types and
-triggers. Never knows what a table is for.
+The run's folder holds an address file in the place of SQLite's file. Owns the connection and its deadlines;
+`postgres_sql` has the statements in PostgreSQL's words, `postgres_session` sends them. Never knows what a table is for.
 
 Every commit waits for the server's disk: the server may fall and come back under processes that live on, and they must
 not have seen what it lost. A write holds an advisory lock of its run until it commits, so writers take turns as they do
-with SQLite. The server ends a session that is silent within a transaction for `_SILENT_S`, and one whose host no longer
-answers: a process that hangs, or is cut off, gives the lock up and leaves nothing of its transaction. A connection that
-was lost between two transactions is made anew, for as long as a write may wait for the lock; one that is lost within a
-transaction fails that call.
+with SQLite; but those of the journal share it: each writes only rows of an episode whose fence it checked, and fences
+rise under the lock that nobody shares. Statements of a write go out without waiting for each other; only one whose rows
+are asked for, and the end, wait for the server.
+
+The server ends a session that is silent within a transaction for `_SILENT_S`, and one whose host no longer answers; one
+that is silent between two statements is ended by whoever waits for its lock. So a process that hangs, or is cut off,
+gives the lock up and leaves nothing of its transaction. A connection that was lost between two transactions is made
+anew, for as long as a write may wait for the lock; one that is lost within a transaction fails that call.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,32 +33,23 @@ from psycopg import sql as names
 from psycopg.adapt import Buffer, Loader
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import TransactionStatus
+from psycopg.types.numeric import Int8Dumper
 from psycopg.types.string import StrDumper
 
 from agentrl.errors import DiskFull, StoreBusy, StoreError, StoreVersionError, UsageError
 from agentrl.store import schema
-from agentrl.store.database import Cursor, Database, Row, Watch
+from agentrl.store.database import Cursor, Database, Result, Row, Watch
+from agentrl.store.postgres_session import Pipeline, Session
+from agentrl.store.postgres_sql import OURS, definition, translated, with_id
 
 CONNECT_S = 10.0
 _SILENT_S = 30.0
 _PAUSE_S = 0.2
+_MOST_NUMBERS = 32
 _MOMENT_S = 1.0  # one try for the write lock; `Database` tries again
-_STATEMENT_S = 180.0
+_STATEMENT_S = 60.0  # less than `ANSWER_S`
 _BORN_WITH = 18  # the schema version whose tables the first stores in PostgreSQL had
 _LOCK = schema.APPLICATION_ID << 32  # advisory locks of run stores: this, and the schema's number
-
-_OURS = """
-CREATE FUNCTION iif(boolean, anycompatible, anycompatible) RETURNS anycompatible LANGUAGE sql IMMUTABLE
-    AS 'SELECT CASE WHEN $1 THEN $2 ELSE $3 END';
-CREATE AGGREGATE total(double precision) (sfunc = float8pl, stype = double precision, initcond = '0');
-CREATE FUNCTION json_extract(text, text) RETURNS text LANGUAGE sql IMMUTABLE AS $$
-    SELECT NULLIF((CASE WHEN $2 LIKE '$[%' THEN $1::json -> trim('$[]' FROM $2)::integer
-                   ELSE $1::json -> substr($2, 3) END)::text, 'null') $$;
-CREATE FUNCTION json_each(text) RETURNS TABLE (value text) LANGUAGE sql IMMUTABLE
-    AS 'SELECT value::text FROM json_array_elements($1::json)';
-CREATE TABLE schema_version (version BIGINT NOT NULL);
-INSERT INTO schema_version VALUES (0);
-"""
 
 
 class Address(NamedTuple):
@@ -98,7 +92,7 @@ class Address(NamedTuple):
         """Write an address file."""
         path.write_text(json.dumps(self._asdict()) + "\n", encoding="utf-8")
 
-    def connect(self, *, reads: bool = False) -> psycopg.Connection[Any]:
+    def connect(self, *, reads: bool = False) -> Session:
         """A new connection, outside any transaction. Raises psycopg.Error."""
         settings = {
             "search_path": self.schema,
@@ -111,7 +105,7 @@ class Address(NamedTuple):
             "tcp_user_timeout": f"{int(1000 * _SILENT_S)}",
             "default_transaction_read_only": "on" if reads else "off",
         }
-        connection: psycopg.Connection[Any] = psycopg.Connection.connect(
+        connection = Session.connect(
             self.url,
             autocommit=True,
             cursor_factory=psycopg.RawCursor,
@@ -124,6 +118,7 @@ class Address(NamedTuple):
             options=" ".join(f"-c {name}={value}" for name, value in settings.items()),
         )
         connection.adapters.register_dumper(str, StrDumper)
+        connection.adapters.register_dumper(int, Int8Dumper)  # one type, so one prepared statement, however large
         connection.adapters.register_loader("numeric", _Number)
         return connection
 
@@ -131,6 +126,14 @@ class Address(NamedTuple):
 _SCHEMA = re.compile("agentrl_[a-z0-9_]{1,50}")
 _EXAMPLE = "give postgresql://user@host/database"
 _PASSES = "~/.pgpass"
+
+
+_END_SILENT = b"""
+SELECT pg_terminate_backend(l.pid) FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid
+WHERE l.locktype = 'advisory' AND l.granted AND a.datname = current_database()
+    AND (l.classid::bigint << 32 | l.objid::bigint) = $1 AND l.objsubid = 1
+    AND a.wait_event = 'ClientRead' AND a.state_change < clock_timestamp() - make_interval(secs => $2)
+"""
 
 
 class _Number(Loader):
@@ -144,6 +147,7 @@ class _Number(Loader):
 class Postgres(Database):
     """A store in a schema of a PostgreSQL database."""
 
+    shares: ClassVar[bool] = True
     _errors: ClassVar[type[Exception]] = psycopg.Error
 
     def __init__(self, path: Path, address: Address, clock: Callable[[], float], *, reads: bool = False) -> None:
@@ -151,11 +155,15 @@ class Postgres(Database):
         super().__init__(path, clock)
         self._address, self._reads = address, reads
         self._lock_id = 0
+        self._swift = False  # whether writes of `together` are tried without savepoints
+        self._shares_lock = False  # whether the open write transaction does
+        self._numbers, self._asked = list[int](), 1  # of turns: reserved for this transaction; how many to reserve
         with self._naming():
             self._connection = self._dial()
 
-    def _dial(self) -> psycopg.Connection[Any]:
+    def _dial(self) -> Session:
         connection = self._address.connect(reads=self._reads)
+        self._pipeline = Pipeline(connection)
         found = connection.execute("SELECT to_regnamespace($1)::oid::bigint", (self._address.schema,)).fetchone()
         self._lock_id = 0 if found is None or found[0] is None else _LOCK + found[0]
         return connection
@@ -174,17 +182,19 @@ class Postgres(Database):
         elif self._version() == schema.SCHEMA_VERSION:
             return
         with self.write():
+            self._settle()  # several statements at once go through no pipeline
             version = self._read_version()
             if create and version:
                 raise UsageError(f"{self.path} holds a run already: resume it, or choose another folder")
             if create:
-                self._connection.execute(_OURS)
+                self._connection.execute(OURS)
             if version < schema.SCHEMA_VERSION:
                 for statement in schema.statements(version):
-                    if (text := _definition(statement, empty=version < _BORN_WITH)) is not None:
+                    if (text := definition(statement, empty=version < _BORN_WITH)) is not None:
                         self._connection.execute(text)
                 self.execute("UPDATE schema_version SET version = ?", (schema.SCHEMA_VERSION,))
             if create:
+                self._run("CREATE TRIGGER tell AFTER INSERT ON unscored FOR EACH ROW EXECUTE FUNCTION tell()")
                 first()
 
     def look(self) -> None:
@@ -229,8 +239,11 @@ class Postgres(Database):
     def _begin_read(self) -> None:
         self._start("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
 
-    def _begin_write(self, *, durable: bool) -> None:
-        self._start("BEGIN", lambda: f"SELECT pg_advisory_xact_lock({self._lock_id})")
+    def _begin_write(self, *, durable: bool, shared: bool) -> None:
+        how = "_shared" if shared else ""
+        self._start("BEGIN", lambda: f"SELECT pg_advisory_xact_lock{how}({self._lock_id})")
+        self._shares_lock = shared
+        self._pipeline.enter()
 
     def _start(self, begin: str, lock: Callable[[], str] | None = None) -> None:
         """Begin a transaction; on a new connection if the old one was lost."""
@@ -244,19 +257,62 @@ class Postgres(Database):
             except (psycopg.OperationalError, psycopg.InterfaceError):
                 if not self._connection.closed:
                     self._roll_back()
+                    self._end_silent()
                     raise
                 most_s = CONNECT_S if self._reads else self._busy_s  # reads may stand in a loop of tasks
                 if time.monotonic() - began > most_s:
                     raise
             time.sleep(_PAUSE_S)
 
+    def _end_silent(self) -> None:
+        """End sessions that hold the run's lock and have said nothing for too long. The server does that by itself, but
+        for one that fell silent between statements that it sent without waiting."""
+        with suppress(psycopg.Error):
+            self._connection.execute(_END_SILENT, (self._lock_id, _SILENT_S))
+
     def _run(self, command: str) -> None:
         self._connection.execute(command.encode())
 
     def _commit(self) -> None:
-        self._run(f"NOTIFY {self._address.schema}; COMMIT")
+        """A notification locks out all other commits of the database until this one is on the disk, so the journal goes
+        without: nobody waits for it but reward sources, whose turns notify them by a trigger."""
+        self._settle()
+        self._run("COMMIT" if self._shares_lock else f"NOTIFY {self._address.schema}; COMMIT")
+
+    def _settle(self) -> None:
+        """Wait for all statements so far, and leave the pipeline. Raises psycopg.Error for the first that failed."""
+        self._numbers = []
+        self._pipeline.leave()
+
+    def _at_once(self, calls: Sequence[Callable[[], Any]]) -> list[Result] | None:
+        self._swift = True
+        try:
+            done = [Result(value=call()) for call in calls]
+            with self._naming():
+                self._settle()
+            return done
+        except Exception:  # one of them failed: which, and what of it, is found one by one
+            if self._begun and not self._in_transaction:
+                raise
+            self._roll_back()
+            self._begun = False
+            return None
+        finally:
+            self._swift = False
+
+    @contextmanager
+    def _savepoint(self) -> Generator[None]:
+        if self._swift:
+            yield
+            return
+        with suppress(psycopg.Error):
+            self._settle()  # from here on a failure belongs to its statement
+        with super()._savepoint():
+            yield
 
     def _roll_back(self) -> None:
+        with suppress(psycopg.Error):
+            self._settle()
         if self._in_transaction:
             try:
                 self._connection.execute("ROLLBACK")
@@ -276,19 +332,31 @@ class Postgres(Database):
         return StoreError(f"{self.path}: the database says: {_line(error)}")
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> Cursor:
+        if self._pipeline.entered:
+            return self._pipeline.send(translated(sql), _plain(parameters))
         return self._connection.execute(translated(sql), _plain(parameters))
 
     def execute_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
-        text, every = translated(sql), [_plain(row) for row in rows]
-        if every:
-            with self._connection.cursor() as cursor:
-                cursor.executemany(text, every)
+        for row in rows:
+            self.execute(sql, row)
 
     def insert(self, sql: str, parameters: Sequence[Any]) -> int:
+        if sql.startswith("INSERT INTO turns ("):
+            self.execute(with_id(sql), (id := self._turn_id(), *parameters))
+            return id
         number = "version" if sql.startswith("INSERT INTO versions") else "id"
         row = self.row(f"{sql} RETURNING {number}", parameters)
         assert row is not None
         return row[0]
+
+    def _turn_id(self) -> int:
+        """The number of a new turn, without waiting for the server. Unused ones end with the transaction, so that a
+        later turn has a higher number."""
+        if not self._numbers:
+            found = self.rows("SELECT nextval('turns_id_seq') FROM generate_series(1, ?::integer)", (self._asked,))
+            self._numbers = [id for (id,) in reversed(found)]
+            self._asked = min(2 * self._asked, _MOST_NUMBERS)
+        return self._numbers.pop()
 
     def watch(self) -> Watch:
         return Notices(self._address)
@@ -303,7 +371,7 @@ class Postgres(Database):
         return found
 
     def loosen(self) -> None:
-        self._run("SET CONSTRAINTS ALL DEFERRED")
+        self.execute("SET CONSTRAINTS ALL DEFERRED")
 
     def renumber(self) -> None:
         for table, columns in self.tables().items():
@@ -324,7 +392,7 @@ class Notices:
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self._connection: psycopg.Connection[Any] | None = None
+        self._connection: Session | None = None
         self._dialled_s = -math.inf
 
     def written(self) -> bool:
@@ -363,58 +431,3 @@ def _plain(parameters: Sequence[Any]) -> tuple[Any, ...]:
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-
-# --- the same SQL -----------------------------------------------------------------------------------------------------
-
-_PLACE = re.compile(r"\?(\d*)|'[^']*'")
-_HINT = re.compile(r" INDEXED BY \w+")
-_CROSS = re.compile(r"CROSS JOIN (\w+ \w+) ON")
-
-
-@lru_cache(maxsize=1024)
-def translated(sql: str) -> bytes:
-    """A statement as PostgreSQL reads it."""
-    count = 0
-
-    def place(found: re.Match[str]) -> str:
-        nonlocal count
-        if found[1] is None:
-            return found[0]
-        count += 1
-        return f"${found[1] or count}"
-
-    text = _CROSS.sub(r"JOIN \1 ON", _HINT.sub("", sql))
-    return _PLACE.sub(place, text).encode()
-
-
-_TYPES = (
-    (re.compile(r"\b(id|version) INTEGER PRIMARY KEY( AUTOINCREMENT)?(?! REFERENCES)"), r"\1 BIGSERIAL PRIMARY KEY"),
-    (re.compile(r"\bREFERENCES (\w+)"), r"REFERENCES \1 DEFERRABLE"),
-    (re.compile(r"\bINTEGER\b"), "BIGINT"),
-    (re.compile(r"\bREAL\b"), "DOUBLE PRECISION"),
-    (re.compile(r"\b(BLOB|ANY)\b"), "BYTEA"),
-    (re.compile(r"\bTEXT\b"), 'TEXT COLLATE "C"'),
-    (re.compile(r"\) STRICT(, WITHOUT ROWID)?$"), ")"),
-)
-_TRIGGER = re.compile(
-    r"CREATE TRIGGER (?P<name>\w+) (?P<when>AFTER [\w ,]+ ON \w+)\s*(WHEN (?P<condition>.*?))?\s*BEGIN(?P<body>.*)END$",
-    re.DOTALL,
-)
-
-
-def _definition(statement: str, *, empty: bool) -> bytes | None:
-    """A statement of the schema's history in PostgreSQL's words; None if it has nothing to do in an `empty` store."""
-    text = statement.rstrip().removesuffix(";")
-    if trigger := _TRIGGER.match(text):
-        name, condition = trigger["name"], f" WHEN ({trigger['condition']})" if trigger["condition"] else ""
-        return (
-            f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN{trigger['body']}"
-            f" RETURN NULL; END $$; CREATE TRIGGER {name} {trigger['when']} FOR EACH ROW{condition}"
-            f" EXECUTE FUNCTION {name}()"
-        ).encode()
-    if text.startswith(("INSERT", "UPDATE", "DELETE")):
-        return None if empty else translated(text)
-    for pattern, replacement in _TYPES:
-        text = pattern.sub(replacement, text)
-    return text.encode()

@@ -26,7 +26,7 @@ class Snapshots(Part):
 
     def keep_snapshot(self, episode_id: int, fence: int, snapshot: Snapshot) -> None:
         """Replace the episode's snapshot. Raises LeaseLost if it is no longer held under `fence`."""
-        with self._db.write():
+        with self._db.write(shared=True):
             check_fence(self._db, episode_id, fence)
             self._db.execute(
                 "INSERT INTO snapshots VALUES (?, ?, ?, ?) ON CONFLICT (episode_id)"
@@ -43,7 +43,7 @@ class Snapshots(Part):
     def note_unsaved(self, episode_id: int, fence: int, turn: int, reason: str) -> None:
         """Note that no snapshot can be taken from `turn` on, and why; the one before it stays. Raises LeaseLost if the
         episode is no longer held under `fence`."""
-        with self._db.write():
+        with self._db.write(shared=True):
             check_fence(self._db, episode_id, fence)
             self._db.execute(
                 "INSERT INTO unsaved VALUES (?, ?, ?) ON CONFLICT DO NOTHING", (episode_id, turn, printable(reason))

@@ -120,7 +120,7 @@ class SQLite(Database):
     def _begin_read(self) -> None:
         self._connection.execute("BEGIN")
 
-    def _begin_write(self, *, durable: bool) -> None:
+    def _begin_write(self, *, durable: bool, shared: bool) -> None:
         if durable != self._waits_for_disk:
             self._connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             self._waits_for_disk = durable

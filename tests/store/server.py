@@ -24,10 +24,11 @@ def programs() -> Path | None:
 class Server:
     """One server. It listens on a socket in its folder and nowhere else."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, durable: bool = False) -> None:
+        """`durable`: it waits for its disk, as a server should; tests need not."""
         found = programs()
         assert found is not None
-        self._programs, self.folder = found, folder
+        self._programs, self.folder, self._durable = found, folder, durable
         self.url = f"postgresql://agentrl@/agentrl?host={folder}"
 
     def make(self) -> None:
@@ -41,7 +42,8 @@ class Server:
         self._run("createdb", "-h", f"{self.folder}", "-U", "agentrl", "agentrl")
 
     def start(self) -> None:
-        settings = f"-k {self.folder} -c listen_addresses='' -c max_connections=40 -c fsync=off -c shared_buffers=32MB"
+        settings = f"-k {self.folder} -c listen_addresses='' -c max_connections=40"
+        settings += "" if self._durable else " -c fsync=off -c shared_buffers=32MB"
         self._run("pg_ctl", "-D", f"{self.folder}/data", "-w", "-l", f"{self.folder}/log", "-o", settings, "start")
 
     def stop(self, how: str = "fast") -> None:
@@ -58,9 +60,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(folder: Path) -> Generator[Server]:
+def running(folder: Path, *, durable: bool = False) -> Generator[Server]:
     """A server that runs until the end of the block."""
-    server = Server(folder)
+    server = Server(folder, durable=durable)
     server.make()
     try:
         yield server

@@ -245,7 +245,7 @@ def test_law_2_no_write_is_called_done_whose_transaction_a_later_call_lost(
 async def test_law_4_whatever_goes_wrong_in_the_thread_everybody_who_waits_hears_of_it(
     store: RunStore, desk: AsyncStore, claims: list[Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def together(calls: Any) -> Any:
+    def together(calls: Any, **_: Any) -> Any:
         raise Killed("the thread's own failure")
 
     monkeypatch.setattr(store, "together", together)

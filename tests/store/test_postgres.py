@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Generator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,9 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from agentrl.config import parse
 from agentrl.errors import StoreBusy, StoreError, UsageError
-from agentrl.records import GroupState, StopReason
+from agentrl.records import GroupState, StopReason, Task
 from agentrl.runtime.rundir import RunDir
-from agentrl.store import Claim, RunStore
+from agentrl.store import Claim, RunStore, leases
 from agentrl.store.audit import audit
 from agentrl.store.awaitable import AsyncStore
 from agentrl.store.choice import ADDRESS, STORE
@@ -32,6 +33,8 @@ from .server import Server, running
 from .test_model import StoreMachine
 
 postgres = pytest.importorskip("agentrl.store.postgres")  # its driver is an extra
+from agentrl.store.postgres_sql import translated  # noqa: E402
+
 Address = postgres.Address
 move = pytest.importorskip("agentrl.store.copying").move
 
@@ -134,12 +137,15 @@ def test_law_2_a_session_that_ends_within_a_transaction_leaves_nothing_of_it(sto
     assert turns(store) == 1
 
 
-def test_a_writer_that_hangs_gives_the_lock_up(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", [True, False], ids=["after an answer", "between statements"])
+def test_a_writer_that_hangs_gives_the_lock_up(store: RunStore, monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
     monkeypatch.setattr(postgres, "_SILENT_S", 0.3)
     with RunStore.open(store.path) as stopped:
         db = stopped._db  # pyright: ignore[reportPrivateUsage]
-        with pytest.raises(StoreError, match="idle-in-transaction"), db.write():
+        with pytest.raises(StoreError, match=r"terminating connection|server closed the connection"), db.write():
             db.execute("UPDATE meta SET value = 'half' WHERE key = 'config'")
+            if asked:
+                db.rows("SELECT 1")
             store.set_meta("a", "b")  # it waits until the server has ended the silent session
             db.rows("SELECT 1")
     assert (store.meta("a"), store.meta("config")) == ("b", "{}")
@@ -151,6 +157,55 @@ def test_a_lock_that_is_held_for_too_long_is_named_with_what_to_do(store: RunSto
         with store._db.write(), pytest.raises(StoreBusy, match=r"for over 0\.2 s: .*pg_terminate_backend.*--resume"):  # pyright: ignore[reportPrivateUsage]
             other.set_meta("a", "b")
         other.set_meta("a", "b")
+
+
+def test_processes_journal_at_once_and_what_needs_the_store_alone_waits_for_them(store: RunStore) -> None:
+    one, two, *_ = claim(store)
+    for each in (one, two):
+        store.begin(each.episode_id, each.fence, START)
+    with RunStore.open(store.path) as other, store._db.write(shared=True):  # pyright: ignore[reportPrivateUsage]
+        store._db.execute("UPDATE episodes SET detail = 'x' WHERE id = ?", (one.episode_id,))  # pyright: ignore[reportPrivateUsage]
+        other.hurry(0.1)
+        other.journal_turn(two.episode_id, two.fence, turn(0, 1))
+        with pytest.raises(StoreBusy):
+            other.finish(two.episode_id, two.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+    assert turns(store) == 1
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_of_writes_that_are_committed_together_one_that_fails_is_undone_alone(store: RunStore, shared: bool) -> None:
+    one, two, *_ = claim(store)
+    for each in (one, two):
+        store.begin(each.episode_id, each.fence, START)
+    calls = [partial(store.journal_turn, each.episode_id, each.fence, turn(n, 1)) for each, n in ((one, 0), (two, 0))]
+    wrong = partial(store.journal_turn, one.episode_id, one.fence, turn(5, 1))
+    broken = partial(store._db.execute, "INSERT INTO meta VALUES ('config', '')")  # pyright: ignore[reportPrivateUsage]
+
+    def refused() -> None:
+        """The database finds it wrong, perhaps after the next statement was sent."""
+        with store._db.write(shared=True):  # pyright: ignore[reportPrivateUsage]
+            broken()
+
+    first, *failed, last = store.together([calls[0], wrong, refused, calls[1]], shared=shared)
+    assert first.error is None and last.error is None
+    assert "turn 5 cannot follow turn 0" in str(failed[0].error) and "duplicate key" in str(failed[1].error)
+    assert turns(store) == 2 and store.meta("config") == "{}"
+    again = store.together([partial(store.journal_turn, one.episode_id, one.fence, turn(1, 1))], shared=shared)
+    assert again[0].error is None and turns(store) == 3
+
+
+def test_a_claim_reads_no_row_for_each_episode_that_runs(store: RunStore) -> None:
+    """Also in a new table, which the server believes to be empty."""
+    store.add_groups([Task(index=n, env="e", seed=n) for n in range(10)], size=60, purpose="eval")
+    assert len(store.claim("many", 600, lease_s=1e9)) == 600
+    with store._db.read():  # pyright: ignore[reportPrivateUsage]
+        explain = b"EXPLAIN (ANALYZE, FORMAT JSON) " + translated(leases._CLAIMABLE)
+        found = store._db._connection.execute(explain, (time.time(), "me", 8, 1e9)).fetchone()  # type: ignore[attr-defined]
+    steps = [found[0][0]["Plan"]]
+    for step in steps:
+        steps += step.get("Plans", [])
+    read = [step for step in steps if step.get("Index Name") != "episodes_waiting"]  # it holds those just claimed, too
+    assert max(step["Actual Rows"] * step["Actual Loops"] for step in read) < 100
 
 
 def test_a_run_moves_to_the_database_and_back_and_nothing_of_it_changes(tmp_path: Path, server: Server) -> None:
