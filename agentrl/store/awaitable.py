@@ -15,6 +15,7 @@ transaction in the caller's task, without a thread: for simulations in virtual t
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -35,6 +36,7 @@ from agentrl.store.waiting import wait_for_work
 _LAST_WORD_S = 4.0  # less than a supervisor leaves a child to end
 _DISK_S = 1.0  # between two tries to write on a full disk
 _TOGETHER = 256  # writes of one transaction at most: other processes wait for its end
+_AT_ONCE = 32  # tasks that go on in one pass of the loop: its other tasks wait for their end
 
 
 class Write:
@@ -59,6 +61,7 @@ class AsyncStore:
         wait `disk_wait_s` for space before they raise DiskFull, but for `claim`, `renew` and `record`."""
         self._store, self._reader, self._disk_wait_s = store, reader or store, disk_wait_s
         self._queue: SimpleQueue[Write | None] = SimpleQueue()
+        self._ready: deque[Write] = deque()  # they have their results, and their callers wait
         self._thread: threading.Thread | None = None
         if not inline:
             self._token = trio.lowlevel.current_trio_token()
@@ -228,7 +231,27 @@ class AsyncStore:
         except BaseException as error:  # whatever it was, the callers wait, and so will others
             results = [Result(error=StoreError(f"the store's thread failed: {error!r}")) for _ in writes]
         with suppress(trio.RunFinishedError):
-            self._token.run_sync_soon(_deliver, writes, results)
+            self._token.run_sync_soon(self._deliver, writes, results)
+
+    def _deliver(self, writes: list[Write], results: list[Result]) -> None:
+        for write, result in zip(writes, results, strict=True):
+            write.result = result
+        self._ready += (write for write in writes if write.task is not None)
+        self._wake_soon()
+
+    def _wake(self) -> None:
+        """Let callers go on: in one pass of the loop only so many that no other task of it waits long."""
+        for _ in range(min(_AT_ONCE, len(self._ready))):
+            write = self._ready.popleft()
+            if write.task is not None:  # else its caller was cancelled
+                trio.lowlevel.reschedule(write.task)
+                write.task = None
+        if self._ready:
+            self._wake_soon()
+
+    def _wake_soon(self) -> None:
+        with suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(self._wake, idempotent=True)
 
     async def aclose(self) -> None:
         """Make the writes that are queued, and end the thread. They wait for the lock for a few seconds only, as the
@@ -244,11 +267,3 @@ class AsyncStore:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-
-def _deliver(writes: list[Write], results: list[Result]) -> None:
-    for write, result in zip(writes, results, strict=True):
-        write.result = result
-        if write.task is not None:
-            trio.lowlevel.reschedule(write.task)
-            write.task = None

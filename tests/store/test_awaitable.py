@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -116,6 +117,25 @@ async def test_what_is_asked_for_at_once_is_committed_at_once(
     assert 4 <= len(began) <= 20, "eight episodes of five writes share transactions"
     assert store.ready_count() == 4
     assert audit(store).violations == []
+
+
+async def test_writes_committed_at_once_do_not_hold_the_loop_up_at_once(desk: AsyncStore, store: RunStore) -> None:
+    passes, went_on = 0, list[int]()
+
+    async def write(number: int) -> None:
+        await desk.record("fleet", number, {})
+        went_on.append(passes)
+
+    async with trio.open_nursery() as nursery:
+        with locked(store.path):
+            for number in range(200):
+                nursery.start_soon(write, number)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+        while len(went_on) < 200:
+            passes += 1
+            await trio.lowlevel.checkpoint()
+    most = 64  # those of two passes, as a pass has no order
+    assert max(Counter(went_on).values()) <= most, "other tasks of the loop run in between"
 
 
 async def test_an_error_is_that_of_the_call_that_made_it(
