@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import cache_from_source
+from pathlib import Path
 
 from agentrl.engine.vllm.launch import find_build
 from agentrl.errors import UsageError
@@ -29,7 +31,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Look at every part; each check has a deadline."""
-    checks: tuple[Callable[[], Finding], ...] = (_python, _cpu, _gpu, _torch, _bubblewrap, _docker, _vllm)
+    checks: tuple[Callable[[], Finding], ...] = (_python, _cpu, _gpu, _torch, _bytecode, _bubblewrap, _docker, _vllm)
     return [check() for check in checks]
 
 
@@ -55,6 +57,15 @@ def _torch() -> Finding:
     from importlib.metadata import version
 
     return Finding("torch", True, version("torch"), needed=True)
+
+
+def _bytecode() -> Finding:
+    spec = importlib.util.find_spec("torch")
+    kept = spec is not None and spec.origin is not None and Path(cache_from_source(spec.origin)).exists()
+    if kept or spec is None or not sys.dont_write_bytecode:
+        return Finding("bytecode", True, "kept" if kept else "is kept from the first start on")
+    hint = "each process of a run compiles torch anew when it starts: unset PYTHONDONTWRITEBYTECODE"
+    return Finding("bytecode", False, "is thrown away", hint)
 
 
 def _bubblewrap() -> Finding:
