@@ -19,6 +19,7 @@ import httpx
 import trio
 
 _READ_BYTES = 65_536
+_AT_ONCE = 32  # answers whose readers go on in one pass of the loop: its other tasks wait for their end
 _HEAD_BYTES = 262_144
 Origin = tuple[str, int]
 T = TypeVar("T")
@@ -35,6 +36,7 @@ class TrioTransport(httpx.AsyncBaseTransport):
     def __init__(self, *, keepalive_s: float = 60.0) -> None:
         self._keepalive_s = keepalive_s
         self._idle: dict[Origin, deque[_Connection]] = {}
+        self._door = _Door()
         self._secure: httpx.AsyncHTTPTransport | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -51,7 +53,7 @@ class TrioTransport(httpx.AsyncBaseTransport):
     async def ask(self, origin: Origin, data: bytes, timeouts: Mapping[str, float | None]) -> Answer:
         """Send the bytes of one request (`head_of`, and its body) without a record of httpx for it, which would cost a
         turn more than its parsing does."""
-        connection = self._take(origin) or await _connect(origin, timeouts.get("connect"))
+        connection = self._take(origin) or await _connect(origin, timeouts.get("connect"), self._door)
         try:
             await connection.send(data, timeouts.get("write"))
             status, headers = await connection.read_head(timeouts.get("read"))
@@ -89,11 +91,36 @@ class TrioTransport(httpx.AsyncBaseTransport):
             await self._secure.aclose()
 
 
+class _Door:
+    """Lets so many tasks go on in one pass of the loop, and the others in the next passes, in their order. If thousands
+    of turns get tokens at once, deadlines and leases are looked at in between."""
+
+    def __init__(self) -> None:
+        self._left, self._waiting, self._opens = _AT_ONCE, trio.lowlevel.ParkingLot(), False
+
+    async def through(self) -> None:
+        if self._left > 0:
+            self._left -= 1
+            return
+        if not self._opens:
+            self._opens = True
+            trio.lowlevel.spawn_system_task(self._open)
+        await self._waiting.park()
+
+    async def _open(self) -> None:
+        try:
+            while self._waiting:
+                self._waiting.unpark(count=_AT_ONCE)
+                await trio.lowlevel.checkpoint()
+        finally:
+            self._opens, self._left = False, _AT_ONCE
+
+
 class _Connection:
     """One socket with its HTTP state; the parser calls `on_...`. After any error it is closed, never reused."""
 
-    def __init__(self, stream: trio.SocketStream) -> None:
-        self._stream = stream
+    def __init__(self, stream: trio.SocketStream, door: _Door) -> None:
+        self._stream, self._door = stream, door
         self._socket = cast("socket.socket", cast("Any", stream.socket)._sock)  # which does not wait
         self._parser = httptools.HttpResponseParser(self)
         self._expect()
@@ -140,6 +167,7 @@ class _Connection:
                 data = None
                 while data is None:  # a server takes its time: to wait first saves a vain look
                     await trio.lowlevel.wait_readable(self._socket)
+                    await self._door.through()
                     data = _at_once(self._socket.recv, _READ_BYTES)
         except trio.TooSlowError as error:
             raise httpx.ReadTimeout(str(error)) from error
@@ -254,10 +282,10 @@ class Answer(httpx.AsyncByteStream):
             self._connection = None
 
 
-async def _connect(origin: Origin, timeout_s: float | None) -> _Connection:
+async def _connect(origin: Origin, timeout_s: float | None, door: _Door) -> _Connection:
     try:
         with _within(timeout_s):
-            return _Connection(await trio.open_tcp_stream(*origin))
+            return _Connection(await trio.open_tcp_stream(*origin), door)
     except trio.TooSlowError as error:
         raise httpx.ConnectTimeout(str(error)) from error
     except _FAILURES as error:

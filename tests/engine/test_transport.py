@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -10,7 +11,7 @@ import httpx
 import pytest
 import trio
 
-from agentrl.engine.transport import TrioTransport, _Connection
+from agentrl.engine.transport import TrioTransport, _Connection, _Door
 
 Handler = Callable[[trio.SocketStream, int], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -91,6 +92,28 @@ async def test_requests_at_once_take_a_connection_each_and_keep_them() -> None:
                 for _ in range(3):
                     nursery.start_soon(client.get, "/")
         assert len(connections) == 3
+
+
+async def test_answers_that_come_at_once_do_not_hold_the_loop_up_at_once() -> None:
+    door, passes, went_on = _Door(), 0, list[int]()
+    pairs = [pair() for _ in range(200)]
+
+    async def read(stream: trio.SocketStream) -> None:
+        assert (await _Connection(stream, door).read_head(None))[0] == 200
+        went_on.append(passes)
+
+    for _, peer in pairs:
+        await peer.send_all(OK)
+    async with trio.open_nursery() as nursery:
+        for ours, _ in pairs:
+            nursery.start_soon(read, ours)
+        while len(went_on) < len(pairs):
+            passes += 1
+            await trio.lowlevel.checkpoint()
+    for one in (one for both in pairs for one in both):
+        one.socket.close()
+    most = 64  # those of two passes, as a pass has no order
+    assert max(Counter(went_on).values()) <= most, "other tasks of the loop run in between"
 
 
 async def test_a_connection_that_the_server_closed_while_idle_is_replaced() -> None:
@@ -201,7 +224,7 @@ async def test_an_answer_reads_the_same_however_it_is_cut() -> None:
 
     for at in range(1, len(answer)):
         ours, peer = pair()
-        connection, body = _Connection(ours), b""
+        connection, body = _Connection(ours, _Door()), b""
         await peer.send_all(answer[:at])
         async with ours, peer, trio.open_nursery() as nursery:
             nursery.start_soon(rest, peer, answer[at:])
@@ -238,7 +261,7 @@ async def test_nobody_listening_is_a_connect_error() -> None:
 
 async def test_a_silent_server_is_a_read_timeout(autojump_clock: trio.testing.MockClock) -> None:
     ours, peer = pair()
-    connection = _Connection(ours)
+    connection = _Connection(ours, _Door())
     with pytest.raises(httpx.ReadTimeout):
         await connection.read_head(timeout_s=7.0)
     assert trio.current_time() == pytest.approx(7.0)
