@@ -69,6 +69,7 @@ class _Learning:
         self._heartbeat = Heartbeat.of_process()
         self._heartbeat.mark_while(lambda: store.waits)
         self._config: RunConfig = run.config()
+        store.lead()
         start = start_point(run, store)
         self._ranks = ranks_of(self._config, self._heartbeat.mark)
         self._learner = Learner(

@@ -22,6 +22,7 @@ and in `waiting`.
     forks       continuations of an episode           moving      groups out of one store into another
     replays     tasks lost to infrastructure failures, played again
     restarts    interrupted work that is given up on purpose
+    leading     which process is the learner
     durations   how long episodes, turns and pushes took
     roles       what each process of a run may ask of the store
     signal      when to look at the store again       waiting     the same in a trio program
@@ -52,6 +53,7 @@ from agentrl.store.forks import Forks
 from agentrl.store.groups import TRAIN, Groups
 from agentrl.store.journal import Journal
 from agentrl.store.leases import Claim, Leases
+from agentrl.store.leading import Leading
 from agentrl.store.lineage import Checkpoint, Lineage
 from agentrl.store.metrics import Failures, LengthBias, Lengths, Metric, Metrics
 from agentrl.store.moving import MovedGroup, MovedMember, Moving
@@ -129,6 +131,7 @@ class RunStore(
     Snapshots,
     Buffer,
     Retaking,
+    Leading,
     Lineage,
     Recovery,
     Rewards,

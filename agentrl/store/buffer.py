@@ -21,6 +21,7 @@ from agentrl.store.codec import unpack_record, unpack_task
 from agentrl.store.database import Database, Part
 from agentrl.store.groups import LATE, TRAIN, close, close_if_ended, enough, scored
 from agentrl.store.journal import end_episode
+from agentrl.store.leading import check_lead
 from agentrl.store.orders import OLDEST, Pick, Ready, TakeOrder
 from agentrl.store.readers import load_group
 from agentrl.store.returns import Returns, strength
@@ -111,6 +112,7 @@ class Buffer(Part):
             return None
         now = self._db.clock()
         with self._db.write(durable=True):  # before it is trained: a checkpoint may survive a loss of power
+            check_lead(self._db)
             offer = self._offer(step, max_lag, returns, skip_at_most)
             self._expire(offer.stale, STALE, now)
             self._expire(offer.silent, NO_SIGNAL, now)

@@ -79,6 +79,7 @@ class Database(ABC):
         self._together = False  # whether writes are parts of one transaction
         self._shared = False  # whether that transaction is of writes that others may go on beside
         self._begun = False  # whether that transaction was begun
+        self.leads: int | None = None  # which of the run's learners this handle is of (see `leading`); None: of none
         self.waits = False  # True while a thread waits for another process's write lock
 
     # --- what a database does its own way -------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from agentrl.records import StopReason, WeightVersion
 from agentrl.store.database import Database, Part
 from agentrl.store.groups import TRAIN, forget_starts
 from agentrl.store.journal import end_episode
+from agentrl.store.leading import check_lead
 from agentrl.store.leases import too_early
 
 TOKENS_DROPPED = "tokens_dropped"
@@ -44,6 +45,7 @@ class Lineage(Part):
         """The state after `step` is safe at `path`: mark groups taken up to it as trained. Waits for the disk."""
         number = version if isinstance(version, int) else version.version
         with self._db.write(durable=True):
+            check_lead(self._db)
             if self._db.row("SELECT 1 FROM versions WHERE version = ?", (number,)) is None:
                 raise StoreError(f"checkpoint of step {step}: weight version {number} was never minted")
             self._db.execute(
@@ -75,6 +77,7 @@ class Lineage(Part):
         Call it at every resume, also when there is nothing to undo. A group whose tokens were dropped by `retain`
         cannot be trained again and leaves as "tokens_dropped". Raises StoreError if `step` has no valid checkpoint."""
         with self._db.write(durable=True):
+            check_lead(self._db)
             known = self._db.row("SELECT 1 FROM checkpoints WHERE step = ? AND undone_attempt IS NULL", (step,))
             if step != 0 and known is None:
                 raise StoreError(f"cannot roll back to step {step}: it has no checkpoint")

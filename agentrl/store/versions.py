@@ -13,6 +13,7 @@ from pathlib import Path
 from agentrl.errors import StoreError
 from agentrl.records import WeightVersion
 from agentrl.store.database import Database, Part
+from agentrl.store.leading import check_lead
 
 
 def lag(step: int, made_at: int | None) -> int:
@@ -31,6 +32,7 @@ class Versions(Part):
         """A new version for the weights that optimizer step `step` made (0: the weights a run starts from). Waits for
         the disk: an engine elsewhere may still serve it after a loss of power."""
         with self._db.write(durable=True):
+            check_lead(self._db)
             number = self._db.insert(
                 "INSERT INTO versions (step, path, attempt, minted_s)"
                 " VALUES (?, ?, (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'attempt'), ?)",
@@ -42,6 +44,7 @@ class Versions(Part):
         """An engine serves it: admission counts from its step from now on. Raises StoreError if it was never minted."""
         number = version if isinstance(version, int) else version.version
         with self._db.write():
+            check_lead(self._db)
             cursor = self._db.execute(
                 "UPDATE versions SET confirmed_s = COALESCE(confirmed_s, ?) WHERE version = ?",
                 (self._db.clock(), number),

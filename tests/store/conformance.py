@@ -6,6 +6,8 @@ fixture `offer`, see `test_conformance`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ from .play import START, answer, bounds, part, turn
 
 __all__ = [
     "test_a_claim_is_one_workers_until_its_lease_ends_and_its_fence_protects_it",
+    "test_a_learner_that_another_has_followed_changes_nothing_any_more",
     "test_a_late_member_is_trained_later_against_its_groups_record",
     "test_a_lost_task_is_played_again_before_new_ones",
     "test_a_rollback_puts_back_what_came_after_it_and_no_more",
@@ -43,6 +46,10 @@ class Offer:
     learner: LearnerStore
     control: ControlStore
     read: ReadStore
+
+
+Again = Callable[[], AbstractContextManager[LearnerStore]]
+"""The fixture `store_again`: one more handle of the same store, as another learner's process holds it."""
 
 
 def admit(offer: Offer, n: int, **changes: Any) -> int:
@@ -160,6 +167,31 @@ async def test_an_episode_waits_for_its_sources_and_each_score_counts_once(offer
         assert not await offer.rewards.score(id, "prm", 9.0, took_s=0.1, cost=1.0)
     assert offer.read.ready_count() == 1
     assert [one.value for one in offer.read.scores("prm")] == [0.5] * 4
+
+
+async def test_a_learner_that_another_has_followed_changes_nothing_any_more(offer: Offer, store_again: Again) -> None:
+    """It was cut off, the next one went on from the last checkpoint, and then it comes back."""
+    admit(offer, 2)
+    for one in await claim(offer):
+        await play(offer, one)
+    first, version = offer.learner, offer.learner.current_version()
+    first.lead()
+    assert first.take(1, 1, max_lag=9)
+    with store_again() as second:
+        second.lead()
+        second.rollback(0)
+        for call in (
+            lambda: first.take(1, 1, max_lag=9),
+            lambda: first.mint_version(1),
+            lambda: first.confirm_version(version),
+            lambda: first.checkpoint(1, version, "/checkpoints/1"),
+            lambda: first.rollback(0),
+        ):
+            with pytest.raises(LeaseLost, match="another learner has begun"):
+                call()
+        assert second.take(1, 2, max_lag=9)
+        second.checkpoint(1, second.mint_version(1), "/checkpoints/1")
+        assert offer.read.lineage(1) == [1, 2, 3, 4]
 
 
 async def test_a_rollback_puts_back_what_came_after_it_and_no_more(offer: Offer) -> None:

@@ -11,7 +11,7 @@ from agentrl.store import RunStore
 from agentrl.store.awaitable import AsyncStore
 
 from .conformance import *  # noqa: F403  (the tests)
-from .conformance import Offer
+from .conformance import Again, Offer
 from .play import serve
 
 
@@ -22,3 +22,8 @@ async def offer(path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Off
         serve(other, 0)
         async with AsyncStore(writer, reader, inline=inline) as desk:
             yield Offer(rollout=desk, rewards=desk, learner=other, control=other, read=reader)
+
+
+@pytest.fixture
+def store_again(path: Path) -> Again:
+    return lambda: RunStore.open(path)

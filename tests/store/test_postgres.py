@@ -27,7 +27,7 @@ from agentrl.store.choice import ADDRESS, STORE
 from agentrl.testing.outside_audit import OutsideAuditor
 
 from .conformance import *  # noqa: F403  (the tests)
-from .conformance import Offer
+from .conformance import Again, Offer
 from .play import START, admit, answer, serve, turn
 from .server import Server, running
 from .test_model import StoreMachine
@@ -63,6 +63,11 @@ async def offer(path: Path, server: Server, request: pytest.FixtureRequest) -> A
         serve(other, 0)
         async with AsyncStore(writer, reader, inline=inline) as desk:
             yield Offer(rollout=desk, rewards=desk, learner=other, control=other, read=reader)
+
+
+@pytest.fixture
+def store_again(path: Path) -> Again:
+    return lambda: RunStore.open(path)
 
 
 def turns(store: RunStore) -> int:
