@@ -33,6 +33,7 @@ and in `waiting`.
 
 from __future__ import annotations
 
+import select
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,8 +53,8 @@ from agentrl.store.durations import Durations, EpisodeTimes
 from agentrl.store.forks import Forks
 from agentrl.store.groups import TRAIN, Groups
 from agentrl.store.journal import Journal
-from agentrl.store.leases import Claim, Leases
 from agentrl.store.leading import Leading
+from agentrl.store.leases import Claim, Leases
 from agentrl.store.lineage import Checkpoint, Lineage
 from agentrl.store.metrics import Failures, LengthBias, Lengths, Metric, Metrics
 from agentrl.store.moving import MovedGroup, MovedMember, Moving
@@ -221,7 +222,8 @@ class RunStore(
         A trio program uses `agentrl.store.waiting`."""
         signal, until = self.signal(role), time.monotonic() + timeout_s
         while not signal.changed() and (left_s := until - time.monotonic()) > 0:
-            time.sleep(min(signal.pause_s, left_s))
+            wakes = [] if signal.wakes is None else [signal.wakes]
+            select.select(wakes, [], [], min(signal.pause_s, left_s))
 
     def close(self) -> None:
         """Close this process's handle; no call may follow."""

@@ -51,6 +51,11 @@ class Cursor(Protocol):
 class Watch(Protocol):
     """Tells whether the store was written."""
 
+    @property
+    def wakes(self) -> int | None:
+        """A file descriptor that becomes readable when the store was written; None if there is none now."""
+        ...
+
     def written(self) -> bool:
         """Whether anybody has committed since this was last asked; True at first."""
         ...

@@ -46,6 +46,7 @@ CONNECT_S = 10.0
 _SILENT_S = 30.0
 _PAUSE_S = 0.2
 _MOST_NUMBERS = 32
+_LOOK_S = 1.0  # the longest that a lost notification delays anybody
 _MOMENT_S = 1.0  # one try for the write lock; `Database` tries again
 _STATEMENT_S = 60.0  # less than `ANSWER_S`
 _BORN_WITH = 18  # the schema version whose tables the first stores in PostgreSQL had
@@ -64,9 +65,9 @@ class Address(NamedTuple):
         holds a password, since it is written to the run's folder."""
         try:
             parts = conninfo_to_dict(url)
-        except psycopg.Error as error:
-            raise UsageError(f"store {url!r} is no URL of PostgreSQL ({_line(error)}): {_EXAMPLE}") from None
-        if "password" in parts:
+        except psycopg.Error:  # its message may quote a password
+            raise UsageError(f"the store's URL is none of PostgreSQL: {_EXAMPLE}") from None
+        if "password" in parts or "sslpassword" in parts:
             raise UsageError(f"the store's URL holds a password: leave it out, and give it in PGPASSWORD or {_PASSES}")
         if not url.startswith(("postgresql://", "postgres://")) or not parts.get("dbname"):
             raise UsageError(f"store {url!r} names no database: {_EXAMPLE}")
@@ -387,16 +388,28 @@ class Postgres(Database):
 
 
 class Notices:
-    """Every commit notifies the channel of its run's schema; a connection of its own listens. If it was lost, something
-    may have been written meanwhile."""
+    """Every commit that somebody waits for notifies the channel of its run's schema; a connection of its own listens.
+    If it was lost, something may have been written meanwhile; and a notification may be lost without a word, so once in
+    `_LOOK_S` something may have been, too."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
         self._connection: Session | None = None
-        self._dialled_s = -math.inf
+        self._dialled_s = self._told_s = -math.inf
+
+    @property
+    def wakes(self) -> int | None:
+        """The socket on which notifications come."""
+        return None if self._connection is None or self._connection.closed else self._connection.fileno()
 
     def written(self) -> bool:
         """Whether anybody has committed since this was last asked; also if nobody can tell."""
+        written = self._notified() or time.monotonic() > self._told_s + _LOOK_S
+        if written:
+            self._told_s = time.monotonic()
+        return written
+
+    def _notified(self) -> bool:
         try:
             if self._connection is None or self._connection.closed:
                 if time.monotonic() < self._dialled_s + _PAUSE_S:

@@ -16,6 +16,7 @@ Role = Literal["rollout", "learner", "control", "reward"]
 
 _LEAST_S, _MOST_S = 0.001, 0.02
 _GROWTH = 1.5
+_WAKES_S = 0.25  # where a descriptor tells of writes
 
 _PHASE = "(SELECT value FROM meta WHERE key = 'phase')"
 _ENDED = "(SELECT TOTAL(n) FROM ending_counts)"
@@ -41,7 +42,12 @@ class Signal:
     @property
     def pause_s(self) -> float:
         """How long to sleep before the next look: a moment after any write, longer while nothing is written."""
-        return self._pause_s
+        return self._pause_s if self.wakes is None else _WAKES_S
+
+    @property
+    def wakes(self) -> int | None:
+        """A file descriptor whose becoming readable ends that sleep; None if there is none."""
+        return self._watch.wakes
 
     def changed(self) -> bool:
         """Whether there may be work that was not there when this was last true."""

@@ -178,6 +178,10 @@ class Counter:
         self._path, self._connection = path, read_only(path)
         self._last: int | None = None
 
+    @property
+    def wakes(self) -> None:
+        return None  # no file tells
+
     def written(self) -> bool:
         row = self.row("PRAGMA data_version")
         last, self._last = self._last, None if row is None else row[0]

@@ -26,8 +26,8 @@ from .play import START, answer, bounds, part, turn
 
 __all__ = [
     "test_a_claim_is_one_workers_until_its_lease_ends_and_its_fence_protects_it",
-    "test_a_learner_that_another_has_followed_changes_nothing_any_more",
     "test_a_late_member_is_trained_later_against_its_groups_record",
+    "test_a_learner_that_another_has_followed_changes_nothing_any_more",
     "test_a_lost_task_is_played_again_before_new_ones",
     "test_a_rollback_puts_back_what_came_after_it_and_no_more",
     "test_a_snapshot_and_a_part_of_a_turn_are_there_for_the_next_worker",

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import trio
+import trio.testing
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -24,6 +26,7 @@ from agentrl.store import Claim, RunStore, leases
 from agentrl.store.audit import audit
 from agentrl.store.awaitable import AsyncStore
 from agentrl.store.choice import ADDRESS, STORE
+from agentrl.store.waiting import wait_for_work
 from agentrl.testing.outside_audit import OutsideAuditor
 
 from .conformance import *  # noqa: F403  (the tests)
@@ -140,6 +143,34 @@ def test_law_2_a_session_that_ends_within_a_transaction_leaves_nothing_of_it(sto
     assert store.counts() == {GroupState.RUNNING: 2}
     store.journal_turn(one.episode_id, one.fence, turn(0, 1))
     assert turns(store) == 1
+
+
+def test_a_notification_that_is_lost_delays_nobody_for_long(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres, "_LOOK_S", 0.05)
+    watch = store._db.watch()  # pyright: ignore[reportPrivateUsage]
+    assert watch.written()
+    store.set_meta("a", "b")
+    watch._connection.execute("UNLISTEN *")  # type: ignore[attr-defined]
+    list(watch._connection.notifies(timeout=0))  # type: ignore[attr-defined]
+    until = time.monotonic() + 60
+    while not watch.written():
+        assert time.monotonic() < until
+    watch.close()
+
+
+async def test_who_waits_sleeps_until_the_server_notifies_also_beside_another(store: RunStore) -> None:
+    with RunStore.read(store.path) as reader:
+        signal = reader.signal("rollout")
+        assert signal.changed()
+        with trio.fail_after(60):
+            async with trio.open_nursery() as nursery:
+                for _ in range(2):
+                    nursery.start_soon(wait_for_work, reader, "rollout", 3600.0)
+                await trio.testing.wait_all_tasks_blocked()
+                assert signal.wakes is not None
+                store.set_meta("a", "b")
+                await wait_for_work(reader, "rollout", 3600.0)
+                nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["after an answer", "between statements"])
@@ -264,8 +295,10 @@ def test_the_servers_tables_are_those_of_the_file(tmp_path: Path, store: RunStor
     ("url", "says"),
     [
         ("postgresql://me:secret@host/runs", "the store's URL holds a password: leave it out"),
+        ("postgresql://me:secret@host/runs?secret=1", "none of PostgreSQL: give postgresql://user@host/database"),
+        ("postgresql://me@host/runs?sslpassword=secret", "holds a password: leave it out"),
         ("postgresql://host", "names no database: give postgresql://user@host/database"),
-        ("mysql://host/runs", "give postgresql://user@host/database"),
+        ("mysql://me:secret@host/runs", "give postgresql://user@host/database"),
     ],
 )
 def test_a_wrong_url_is_refused_before_anything_is_made(path: Path, url: str, says: str) -> None:
