@@ -30,7 +30,6 @@ from agentrl.simulate_cli import simulate
 from agentrl.store_cli import store
 
 if TYPE_CHECKING:
-    from agentrl.config import RunConfig
     from agentrl.runtime.evaluation import EvalResult
 
 app = typer.Typer(
@@ -166,13 +165,14 @@ def _evaluate_model(
     what: str | None, env: str | None, n: int, settings: list[str], out: Path | None
 ) -> list[EvalResult]:
     from agentrl.owner import OwnedFolder
+    from agentrl.runtime.measuring import measured
     from agentrl.runtime.trainer import evaluate as measure
 
     if what is None:
         raise UsageError("name a run directory or a model; or give --endpoint URL --model NAME --env ID")
-    config = _evaluation_config(what, env, n, settings)
+    config, adapters = measured(what, env, n, settings)
     with closing(OwnedFolder(prefer_memory=False)) as owner:
-        return measure(config, out=out or owner.path / "run")
+        return measure(config, adapters, out=out or owner.path / "run")
 
 
 def _evaluate_endpoint(
@@ -210,37 +210,6 @@ def _evaluate_endpoint(
             out or owner.path,
             on_result=lambda row: print(endpoint.line(row), file=sys.stderr),
         )
-
-
-def _evaluation_config(what: str, env: str | None, n: int, settings: list[str]) -> RunConfig:
-    from agentrl import config as configuration
-    from agentrl.checkpoint_folders import newest
-    from agentrl.runtime.rundir import RunDir
-
-    path = Path(what)
-    document: dict[str, Any]
-    if RunDir(path).store_path.exists():
-        run = RunDir.open(path)
-        document = run.config().model_dump(mode="json")
-        checkpoint = newest(run.checkpoints)
-        if checkpoint is not None:
-            roles: dict[str, str] = document["rollout"]["roles"]
-            first = document["model"]  # who is frozen stays what the run began with
-            roles.update({role: first for role, policy in roles.items() if policy == "frozen"})
-            document["model"] = str(checkpoint)
-    else:
-        if env is None:
-            raise UsageError(f"{what} is a model: name the environment with --env")
-        document = {"model": what, "env": {"id": env}}
-    if env is not None and env != document["env"]["id"]:
-        document["env"] = {"id": env}
-        document["tasks"], document["curriculum"] = [], None
-        document["eval"] = {}
-    sets: list[dict[str, Any]] = document.get("eval", {}).get("sets") or [{"name": "tasks", "kwargs": {}}]
-    document["eval"] = {"sets": [{**held_out, "n": n} for held_out in sets]}
-    for override in settings:
-        configuration.apply_override(document, override)
-    return configuration.parse(document)
 
 
 @app.command()

@@ -46,5 +46,5 @@ class Opponents:
         members, measured = from_json(await store.meta(META)), self.settings.measured
         if claim.purpose != TRAIN and measured != "drawn":
             return members[0 if measured == "first" else -1].version
-        members = [one for one in members if one.step <= claim.started_step]
+        members = members[:1] + [one for one in members[1:] if one.step < claim.started_step]
         return draw(members, self.settings, seed=self.seed, group_id=claim.group_id, role=role)

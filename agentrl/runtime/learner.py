@@ -257,11 +257,11 @@ class _Learning:
         """Send the weights to every engine, confirm the version, drop the versions that nobody needs any more."""
         urls = self._urls()
         sync = trio.run(self._publisher.deliver, urls, parcel)
+        if self._league is not None:  # first: groups that this version admits draw from all members before it
+            trio.run(self._league.announce, urls)
         self._store.confirm_version(version)
         if row:
             self._telemetry.record("step", version.step, {**row, **sync, "version": version.version})
-        if self._league is not None:
-            trio.run(self._league.announce, urls)
         trio.run(self._publisher.tidy, urls)
 
     def _record_hashes(self) -> None:

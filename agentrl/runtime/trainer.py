@@ -24,6 +24,7 @@ from agentrl.records import Task
 from agentrl.registration import make
 from agentrl.runtime import defaults, evaluation, extending, report, rows_run
 from agentrl.runtime.engines import check_arguments
+from agentrl.runtime.measuring import Adapters
 from agentrl.runtime.models import given_model_dir, model_dir, renderer_of, slot_dir
 from agentrl.runtime.orders import take_order
 from agentrl.runtime.pipeline import Interrupted, Supervisor, run_to_end
@@ -268,16 +269,22 @@ def finish_training(run: RunDir, view: View | None) -> dict[str, Any]:
 
 
 def evaluate(
-    config: RunConfig, *, out: Path, overwrite: bool = True, view: View | None = None
+    config: RunConfig,
+    adapters: Adapters | None = None,
+    *,
+    out: Path,
+    overwrite: bool = True,
+    view: View | None = None,
 ) -> list[evaluation.EvalResult]:
-    """Measure `config.model` on `config.eval.sets` without training; its own run directory holds the episodes."""
-    if config.adapted_roles:
-        raise UsageError("only a run's own engines know the adapters of its roles: give the run [[eval.sets]]")
+    """Measure `config.model`, with `adapters` over it, on `config.eval.sets` without training; its own run directory
+    holds the episodes. `agentrl.runtime.measuring` gives both for a run that was trained."""
     if config.syncs_memory and config.engine.urls:
         hint = "no learner is there to send weights from its memory: leave it out, or give engine.sync = 'full'"
         raise ConfigError("engine.urls", config.engine.urls, hint)
     check_startable(config)
     run = RunDir.create(out, config, overwrite=overwrite)
+    if adapters is not None:
+        adapters.copy_into(run)
 
     async def body(supervisor: Supervisor) -> None:
         await supervisor.measure()

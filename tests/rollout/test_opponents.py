@@ -24,10 +24,10 @@ LEAGUE = Opponents(settings=LeagueSettings(rule="latest"), plays={"bob": "league
 
 
 def know(store: RunStore, *versions: int) -> None:
-    """Members that joined before the first group was admitted."""
+    """Members that joined before any group was admitted."""
     while store.mint_version(0).version < max(versions):
         pass
-    store.set_meta(META, to_json([Member(version=version, step=0) for version in (0, *versions)]))
+    store.set_meta(META, to_json([Member(version=version, step=-1) for version in (0, *versions)]))
 
 
 async def test_a_past_self_plays_its_role_and_is_not_trained(store: RunStore, claim_one: Any, context: Any) -> None:
@@ -72,7 +72,7 @@ async def test_an_episode_keeps_the_past_self_that_it_began_with(store: RunStore
 async def test_a_group_meets_members_that_were_there_when_it_was_admitted(store: RunStore, claim_one: Any) -> None:
     store.set_meta(META, to_json([Member(version=version, step=version) for version in (0, 4, 5)]))
     told, claimed = _Told(store), claim_one()
-    for step, expected in ((0, 0), (3, 0), (4, 4), (9, 5)):
+    for step, expected in ((0, 0), (4, 0), (5, 4), (9, 5)):
         claim = replace(claimed, started_step=step)
         assert await LEAGUE.version(told, claim, "bob", (), None) == expected  # type: ignore[arg-type]
 

@@ -15,11 +15,11 @@ import httpx
 import pytest
 
 from agentrl.algos.grpo import GRPO
-from agentrl.cli import _evaluation_config
 from agentrl.config import parse
 from agentrl.errors import ConfigError
 from agentrl.ports import free_port
 from agentrl.records import GroupState, StopReason
+from agentrl.runtime.measuring import measured
 from agentrl.runtime.models import given_model_dir, model_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.trainer import Trainer, evaluate
@@ -120,10 +120,10 @@ def test_a_frozen_opponent_plays_and_is_not_trained(tmp_path: Path) -> None:
         assert {(turn.role, turn.learns) for turn in turns} == {("first", True), ("second", False)}
         assert scored == sum(len(turn.token_ids) for turn in turns if turn.role == "first")
         assert {version for turn in turns if turn.role == "second" for version in turn.versions} == {0}
-    measured = _evaluation_config(str(tmp_path / "run"), None, 2, [])
-    assert measured.model == str(tmp_path / "run" / "checkpoints" / "step-00000002")
-    assert measured.rollout.roles == {"second": "agentrl/tiny-coder"}, "the opponent stays what it was"
-    (result,) = evaluate(measured, out=tmp_path / "eval")
+    trained, adapters = measured(str(tmp_path / "run"), None, 2)
+    assert trained.model == str(tmp_path / "run" / "checkpoints" / "step-00000002")
+    assert trained.rollout.roles == {"second": "agentrl/tiny-coder"}, "the opponent stays what it was"
+    (result,) = evaluate(trained, adapters, out=tmp_path / "eval")
     assert result.n == 2
 
 

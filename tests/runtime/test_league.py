@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ import pytest
 
 from agentrl.config import parse
 from agentrl.engine import adapters
-from agentrl.errors import EngineUnavailable
-from agentrl.league import META, from_json
-from agentrl.records import WeightVersion
+from agentrl.errors import EngineUnavailable, UsageError
+from agentrl.league import FIRST, META, Member, from_json, to_json
+from agentrl.records import Turn, WeightVersion
+from agentrl.runtime.checkpoints import start_point
+from agentrl.runtime.engines import current_weights
 from agentrl.runtime.league import League, folders, game
+from agentrl.runtime.measuring import measured
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.rundir import RunDir
-from agentrl.runtime.trainer import Trainer
+from agentrl.runtime.trainer import Trainer, evaluate
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
 from agentrl.train import lora
@@ -131,40 +135,91 @@ def test_what_was_won_is_counted_from_the_steps_that_stand(place: Place) -> None
     assert first.beaten == 4.5 / 7
 
 
+BOTH = [{"name": "first", "plays": "either", "adapter": True}, {"name": "second", "plays": "either"}]
+
+
 @pytest.mark.slow
 def test_a_run_against_its_past_selves(tmp_path: Path) -> None:
-    """Opponents are drawn from the checkpoints, their tokens have the log-probs of these weights, none is trained, and
-    the run goes on with them after it was stopped."""
+    """Either role is played by past selves, one with adapters of its own: they are drawn from the checkpoints, their
+    tokens have the log-probs of these weights, none is trained. The run goes on with them after it was stopped, and
+    `agentrl eval` plays the newest checkpoint against them."""
     out = tmp_path / "run"
-    Trainer(env=f"{ENVS}:Duel", config=CONFIG, out=out).train()
+    config = {**CONFIG, "roles": BOTH, "buffer": {"groups_per_step": 2, "max_lag": 0}}
+    Trainer(env=f"{ENVS}:Duel", config=config, out=out).train()
     summary = Trainer.resume(out, settings=["train.steps=4"])
     assert summary["steps"] == 4 and summary["eval"]["after"]["n"] == 2
+    (result,) = evaluate(*measured(str(out), None, 4, ["league.measured=latest"]), out=tmp_path / "eval")
+    assert result.n == 4
     run, model = RunDir.open(out), PolicyModel(model_dir(SMALL["model"]), adapter=Train(lora_rank=2))
+
+    def proved(turn: Turn, adapters: Path | None) -> None:
+        """A turn without context has the log-probs of the adapters in a folder, or of the model below."""
+        tokens = [*turn.prompt_ids, *turn.token_ids]
+        if adapters is None:
+            with lora.switched_off(model.module):
+                scores = model.score(tokens)
+        else:
+            lora.load(model.module, adapters / "first" if turn.role == "first" else adapters)
+            scores = model.score(tokens)
+        assert turn.logprobs == pytest.approx(scores[len(turn.prompt_ids) - 1 :], abs=1e-3)
+
     with RunStore.open(run.store_path) as store:
         assert audit(store).violations == []
         members = from_json(store.meta(META))
-        assert [member.step for member in members][:3] == [0, 1, 2]
+        assert [member.step for member in members] == [0, 1, 2, 3]
         episodes = [one for one in store.trajectories("train") if one.scored]
-        theirs = [turn for one in episodes for turn in one.turns if turn.role == "second"]
-        assert not any(turn.learns for turn in theirs)
-        drawn = Counter(version for turn in theirs for version in {*turn.versions})
-        assert {0} < drawn.keys() <= {member.version for member in members}
-        for version in drawn:
-            turn = next(turn for turn in theirs if set(turn.versions) == {version} and turn.parent is None)
-            if version:
-                lora.load(model.module, folders(run)[version])
-                scores = model.score([*turn.prompt_ids, *turn.token_ids])
-            else:
-                with lora.switched_off(model.module):
-                    scores = model.score([*turn.prompt_ids, *turn.token_ids])
-            assert turn.logprobs == pytest.approx(scores[len(turn.prompt_ids) - 1 :], abs=1e-3)
+        assert {tuple(sorted({turn.role for turn in one.turns if turn.learns})) for one in episodes} == {
+            ("first",),
+            ("second",),
+        }
+        theirs = [turn for one in episodes for turn in one.turns if not turn.learns]
+        drawn = {(turn.role, version) for turn in theirs for version in turn.versions}
+        assert {0} < {version for _, version in drawn} <= {member.version for member in members}
+        for role, version in drawn:
+            turn = next(one for one in theirs if (one.role, {*one.versions}, one.parent) == (role, {version}, None))
+            proved(turn, folders(run)[version] if version else None)
         trained = [store.trajectory(id) for step in range(1, 5) for id in store.lineage(step)]
         played, won = Counter[int](), Counter[int]()
         for one in trained:
-            if one.scored and (found := game(one, ["second"])) is not None:
+            if one.scored and (found := game(one, ["first", "second"])) is not None:
                 played[found[0]] += 1
                 won[found[0]] += 2 * found[1]
         assert {member.version: member.played for member in members if member.played} == played
         assert {member.version: 2 * member.won for member in members if member.won} == +won
         rates = [row.values["league_win_rate"] for row in store.metrics("step")]
         assert len(rates) == 4 and all(0 <= rate <= 1 for rate in rates)
+    with RunStore.open(tmp_path / "eval" / "store.sqlite") as store:
+        turns = [turn for one in store.trajectories("eval:held_out:now") for turn in one.turns if turn.parent is None]
+        assert {turn.versions[0] for turn in turns if not turn.learns} == {members[-1].version}
+        for turn in turns:
+            proved(
+                turn, run.checkpoints / "step-00000004" / "adapter" if turn.learns else folders(run)[turn.versions[0]]
+            )
+
+
+def test_a_run_with_adapters_is_measured_over_the_model_that_it_began_with(tmp_path: Path) -> None:
+    config = parse({**CONFIG, "roles": BOTH, "env": {"id": f"{ENVS}:Duel"}})
+    source = RunDir.create(tmp_path / "run", config)
+    assert measured(str(source.path), None, 3)[1] is None, "nothing is trained yet"
+    checkpoint = source.checkpoints / "step-00000007"
+    for folder in (checkpoint / "adapter" / "first", source.path / "league" / "5"):
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text(folder.name)
+    (checkpoint / "state.json").write_text('{"step": 7, "episodes": [[1, 2]]}')
+    with RunStore.open(source.store_path) as store:
+        store.set_meta(META, to_json([FIRST, Member(version=5, step=3)]))
+    found, adapters = measured(str(source.path), None, 3)
+    assert adapters is not None
+    assert (found.model, found.sync, [one.n for one in found.eval.sets]) == (SMALL["model"], "adapter", [3])
+    run = RunDir.create(tmp_path / "eval", found)
+    adapters.copy_into(run)
+    with RunStore.open(run.store_path) as store:
+        start = start_point(run, store)
+        weights = current_weights(found, store, start)
+        assert (start.version.step, weights.current.step, weights.base.version) == (7, 7, 0)
+        assert weights.adapter is not None and (weights.adapter / "first" / "weights").read_text() == "first"
+        assert from_json(store.meta(META))[-1].version == 5 and folders(run).keys() == {5}
+        assert store.counts() == {}
+    shutil.rmtree(checkpoint)
+    with pytest.raises(UsageError, match=r"cannot be copied .*give the same command again"):
+        adapters.copy_into(RunDir.create(tmp_path / "late", found))
