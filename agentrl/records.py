@@ -77,6 +77,9 @@ POLICY = "policy"
 ENV = "env"
 """The environment as a source of rewards."""
 
+LARGEST = 1e30
+"""The largest magnitude of a reward or an outcome: sums of these are finite, also in the learner's float32."""
+
 UNKNOWN = -1
 """The state of a turn that nobody wrote down: it is like no other's."""
 

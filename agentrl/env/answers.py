@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 from agentrl.env import spaces
 from agentrl.errors import EnvError
 from agentrl.protocols import AsyncEnv
-from agentrl.records import Json, Messages, Step, StopReason, Task
+from agentrl.records import LARGEST, Json, Messages, Step, StopReason, Task
 
 _LEAST: Final = 64  # bytes that a message counts for beside its content
 _MESSAGES: Final = spaces.Messages(sys.maxsize, sys.maxsize)  # how much is too much, the model's context says
@@ -31,10 +31,10 @@ async def start(env: AsyncEnv, task: Task, most: int | None = None) -> Step:
     return _step(what, observation, info, most)
 
 
-async def act(env: AsyncEnv, action: str, task: Task, most: int | None = None) -> Step:
+async def act(env: AsyncEnv, action: str, task: Task, most: int | None = None, turn: int | None = None) -> Step:
     """Step: what came of an action, in messages of at most about `most` bytes; numbers of numpy become Python's.
-    Raises EnvError for an answer that breaks the contract."""
-    what = f"{task.env}: step"
+    Raises EnvError for an answer that breaks the contract; it names the `turn`."""
+    what = f"{task.env}: step" if turn is None else f"{task.env}: step of turn {turn}"
     observation, reward, terminated, truncated, info = of_step(await env.astep(action), what)
     return _step(what, observation, info, most, reward, terminated, truncated)
 
@@ -96,31 +96,39 @@ def _step(
 ) -> Step:
     """A step of what was said: what a run acts on as fields, the rest of the info as it is. Of messages of more than
     `most` bytes the middle is cut out."""
-    rest = _plain(info, what)
-    observation, lost = _cut(observation, most)
-    history, more = _cut(rest.pop("history", None), most)
-    rest.pop("observation_cut", None)
 
     def named(name: str) -> str:
         return f"{what}: info[{name!r}]"
 
-    outcome, success, role = rest.pop("outcome", None), rest.pop("success", None), rest.pop("role", None)
+    if not isinstance(info, dict):
+        raise EnvError(f"{what}: info is a {type(info).__name__}, not a dict")
+    given = dict(cast("dict[str, Any]", info))
+    outcome, unsettled = given.pop("outcome", None), given.pop("unsettled", None) or 0.0
+    rewards, outcomes = given.pop("rewards", None), given.pop("outcomes", None)
+    numbers: dict[str, Any] = {
+        "reward": _number(reward, f"{what}: reward"),
+        "outcome": None if outcome is None else _number(outcome, named("outcome")),
+        "rewards": _by_role(rewards, named("rewards")),
+        "outcomes": _by_role(outcomes, named("outcomes")),
+        "unsettled": _number(unsettled, named("unsettled")),
+    }
+    rest = _plain(given, what)
+    observation, lost = _cut(observation, most)
+    history, more = _cut(rest.pop("history", None), most)
+    rest.pop("observation_cut", None)
+    success, role = rest.pop("success", None), rest.pop("role", None)
     return Step(
         observation=_messages(observation, f"{what}: observation"),
-        reward=_number(reward, f"{what}: reward"),
         terminated=bool(terminated),
         truncated=bool(truncated),
-        outcome=None if outcome is None else _number(outcome, named("outcome")),
         success=None if success is None else bool(success),
         stop_reason=_reason(rest.pop("stop_reason", None), named("stop_reason")),
         history=None if history is None else _messages(history, named("history")),
         masked=bool(rest.pop("masked", False)),
         role=None if role is None else _text(role, named("role")),
-        rewards=_by_role(rest.pop("rewards", None), named("rewards")),
-        outcomes=_by_role(rest.pop("outcomes", None), named("outcomes")),
-        unsettled=_number(rest.pop("unsettled", None) or 0.0, named("unsettled")),
         observation_cut=lost + more,
         info=rest,
+        **numbers,
     )
 
 
@@ -159,10 +167,14 @@ def _shortened(message: Any, size: int, limit: int) -> Any:
 def _number(value: Any, what: str) -> float:
     try:
         number = float(value)
+    except OverflowError:  # of an integer
+        raise EnvError(f"{what}: give a number within {LARGEST:g} of 0") from None
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
         raise EnvError(f"{what} = {value!r}: give a finite number")
+    if abs(number) > LARGEST:
+        raise EnvError(f"{what} = {number:g}: give a number within {LARGEST:g} of 0")
     return number
 
 
@@ -187,15 +199,11 @@ def _by_role(values: Any, what: str) -> dict[str, float]:
     return {str(role): _number(value, f"{what}[{role!r}]") for role, value in numbers.items()}
 
 
-def _plain(info: Any, what: str) -> dict[str, Json]:
-    """A copy of an info. Raises EnvError for what JSON cannot carry."""
-    if not isinstance(info, dict):
-        raise EnvError(f"{what}: info is a {type(info).__name__}, not a dict")
-    given = cast("dict[str, Json]", info)
-    if not given:
-        return {}
-    try:
-        json.dumps(given, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise EnvError(f"{what}: info is not JSON-safe: {error}") from error
-    return dict(given)
+def _plain(info: dict[str, Json], what: str) -> dict[str, Json]:
+    """An info. Raises EnvError for what JSON cannot carry."""
+    if info:
+        try:
+            json.dumps(info, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise EnvError(f"{what}: info is not JSON-safe: {error}") from error
+    return info

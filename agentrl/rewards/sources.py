@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ import trio
 from agentrl.columns import NONE
 from agentrl.engine.scoring import ScoringClient
 from agentrl.errors import DiskFull, ScoreError
-from agentrl.records import StopReason, Trajectory
+from agentrl.records import LARGEST, StopReason, Trajectory
 from agentrl.registry import load_reference
 from agentrl.rewards.box_tests import ArtifactsOf, BoxTests
 from agentrl.rewards.contents import Known
@@ -175,7 +174,7 @@ class Scorer:
             with trio.move_on_after(self.settings.call_deadline_s) as scope:
                 try:
                     verdict = await _called(self.ask, seen, self._threads)
-                    if math.isfinite(verdict.value):
+                    if abs(verdict.value) <= LARGEST:
                         return verdict, attempt + 1.0
                     failure = f"{verdict.value} is no reward"
                 except Exception as error:  # whatever a source's own code raises is its failure, and is named here

@@ -18,7 +18,6 @@ that the role is bound to.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from agentrl.env import answers, bridge
 from agentrl.errors import EnvError, InfrastructureError, PolicyFault, StoreError, boundary
 from agentrl.protocols import AsyncEnv, Engine, GenerateRequest, KeyedEnv, Rewarder, SnapshotEnv
 from agentrl.records import (
+    LARGEST,
     POLICY,
     Messages,
     SamplingParams,
@@ -172,7 +172,7 @@ class _Episode:
 
         async def reward() -> float:
             rewarded = float(await bridge.call(rewarder, self._trajectory(ending), blocking=False))
-            if not math.isfinite(rewarded):
+            if not abs(rewarded) <= LARGEST:
                 raise ValueError(f"{rewarded} is no reward")
             return rewarded
 
@@ -434,7 +434,7 @@ class _Episode:
         if self._keyed is not None:
             self._keyed.action_id = turn.id
         policy_s = max(min(settings.step_deadline_s, settings.episode_deadline_s - self._guard.seconds), 0.0)
-        call = partial(answers.act, env, turn.text, self._claim.task, settings.observation_bytes)
+        call = partial(answers.act, env, turn.text, self._claim.task, settings.observation_bytes, turn.index)
         step: Step = await self._guard("step", call, policy_s=policy_s)
         self._said = step
         return step

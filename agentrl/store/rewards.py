@@ -18,7 +18,7 @@ from typing import Literal
 
 from agentrl.columns import NONE, Columns
 from agentrl.errors import StoreError
-from agentrl.records import StopReason, turn_id
+from agentrl.records import LARGEST, StopReason, turn_id
 from agentrl.store.codec import with_columns
 from agentrl.store.database import Database, Part
 from agentrl.store.journal import Ending, end_as, held_ending
@@ -116,9 +116,11 @@ class Rewards(Part):
         tokens are kept with them, if the episode waited for this value.
 
         The last value that an episode waits for ends it, in the same transaction. Raises StoreError for an unknown turn
-        and for a value that is not finite."""
+        and for a value that is not finite or beyond `LARGEST`."""
         if not math.isfinite(value):
             raise StoreError(f"turn {turn}: {source!r} gave {value}: give a finite number")
+        if abs(value) > LARGEST:
+            raise StoreError(f"turn {turn}: {source!r} gave {value:g}: give a number within {LARGEST:g} of 0")
         with self._db.write():
             row_id, episode_id = turn_row(self._db, turn)
             declared = self._db.row("SELECT version FROM sources WHERE source = ?", (source,))

@@ -98,6 +98,13 @@ FORM = "return (messages, reward, terminated, truncated, info)"
         ),
         (((), None, True, False, {}), "step: reward = None: give a finite number"),
         (((), float("nan"), True, False, {}), "step: reward = nan: give a finite number"),
+        (((), 1e31, True, False, {}), "step: reward = 1e+31: give a number within 1e+30 of 0"),
+        (((), 10**400, True, False, {}), "step: reward: give a number within 1e+30 of 0"),
+        (((), 0.0, True, False, {"outcome": float("-inf")}), "step: info['outcome'] = -inf: give a finite number"),
+        (
+            ((), 0.0, True, False, {"outcomes": {"a": -1e300}}),
+            "step: info['outcomes']['a'] = -1e+300: give a number within 1e+30 of 0",
+        ),
         (((), 0.0, True, False, None), "step: info is a NoneType, not a dict"),
         (
             ((), 0.0, True, False, {"n": np.int64(3)}),
@@ -127,5 +134,5 @@ async def test_what_is_no_answer_is_one_line(answer: Any, said: str) -> None:
 async def test_reset_and_end_are_looked_at_too() -> None:
     with pytest.raises(EnvError, match=r"^my/Env-v0: reset returned 1 values: return \(messages, info\)$"):
         await answers.start(env((WORD,)), TASK)
-    with pytest.raises(EnvError, match=r"^my/Env-v0: end: info is not JSON-safe"):
+    with pytest.raises(EnvError, match=r"^my/Env-v0: end: info\['outcome'\] = inf: give a finite number"):
         await answers.end(env({"outcome": float("inf")}), StopReason.TURN_LIMIT, TASK)

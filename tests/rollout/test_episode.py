@@ -109,9 +109,16 @@ async def test_law_3_a_failure_in_an_environments_nursery_has_the_name_that_it_h
 @pytest.mark.parametrize(
     ("answer", "detail"),
     [
-        (None, "test/Env: step returned a NoneType: return (messages, reward, terminated, truncated, info)"),
-        (done(note=object()), "test/Env: step: info is not JSON-safe: Object of type object is not JSON serializable"),
-        (done(float("nan")), "test/Env: step: info is not JSON-safe: Out of range float values are not JSON compliant"),
+        (None, "test/Env: step of turn 0 returned a NoneType: return (messages, reward, terminated, truncated, info)"),
+        (
+            done(note=object()),
+            "test/Env: step of turn 0: info is not JSON-safe: Object of type object is not JSON serializable",
+        ),
+        (done(float("nan")), "test/Env: step of turn 0: info['outcome'] = nan: give a finite number"),
+        (
+            done(note=float("nan")),
+            "test/Env: step of turn 0: info is not JSON-safe: Out of range float values are not JSON compliant",
+        ),
     ],
 )
 async def test_law_3_an_answer_that_is_none_costs_the_episode_not_the_worker(
@@ -235,10 +242,22 @@ async def test_law_3_a_reward_that_cannot_be_had_is_no_reward(
     assert (trajectory.stop_reason, trajectory.outcome, trajectory.scored) == (reason, None, False)
 
 
-async def test_law_3_a_reward_that_is_not_finite_is_no_reward(claim_one: Any, context: Any) -> None:
-    ending = await play(claim_one(), context(ScriptedEnv([done()]), rewarder=lambda trajectory: float("nan")))
+@pytest.mark.parametrize("given", [float("nan"), float("inf"), 1e300])
+async def test_law_3_a_reward_that_is_not_finite_is_no_reward(claim_one: Any, context: Any, given: float) -> None:
+    """Nor one so large that a sum of two may not be finite."""
+    ending = await play(claim_one(), context(ScriptedEnv([done()]), rewarder=lambda trajectory: given))
     assert ending.stop_reason is StopReason.ENV_FAILED
-    assert ending.detail == "test/Env: reward raised ValueError: nan is no reward"
+    assert ending.detail == f"test/Env: reward raised ValueError: {given} is no reward"
+
+
+@pytest.mark.parametrize("given", [{"outcome": float("inf")}, {"outcomes": {"a": 1e300}}])
+async def test_law_3_an_outcome_that_is_not_finite_is_refused_with_its_turn(
+    claim_one: Any, context: Any, given: dict[str, Any]
+) -> None:
+    """It would end the learner: no mean nor deviation can be taken of it."""
+    ending = await play(claim_one(), context(ScriptedEnv([going(), ((), 0.0, True, False, given)])))
+    assert ending.stop_reason is StopReason.ENV_FAILED
+    assert ending.detail.startswith("test/Env: step of turn 1: info['outcome")
 
 
 async def test_what_failed_before_is_not_put_to_the_rewarder(claim_one: Any, context: Any) -> None:

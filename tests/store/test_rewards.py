@@ -232,6 +232,7 @@ def test_an_episode_goes_on_without_a_source_that_is_declared_no_longer(store: R
         ("1.0.7", 1.0, r"has no turn 1\.0\.7"),
         ("seven", 1.0, r"'seven' is no turn's id: give one such as '12\.0\.3'"),
         ("1.0.0", float("nan"), r"turn 1\.0\.0: 'prm' gave nan: give a finite number"),
+        ("1.0.0", 1e300, r"turn 1\.0\.0: 'prm' gave 1e\+300: give a number within 1e\+30 of 0"),
     ],
 )
 def test_a_score_that_is_none_is_one_line(store: RunStore, id: str, value: float, message: str) -> None:
