@@ -5,7 +5,8 @@ loss, or why rows share a prefix.
 
 A layout is a class that is made from the branches of a pass; its `attend` is called by every layer:
 
-    Paths     sdpa     one call per branch, its K and V gathered by its path; dense masks. Any device and dtype.
+    Paths     sdpa     one call per branch, or 1,024 queries of it, K and V gathered by its path; all calls share a
+                       dense mask of that height. Any device and dtype.
     Varlen    varlen   one flash kernel for all branches: their sizes are the queries' lengths, their paths the keys',
                        causal from the bottom right. K and V gathered by path, no masks. CUDA, bfloat16 or float16.
     Subtrees  flex     FlexAttention over the nodes, K and V as they are. Nodes are in preorder, so node j is an
@@ -39,6 +40,7 @@ from agentrl.train.packing import Branch
 
 _NO_SCORES = frozenset({"dropout", "position_ids", "cache_position"})  # passed, but used before attention or not
 _BLOCK = 128  # nodes of a side of FlexAttention's blocks
+_QUERIES = 1024  # that share a mask
 
 
 class Layout(Protocol):
@@ -89,14 +91,15 @@ def tree_attention(
 
 
 class Paths:
-    """One call of torch's scaled dot product attention per branch."""
+    """Calls of torch's scaled dot product attention: one for each branch, for each `_QUERIES` of its queries if it
+    needs a mask."""
 
     def __init__(self, branches: Sequence[Branch]) -> None:
         self.branches = branches
         self.sizes = [branch.stop - branch.start for branch in branches]
         self.lengths = [len(branch.path) for branch in branches]
         self.paths = torch.cat([branch.path for branch in branches])
-        self.masks: dict[int | None, list[Tensor | None]] = {}
+        self.masks: dict[int | None, Tensor] = {}
 
     def attend(
         self,
@@ -112,36 +115,52 @@ class Paths:
         keys = key.index_select(2, self.paths).split(self.lengths, 2)
         values = value.index_select(2, self.paths).split(self.lengths, 2)
         outputs: list[Tensor] = []
-        for i, mask in enumerate(self._masks(window, query)):
-            parts = (queries[i], keys[i], values[i])
-            if sinks is not None:
-                mask = _mask(self.branches[i], window, query, always=True) if mask is None else mask
-                parts, mask = _with_sinks(*parts, mask, sinks)
-            outputs.append(
-                functional.scaled_dot_product_attention(
-                    *parts, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        for i, (size, length) in enumerate(zip(self.sizes, self.lengths, strict=True)):
+            causal = sinks is None and _is_causal(size, length, window)
+            rows = size if causal else _QUERIES
+            for start in range(0, size, rows):
+                stop = min(start + rows, size)
+                last = length - size + stop
+                first = 0 if window is None else max(0, last - (stop - start) - window + 1)
+                parts = (queries[i][:, :, start:stop], keys[i][:, :, first:last], values[i][:, :, first:last])
+                mask = None
+                if not causal:
+                    most = self._mask(window, query, every=sinks is not None)
+                    mask = most[most.shape[0] - (stop - start) :, most.shape[1] - (last - first) :]
+                    mask = mask if query.device.type == "cpu" else mask.contiguous()  # CUDA wants it aligned
+                if sinks is not None:
+                    parts, mask = _with_sinks(*parts, mask, sinks)
+                outputs.append(
+                    functional.scaled_dot_product_attention(
+                        *parts, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+                    )
                 )
-            )
         return torch.cat(outputs, 2).transpose(1, 2)
 
-    def _masks(self, window: int | None, like: Tensor) -> list[Tensor | None]:
-        """One additive mask [n, L] per branch: its n queries are the last of L keys. None means plain causal."""
+    def _mask(self, window: int | None, like: Tensor, *, every: bool) -> Tensor:
+        """An additive mask [n, L] whose lower right corners are the masks of all calls that need one: what a query sees
+        depends on how far it is from the last query and a key from the last key. `every` branch needs one, or those
+        that are not plain rows."""
         if window not in self.masks:
-            self.masks[window] = [_mask(branch, window, like) for branch in self.branches]
+            sizes = list(zip(self.sizes, self.lengths, strict=True))
+            needing = [size for size in sizes if every or not _is_causal(*size, window)]
+            n, length = (max(of) for of in zip(*needing, strict=True))
+            self.masks[window] = _mask(window, like, min(n, _QUERIES), length)
         return self.masks[window]
 
 
-def _mask(branch: Branch, window: int | None, like: Tensor, *, always: bool = False) -> Tensor | None:
-    n, length = branch.stop - branch.start, len(branch.path)
-    windowed = window is not None and length > window
-    if n == length and not windowed and not always:
-        return None
+def _is_causal(size: int, length: int, window: int | None) -> bool:
+    """Whether a branch is a whole row within a window."""
+    return size == length and (window is None or length <= window)
+
+
+def _mask(window: int | None, like: Tensor, n: int, length: int) -> Tensor:
     query_n1 = torch.arange(length - n, length, device=like.device)[:, None]
     key_1L = torch.arange(length, device=like.device)[None, :]
     hidden_nL = key_1L > query_n1
-    if windowed:
-        hidden_nL |= key_1L <= query_n1 - cast(int, window)
-    return torch.zeros(n, length, dtype=like.dtype, device=like.device).masked_fill(hidden_nL, float("-inf"))
+    if window is not None:
+        hidden_nL |= key_1L <= query_n1 - window
+    return torch.zeros(n, length, dtype=like.dtype, device=like.device).masked_fill_(hidden_nL, float("-inf"))
 
 
 def _with_sinks(

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from agentrl.errors import ConfigError
 from agentrl.train import attention
-from agentrl.train.attention import LAYOUTS, Layout, Shape, Subtrees, choose
+from agentrl.train.attention import LAYOUTS, Layout, Paths, Shape, Subtrees, choose
+from agentrl.train.budget import Tracker
 from agentrl.train.model import PolicyModel
 from agentrl.train.packing import Branch, Pack, packs
 
@@ -107,10 +108,12 @@ def flex_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
 
 
-@pytest.fixture(params=["sdpa", "varlen of torch 2.11", "varlen", "flex"])
+@pytest.fixture(params=["sdpa", "sdpa of few queries", "varlen of torch 2.11", "varlen", "flex"])
 def layout(request: pytest.FixtureRequest, flex_backward: None, monkeypatch: pytest.MonkeyPatch) -> type[Layout]:
     flash = flash_of_old if request.param.endswith("2.11") else flash_of_new
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", flash)  # its kernel runs on CUDA only
+    if request.param.endswith("few queries"):
+        monkeypatch.setattr(attention, "_QUERIES", 5)
     return LAYOUTS[request.param.split()[0]]
 
 
@@ -131,7 +134,7 @@ def test_a_node_gets_what_its_row_alone_would_give_it_and_so_do_the_gradients(
         torch.testing.assert_close(gradients, wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["sdpa", "flex"], indirect=True)
+@pytest.mark.parametrize("layout", ["sdpa", "sdpa of few queries", "flex"], indirect=True)
 @pytest.mark.parametrize("window", [None, 7])
 def test_a_sink_takes_its_share_of_every_nodes_attention(window: int | None, layout: type[Layout]) -> None:
     torch.manual_seed(0)
@@ -144,6 +147,21 @@ def test_a_sink_takes_its_share_of_every_nodes_attention(window: int | None, lay
     gradients = torch.autograd.grad((found * weights).sum(), parts)
     wanted = torch.autograd.grad((expected * weights).sum(), parts)
     torch.testing.assert_close(gradients, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_long_branches_take_memory_in_proportion_to_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows that fork in their middle: a mask for every query of a branch would grow with the square."""
+    monkeypatch.setattr(attention, "_QUERIES", 128)
+    peaks = []
+    for n in (1024, 2048):
+        tokens = [7 * at % 50 for at in range(n)]
+        (pack,) = packs([[row(tokens + [1] * n, episode=0), row(tokens + [2] * n, episode=1)]], 1 << 20)
+        parts = [part[:, :1, :, :2].detach().requires_grad_() for part in parts_of(pack)]
+        with Tracker() as tracker:
+            Paths(pack.branches).attend(*parts).sum().backward()
+        peaks.append(tracker.peak)
+    assert peaks[1] == pytest.approx(2 * peaks[0], rel=0.1)
+    assert peaks[1] < 2048 * 4096 * 4  # such a mask
 
 
 @pytest.mark.parametrize("window", [None, 100, 200])

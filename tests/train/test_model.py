@@ -276,7 +276,7 @@ def test_a_window_that_is_one_token_too_wide_is_noticed_however_long_it_is(
     sound = PolicyModel(folder)
     assert (sound.obstacle, sound.module.config.sliding_window) == (None, window)
     exact = attention._mask  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(attention, "_mask", lambda branch, window, like: exact(branch, window and window + 1, like))
+    monkeypatch.setattr(attention, "_mask", lambda window, like, *size: exact(window and window + 1, like, *size))
     with pytest.warns(UserWarning, match="logits differ from those of single rows"):
         PolicyModel(folder)
 
