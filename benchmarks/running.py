@@ -27,6 +27,7 @@ import trio
 from _running_shape import SIZE, TEXT, TOKENS, TURNS, Lines, Waits, memory_kib, settings, write_store, write_tokenizer
 
 from agentrl.engine.renderer import Renderer
+from agentrl.engine.transport import _Door  # pyright: ignore[reportPrivateUsage]
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.worker import Worker
@@ -46,12 +47,13 @@ class Slow(FakeEngine):
         tokens = [*renderer._encode(TEXT)]  # pyright: ignore[reportPrivateUsage]
         tokens += [tokens[0]] * (TOKENS - len(tokens))
         super().__init__(lambda request: tokens, version=1, chunk_tokens=TOKENS // 4)
-        self._waits = waits
+        self._waits, self._door = waits, _Door()
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self._chunk_s = self._waits.draw() / 4
         self.requests.clear()
         async for chunk in super().stream(request):
+            await self._door.through()  # as the client's readers do
             yield chunk
 
 
