@@ -77,11 +77,11 @@ FIRST = (
     Configuration("ppo, lag 8", ("algo.kind=ppo", *LAG_8), seeds=5),
     Configuration("ppo, lag 0", ("algo.kind=ppo", "buffer.max_lag=0"), seeds=5),
     Configuration("grpo, lag 8", LAG_8, seeds=5),
-    Configuration("ppo, lag 8, clip from behaviour", ("algo.kind=ppo", "algo.clip_from=behaviour", *LAG_8), seeds=5),
-    Configuration("grpo, lag 8, clip from behaviour", ("algo.clip_from=behaviour", *LAG_8), seeds=5),
     Configuration("grpo, dynamic sampling", ("buffer.skip_without_signal=true",), seeds=5),
 )
 LAST = (
+    Configuration("grpo, lag 8, clip from proximal", ("algo.clip_from=proximal", *LAG_8)),
+    Configuration("ppo, lag 8, clip from proximal", ("algo.kind=ppo", "algo.clip_from=proximal", *LAG_8)),
     Configuration("grpo, lag 0", ("buffer.max_lag=0",)),
     Configuration("grpo, outcome alone", ("algo.process_weight=0",)),
     Configuration("grpo, no importance", ("algo.importance=none",)),

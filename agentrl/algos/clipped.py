@@ -4,8 +4,9 @@
            - observation_weight mean over observed tokens of  log pi
 
 r is the ratio of the current policy to that of the step's start, and rho the importance weight from the policy that
-sampled to that of the step's start (decoupled PPO, Hilton et al. 2022). With one update per step r is 1. With
-`clip_from = "behaviour"` a token has no gradient, too, if its ratio to the policy that sampled it is past the clip.
+sampled to that of the step's start (decoupled PPO, Hilton et al. 2022). With one update per step r is 1 and cuts
+nothing. So an old token has no gradient, too, if its ratio to the policy that sampled it is past the clip
+(`clip_from`): the updates since then have already learned what it says.
 
 A is the advantage from rewards, less what the token costs in divergence from reference and teacher
 (`agentrl.algos.divergence`). A token whose weight is 0, and an episode that is rejected, stay in the normalisation.
@@ -27,12 +28,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+OLD = 2
+"""Steps. Runs at lag 2 learn without a clip from the policy that sampled, and runs at lag 8 do not."""
+
+
 class Clipped(Algorithm):
     """The settings of the policy's loss, and the loss."""
 
     clip_low: Positive = 0.2  # PPO: the ratio may fall by so much
     clip_high: Positive = 0.28  # and rise by so much
-    clip_from: Literal["proximal", "behaviour"] = "proximal"  # the policy of the step's start, or that which sampled
+    clip_from: Literal["auto", "proximal", "behaviour"] = "auto"  # policy of the step's start; that which sampled, too
     dual_clip: Weight = 0.0  # bound on it with a negative advantage, such as 3 (Ye et al. 2020); 0: none
     importance: Literal["token", "sequence", "geometric", "none"] = "token"  # the ratio that weighs stale tokens
     importance_floor: Weight = 0.0  # importance weights are at least this, see `importance_mode`
@@ -171,6 +176,14 @@ class Clipped(Algorithm):
         floor, cap = self.importance_floor, self.importance_cap
         return importance_weights(tokens["proximal"], tokens["behaviour"], cap, floor=floor, mode=self.importance_mode)
 
+    def _held(self, tokens: Mapping[str, Tensor]) -> Tensor | None:
+        """Which tokens are clipped from the policy that sampled them, too: bool [K], or None if none are."""
+        if self.clip_from == "proximal" or "clip_from" in self.unused:
+            return None
+        if self.clip_from == "behaviour":
+            return tokens["behaviour"].isfinite()
+        return tokens["lag"] > OLD if "lag" in tokens else None
+
     def loss(self, tokens: Mapping[str, Tensor], outputs: Outputs, step: int) -> Loss:
         import torch
 
@@ -179,9 +192,9 @@ class Clipped(Algorithm):
 
         advantage_K = self.advantage(tokens)
         surrogate_K, clipped_K = self.surrogate({**tokens, "advantage": advantage_K}, outputs)
-        if self.clip_from == "behaviour":
+        if (held_K := self._held(tokens)) is not None:
             moved_K = (outputs.logprobs_K.detach() - tokens["behaviour"]).exp() - 1
-            far_K = torch.where(advantage_K > 0, moved_K > self.clip_high, moved_K < -self.clip_low)
+            far_K = held_K & torch.where(advantage_K > 0, moved_K > self.clip_high, moved_K < -self.clip_low)
             surrogate_K, clipped_K = torch.where(far_K, surrogate_K.detach(), surrogate_K), clipped_K | far_K
         log_ratio_K = self.log_ratio(tokens, outputs).detach()
         kl_K = None

@@ -161,6 +161,28 @@ def test_a_stale_token_that_has_moved_far_enough_says_nothing_where_the_clip_is_
     assert 0 < cut < 4 * len(TURNS)
 
 
+@pytest.mark.parametrize("kind", ["grpo", "ppo", "cispo", "gspo", "sapo"])
+def test_without_a_choice_the_clip_is_from_behaviour_for_old_tokens_alone(kind: str) -> None:
+    """Of the kinds that have such a clip; a token is old at three steps."""
+    algorithm = config.algorithm(kind)
+    has = "clip_from" not in algorithm.unused
+    columns, now = drawn(0, 0.0)
+    columns |= dict.fromkeys(("values", "target"), columns["advantage"]) | {"value_share": columns["weight"]}
+    columns["importance"] = torch.ones_like(columns["weight"])
+    lag_K = torch.tensor([0, 1, 2, 3, 4, 8, 3, 2, 9, 3])
+
+    def slopes(lag_K: Tensor | None, **settings: Any) -> list[float]:
+        tokens = columns if lag_K is None else columns | {"lag": lag_K}
+        outputs = Outputs(logprobs_K=now, entropy_K=now, values_K=columns["values"])
+        return torch.autograd.grad(algorithm(**settings).loss(tokens, outputs, step=99).total, now)[0].tolist()
+
+    plain = slopes(None)
+    far = slopes(lag_K, clip_from="behaviour") if has else plain
+    assert slopes(lag_K) == [far[k] if lag > 2 else plain[k] for k, lag in enumerate(lag_K.tolist())]
+    assert slopes(lag_K.clamp(max=2)) == plain
+    assert (slopes(lag_K) != plain) == has
+
+
 @pytest.mark.parametrize(
     ("algo", "said"),
     [
