@@ -150,7 +150,8 @@ def load(
 ) -> CheckpointState:
     """Put a checkpoint's optimizers, `parts` by their folders and random state in place; the policy's weights are
     loaded as those of any model folder. Raises ModelError if it has no such part."""
-    blob = cast("dict[str, Any]", torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True))
+    # Mapped: a rank reads its own shards alone.
+    blob = cast("dict[str, Any]", torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True))
     for name, part in parts.items():
         part.load(folder / name)
     states = blob.get("optimizers") or {"policy": blob["optimizer"]}  # an older agentrl had one

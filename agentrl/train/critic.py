@@ -9,7 +9,6 @@ Owns the head, and the trunk if it is the critic's own. Never knows returns, los
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -29,14 +28,11 @@ class Critic:
     file = "critic.safetensors"
 
     def __init__(self, trunk: PolicyModel, *, own: bool) -> None:
-        """If `own`, `trunk` loses its output layer."""
+        """If it is its `own`, `trunk` needs no output layer."""
         self._trunk, self.own = trunk, own
-        output: Any = trunk.module.get_output_embeddings()
-        self.head = nn.Linear(output.in_features, 1, device=trunk.device)
+        self.head = nn.Linear(trunk.module.config.get_text_config().hidden_size, 1, device=trunk.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        if own:
-            trunk.module.set_output_embeddings(nn.Identity())
 
     @property
     def trunk(self) -> PolicyModel:

@@ -88,11 +88,12 @@ class Learner:
         rank 0, and they make their own. Raises ModelError."""
         self.config, self.algorithms = config, distinct(config.algorithms)
         self._progress, self.ranks = progress, ranks
-        ranks.build(config, model_dir, reference_dir, folder_of)
         torch.set_num_threads(config.train.threads)
         torch.manual_seed(config.seed)
-        self.models = Models(config, model_dir, device, reference_dir=reference_dir, folder_of=folder_of, cut=ranks.cut)
-        ranks.built()
+        with ranks.building(config, model_dir, reference_dir, folder_of):
+            self.models = Models(
+                config, model_dir, device, reference_dir=reference_dir, folder_of=folder_of, ranks=ranks
+            )
         self.model, self.optimizer = self.models.policy, self.models.optimizers["policy"]
         self.step_index = 0
         self.checkpoint_step = 0

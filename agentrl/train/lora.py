@@ -64,6 +64,8 @@ def inject(module: Any, train: Train, folder: Path) -> None:
 
 def add_roles(module: Any, roles: Sequence[str]) -> None:
     """Put a fresh adapter for each role beside the one that `inject` put in. Raises ModelError where PEFT cannot."""
+    if not roles:
+        return
     from peft import inject_adapter_in_model
 
     for role in roles:
@@ -100,7 +102,7 @@ def has_adapter(module: Any) -> bool:
 @contextmanager
 def switched_off(module: Any) -> Generator[None]:
     """Inside, the model computes with the weights below its adapter alone."""
-    layers = [layer for _, layer in _layers(module)]
+    layers = [layer for _, layer in _layers(module)] if has_adapter(module) else []
     for layer in layers:
         layer._disable_adapters = True  # `enable_adapters` would also change what is trained
     try:

@@ -18,12 +18,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import transformers
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.columns import KEPT
@@ -34,7 +36,8 @@ from agentrl.train.checkpoint import ADAPTER
 from agentrl.train.head import Asked, Head, Places, head_of, overheard, rows_within, statistics
 from agentrl.train.masters import master
 from agentrl.train.packing import Branch, Pack
-from agentrl.train.parallel.shards import settled
+from agentrl.train.parallel.ranks import ALONE, Ranks
+from agentrl.train.parallel.shards import reshard, settled
 from agentrl.train.ragged import normalised
 from agentrl.train_settings import Train
 
@@ -68,17 +71,21 @@ class PolicyModel:
         attention: str = "auto",
         adapter: Train | None = None,
         held: Train | None = None,
+        roles: Sequence[str] = (),
         frozen: bool = False,
+        headless: bool = False,
         logits_mb: int = 1024,
+        ranks: Ranks = ALONE,
     ) -> None:
         """With `offloading`, what `checkpointing` keeps of a pass for its gradients waits in host memory. With
-        `adapter`, only a LoRA adapter of those settings is trained; with `held`, trained matrices are held as those
-        settings say; if `frozen`, nothing is trained. Raises ModelError, in one
-        line, for a folder that cannot be trained; ConfigError where `compiled` finds no compiler, or `attention` (of
+        `adapter`, only a LoRA adapter of those settings is trained, and one for each of the `roles`; with `held`,
+        trained matrices are held as those settings say; if `frozen`, nothing is trained; if `headless`, there is no
+        output layer. Of several `ranks` each reads only its shards of the weights. Raises ModelError, in one line, for
+        a folder that cannot be trained; ConfigError where `compiled` finds no compiler, or `attention` (of
         `train.attention`) does not work here."""
         self.folder, self.device, self.dtype = folder, torch.device(device), dtype
-        self._offloading = offloading
-        self.module = _load(folder)
+        self._offloading, self._ranks = offloading, ranks
+        self.module = _load(folder, ranks)
         wide = held if held is not None and held.weights == "bfloat16" else None
         self._narrow = dtype != torch.float32 and (frozen or adapter is not None or wide is not None)
         if self._narrow:
@@ -87,21 +94,26 @@ class PolicyModel:
         self.module.to(self.device)
         if wide is not None and not wide.offload_optimizer:
             masters.move(self.module)
-        self.obstacle = _obstacle(self.module)
-        self._head, self._logits_bytes = _check(self.module, folder, self.obstacle), logits_mb << 20
-        if self._head is None:
+        if headless:
+            self.module.set_output_embeddings(nn.Identity())
+        if adapter is not None:
+            lora.inject(self.module, adapter, folder)
+            # PEFT's are as narrow as what they adapt
+            _hold_in(torch.float32, self.module, lambda one: one.requires_grad)
+            lora.add_roles(self.module, roles)
+        if frozen:
+            self.module.requires_grad_(False)
+        ranks.cut(self.module)
+        with lora.switched_off(self.module):
+            self.obstacle = _obstacle(self.module)
+            self._head, self._logits_bytes = _check(self.module, folder, self.obstacle), logits_mb << 20
+        reshard(self.module)
+        if self._head is None and not headless:
             name, hint = type(self.module).__name__, "lower train.tokens_per_batch if memory is short"
             warnings.warn(f"the logits of {name} in {str(folder)!r} are computed all at once: {hint}", stacklevel=2)
         self.layout = choose(
             "sdpa" if self.obstacle or detect_fake_mode() else attention, self.device, dtype, _shape(self.module)
         )
-        if adapter is not None:
-            lora.inject(self.module, adapter, folder)
-            _hold_in(
-                torch.float32, self.module, lambda one: one.requires_grad
-            )  # PEFT's are as narrow as what they adapt
-        if frozen:
-            self.module.requires_grad_(False)
         self.module.train()
         for part in self.module.modules():
             if isinstance(part, nn.Dropout):  # the engine samples without dropout
@@ -207,7 +219,7 @@ class PolicyModel:
             lora.load(self.module, folder / ADAPTER)
             return
         try:
-            masters.load(self.module, _load(folder).state_dict())
+            masters.load(self.module, _load(folder, self._ranks).state_dict())
         except RuntimeError as error:
             raise ModelError(f"weights of {str(folder)!r} do not fit {str(self.folder)!r}: {error}") from error
 
@@ -308,7 +320,7 @@ def _compile(module: Any, device: torch.device) -> None:
             part.compile(dynamic=True)
 
 
-def _load(folder: Path) -> Any:
+def _load(folder: Path, ranks: Ranks) -> Any:
     if not (folder / "config.json").is_file():
         raise ModelError(f"no model in {str(folder)!r}: it holds no config.json")
     if detect_fake_mode() is not None:
@@ -316,9 +328,15 @@ def _load(folder: Path) -> Any:
     bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
-        module, info = cast(Any, AutoModelForCausalLM).from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True, output_loading_info=True
-        )
+        with _spread(ranks) as asked:
+            module, info = cast(Any, AutoModelForCausalLM).from_pretrained(
+                folder,
+                dtype=torch.float32,
+                attn_implementation=ATTENTION,
+                local_files_only=True,
+                output_loading_info=True,
+                **asked,
+            )
     except Exception as error:  # transformers raises many kinds for a broken folder; the user must mend each
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ModelError(f"cannot load the model in {str(folder)!r}: {reason}") from error
@@ -330,6 +348,22 @@ def _load(folder: Path) -> Any:
     if "logits_to_keep" not in inspect.signature(module.forward).parameters:
         raise ModelError(f"{type(module).__name__} in {str(folder)!r} cannot compute logits of chosen positions only")
     return module
+
+
+@contextmanager
+def _spread(ranks: Ranks) -> Generator[dict[str, Any]]:
+    """Inside, transformers reads only this rank's shards of the weights, if it is given these arguments: it cuts a
+    model that is to be distributed after it was made on the meta device, before a weight is read."""
+    if ranks.size == 1:
+        yield {}
+        return
+
+    def laid(_: object, model: Any, *__: object) -> Any:
+        ranks.spread(model)
+        return model
+
+    with patch.object(PreTrainedModel, "maybe_distribute_model", classmethod(laid)):
+        yield {"distributed_config": DistributedConfig()}
 
 
 def _hollow(folder: Path) -> Any:

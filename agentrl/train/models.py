@@ -26,6 +26,7 @@ from agentrl.train.critic import Critic
 from agentrl.train.follower import Follower
 from agentrl.train.model import PolicyModel
 from agentrl.train.packing import Pack
+from agentrl.train.parallel.ranks import ALONE, Ranks
 from agentrl.train.parallel.shards import reshard, whole
 
 REFERENCE = "reference"
@@ -48,14 +49,13 @@ class Models:
         *,
         reference_dir: Path | None,
         folder_of: Callable[[str], Path] = Path,
-        cut: Callable[[nn.Module], None] = lambda _: None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`cut` leaves a rank its shard of a model. Raises ModelError for a folder that cannot be used."""
+        """Of several `ranks` each has a shard of every model. Raises ModelError for a folder that cannot be used."""
         train, slots = config.train, algorithms.slots(config.algorithms)
-        self._config, self._temperature = config, config.rollout.temperature
-        self.policy = self._load(model_dir, device, adapter=train if train.lora_rank else None, held=train)
-        if config.adapted_roles:
-            lora.add_roles(self.policy.module, config.adapted_roles)
+        self._config, self._temperature, self._ranks = config, config.rollout.temperature, ranks
+        adapter = train if train.lora_rank else None
+        self.policy = self._load(model_dir, device, adapter=adapter, held=train, roles=config.adapted_roles)
         self._frozen: dict[str, PolicyModel | None] = {}  # None: the policy with its adapter switched off
         for name, folder in slots.frozen.items():
             chosen = (
@@ -67,12 +67,9 @@ class Models:
         self.critic: Critic | None = None
         if critic is not None:
             own = critic == "own"
-            trunk = self._load(model_dir, device, adapter=train if train.lora_rank else None) if own else self.policy
+            trunk = self._load(model_dir, device, adapter=adapter, headless=True) if own else self.policy
             self.critic = Critic(trunk, own=own)
-        for model in self.language_models():
-            cut(model.module)
-        if self.critic is not None:
-            cut(self.critic.head)
+            ranks.cut(self.critic.head)
         self.moving = {name: Follower(self.policy.module, follows) for name, follows in slots.moving.items()}
         self._own: dict[str, list[nn.Parameter]] = {"policy": self.policy.parameters()}  # by optimizer
         if config.adapted_roles:
@@ -92,7 +89,9 @@ class Models:
         *,
         adapter: Train | None = None,
         held: Train | None = None,
+        roles: Sequence[str] = (),
         frozen: bool = False,
+        headless: bool = False,
     ) -> PolicyModel:
         train = self._config.train
         return PolicyModel(
@@ -105,8 +104,11 @@ class Models:
             attention=train.attention,
             adapter=adapter,
             held=held,
+            roles=roles,
             frozen=frozen,
+            headless=headless,
             logits_mb=train.logits_mb,
+            ranks=self._ranks,
         )
 
     def _optimizer(self, parameters: Sequence[nn.Parameter], lr: float) -> torch.optim.Optimizer:

@@ -25,13 +25,15 @@ VOCAB = 23
 TASK = Task(index=0, env="test/none", seed=0)
 
 
-def tiny_qwen3(folder: Path, *, seed: int = 0, tie: bool = True, vocab: int = VOCAB) -> Path:
+def tiny_qwen3(
+    folder: Path, *, seed: int = 0, tie: bool = True, vocab: int = VOCAB, layers: int = 2, hidden: int = 32
+) -> Path:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocab,
-        hidden_size=32,
+        hidden_size=hidden,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,

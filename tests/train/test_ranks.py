@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import core_model_loading
 
 from agentrl.algos.grpo import GRPO
 from agentrl.algos.ppo import PPO
@@ -17,7 +20,7 @@ from agentrl.records import Group
 from agentrl.train.learner import Learner
 from agentrl.train.parallel.ranks import ALONE, Leader, Ranks
 
-from .making import random_group, run_config
+from .making import random_group, run_config, tiny_qwen3
 
 STEP_OF = {1: 0, 2: 0}.__getitem__
 SHORT = Rollout(max_context=30, max_tokens_per_turn=16)
@@ -88,6 +91,55 @@ def test_two_ranks_train_as_one(config: RunConfig, two: Leader, qwen3_dir: Path)
     entered = two.ledger.names(0)
     assert two.ledger.names(1) == entered
     assert {"gathering model.layers.0", "adding up the gradients of model.layers.0"} < set(entered)
+
+
+class Memory(ctypes.Structure):
+    """What the C library says of a process's memory: see mallinfo2(3)."""
+
+    _fields_: ClassVar = [("numbers", ctypes.c_size_t * 10)]
+
+
+def in_use() -> int:
+    """Bytes."""
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = Memory
+    numbers = ask().numbers
+    return numbers[4] + numbers[7]  # mapped, and in the heap
+
+
+def narrow_model(folder: Path) -> int:
+    """A model of some megabytes whose file is in bfloat16, so that it is copied as it is read; its size in float32."""
+    file = tiny_qwen3(folder, vocab=20_000, layers=6, hidden=128) / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_rank_holds_no_more_than_its_share_of_a_model_while_it_loads(
+    adapter: bool, two: Leader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, settings = tmp_path / "model", config(lora_rank=2 if adapter else 0)
+    size, seen, put = narrow_model(folder), list[int](), core_model_loading.set_param_for_module
+
+    def looked(*given: Any) -> None:
+        put(*given)
+        seen.append(in_use())
+
+    def most(ranks: Ranks) -> tuple[int, dict[str, str]]:
+        """The bytes that are in use at most while a learner reads its weights, and the hashes of these."""
+        seen.clear()
+        gc.collect()
+        before, learner = in_use(), Learner(settings, folder, ranks=ranks)
+        assert learner.model.obstacle is None
+        return max(seen) - before, learner.hashes()
+
+    monkeypatch.setattr(core_model_loading, "set_param_for_module", looked)
+    alone, hashes = most(ALONE)
+    shared, same = most(two)
+    assert same == hashes
+    assert alone > 0.9 * size
+    assert shared < 0.6 * size
 
 
 def same(one: Learner, other: Learner, tmp: Path) -> bool:

@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -40,10 +40,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from agentrl.errors import AgentRLError, RankLost
 from agentrl.train.parallel import collectives
 from agentrl.train.parallel.collectives import Ledger, Standing
-from agentrl.train.parallel.shards import shard
+from agentrl.train.parallel.shards import shard, spread
 
 _LOOK_S = 0.5
 _EVIDENCE_S = 2.0  # in which a rank that died, or failed, is seen to have
+_PATIENCE = timedelta(days=1)  # of other ranks than 0, which end with it
 _GRACE_S = 15.0  # by which a call that no deadline of torch's ends may be late
 
 
@@ -52,22 +53,22 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """What a learner knows of the ranks; `rank` is its own. On others than rank 0, `build`, `built` and `close` do
-    nothing, and nobody calls `run`."""
+    """What a learner knows of the ranks; `rank` is its own. On others than rank 0, `building` and `close` do nothing,
+    and nobody calls `run`."""
 
     rank: int
     size: int
 
-    def build(self, *what: object) -> None:
-        """Have each other rank make its learner, as `Learner(*what)`."""
+    def building(self, *what: object) -> AbstractContextManager[None]:
+        """Inside, each other rank makes its learner, as `Learner(*what)`, and this one its own."""
         ...
 
-    def built(self) -> None:
-        """Wait until they have."""
+    def spread(self, module: nn.Module) -> None:
+        """Of a model on the meta device, make the tensors that this rank's shards are to be read into."""
         ...
 
     def cut(self, module: nn.Module) -> None:
-        """Leave this rank only its shard of a model."""
+        """Leave this rank only its shard of a model, spread or whole. All ranks leave it together."""
         ...
 
     def run(self, work: Callable[[S], T], given: Sequence[S]) -> list[T]:
@@ -82,8 +83,10 @@ class Alone:
 
     rank, size = 0, 1
 
-    def build(self, *what: object) -> None: ...
-    def built(self) -> None: ...
+    def building(self, *what: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def spread(self, module: nn.Module) -> None: ...
     def cut(self, module: nn.Module) -> None: ...
     def close(self) -> None: ...
 
@@ -101,13 +104,29 @@ class Member:
     rank: int
     size: int
     mesh: DeviceMesh
+    store: distributed.Store
+    cuts: int = 0
 
-    def build(self, *what: object) -> None: ...
-    def built(self) -> None: ...
+    def building(self, *what: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def close(self) -> None: ...
+
+    def spread(self, module: nn.Module) -> None:
+        spread(module, self.mesh)
 
     def cut(self, module: nn.Module) -> None:
         shard(module, self.mesh)
+        self.store.wait([self.arrive()], _PATIENCE)
+
+    def arrive(self) -> str:
+        """This rank has cut another model. The key that the store has when all have: one may read for much longer than
+        another, and a collective has a deadline."""
+        self.cuts += 1
+        key = f"all have cut model {self.cuts}"
+        if self.store.add(f"ranks that have cut model {self.cuts}", 1) == self.size:
+            self.store.set(key, "")
+        return key
 
     def run(self, work: Callable[[S], T], given: Sequence[S]) -> list[T]:
         raise RuntimeError("only rank 0 gives orders")
@@ -122,7 +141,7 @@ def receive(line: Connection[Any, Any]) -> Any:
     return pickle.loads(line.recv_bytes())
 
 
-def join(ledger: Ledger, port: int, *, rank: int, size: int, device: torch.device, deadline_s: float) -> DeviceMesh:
+def join(ledger: Ledger, port: int, *, rank: int, size: int, device: torch.device, deadline_s: float) -> Member:
     """Become rank `rank` of the process group whose store rank 0 offers at `port` of this machine."""
     collectives.keep(ledger)
     on_gpu = device.type == "cuda"
@@ -134,7 +153,7 @@ def join(ledger: Ledger, port: int, *, rank: int, size: int, device: torch.devic
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     with collectives.named("meeting"):
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        return init_device_mesh(device.type, (size,))
+        return Member(rank, size, init_device_mesh(device.type, (size,)), store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +209,13 @@ class Leader:
             with self._working():
                 for rank in range(1, self.size):
                     self._reply(rank, start_s)  # they have loaded torch
-                mesh = join(self.ledger, store.port, rank=0, size=self.size, device=devices[0], deadline_s=deadline_s)
+                where = devices[0]
+                self._member = join(
+                    self.ledger, store.port, rank=0, size=self.size, device=where, deadline_s=deadline_s
+                )
         except BaseException:
             self.close()
             raise
-        self._member = Member(0, self.size, mesh)
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def _start(self, rank: int, ledger: int, told: tuple[int, str]) -> _Other:
@@ -218,17 +239,27 @@ class Leader:
 
     # --- orders ---------------------------------------------------------------------------------------------------
 
-    def build(self, *what: object) -> None:
+    @contextmanager
+    def building(self, *what: object) -> Generator[None]:
         with self._working():
             self._order("build", [what] * self.size)
-
-    def built(self) -> None:
-        with self._working():
+            yield
             for rank in range(1, self.size):
                 self._reply(rank, self._start_s)
 
+    def spread(self, module: nn.Module) -> None:
+        self._member.spread(module)
+
     def cut(self, module: nn.Module) -> None:
-        self._member.cut(module)
+        shard(module, self._member.mesh)
+        key, began = self._member.arrive(), time.monotonic()
+        while not self._member.store.check([key]):
+            if any(other.process.poll() is not None for other in self._others):
+                raise EOFError
+            if time.monotonic() - began > self._start_s:
+                raise TimeoutError(f"the ranks have not read their weights within {self._start_s:g} s")
+            self._progress()
+            time.sleep(_LOOK_S / 10)
 
     def run(self, work: Callable[[S], T], given: Sequence[S]) -> list[T]:
         """Raises RankLost, also for what `work` raises on another rank, and what it raises on this one."""

@@ -18,15 +18,37 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.train.parallel.collectives import named
 
 
+def spread(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Give a module on the meta device sharded tensors, of which each rank then reads only its shard."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # a tied one once
+    for part, name, parameter in _parameters(module):
+        if parameter not in made:
+            cut = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+            made[parameter] = nn.Parameter(cut, parameter.requires_grad)
+        part.register_parameter(name, made[parameter])
+
+
+def _parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Each parameter with the parts that have it, and its name there."""
+    parts = list(module.modules())
+    return [(part, name, parameter) for part in parts for name, parameter in part.named_parameters(recurse=False)]
+
+
 def shard(module: nn.Module, mesh: DeviceMesh) -> None:
     """Cut a model over the ranks of `mesh`, on whose devices it is then. Each decoder layer is gathered by itself; the
     rest together, and it stays until the backward pass, or `reshard`: logits are made after the pass."""
+    cut = [one for one in _parameters(module) if is_sharded(one[2])]
+    whole = {
+        one: nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="meta"), one.requires_grad) for *_, one in cut
+    }
+    for part, name, parameter in cut:
+        part.register_parameter(name, whole[parameter])
     layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
     names = {part: name for name, part in module.named_modules()} | {module: "what is outside of layers"}
     for part in (*layers, module):
@@ -34,6 +56,8 @@ def shard(module: nn.Module, mesh: DeviceMesh) -> None:
         assert isinstance(part, FSDPModule)
         part.set_custom_all_gather(cast(Any, _AllGather(f"gathering {names[part]}")))
         part.set_custom_reduce_scatter(cast(Any, _ReduceScatter(f"adding up the gradients of {names[part]}")))
+    for part, name, parameter in cut:  # FSDP takes over what it finds at the first pass
+        part.register_parameter(name, parameter)
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -66,8 +90,10 @@ def gathered(tensors: Mapping[str, Tensor], change: Callable[[Tensor], Tensor] =
 
 
 def like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """`whole` on the device of `tensor`, and sharded as it is. Each rank has all of `whole` already."""
+    """`whole` on the device of `tensor`, and sharded as it is. Each rank has all of `whole` already, or its shard."""
     there = whole.to(tensor.device)
+    if is_sharded(there):
+        return there
     if not isinstance(tensor, DTensor):
         return there
     return distribute_tensor(there, tensor.device_mesh, tensor.placements, src_data_rank=None)
@@ -115,11 +141,11 @@ def gathered_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load what `gathered_state` returned, on every rank."""
+    """Load what `gathered_state` returned, on every rank. Its tensors are copied."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     cut = {
         at: {
-            name: like(value, parameter) if value.shape == parameter.shape and is_sharded(parameter) else value
+            name: (like(value, parameter) if value.shape == parameter.shape else value).clone()
             for name, value in own.items()
         }
         for (at, own), parameter in ((one, parameters[one[0]]) for one in state["state"].items())

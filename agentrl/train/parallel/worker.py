@@ -20,7 +20,7 @@ import torch
 
 from agentrl.train.learner import Learner
 from agentrl.train.parallel.collectives import Ledger
-from agentrl.train.parallel.ranks import Member, Reply, join, receive, send
+from agentrl.train.parallel.ranks import Reply, join, receive, send
 
 
 def serve(
@@ -32,7 +32,7 @@ def serve(
     send(line, Reply())
     try:
         where = torch.device(device)
-        member = Member(rank, size, join(ledger, port, rank=rank, size=size, device=where, deadline_s=wait_s))
+        member = join(ledger, port, rank=rank, size=size, device=where, deadline_s=wait_s)
         learner: Learner | None = None
         while True:
             name, given = orders.get()
