@@ -132,7 +132,15 @@ async def test_a_version_has_the_adapters_of_all_roles(server: Server, model_dir
             await ask(policy="judge", version=9)
         with pytest.raises(WeightSyncError, match="there is no such folder"):
             await adapters.load([client], tmp_path / "none", 9)
+        await adapters.forget([client], 9)  # it has none
+        await ask(policy="judge", version=7)
+        await adapters.forget([client], 7)
+        for role in (None, *ROLES):
+            with pytest.raises(EngineUnavailable, match="has no adapter 'league-7"):
+                await ask(policy=role, version=7)
+        assert await adapters.loaded(client) == {8}, "the policy stays"
     finally:
         with trio.CancelScope(shield=True):
             await adapters.retire([client], keep=())
+            await adapters.forget([client])
             await client.aclose()

@@ -117,6 +117,10 @@ def test_an_export_holds_each_adapter_in_pefts_format(qwen3_dir: Path, tmp_path:
             {"roles": [{"name": "bob", "model": "other"}]},
             r"roles\.0.*a role trains no model of its own: adapter = true trains an adapter",
         ),
+        (
+            {"roles": [BOB], "train": {**LORA, "parallel": {"ranks": 2}}},
+            r"train\.parallel\.ranks = 2: roles\.0\.adapter is trained by one rank: leave it out",
+        ),
     ],
 )
 def test_a_role_that_cannot_have_an_adapter_is_refused(sections: dict[str, Any], wrong: str) -> None:
