@@ -41,8 +41,10 @@ class Server:
         self.start()
         self._run("createdb", "-h", f"{self.folder}", "-U", "agentrl", "agentrl")
 
-    def start(self) -> None:
+    def start(self, *more: str) -> None:
+        """Start it, with settings on top as `name=value`."""
         settings = f"-k {self.folder} -c listen_addresses='' -c max_connections=40"
+        settings += "".join(f" -c {setting}" for setting in more)
         settings += "" if self._durable else " -c fsync=off -c shared_buffers=32MB"
         self._run("pg_ctl", "-D", f"{self.folder}/data", "-w", "-l", f"{self.folder}/log", "-o", settings, "start")
 
