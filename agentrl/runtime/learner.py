@@ -64,6 +64,8 @@ def learn(path: Path) -> None:
 class _Learning:
     """The loop and its state. `learner.step_index` is the step of its weights; at most one push is under way."""
 
+    _league: League | None = None  # of a run without past selves
+
     def __init__(self, run: RunDir, store: LearnerStore) -> None:
         self._run, self._store = run, store
         self._heartbeat = Heartbeat.of_process()
@@ -86,9 +88,10 @@ class _Learning:
         sync = self._config.sync
         sender = Sender(sync, self._learner.model.device) if sync == "nccl" or sync == "ipc" else None
         self._order, self._returns = take_order(self._config), returns_of(self._config)
-        self._league = League(self._config, run, store) if self._config.league_roles else None
-        if self._league is not None and start.checkpoint is not None and self._league.is_due(start.version.step):
-            self._league.join(start.version, start.checkpoint)
+        if self._config.league_roles:
+            self._league = League(self._config, run, store)
+            if start.checkpoint is not None and self._league.is_due(start.version.step):
+                self._league.join(start.version, start.checkpoint)
         self._publisher = WeightPublisher(self._config, sender, locks=run.locks)
         bound, full = store.meta("max_lag"), self._config.buffer.max_lag
         self._bound = LagBound(full, self._config.alarms.calm_steps, now=min(full, int(bound or full)))
