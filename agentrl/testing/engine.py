@@ -90,7 +90,9 @@ class FakeEngine:
             part = tokens[start : start + self._chunk_tokens]
             if failure is not None and failure.after < start + len(part):
                 part = part[: max(failure.after - start, 0)]
-            chunk = self._chunk(request, request.sampled + start, part)
+            chunk = self._chunk(request.sampled + start, part)
+            if request.version is not None:
+                chunk = replace(chunk, spans=tuple(replace(span, version=request.version) for span in chunk.spans))
             if failure is not None and failure.after <= start + len(part):
                 if part:
                     yield chunk
@@ -100,10 +102,9 @@ class FakeEngine:
             else:
                 yield replace(chunk, finish="stop" if ends else "length", experts=_experts(request, tokens))
 
-    def _chunk(self, request: GenerateRequest, start: int, tokens: Sequence[int]) -> Chunk:
-        version = self.version if request.version is None else request.version
+    def _chunk(self, start: int, tokens: Sequence[int]) -> Chunk:
         logprobs = tuple(-0.5 - (start + i) / 100 for i in range(len(tokens)))
-        spans = (VersionSpan(version, 0, len(tokens)),) if tokens else ()
+        spans = (VersionSpan(self.version, 0, len(tokens)),) if tokens else ()
         return Chunk(token_ids=tuple(tokens), logprobs=logprobs, spans=spans)
 
     async def generate(self, request: GenerateRequest) -> Generation:
