@@ -14,10 +14,11 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
-from agentrl import algorithms, role_settings, vllm_arguments
+from agentrl import algorithms, cluster_settings, role_settings, vllm_arguments
 from agentrl.algorithms import algorithm as algorithm
 from agentrl.algos.algorithm import Algorithm
 from agentrl.algos.grpo import GRPO
+from agentrl.cluster_settings import Cluster, WithCluster
 from agentrl.errors import ConfigError, UsageError
 from agentrl.league import LeagueSettings
 from agentrl.records import POLICY, SamplingParams
@@ -25,7 +26,6 @@ from agentrl.role_settings import RoleTable, WithRoles
 from agentrl.settings import (
     Alarms,
     Buffer,
-    Cluster,
     Count,
     CurriculumSettings,
     EnvSource,
@@ -234,7 +234,7 @@ class EngineSettings(_Section):
         return self
 
 
-class RunConfig(WithRoles, _Section):
+class RunConfig(WithRoles, WithCluster, _Section):
     """A whole run. `seed` decides tasks and sampling order; the same file runs on one CPU or many GPUs."""
 
     name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "run"  # also its folder's, below runs/
@@ -375,6 +375,7 @@ class RunConfig(WithRoles, _Section):
         if self.engine.routed_experts and self.engine.kind == "embedded":
             raise ConfigError("engine.routed_experts", True, "the embedded engine has no mixtures: take 'vllm'")
         check_temperatures(self.engine.kind, rollout=rollout.temperature, eval=self.eval.temperature)
+        cluster_settings.check(self.cluster, self.engine, device=self.train.device, sync=self.sync)
         if self.syncs_memory:
             self._possible_memory_sync()
         if self.sync == "adapter" and self.train.lora_rank > MAX_LORA_RANK:
@@ -420,7 +421,7 @@ class RunConfig(WithRoles, _Section):
         if device == "cpu":
             hint = f"engine.sync = {sync!r} sends what lies in a GPU's memory: give 'cuda', or engine.sync = 'auto'"
             raise ConfigError("train.device", device, hint)
-        if engine.urls:
+        if engine.urls or self.cluster.on_ray:
             return
         taken = [gpu for own in engine.places for gpu in own or [0]]
         where = f"the run's engines are on GPU {', '.join(map(str, sorted(set(taken))))}"

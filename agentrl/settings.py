@@ -83,12 +83,6 @@ class CurriculumSettings(Section):
     smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.5  # weight of what was measured before
 
 
-class Cluster(Section):
-    """What a run on several hosts shares."""
-
-    store: str | None = None  # postgresql://user@host/database for the run store; default: SQLite in the run's folder
-
-
 class Buffer(Section):
     """How far generation may run ahead, which groups the learner takes, and what the store keeps."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import trio
@@ -88,10 +88,12 @@ class Replica:
     config: RunConfig
     weights: Callable[[], Weights]
     gpus: Sequence[int] = ()
+    host: str = "127.0.0.1"
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        """Where it serves; started again on another node, it serves elsewhere."""
+        return f"http://{self.host}:{self.port}"
 
     async def up(self) -> None:
         """Start it and wait until it serves the current weights and, if these were sent before, computes with them.
@@ -107,6 +109,7 @@ class Replica:
 
     async def _start(self) -> None:
         """Start it with the newest weights whose files stay in place while it reads them."""
+        self.host, self.port = await self.child.place(self.port)
         weights = self.weights()
         if self.config.engine.kind == "vllm":
             await self._start_vllm(weights)
@@ -120,6 +123,7 @@ class Replica:
             weights.model,
             self.config.engine,
             ready_file=ready_file,
+            host=self.host,
             port=self.port,
             version=weights.base.version,
             max_context=self.config.rollout.max_context,
@@ -138,6 +142,7 @@ class Replica:
     async def _start_vllm(self, weights: Weights) -> None:
         settings, folder = self.config.engine, self.scratch / f"{self.child.name}-plugin"
         server = server_of(self.config, weights.model, port=self.port, plugin_folder=folder, gpus=self.gpus)
+        server = replace(server, host=self.host)
         server.prepare()
         self.child.python, self.child.argv, self.child.env = str(server.build.python), server.argv(), server.env()
         self.child.start()

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import trio
 
@@ -114,12 +114,36 @@ def stopped(pid: int) -> bool:
 
 
 class Marked(Protocol):
-    """A process that marks in the file `beat`."""
+    """A process that marks, here or on another host."""
 
-    @property
-    def pid(self) -> int | None: ...
-    @property
-    def beat(self) -> Path | None: ...
+    def count(self) -> int:
+        """The number of its marks."""
+        ...
+
+    def stopped(self) -> bool:
+        """Whether the kernel of its host says that it is stopped."""
+        ...
+
+    def dump(self) -> None:
+        """Have it write the stacks of its threads to its log, if it lives."""
+        ...
+
+
+class Here:
+    """A process of this machine that marks in the file `beat`."""
+
+    pid: Any  # int, None before it is started
+    beat: Any  # Path
+
+    def count(self) -> int:
+        return read(self.beat)
+
+    def stopped(self) -> bool:
+        return stopped(self.pid)
+
+    def dump(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, DUMP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,11 +163,10 @@ class Pulse:
         ran = heard
         while True:
             await trio.sleep(_LOOK_S)
-            now, pid, beat = trio.current_time(), self.process.pid, self.process.beat
-            assert pid is not None and beat is not None
-            if (found := read(beat)) != count or found == _RETIRED:
+            now = trio.current_time()
+            if (found := self.process.count()) != count or found == _RETIRED:
                 count, heard = found, now
-            if not stopped(pid):
+            if not self.process.stopped():
                 ran = now
             silent_s = self.silent_s if count else max(self.start_s, self.silent_s)
             if now - ran >= self.stopped_s:
@@ -151,8 +174,7 @@ class Pulse:
                 return
             if now - heard >= silent_s:
                 if count:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, DUMP)
+                    self.process.dump()
                     await trio.sleep(_DUMP_S)
                 what = "came no further" if count else "did not get ready"
                 hangs(f"{what} for {silent_s:g} s ({self.names[0] if count else 'engine.start_deadline_s'})")

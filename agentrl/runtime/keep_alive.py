@@ -85,7 +85,7 @@ _NAME = "train.liveness_deadline_s"
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Kept(heartbeat.Here):
     """The current supervisor, in its own process group: Ctrl-C reaches the parent, which passes it on once."""
 
     command: Callable[[], Sequence[str]]

@@ -26,6 +26,7 @@ from agentrl.runtime.checkpoints import StartPoint, where_it_stands
 from agentrl.runtime.child import ENDS_THE_RUN
 from agentrl.runtime.engines import Replica, Weights, WrongWeights, attach, current_weights
 from agentrl.runtime.heartbeat import Pulse
+from agentrl.runtime.launch import LOCAL, Launcher
 from agentrl.runtime.models import given_model_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import Child, RestartBudget
@@ -54,9 +55,12 @@ class RunProcesses:
     writes: Aside[ControlStore]
     nursery: trio.Nursery
     mark: Mapping[str, str]
+    launcher: Launcher = LOCAL
     restarts: dict[str, int] = field(default_factory=dict[str, int])
     _children: list[Child] = field(default_factory=list[Child])
     _watches: dict[str, Watch] = field(default_factory=dict[str, Watch])  # by child, or by the URL of an attached one
+    _replicas: list[Replica] = field(default_factory=list[Replica])  # those that learn
+    _given: dict[str, Replica] = field(default_factory=dict[str, Replica])  # by the model that plays a role
     _away: set[str] = field(default_factory=set[str])  # children that are being started again
     _closing: bool = False
 
@@ -68,11 +72,10 @@ class RunProcesses:
             return replace(found, past=league.folders(self.run)) if self.config.league_roles else found
 
         settings = self.config.engine
-        urls = list(settings.urls)
-        for url in urls:
+        for url in settings.urls:
             await attach(url, weights(), self.config)
             self.nursery.start_soon(self._watch(url, url, weights).run)
-        for index, gpus in enumerate([] if urls else settings.places):
+        for index, gpus in enumerate([] if settings.urls else self._places()):
             replica = Replica(
                 child=self._child(f"engine-{index}", [], settings.threads),
                 port=free_port(),
@@ -82,14 +85,26 @@ class RunProcesses:
                 gpus=gpus,
             )
             await self._serve(replica)
-            urls.append(replica.url)
-        await self._set("engine_urls", json.dumps(urls))
+            self._replicas.append(replica)
         await self._start_frozen()
+        await self._name_engines()
+
+    def _places(self) -> list[list[int]]:
+        """The GPUs of each replica: those of the run file, or as many as Ray shows to its process."""
+        cluster = self.config.cluster
+        shown = [list(range(cluster.engine.gpus))] * self.config.engine.replicas
+        return shown if cluster.on_ray else [list(own) for own in self.config.engine.places]
+
+    async def _name_engines(self) -> None:
+        """Write where the engines serve into the store: workers and learner follow it."""
+        urls = [*self.config.engine.urls, *(replica.url for replica in self._replicas)]
+        given = {policy: replica.url for policy, replica in self._given.items()}
+        await self._set("engine_urls", json.dumps(urls))
+        await self._set("given_urls", json.dumps(given))
 
     async def _start_frozen(self) -> None:
         """An engine for each model that plays a role and does not learn; no weights are ever pushed to it."""
         first = WeightVersion(version=0, step=0)  # belongs to no run: its samples are never trained
-        urls: dict[str, str] = {}
         for number, policy in enumerate(sorted(self.config.rollout.given_models())):
             weights = Weights(model=given_model_dir(self.config, policy), base=first, current=first)
             replica = Replica(
@@ -100,13 +115,20 @@ class RunProcesses:
                 weights=lambda weights=weights: weights,
             )
             await self._serve(replica, learns=False)
-            urls[policy] = replica.url
-        await self._set("given_urls", json.dumps(urls))
+            self._given[policy] = replica
 
     async def _serve(self, replica: Replica, *, learns: bool = True) -> None:
         await replica.up()
         watch = self._watch(replica.child.name, replica.url, replica.weights if learns else None)
-        self.nursery.start_soon(self._keep, replica.child, replica.again, watch)
+
+        async def again() -> None:
+            before = replica.url
+            await replica.again()
+            if replica.url != before:
+                watch.url = replica.url
+                await self._name_engines()
+
+        self.nursery.start_soon(self._keep, replica.child, again, watch)
 
     def _watch(self, name: str, url: str, weights: Callable[[], Weights] | None) -> Watch:
         watch = Watch(url=url, config=self.config, store=self.store, weights=weights, locks=self.run.locks)
@@ -164,7 +186,7 @@ class RunProcesses:
 
     def _child(self, name: str, argv: list[str], threads: int) -> Child:
         env = {**_PINNED, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-        child = Child(name, argv, self.run.logs, env, mark=self.mark)
+        child = Child(name, argv, self.run.logs, env, mark=self.mark, launcher=self.launcher)
         self._children.append(child)
         return child
 

@@ -8,10 +8,11 @@
     RUN/metrics.jsonl       every metric row, one JSON object per line
     RUN/summary.json  RUN/curves.png  RUN/transcripts.md      written at the end
 
-Scratch (weights on their way to the engine, boxes' work folders) lies in shared memory, or in the `scratch_dir` of the
-configuration, under a name derived from the run directory. It is removed when the supervisor ends, however that ends:
-by a janitor, which holds the run's lock until all processes of the run are gone, so that the next start finds nothing
-of the last one. If the janitor is killed too, the next run on the machine removes the rest.
+Scratch (weights on their way to the engine, boxes' work folders) lies in shared memory, on Ray in the run's folder, or
+in the `scratch_dir` of the configuration, under a name derived from the run directory. It is removed when the
+supervisor ends, however that ends: by a janitor, which holds the run's lock until all processes of the run are gone, so
+that the next start finds nothing of the last one. If the janitor is killed too, the next run on the machine removes the
+rest.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ class RunDir:
         if not os.access(root, os.W_OK):
             root = Path(tempfile.gettempdir())
         with suppress(UsageError):  # the run is gone: use the default place
-            root = Path(self.config().scratch_dir or root)
+            config = self.config()
+            shared = self.path.resolve() if config.cluster.on_ray else root  # nodes share no memory
+            root = Path(config.scratch_dir or shared)
         name = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:12]
         return root / f"{_scratch_prefix()}{name}"
 

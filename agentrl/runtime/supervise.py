@@ -1,16 +1,13 @@
 """Child processes that cannot outlive their owner (law 4), and the rules for restarting one that died.
 
-A child is started from the main thread in its own process group, so that Ctrl-C reaches only the supervisor; its
-standard input is its lifeline: the end of file tells it that the supervisor is gone, however that ended. A child that
-fails leaves one line in `logs/NAME.error`.
+A launcher starts it, here or on another host. Its standard input is its lifeline: the end of file tells it that the
+supervisor is gone, however that ended. A child that fails leaves one line in `logs/NAME.error`.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +15,8 @@ from pathlib import Path
 
 import trio
 
-from agentrl.engine.launch import end_group
 from agentrl.errors import RunFailed
-from agentrl.runtime import heartbeat
+from agentrl.runtime.launch import LOCAL, Command, Launcher, Process
 
 _GRACE_S = 8.0
 _PAUSE_S = 4.0  # pause before the second restart in a row
@@ -29,7 +25,8 @@ _PAUSE_S = 4.0  # pause before the second restart in a row
 @dataclass(slots=True)
 class Child:
     """One supervised process. `argv` follows the interpreter; `mark` names its owner to a janitor, also for processes
-    that it starts; `beat` is the file of its heartbeat, if it has one; `error_path` holds the one line of its error."""
+    that it starts; `beat` is the file of its heartbeat, if it has one; `error_path` holds the one line of its error;
+    `launcher` starts it."""
 
     name: str
     argv: Sequence[str]
@@ -38,7 +35,8 @@ class Child:
     python: str = sys.executable
     mark: Mapping[str, str] = field(default_factory=dict[str, str])
     beat: Path | None = None
-    _process: subprocess.Popen[bytes] | None = None
+    launcher: Launcher = LOCAL
+    _process: Process | None = None
 
     @property
     def pid(self) -> int | None:
@@ -52,28 +50,23 @@ class Child:
     def error_path(self) -> Path:
         return self.logs / f"{self.name}.error"
 
+    async def place(self, port: int) -> tuple[str, int]:
+        """The host and port where it will serve, if it serves. Raises as `Launcher.place`."""
+        return await self.launcher.place(self.name, port)
+
     def start(self) -> None:
         """Start it; output goes to `logs/NAME.log`."""
         self.error_path.unlink(missing_ok=True)
-        beat = {} if self.beat is None else heartbeat.prepare(self.beat)
-        importable = os.pathsep.join(entry for entry in sys.path if entry)  # the child imports the user's modules too
-        with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [self.python, *self.argv],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": importable,
-                    "PYTHONUNBUFFERED": "1",
-                    "AGENTRL_ERROR_FILE": str(self.error_path),
-                }
-                | beat
-                | dict(self.env)
-                | dict(self.mark),
-                process_group=0,
-            )
+        command = Command(
+            argv=self.argv,
+            log=self.log_path,
+            error=self.error_path,
+            env=self.env,
+            python=self.python,
+            beat=self.beat,
+            mark=self.mark,
+        )
+        self._process = self.launcher.start(self.name, command)
 
     def poll(self) -> int | None:
         """Its exit status if it has ended."""
@@ -82,15 +75,13 @@ class Child:
     async def wait(self) -> int:
         """Wait until it and all of its group have ended. Returns its exit status."""
         assert self._process is not None
-        status = await trio.to_thread.run_sync(self._process.wait, abandon_on_cancel=True)
-        await end_group(self._process.pid)
-        return status
+        return await self._process.wait()
 
     def kill(self, why: str) -> None:
         """End it at once with its group, and write `why` as its error. Does nothing if it has ended already."""
         if self._process is not None and self._process.poll() is None:
             self.error_path.write_text(why + "\n")
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill(group=True)
 
     async def end(self) -> None:
         """End it at once, also if it hangs."""
@@ -104,15 +95,23 @@ class Child:
         if process is None:
             return
         with trio.CancelScope(shield=True):
-            if process.stdin is not None:
-                process.stdin.close()
-            if process.poll() is None:
-                process.terminate()
-                with trio.move_on_after(_GRACE_S):
-                    await self.wait()
-            if process.poll() is None:
-                process.kill()
+            process.terminate()
+            with trio.move_on_after(_GRACE_S):
+                await self.wait()
+            process.kill()
             await self.wait()
+
+    # --- signs of life
+
+    def count(self) -> int:
+        return 0 if self._process is None else self._process.count()
+
+    def stopped(self) -> bool:
+        return self._process is not None and self._process.stopped()
+
+    def dump(self) -> None:
+        if self._process is not None:
+            self._process.dump()
 
     def failure(self, status: int) -> str:
         """One line on why it ended with `status`."""

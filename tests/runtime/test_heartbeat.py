@@ -33,7 +33,7 @@ NAMES = ("silent_s", "stopped_s")
 
 
 @dataclass
-class Process:
+class Process(heartbeat.Here):
     """Marks where it is told to."""
 
     beat: Path
@@ -217,7 +217,7 @@ def _runs(code: str, make: Callable[..., Child]) -> Callable[..., Child]:
 
 
 async def test_what_never_stops_hanging_uses_up_its_budget(tmp_path: Path, autojump_clock: MockClock) -> None:
-    class Hangs:
+    class Hangs(heartbeat.Here):
         name, pid, beat = "worker-0", 2**30, tmp_path / "beat"
 
         def __init__(self) -> None:

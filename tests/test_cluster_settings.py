@@ -1,0 +1,58 @@
+"""The `[cluster]` table: numbers of processes, and what Ray cannot do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentrl import config as configuration
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.runtime.rundir import RunDir
+
+
+def parsed(**sections: Any) -> RunConfig:
+    return configuration.parse({"model": "m", "env": {"id": "test/none"}, **sections})
+
+
+def test_numbers_of_processes_may_stand_in_the_cluster_table() -> None:
+    cluster = {"engine": {"replicas": 3}, "workers": {"replicas": 4, "cpus": 2}, "learner": {"ranks": 2}}
+    config = parsed(cluster=cluster)
+    assert (config.engine.replicas, config.rollout.workers, config.train.parallel.ranks) == (3, 4, 2)
+    assert configuration.from_json(configuration.to_json(config)) == config
+
+
+def test_two_numbers_for_the_same_processes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.workers\.replicas.*rollout\.workers = 2 says another number"):
+        parsed(cluster={"workers": {"replicas": 4}}, rollout={"workers": 2})
+
+
+@pytest.mark.parametrize(
+    ("sections", "field"),
+    [
+        ({"engine": {"kind": "vllm", "gpus": [[0]]}}, "engine.gpus"),
+        ({"cluster": {"engine": {"gpus": 1}}}, "cluster.engine.gpus"),
+        ({"engine": {"kind": "vllm", "sync": "ipc"}, "train": {"device": "cuda"}}, "engine.sync"),
+        ({"train": {"device": "cuda"}}, "cluster.learner.gpus"),
+    ],
+)
+def test_what_ray_cannot_do_is_refused_by_name(sections: dict[str, Any], field: str) -> None:
+    cluster = {"launcher": "ray", **sections.pop("cluster", {})}
+    with pytest.raises(ConfigError, match=field.replace(".", r"\.")):
+        parsed(cluster=cluster, **sections)
+
+
+def test_engines_and_learner_of_different_hosts_may_have_gpus_of_one_number() -> None:
+    sections = {"engine": {"kind": "vllm", "sync": "nccl"}, "train": {"device": "cuda"}}
+    with pytest.raises(ConfigError, match="give the learner another one"):
+        parsed(**sections)
+    parsed(cluster={"launcher": "ray", "engine": {"gpus": 1}, "learner": {"gpus": 1}}, **sections)
+
+
+def test_weights_on_their_way_lie_where_all_nodes_see_them(tmp_path) -> None:
+    config = parsed(cluster={"launcher": "ray"})
+    run = RunDir.create(tmp_path / "run", config)
+    assert run.scratch.parent == run.path
+    local = RunDir.create(tmp_path / "local", parsed())
+    assert local.scratch.parent != local.path
