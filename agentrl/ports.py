@@ -9,13 +9,13 @@ _PORTS = range(20_000, 32_768)  # below the ports that systems assign by themsel
 _TRIES = 1000
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port of `host` that is free now, and that the system does not assign by itself.
+def free_port(host: str = "127.0.0.1", *, first: int | None = None) -> int:
+    """A port of `host` that is free now, and that the system does not assign by itself; `first` if it is free.
 
     A server takes seconds to listen on it, and again after a restart: a port from the system's own range could be
     assigned to another process by then."""
-    for _ in range(_TRIES):
-        port = secrets.choice(_PORTS)
+    for attempt in range(_TRIES):
+        port = first if first is not None and attempt == 0 else secrets.choice(_PORTS)
         with socket.socket() as probe:
             try:
                 probe.bind((host, port))

@@ -65,6 +65,10 @@ def _vllm() -> str | None:
     return None
 
 
+def _ray() -> str | None:
+    return None if importlib.util.find_spec("ray") else "ray is not installed"
+
+
 def _gpu() -> str | None:
     import torch
 
@@ -100,6 +104,7 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "postgres": _postgres,
     "vllm": _vllm,
     "adapters": _adapters,
+    "ray": _ray,
     "compiler": _compiler,
     "gpu": _gpu,
 }

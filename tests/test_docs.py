@@ -96,7 +96,7 @@ def check_sh(block: Block) -> list[str]:
 def wrong_command(line: str) -> str:
     """Why this command line cannot be right; empty if it can."""
     words = shlex.split(line, comments=True)
-    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+    while words and re.fullmatch(r"[A-Za-z_]+=.*", words[0]):
         words = words[1:]
     if not words:
         return ""
@@ -111,6 +111,7 @@ def wrong_command(line: str) -> str:
         "bash": wrong_script,
         "pip": lambda arguments: "" if arguments[:1] == ["install"] else f"unknown pip command {line!r}",
         "git": lambda arguments: "" if arguments[:1] == ["clone"] else f"unknown git command {line!r}",
+        "ray": lambda arguments: "" if arguments[:1] in (["start"], ["stop"]) else f"unknown ray command {line!r}",
         "cd": lambda _: "",
         "ruff": lambda _: "",
     }

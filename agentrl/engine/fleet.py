@@ -18,84 +18,27 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from typing import Protocol
+from dataclasses import replace
 
 import trio
 
 from agentrl.engine.client import collect
 from agentrl.engine.concurrency import Aimd
 from agentrl.engine.hedge import Hedges, race
-from agentrl.engine.turn import SEAM, Decode, Pace, Turn
+from agentrl.engine.replica import Replica as Replica
+from agentrl.engine.replica import Servable as Servable
+from agentrl.engine.replica import State as State
+from agentrl.engine.replica import Wait
+from agentrl.engine.turn import SEAM, Decode, Turn
 from agentrl.errors import ConfigError, EngineBroke, EngineError, EngineRefusal, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Generation, Json
 
-
-class Servable(Protocol):
-    """The interface of a fleet's clients, such as `EngineClient`. `version` is the last known weight version. Requests
-    come with an infinite deadline: the fleet itself bounds each wait for a chunk."""
-
-    url: str
-    version: int
-
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]: ...
-    async def alive(self, *, deadline_s: float) -> bool: ...
-    async def served_version(self) -> int: ...
-    async def metrics(self) -> Mapping[str, float]: ...
-    async def aclose(self) -> None: ...
-
-
 _SESSIONS = 65_536  # number of sessions whose replica is remembered
 _ASK_S = 5.0  # deadline for a broken replica's answer; it is asked again later
 _MUTE = "it does not answer"
-
-
-class State(StrEnum):
-    """A replica's state; see the diagram in the module's docstring."""
-
-    READY = "ready"
-    BROKEN = "broken"
-    STALE = "stale"
-    DRAINING = "draining"
-
-
-@dataclass(slots=True, eq=False)
-class Replica:
-    """One engine as the fleet sees it. `serves` is the last weight version seen; `running` counts our requests at it,
-    `limit` bounds them once `Fleet.control` runs; `failures` counts failures since its last token, `trouble` describes
-    the last one; `retry_at` is when a broken replica is asked again, `heard_at` when it last showed that it lives."""
-
-    client: Servable
-    serves: int
-    state: State = State.READY
-    running: int = 0
-    limit: float = math.inf
-    failures: int = 0
-    trouble: str = ""
-    retry_at: float = 0.0
-    heard_at: float = -math.inf
-    pace: Pace = field(default_factory=Pace)
-    waits: set[Wait] = field(default_factory=set["Wait"])
-
-    @property
-    def room(self) -> float:
-        """How many more requests it may have."""
-        return (min(1, self.limit) if self.failures else self.limit) - self.running
-
-
-@dataclass(slots=True, eq=False)
-class Wait:
-    """A turn's wait for its next chunk: the replica, None while it waits at none, and the start of the wait. The tasks
-    in `watchers`, if there are any, ask whether a silent replica lives."""
-
-    replica: Replica | None = None
-    since: float = 0.0
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
-    watchers: trio.Nursery | None = None
 
 
 class Fleet:
@@ -135,6 +78,7 @@ class Fleet:
         self._stall_s, self._probe_s, self._outage_deadline_s = stall_s, probe_s, outage_deadline_s
         self._retry_s, self._retry_max_s, self._max_faults, self._slack = retry_s, retry_max_s, max_faults, slack
         self._preempt, self.hedges = preempt, Hedges(hedge_after)
+        self._gone: list[Replica] = []
         self._homes: OrderedDict[str, Replica] = OrderedDict()
         self._newest = max(client.version for client in clients)
         self._changed = trio.Event()
@@ -170,19 +114,41 @@ class Fleet:
 
     async def aclose(self) -> None:
         """Close every client."""
-        for replica in self.replicas:
+        for replica in (*self.replicas, *self._gone):
             await replica.client.aclose()
+
+    def follow(self, urls: Sequence[str], client: Callable[[str], Servable]) -> None:
+        """Have the engines at these URLs from now on, with new ones by `client`. The running turns of one that is gone
+        go on elsewhere."""
+        known = {replica.client.url: replica for replica in self.replicas}
+        named = [url.rstrip("/") for url in urls]
+        if not named or named == list(known):
+            return
+        for url in known.keys() - set(named):
+            self.drain(url, move=True)
+            self._gone.append(known[url])
+        fresh = {url: client(url) for url in named if url not in known}
+        # A new one is asked before it gets a turn.
+        joined = {url: Replica(one, one.version, state=State.BROKEN) for url, one in fresh.items()}
+        self.replicas = [known.get(url) or joined[url] for url in named]
+        self._announce()
 
     async def control(self, *, period_s: float = 1.0, start: Aimd | None = None) -> None:
         """Check the replicas for ever: start it in the nursery that owns the fleet. Idle ones are asked whether they
         live, broken ones whether they are back: without it broken ones are asked only when no other is ready. With
         `start`, this rule adapts each replica's limit to its metrics."""
+        looked_after: list[Replica] = []
         async with trio.open_nursery() as nursery:
-            for replica in self.replicas:
-                nursery.start_soon(self._look_after, replica, None if start is None else replace(start), period_s)
+            while True:
+                for replica in self.replicas:
+                    if replica not in looked_after:
+                        rule = None if start is None else replace(start)
+                        nursery.start_soon(self._look_after, replica, rule, period_s)
+                looked_after = list(self.replicas)
+                await trio.sleep(period_s)
 
     async def _look_after(self, replica: Replica, rule: Aimd | None, period_s: float) -> None:
-        while True:
+        while replica in self.replicas:
             if replica.state is State.READY:
                 if not await self._lives(replica):
                     self._broke(replica, _MUTE)

@@ -258,8 +258,8 @@ class _Learning:
 
     def _send(self, version: WeightVersion, parcel: Parcel | MemoryParcel, row: dict[str, Any]) -> None:
         """Send the weights to every engine, confirm the version, drop the versions that nobody needs any more."""
+        sync = trio.run(self._publisher.deliver, self._urls, parcel)
         urls = self._urls()
-        sync = trio.run(self._publisher.deliver, urls, parcel)
         if self._league is not None:  # first: groups that this version admits draw from all members before it
             trio.run(self._league.announce, urls)
         self._store.confirm_version(version)

@@ -35,6 +35,7 @@ from agentrl.runtime import evaluation
 from agentrl.runtime.checkpoints import StartPoint, start_point
 from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.keep_alive import live_with_parent
+from agentrl.runtime.launch import launcher_of
 from agentrl.runtime.processes import RunProcesses
 from agentrl.runtime.room import check_room
 from agentrl.runtime.rundir import RunDir
@@ -245,8 +246,8 @@ async def supervise(
             start = start_point(run, store)
             store.release_all()
             writes = Aside[ControlStore](store)
-            async with trio.open_nursery() as nursery:
-                processes = RunProcesses(run, config, reader, writes, nursery, mark)
+            async with launcher_of(run, config) as launcher, trio.open_nursery() as nursery:
+                processes = RunProcesses(run, config, reader, writes, nursery, mark, launcher)
                 telemetry = Telemetry(store, run.metrics, "supervisor")
                 nursery.start_soon(_interrupt, run.path)
                 nursery.start_soon(heartbeat.beat)

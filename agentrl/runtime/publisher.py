@@ -10,7 +10,7 @@ sends it when they answer again; if no file holds the weights, the learner does.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,15 +74,18 @@ class WeightPublisher:
         self._sent: list[Parcel] = []  # parcels whose files still exist, oldest first
         self._took: dict[str, int] = {}  # the last version that each engine took
 
-    async def deliver(self, urls: Sequence[str], parcel: Parcel | MemoryParcel) -> dict[str, float]:
+    async def deliver(
+        self, urls: Sequence[str] | Callable[[], Sequence[str]], parcel: Parcel | MemoryParcel
+    ) -> dict[str, float]:
         """Have the engines serve the parcel, and prove it. Returns the cost as metrics. Engines that do not take it are
-        left behind if another engine takes it; if none does, all are restarting, and the publisher waits and retries.
+        left behind if another engine takes it; if none does, all are restarting, and the publisher waits and retries:
+        `urls` may be a call that says where they are by then.
 
         Raises NotDelivered if none takes it within `engine.mending_deadline_s`, RunFailed if one confirms it but
         samples from other weights."""
         started = trio.current_time()
         while True:
-            engines = [self._client(url, parcel.version) for url in urls]
+            engines = [self._client(url, parcel.version) for url in (urls() if callable(urls) else urls)]
             delivery = _Delivery()
             try:
                 if isinstance(parcel, Parcel):

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from agentrl.rollout.worker import Worker
 from agentrl.runtime import scoring
 from agentrl.runtime.garbage import collect_after_growth, spare_old_objects
 from agentrl.runtime.heartbeat import Heartbeat
+from agentrl.runtime.launch import NODE_TMP
 from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import model_dir, renderer_of, vocabulary
 from agentrl.runtime.rundir import RunDir
@@ -41,6 +43,7 @@ from agentrl.store.roles import ReadStore, RolloutStore, Versions
 from agentrl.telemetry import Telemetry
 
 _REPORT_S = 5.0
+_FOLLOW_S = 1.0  # between two looks at where the engines are
 _SWITCH_S = 0.0005  # a busy loop lets the store's thread on so soon; by Python's 5 ms it wrote half as many turns
 
 
@@ -53,7 +56,7 @@ def serve(path: Path, index: int) -> None:
     """Run worker `index` of the run at `path` until the store says stop, SIGTERM comes or the owner is gone."""
     watch_lifeline(lambda: os.kill(os.getpid(), signal.SIGTERM))
     run = RunDir.open(path)
-    tempfile.tempdir = str(run.scratch / "tmp")
+    tempfile.tempdir = os.environ.get(NODE_TMP) or str(run.scratch / "tmp")
     os.environ["TMPDIR"] = tempfile.tempdir
     config = run.config()
     name = f"worker-{index}.{os.getpid()}"  # a lease belongs to one process of a worker
@@ -94,6 +97,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> Non
             nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
             nursery.start_soon(lambda: fleet.control(start=_concurrency(config)))
             nursery.start_soon(report, fleet, telemetry, store)
+            nursery.start_soon(_follow, config, reader, fleet, context.frozen)
             if scores:  # one worker scores for all: a source limits its concurrent calls
                 nursery.start_soon(scoring.serve, config, store)
             await worker.run()
@@ -108,6 +112,20 @@ async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> Non
         opened.close()
 
 
+async def _follow(config: RunConfig, store: ReadStore, fleet: Fleet, frozen: Mapping[str, Engine]) -> None:
+    """Follow engines that are started again on another host."""
+    while True:
+        await trio.sleep(_FOLLOW_S)
+        with suppress(StoreError):
+            urls: list[str] = json.loads(store.meta("engine_urls") or "[]")
+            fleet.follow(urls, partial(_client, config, store))
+            given: dict[str, str] = json.loads(store.meta("given_urls") or "{}")
+            for role, policy in config.rollout.frozen_roles().items():
+                other = frozen.get(role)
+                if policy in given and isinstance(other, Fleet):
+                    other.follow([given[policy]], EngineClient)
+
+
 async def report(fleet: Fleet, telemetry: Telemetry, store: RolloutStore) -> None:
     """Record this worker's view of the fleet again and again; on a full disk, skip the record."""
     while True:
@@ -119,20 +137,23 @@ async def report(fleet: Fleet, telemetry: Telemetry, store: RolloutStore) -> Non
 
 
 def _fleet(config: RunConfig, store: ReadStore, renderer: Renderer) -> Fleet:
-    """The run's engines. If only adapters are sent, a turn begins with the newest one that the learner confirmed."""
+    """The run's engines."""
+    urls: list[str] = json.loads(store.meta("engine_urls") or "[]")
+    clients = [_client(config, store, url) for url in urls]
+    return _maker(config, renderer)(clients, fits=partial(fits, store), preempt=config.engine.preempt)
+
+
+def _client(config: RunConfig, store: ReadStore, url: str) -> EngineClient:
+    """Speaks to one engine. If only adapters are sent, a turn begins with the newest one that the learner confirmed."""
+    key, tokens = config.engine.api_key(), vocabulary(model_dir(config.model))
 
     def adapter() -> int | None:
         current = store.current_version()
         return current.version if current.step else None  # before the first step there is none
 
-    urls: list[str] = json.loads(store.meta("engine_urls") or "[]")
-    key, tokens = config.engine.api_key(), vocabulary(model_dir(config.model))
     if config.sync == "adapter":
-        clients = [AdapterClient(url, current=adapter, api_key=key, vocabulary=tokens) for url in urls]
-    else:
-        version = store.current_version().version
-        clients = [EngineClient(url, version=version, api_key=key, vocabulary=tokens) for url in urls]
-    return _maker(config, renderer)(clients, fits=partial(fits, store), preempt=config.engine.preempt)
+        return AdapterClient(url, current=adapter, api_key=key, vocabulary=tokens)
+    return EngineClient(url, version=store.current_version().version, api_key=key, vocabulary=tokens)
 
 
 def fits(store: Versions, version: int) -> bool:

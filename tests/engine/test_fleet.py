@@ -317,3 +317,27 @@ async def test_fakes_are_engines_too() -> None:
     assert twice[0] == twice[1] and twice[0].finish == "stop" and twice[0].token_ids[-1] == 999
     await fake.aclose()
     assert fake.closed
+
+
+async def test_law_1_a_fleet_follows_an_engine_that_moved_and_its_turns_go_on_there(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    old, new = engine("old", chunk_s=1.0), engine("new")
+    fleet = Fleet([old])
+    results: list[tuple[int, ...]] = []
+
+    async def turn() -> None:
+        results.append((await fleet.generate(ask())).token_ids)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fleet.control)
+        nursery.start_soon(turn)
+        await trio.sleep(2.5)
+        fleet.follow(["fake://new"], lambda url: new)
+        fleet.follow(["fake://new"], lambda url: engine("never asked for"))
+        fleet.follow([], lambda url: engine("of a store that names none yet"))
+        await trio.sleep(5)
+        nursery.cancel_scope.cancel()
+    assert results == [tuple(range(3, 11))]
+    assert [request.token_ids for request in new.requests] == [(1, 2, 3, 3, 4, 5, 6)]
+    assert fleet.gauges()["state"] == ["ready"] and len(old.requests) == 1

@@ -1,0 +1,409 @@
+"""Starts a run's children on the nodes of a Ray cluster. The only module that imports ray.
+
+    supervisor ── RayLauncher ── one placement group: a bundle for each child
+                     │ looks (0.5 s), which renew its lease
+                     ▼
+                 Seat (actor on a node) ── child (a process of its own group, output in the run's folder)
+
+A `Seat` keeps the child of one name. It outlives the child, which is started again in place; if the seat or its node is
+lost, another seat is placed. The child cannot outlive its seat (its lifeline, and a janitor on its node), and a seat
+cannot outlive the run: Ray ends it with the supervisor, and it ends itself when nobody has looked for `lease_s`. Only
+after this time the supervisor counts the child of a lost seat as dead, so that no two processes of a name run.
+
+All nodes must see the run's folder, and find the interpreter and the model's folder under the same paths.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import ray
+import ray.exceptions
+import ray.util
+import trio
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from agentrl.config import RunConfig
+from agentrl.engine.launch import end_group
+from agentrl.errors import RunFailed, UsageError, boundary
+from agentrl.owner import OwnedFolder
+from agentrl.ports import free_port
+from agentrl.runtime.child import ENDS_THE_RUN
+from agentrl.runtime.launch import NODE_TMP, Command, Local, LocalProcess
+from agentrl.runtime.rundir import RunDir
+from agentrl.store.choice import ADDRESS
+
+_LOOK_S = 0.5
+_RAY: Any = ray  # they are typed in parts only
+_UTIL: Any = ray.util
+_OURS = ("RAY_", "CUDA_", "AGENTRL_")  # variables that a node has of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a seat says of its child."""
+
+    pid: int | None = None
+    status: int | None = None
+    count: int = 0
+    stopped: bool = False
+
+
+class Seat:
+    """On a node: starts the child of one name there, one after the other, and ends with it. The actor's class."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s, self._heard = lease_s, time.monotonic()
+        self._owner = OwnedFolder(prefer_memory=False)
+        self._child: LocalProcess | None = None
+        self._status: int | None = None
+        threading.Thread(target=self._end_when_cut_off, daemon=True).start()
+
+    def sees(self, marker: str, text: str) -> tuple[str, str, bool]:
+        """The node's id and address, and whether it reads this text in the run's folder."""
+        self._heard = time.monotonic()
+        with suppress(OSError):
+            return _RAY.get_runtime_context().get_node_id(), _host(), Path(marker).read_text() == text
+        return "", _host(), False
+
+    def place(self, port: int) -> tuple[str, int]:
+        """The node's address, and a port to serve on: `port` if nobody has it."""
+        host = _host()
+        return host, free_port(host, first=port)
+
+    def start(self, command: Command, defaults: Mapping[str, str]) -> Look:
+        """Start the child. What is left of an earlier one is ended."""
+        self._heard = time.monotonic()
+        self.end(True)
+        temporary = self._owner.path / "tmp"
+        temporary.mkdir(exist_ok=True)
+        ours = {name: value for name, value in command.env.items() if name != "CUDA_VISIBLE_DEVICES"}
+        lacking = {name: value for name, value in defaults.items() if name not in os.environ}
+        beat = None if command.beat is None else self._owner.path / "beat"
+        env = {**lacking, **command.variables(), **ours, NODE_TMP: str(temporary)}
+        here = replace(command, env=env, beat=beat, mark=self._owner.mark)
+        self._status, self._child = None, Local().start("", here)
+        return self.look()
+
+    def look(self) -> Look:
+        """Its state; renews the lease."""
+        self._heard = time.monotonic()
+        child = self._child
+        if child is None:
+            return Look()
+        if self._status is None and (status := child.poll()) is not None:
+            trio.run(end_group, child.pid)
+            self._status = status
+        beats = child.beat is not None
+        return Look(child.pid, self._status, child.count() if beats else 0, child.stopped())
+
+    def terminate(self) -> None:
+        if self._child is not None:
+            self._child.terminate()
+
+    def dump(self) -> None:
+        if self._child is not None and self._child.poll() is None:
+            self._child.dump()
+
+    def end(self, group: bool) -> None:
+        """Kill the child."""
+        if self._child is not None:
+            self._child.kill(group=group)
+            if group:
+                self._child.process.wait()
+
+    def _end_when_cut_off(self) -> None:
+        while time.monotonic() - self._heard < self._lease_s:
+            time.sleep(min(_LOOK_S, self._lease_s / 4))
+        if self._child is not None:
+            self._child.kill(group=True)
+        os._exit(1)  # the janitor ends the rest
+
+
+@dataclass(slots=True)
+class RayProcess:
+    """A child on some node; the launcher tells it what it looked like last."""
+
+    last: Look = Look()
+    seat: Any = None  # the actor's handle, once the child is started
+    killed: bool = False
+    ended: trio.Event = field(default_factory=trio.Event)
+
+    @property
+    def pid(self) -> int | None:
+        return self.last.pid
+
+    def poll(self) -> int | None:
+        return self.last.status if self.ended.is_set() else None
+
+    async def wait(self) -> int:
+        await self.ended.wait()
+        assert self.last.status is not None
+        return self.last.status
+
+    def terminate(self) -> None:
+        if self.seat is None:
+            self.killed = True
+        else:
+            self.seat.terminate.remote()
+
+    def kill(self, *, group: bool = False) -> None:
+        self.killed = True
+        if self.seat is not None and not self.ended.is_set():
+            self.seat.end.remote(group)
+
+    def count(self) -> int:
+        return self.last.count
+
+    def stopped(self) -> bool:
+        return self.last.stopped
+
+    def dump(self) -> None:
+        if self.seat is not None:
+            self.seat.dump.remote()
+
+    def end(self, status: int) -> None:
+        self.last = replace(self.last, status=status)
+        self.ended.set()
+
+
+class RayLauncher:
+    """Starts children by name in the bundles of one placement group. `nursery` looks after them."""
+
+    def __init__(self, run: RunDir, config: RunConfig, nursery: trio.Nursery) -> None:
+        self._run, self._cluster, self._nursery = run, config.cluster, nursery
+        self._config = config
+        self._bundles = bundles(config)
+        self._group: Any = None
+        self._seats: dict[str, Any] = {}
+        self._nodes: dict[str, str] = {}  # the ids of their nodes
+        self._marker = run.path.resolve() / ".seen-by-all-nodes"
+        self._text = secrets.token_hex(8)
+
+    async def open(self) -> None:
+        """Reserve the nodes and seat every child. Raises UsageError if the cluster is too small or a node does not see
+        the run's folder."""
+        self._marker.write_text(self._text)
+        self._nursery.start_soon(self._renew)
+        await trio.to_thread.run_sync(self._reserve)
+        try:
+            await _result(self._group.ready(), self._cluster.place_deadline_s)
+        except trio.TooSlowError:
+            raise UsageError(self._too_small()) from None
+        async with trio.open_nursery() as nursery:
+            for name in self._bundles:
+                nursery.start_soon(self._seat, name)
+
+    async def _renew(self) -> None:
+        """Renew the leases of seats without a child, too."""
+        while True:
+            await trio.sleep(self._cluster.lease_s / 4)
+            for seat in self._seats.values():
+                seat.look.remote()
+
+    def _reserve(self) -> None:
+        for name in self._bundles:  # of a supervisor that was killed just now
+            with suppress(ValueError):
+                _RAY.kill(_RAY.get_actor(name))
+        wanted = [dict(one) for one in self._bundles.values()]
+        if self._run.store_path.name != ADDRESS:
+            wanted = [{**one, f"node:{_host()}": 0.001} for one in wanted]
+        self._group = _UTIL.placement_group(wanted, strategy="PACK")
+
+    def _too_small(self) -> str:
+        need = {kind: sum(one.get(kind, 0.0) for one in self._bundles.values()) for kind in ("CPU", "GPU")}
+        nodes = [node for node in _RAY.nodes() if node["Alive"]]
+        there = [f"{node['NodeManagerAddress']}: {_told(node['Resources'])}" for node in nodes]
+        within = f"within {self._cluster.place_deadline_s:g} s (cluster.place_deadline_s)"
+        if self._run.store_path.name != ADDRESS:
+            hint = (
+                "a store in SQLite keeps all of them on this node: give cluster.store = 'postgresql://USER@HOST/NAME'"
+            )
+        else:
+            hint = "add a node (ray start --address=HEAD:6379), or lower cluster.workers.replicas and the like"
+        return f"Ray found no place for {_told(need)} {within}; nodes: {'; '.join(there)}; {hint}"
+
+    async def place(self, name: str, port: int) -> tuple[str, int]:
+        """As `Launcher.place`: the address of the node of the seat."""
+        seat = await self._seat(name)
+        try:
+            return cast("tuple[str, int]", await _result(seat.place.remote(port), self._cluster.place_deadline_s))
+        except (trio.TooSlowError, ray.exceptions.RayError) as error:
+            self._drop(name)
+            raise RunFailed(f"{name}: its node was lost before it began ({_line(error)})") from None
+
+    def start(self, name: str, command: Command) -> RayProcess:
+        """Start the child in its seat, or in a new one if that is lost; returns at once."""
+        process = RayProcess()
+        self._nursery.start_soon(self._follow, name, command, process)
+        return process
+
+    async def close(self) -> None:
+        """End every seat and give the nodes back."""
+        self._marker.unlink(missing_ok=True)
+
+        def end() -> None:
+            for seat in self._seats.values():
+                _RAY.kill(seat)
+            if self._group is not None:
+                _UTIL.remove_placement_group(self._group)
+
+        with trio.CancelScope(shield=True), suppress(ray.exceptions.RayError):
+            await trio.to_thread.run_sync(end)
+
+    # --- one child
+
+    async def _seat(self, name: str) -> Any:
+        """The seat of that name, a new one if there is none. Raises UsageError for a node without the run's folder,
+        RunFailed if none is placed in time."""
+        if name in self._seats:
+            return self._seats[name]
+        at, deadline_s = list(self._bundles).index(name), self._cluster.place_deadline_s
+        resources = self._bundles[name]
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=at)
+        remote = _RAY.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(Seat).options(
+            name=f"{name}.{secrets.token_hex(3)}",
+            scheduling_strategy=strategy,
+            # Else Ray's worker kills the janitor, before it has ended what the child left.
+            runtime_env={"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}},
+        )
+        seat = await trio.to_thread.run_sync(partial(remote.remote, self._cluster.lease_s))
+        try:
+            node, host, sees = await _result(seat.sees.remote(str(self._marker), self._text), deadline_s)
+        except (trio.TooSlowError, ray.exceptions.RayError) as error:
+            _RAY.kill(seat)
+            why = f"within {deadline_s:g} s (cluster.place_deadline_s; {_line(error)})"
+            raise RunFailed(f"{name}: Ray found no node for it {why}") from None
+        if not sees:
+            hint = "put --out on a file system that all nodes mount at the same path"
+            raise UsageError(f"node {host} does not see the run's folder {self._marker.parent}: {hint}")
+        self._seats[name], self._nodes[name] = seat, node
+        return seat
+
+    async def _follow(self, name: str, command: Command, process: RayProcess) -> None:
+        """Start the child and look at it until it has ended. A lost seat's child has ended when its lease has."""
+        heard = trio.current_time()
+        try:
+            seat = await self._seat(name)
+            if process.killed:
+                process.end(-signal.SIGKILL)
+                return
+            defaults = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
+            process.seat = seat
+            process.last = await _result(seat.start.remote(_portable(command), defaults), self._cluster.lease_s)
+            while process.last.status is None:
+                heard = trio.current_time()
+                await trio.sleep(_LOOK_S)
+                process.last = await _result(seat.look.remote(), self._cluster.lease_s)
+            process.ended.set()
+        except (UsageError, RunFailed) as error:
+            command.error.write_text(f"{error}\n")
+            process.end(ENDS_THE_RUN if isinstance(error, UsageError) else 1)
+        except (trio.TooSlowError, ray.exceptions.RayError) as error:
+            self._drop(name)
+            if not process.killed:
+                command.error.write_text(f"its node or its Ray actor was lost ({_line(error)})\n")
+            known = isinstance(error, ray.exceptions.ActorDiedError)
+            if not known or not await trio.to_thread.run_sync(_lives, self._nodes.get(name)):
+                await trio.sleep_until(heard + self._cluster.lease_s)  # it may be cut off, and live until then
+            process.end(-signal.SIGKILL)
+
+    def _drop(self, name: str) -> None:
+        if (seat := self._seats.pop(name, None)) is not None:
+            with suppress(ray.exceptions.RayError):
+                _RAY.kill(seat)
+
+
+def bundles(config: RunConfig) -> dict[str, dict[str, float]]:
+    """What Ray reserves, by the child's name."""
+    cluster, ranks = config.cluster, config.train.parallel.ranks
+    engine = {"CPU": cluster.engine.cpus} | ({"GPU": float(cluster.engine.gpus)} if cluster.engine.gpus else {})
+    learner = {"CPU": ranks * cluster.learner.cpus}
+    if cluster.learner.gpus:
+        learner["GPU"] = float(ranks * cluster.learner.gpus)
+    engines = 0 if config.engine.urls else config.engine.replicas
+    found = {f"engine-{at}": engine for at in range(engines)}
+    found |= {f"engine-given-{at}": engine for at in range(len(config.rollout.given_models()))}
+    found |= {f"worker-{at}": {"CPU": cluster.workers.cpus} for at in range(config.rollout.workers)}
+    return found | {"learner": learner}
+
+
+@asynccontextmanager
+async def connected(run: RunDir, config: RunConfig) -> AsyncGenerator[RayLauncher]:
+    """A launcher on the cluster at `cluster.address`; all that it placed is given back at the end.
+
+    Raises UsageError if there is no such cluster, or no room in it."""
+    ours = not _RAY.is_initialized()
+    if ours:
+        await trio.to_thread.run_sync(_connect, config.cluster.address)
+    try:
+        async with trio.open_nursery() as nursery:
+            launcher = RayLauncher(run, config, nursery)
+            try:
+                await launcher.open()
+                yield launcher
+            finally:
+                await launcher.close()
+                nursery.cancel_scope.cancel()
+    finally:
+        if ours:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(_RAY.shutdown)
+
+
+def _connect(address: str) -> None:
+    if address.startswith("ray://"):
+        raise UsageError(f"cluster.address = {address!r}: start agentrl on a node of the cluster, and give 'auto'")
+    with boundary(UsageError, f"no Ray cluster at cluster.address = {address!r}: start one (ray start --head)"):
+        _RAY.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+
+
+async def _result(reference: Any, deadline_s: float) -> Any:
+    """Wait for a Ray call. Raises TooSlowError, or its error."""
+    token, done = trio.lowlevel.current_trio_token(), trio.Event()
+
+    def tell(_: object) -> None:
+        with suppress(trio.RunFinishedError):
+            token.run_sync_soon(done.set)
+
+    future = reference.future()
+    future.add_done_callback(tell)
+    with trio.fail_after(deadline_s):
+        await done.wait()
+    return future.result()
+
+
+def _portable(command: Command) -> Command:
+    """With its folders spelled out: a node has another working folder. This interpreter becomes the seat's own."""
+    places = {name: getattr(command, name).resolve() for name in ("log", "error")}
+    ours = command.variables()
+    path = {"PYTHONPATH": ours["PYTHONPATH"]}
+    return replace(command, **places, env={**path, **command.env}, python=sys.executable)
+
+
+def _lives(node: str | None) -> bool:
+    """Whether a node is well, so that Ray knows of a dead actor of it that it is dead."""
+    return any(found["Alive"] and found["NodeID"] == node for found in _RAY.nodes())
+
+
+def _host() -> str:
+    return str(_UTIL.get_node_ip_address())
+
+
+def _told(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if resources.get(kind)) or "none free"
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
