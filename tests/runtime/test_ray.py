@@ -74,7 +74,7 @@ def test_law_2_a_run_on_ray_survives_a_killed_child_and_a_lost_node(tmp_path: Pa
         tmp_path,
         "agentrl/Calculator-v0",
         cluster=sections,
-        train={"steps": 12, "checkpoint_every": 2},
+        train={"steps": 150, "checkpoint_every": 5},
         eval={"sets": [], "every": 0},
     )
     with started("train", file, "--out", run.path) as process:
@@ -88,7 +88,7 @@ def test_law_2_a_run_on_ray_survives_a_killed_child_and_a_lost_node(tmp_path: Pa
     with RunStore.read(run.store_path) as store:
         report = audit(store, run.checkpoints)
         assert report.violations == []
-        assert store.counts()[GroupState.TRAINED] == 12 * 2
+        assert store.counts()[GroupState.TRAINED] == 150 * 2
         assert not re.search(r"127\.0\.0\.1", store.meta("engine_urls") or ""), "engines serve at their node's address"
     assert_nothing_remains(run)
 
