@@ -213,9 +213,6 @@ class RayLauncher:
                 seat.look.remote()
 
     def _reserve(self) -> None:
-        for name in self._bundles:  # of a supervisor that was killed just now
-            with suppress(ValueError):
-                _RAY.kill(_RAY.get_actor(name))
         wanted = [dict(one) for one in self._bundles.values()]
         if self._run.store_path.name != ADDRESS:
             wanted = [{**one, f"node:{_host()}": 0.001} for one in wanted]
