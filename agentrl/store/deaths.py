@@ -128,7 +128,7 @@ class Deaths(Part):
             " e.start IS NULL OR COUNT(t.id) > COUNT(s.turn_id)"
             " FROM leases l CROSS JOIN episodes e ON e.holder = l.holder"
             " LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial LEFT JOIN steps s ON s.turn_id = t.id"
-            " WHERE l.worker = ? AND e.state = 'running' GROUP BY e.id ORDER BY e.id",
+            " WHERE l.worker = ? AND e.state = 'running' GROUP BY e.id, e.deaths, e.died_at, e.start ORDER BY e.id",
             (worker,),
         )
         return [

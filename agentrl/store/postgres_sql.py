@@ -27,7 +27,9 @@ INSERT INTO schema_version VALUES (0);
 
 _PLACE = re.compile(r"\?(\d*)|'[^']*'")
 _HINT = re.compile(r" INDEXED BY \w+")
-_CROSS = re.compile(r"CROSS JOIN (?P<table>\w+) (?P<name>\w+) ON (?P<condition>.+?) WHERE", re.DOTALL)
+_CROSS = re.compile(
+    r"CROSS JOIN (?P<table>\w+) (?P<name>\w+) ON (?P<condition>.+?)(?=\s(WHERE|((LEFT|CROSS) )?JOIN)\b)", re.DOTALL
+)
 
 
 @lru_cache(maxsize=1024)
@@ -50,7 +52,7 @@ def _in_order(join: re.Match[str]) -> str:
     """A join that begins with its left side, as SQLite's CROSS JOIN does, whatever the planner believes of a new table
     that nobody has counted yet."""
     condition = join["condition"].replace(f"{join['name']}.", "")
-    return f"CROSS JOIN LATERAL (SELECT * FROM {join['table']} WHERE {condition} OFFSET 0) {join['name']} WHERE"
+    return f"CROSS JOIN LATERAL (SELECT * FROM {join['table']} WHERE {condition} OFFSET 0) {join['name']}"
 
 
 @lru_cache

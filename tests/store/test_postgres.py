@@ -244,6 +244,13 @@ def test_a_claim_reads_no_row_for_each_episode_that_runs(store: RunStore) -> Non
     assert max(step["Actual Rows"] * step["Actual Loops"] for step in read) < 100
 
 
+@pytest.mark.parametrize("after", ["WHERE a.x = 1", "LEFT JOIN c ON c.y = b.y WHERE a.x = 1", "JOIN c ON c.y = b.y"])
+def test_a_join_that_begins_with_its_left_side_ends_where_the_next_begins(after: str) -> None:
+    inner = "(SELECT * FROM t WHERE x = a.x AND y > 2 OFFSET 0)"
+    found = translated(f"SELECT * FROM a CROSS JOIN t b ON b.x = a.x AND b.y > 2 {after}").decode()
+    assert found == f"SELECT * FROM a CROSS JOIN LATERAL {inner} b {after}"
+
+
 def test_a_run_moves_to_the_database_and_back_and_nothing_of_it_changes(tmp_path: Path, server: Server) -> None:
     run = tmp_path / "run"
     run.mkdir()
