@@ -178,10 +178,12 @@ class Clipped(Algorithm):
 
     def _held(self, tokens: Mapping[str, Tensor]) -> Tensor | None:
         """Which tokens are clipped from the policy that sampled them, too: bool [K], or None if none are."""
+        import torch
+
         if self.clip_from == "proximal" or "clip_from" in self.unused:
             return None
         if self.clip_from == "behaviour":
-            return tokens["behaviour"].isfinite()
+            return torch.ones_like(tokens["behaviour"], dtype=torch.bool)
         return tokens["lag"] > OLD if "lag" in tokens else None
 
     def loss(self, tokens: Mapping[str, Tensor], outputs: Outputs, step: int) -> Loss:
