@@ -398,6 +398,8 @@ def context_ids(turns: Sequence[Turn], index: int) -> tuple[int, ...]:
 
 def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
     """Join equal neighbours into spans: `[3, 3, 4]` gives version 3 for [0, 2) and version 4 for [2, 3)."""
+    if versions and versions.count(versions[0]) == len(versions):  # most often
+        return (VersionSpan(versions[0], 0, len(versions)),)
     changes = [at for at in range(1, len(versions)) if versions[at] != versions[at - 1]]
     bounds = [0, *changes, len(versions)] if versions else []
     return tuple(VersionSpan(versions[start], start, end) for start, end in pairwise(bounds))

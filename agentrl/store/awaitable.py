@@ -61,6 +61,7 @@ class AsyncStore:
         wait `disk_wait_s` for space before they raise DiskFull, but for `claim`, `renew` and `record`."""
         self._store, self._reader, self._disk_wait_s = store, reader or store, disk_wait_s
         self._queue: SimpleQueue[Write | None] = SimpleQueue()
+        self._made: deque[tuple[list[Write], list[Result]]] = deque()  # by the thread; the loop has yet to look
         self._ready: deque[Write] = deque()  # they have their results, and their callers wait
         self._thread: threading.Thread | None = None
         if not inline:
@@ -176,11 +177,12 @@ class AsyncStore:
 
     async def _write(self, call: Callable[[], Any], *, shared: bool = False) -> Any:
         """Make a write once there is space for it. Raises DiskFull after `disk_wait_s`."""
-        until = trio.current_time() + self._disk_wait_s
+        until: float | None = None  # a look at the clock only when there is no space
         while True:
             try:
                 return await self._once(call, shared=shared)
             except DiskFull:
+                until = trio.current_time() + self._disk_wait_s if until is None else until
                 if trio.current_time() >= until:
                     raise
             await trio.sleep(_DISK_S)
@@ -230,17 +232,17 @@ class AsyncStore:
             results = self._store.together([write.call for write in writes], shared=shared)
         except BaseException as error:  # whatever it was, the callers wait, and so will others
             results = [Result(error=StoreError(f"the store's thread failed: {error!r}")) for _ in writes]
-        with suppress(trio.RunFinishedError):
-            self._token.run_sync_soon(self._deliver, writes, results)
-
-    def _deliver(self, writes: list[Write], results: list[Result]) -> None:
-        for write, result in zip(writes, results, strict=True):
-            write.result = result
-        self._ready += (write for write in writes if write.task is not None)
+        self._made.append((writes, results))
         self._wake_soon()
 
     def _wake(self) -> None:
-        """Let callers go on: in one pass of the loop only so many that no other task of it waits long."""
+        """Note what came of writes, and let their callers go on: in one pass of the loop only so many that no other
+        task of it waits long."""
+        while self._made:
+            for write, result in zip(*self._made.popleft(), strict=True):
+                write.result = result
+                if write.task is not None:
+                    self._ready.append(write)
         for _ in range(min(_AT_ONCE, len(self._ready))):
             write = self._ready.popleft()
             if write.task is not None:  # else its caller was cancelled

@@ -17,9 +17,10 @@ import json
 import math
 import struct
 import sys
+import threading
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any, Final
 
 import zstandard
@@ -43,6 +44,7 @@ _HEADER = struct.Struct("<BII")
 _COLUMN = struct.Struct("<BI")
 _EXPERTS = struct.Struct("<BIHH")
 _LEVEL = 3
+_JSON: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _CODES: Final = {"float32": "f", "float64": "d", "int32": "i", "int64": "q", "uint8": "B"}
 
 
@@ -61,7 +63,7 @@ def pack_tokens(turn: Turn) -> bytes:
         raise StoreError(f"turn {turn.index}: a token id is not an unsigned 32-bit integer: {error}") from error
     header = _HEADER.pack(logprobs.itemsize, len(turn.prompt_ids), len(turn.token_ids))
     named = pack_columns(turn.columns, len(turn.token_ids), f"turn {turn.index}")
-    return zstandard.compress(header + _little(ids) + _little(logprobs) + named, _LEVEL)
+    return _compressed(header + _little(ids) + _little(logprobs) + named)
 
 
 def unpack_tokens(blob: bytes) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], columns.Columns]:
@@ -86,7 +88,7 @@ def with_columns(blob: bytes, named: columns.Columns, what: str) -> bytes:
     _, _, n_tokens = _HEADER.unpack_from(data)
     known = unpack_tokens(blob)[3]
     more = {name: values for name, values in named.items() if name not in known}
-    return zstandard.compress(data + pack_columns(more, n_tokens, what), _LEVEL)
+    return _compressed(data + pack_columns(more, n_tokens, what))
 
 
 def pack_columns(named: columns.Columns, n: int, what: str) -> bytes:
@@ -125,7 +127,7 @@ def unpack_columns(data: bytes) -> columns.Columns:
 def pack_experts(experts: RoutedExperts) -> bytes:
     """The blob of a turn's experts."""
     header = _EXPERTS.pack(experts.width, experts.start, experts.layers, experts.per_token)
-    return zstandard.compress(header + experts.data, _LEVEL)
+    return _compressed(header + experts.data)
 
 
 def unpack_experts(blob: bytes) -> RoutedExperts:
@@ -133,6 +135,20 @@ def unpack_experts(blob: bytes) -> RoutedExperts:
     data = zstandard.decompress(blob)
     width, start, layers, per_token = _EXPERTS.unpack_from(data)
     return RoutedExperts(start=start, layers=layers, per_token=per_token, width=width, data=data[_EXPERTS.size :])
+
+
+class _Compressor(threading.local):
+    """One of each thread: to make one takes longer than a turn's tokens."""
+
+    def __init__(self) -> None:
+        self.compress = zstandard.ZstdCompressor(_LEVEL).compress
+
+
+_compressor = _Compressor()
+
+
+def _compressed(data: bytes) -> bytes:
+    return _compressor.compress(data)
 
 
 def _little(values: array[Any]) -> bytes:
@@ -163,7 +179,7 @@ def printable(text: str) -> str:
 def to_json(value: Json, what: str) -> str:
     """Compact JSON. Raises StoreError naming `what` if the value is not JSON-safe (also for NaN and infinity)."""
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text = _JSON.encode(value)
         text.encode()
     except UnicodeEncodeError:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
@@ -185,7 +201,7 @@ def unpack_messages(text: str) -> Messages:
 
 def pack_spans(spans: tuple[VersionSpan, ...]) -> str:
     """Version spans as JSON `[[version, start, end], …]`."""
-    return json.dumps([[span.version, span.start, span.end] for span in spans], separators=(",", ":"))
+    return f"[{','.join([f'[{span.version:d},{span.start:d},{span.end:d}]' for span in spans])}]"
 
 
 def unpack_spans(text: str) -> tuple[VersionSpan, ...]:
@@ -220,7 +236,7 @@ def pack_answer(step: Step, what: str) -> str:
     Raises StoreError for an info with a key that is a field of `Step`, or that is not JSON-safe."""
     if taken := sorted(_ANSWER.keys() & step.info):
         raise StoreError(f"{what}: info[{taken[0]!r}] is a field of the step: set that")
-    said = {name: getattr(step, name) for name, default in _ANSWER.items() if getattr(step, name) != default}
+    said = {name: value for name, default in _ANSWER.items() if (value := getattr(step, name)) != default}
     return to_json({**step.info, **said}, f"{what}: info") if said or step.info else "{}"
 
 
@@ -257,9 +273,12 @@ _EMPTY: Final = Step(observation=())
 _ANSWER: Final = {name: getattr(_EMPTY, name) for name in _READ}  # a field with its default was not set
 
 
+_RECORD: Final = tuple(one.name for one in fields(MemberRecord))
+
+
 def pack_record(record: Mapping[int, MemberRecord]) -> str:
     """The record that a group's members are judged against, by member, as JSON."""
-    return json.dumps({str(member): asdict(one) for member, one in record.items()})
+    return json.dumps({str(at): {name: getattr(one, name) for name in _RECORD} for at, one in record.items()})
 
 
 def unpack_record(text: str) -> dict[int, MemberRecord]:
@@ -283,7 +302,7 @@ def unpack_record(text: str) -> dict[int, MemberRecord]:
 def pack_files(files: Mapping[str, bytes]) -> bytes:
     """Files by path as one compressed blob: u32 length of a JSON list of paths and lengths, the list, the contents."""
     listing = json.dumps([[path, len(data)] for path, data in files.items()]).encode()
-    return zstandard.compress(struct.pack("<I", len(listing)) + listing + b"".join(files.values()), _LEVEL)
+    return _compressed(struct.pack("<I", len(listing)) + listing + b"".join(files.values()))
 
 
 def unpack_files(blob: bytes) -> dict[str, bytes]:

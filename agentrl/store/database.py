@@ -15,9 +15,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import zstandard
@@ -31,6 +33,7 @@ millisecond; a backup, or somebody's shell, may hold the lock for longer, and th
 _UNREADABLE = (zstandard.ZstdError, struct.error, json.JSONDecodeError, UnicodeDecodeError)
 
 Row = tuple[Any, ...]
+_Whole = AbstractContextManager[None] | None
 
 
 class Result(NamedTuple):
@@ -84,6 +87,8 @@ class Database(ABC):
         self._together = False  # whether writes are parts of one transaction
         self._shared = False  # whether that transaction is of writes that others may go on beside
         self._begun = False  # whether that transaction was begun
+        self._swift = False  # whether its parts are not told apart: if one fails, all are undone and made again
+        self._torn = False  # whether one of those failed
         self.leads: int | None = None  # which of the run's learners this handle is of (see `leading`); None: of none
         self.waits = False  # True while a thread waits for another process's write lock
 
@@ -166,26 +171,59 @@ class Database(ABC):
 
     # --- transactions -------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def write(self, *, durable: bool = False, shared: bool = False) -> Generator[None]:
+    def write(self, *, durable: bool = False, shared: bool = False) -> AbstractContextManager[None]:
         """A write transaction. `durable` waits for the disk, so that it also survives a loss of power; without it
         a commit survives the death of any process, not of the machine. `shared` promises that it writes only rows that
         nobody else may write meanwhile, as those of an episode whose fence it checks: a database may let other shared
         writes go on beside it. Inside `together` it is a part of one transaction."""
-        with self._lock:
-            if self._together:
-                with self._part(durable=durable, shared=shared):
-                    yield
-                return
-            if self._in_transaction:
-                raise StoreError(f"{self.path}: a write transaction is open already")
-            try:
+        return _Write(partial(self._enter, durable, shared), self._leave)
+
+    def _enter(self, durable: bool, shared: bool) -> _Whole:
+        """Begin a write, with the lock held; None if it is one of many that are not told apart."""
+        self._lock.acquire()
+        try:
+            whole = self._transaction(durable, shared)
+            if whole is not None:
+                whole.__enter__()
+            return whole
+        except BaseException as error:
+            self._lock.release()
+            self._raise_named(error)
+            raise
+
+    def _transaction(self, durable: bool, shared: bool) -> _Whole:
+        if not self._together:
+            return self._alone(durable=durable, shared=shared)
+        if durable:
+            raise StoreError(f"{self.path}: a write that waits for the disk has a transaction of its own")
+        if self._shared and not shared:
+            raise StoreError(f"{self.path}: a write that needs the store for itself came among others")
+        if not self._in_transaction:
+            self._begun = True
+            self._begin(durable=False, shared=self._shared)
+        return None if self._swift else self._savepoint()
+
+    def _leave(self, whole: _Whole, error: BaseException | None) -> None:
+        try:
+            if whole is None:
+                self._torn = self._torn or error is not None
+            else:
                 with self._naming():
-                    self._begin(durable=durable, shared=shared)
-                    yield
-                    self._commit()
-            finally:
-                self._roll_back()
+                    whole.__exit__(type(error) if error is not None else None, error, None)
+            self._raise_named(error)
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _alone(self, *, durable: bool, shared: bool) -> Generator[None]:
+        if self._in_transaction:
+            raise StoreError(f"{self.path}: a write transaction is open already")
+        try:
+            self._begin(durable=durable, shared=shared)
+            yield
+            self._commit()
+        finally:
+            self._roll_back()
 
     @contextmanager
     def read(self) -> Generator[None]:
@@ -223,8 +261,29 @@ class Database(ABC):
 
     def _at_once(self, calls: Sequence[Callable[[], Any]]) -> list[Result] | None:
         """What came of calls, if none failed and their transaction may commit; None if they are to be made one by one,
-        and nothing is written yet."""
+        and nothing is written yet. Most often none fails, and so none needs a savepoint."""
+        self._swift, self._torn = True, False
+        try:
+            done = [Result(value=call()) for call in calls]
+            with self._naming():
+                self._settle()
+            if not self._torn:
+                return done
+        except Exception as error:  # one of them failed: which, and what of it, is found one by one
+            if self._begun and not self._in_transaction:
+                raise
+            if len(calls) == 1:
+                self._roll_back()
+                return [Result(error=error)]
+        finally:
+            self._swift = False
+        self._roll_back()
+        self._begun = False
         return None
+
+    def _settle(self) -> None:  # noqa: B027
+        """Wait for all statements so far, if the database answers later. Raises the driver's error of the first that
+        failed."""
 
     def _one(self, call: Callable[[], Any]) -> Result:
         try:
@@ -233,19 +292,6 @@ class Database(ABC):
             if self._begun and not self._in_transaction:  # what earlier calls wrote is gone as well
                 raise
             return Result(error=error)
-
-    @contextmanager
-    def _part(self, *, durable: bool, shared: bool) -> Generator[None]:
-        if durable:
-            raise StoreError(f"{self.path}: a write that waits for the disk has a transaction of its own")
-        if self._shared and not shared:
-            raise StoreError(f"{self.path}: a write that needs the store for itself came among others")
-        with self._naming():
-            if not self._in_transaction:
-                self._begun = True
-                self._begin(durable=False, shared=self._shared)
-            with self._savepoint():
-                yield
 
     @contextmanager
     def _savepoint(self) -> Generator[None]:
@@ -279,11 +325,17 @@ class Database(ABC):
         """Raise each error of the driver, and of a row that cannot be read or written, as a StoreError."""
         try:
             yield
-        except self._errors as error:
+        except Exception as error:
+            self._raise_named(error)
+            raise
+
+    def _raise_named(self, error: BaseException | None) -> None:
+        """Raise the StoreError for an error of the driver or of a row; nothing for any other."""
+        if isinstance(error, self._errors):
             raise self._named(error) from error
-        except _UNREADABLE as error:
+        if isinstance(error, _UNREADABLE):
             raise damaged(self.path, error) from error
-        except UnicodeEncodeError as error:
+        if isinstance(error, UnicodeEncodeError):
             raise StoreError(f"{self.path}: a name or text cannot be written as UTF-8: {error}") from error
 
     # --- statements, inside a transaction -----------------------------------------------------------------------
@@ -295,6 +347,23 @@ class Database(ABC):
     def row(self, sql: str, parameters: Sequence[Any] = ()) -> Row | None:
         """The first row that one statement returns; None if it returns none."""
         return next(iter(self.execute(sql, parameters)), None)
+
+
+class _Write(AbstractContextManager[None]):
+    """`Database.write`: no generator, since each turn has several. `enter` begins it, `leave` ends it."""
+
+    __slots__ = ("_enter", "_leave", "_whole")
+
+    def __init__(self, enter: Callable[[], _Whole], leave: Callable[[_Whole, BaseException | None], None]) -> None:
+        self._enter, self._leave = enter, leave
+
+    def __enter__(self) -> None:
+        self._whole = self._enter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave(self._whole, error)
 
 
 class Part:

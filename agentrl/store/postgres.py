@@ -38,7 +38,7 @@ from psycopg.types.string import StrDumper
 
 from agentrl.errors import DiskFull, StoreBusy, StoreError, StoreVersionError, UsageError
 from agentrl.store import schema
-from agentrl.store.database import Cursor, Database, Result, Row, Watch
+from agentrl.store.database import Cursor, Database, Row, Watch
 from agentrl.store.postgres_session import Pipeline, Session
 from agentrl.store.postgres_sql import OURS, definition, translated, with_id
 
@@ -156,7 +156,6 @@ class Postgres(Database):
         super().__init__(path, clock)
         self._address, self._reads = address, reads
         self._lock_id = 0
-        self._swift = False  # whether writes of `together` are tried without savepoints
         self._shares_lock = False  # whether the open write transaction does
         self._numbers, self._asked = list[int](), 1  # of turns: reserved for this transaction; how many to reserve
         with self._naming():
@@ -285,27 +284,8 @@ class Postgres(Database):
         self._numbers = []
         self._pipeline.leave()
 
-    def _at_once(self, calls: Sequence[Callable[[], Any]]) -> list[Result] | None:
-        self._swift = True
-        try:
-            done = [Result(value=call()) for call in calls]
-            with self._naming():
-                self._settle()
-            return done
-        except Exception:  # one of them failed: which, and what of it, is found one by one
-            if self._begun and not self._in_transaction:
-                raise
-            self._roll_back()
-            self._begun = False
-            return None
-        finally:
-            self._swift = False
-
     @contextmanager
     def _savepoint(self) -> Generator[None]:
-        if self._swift:
-            yield
-            return
         with suppress(psycopg.Error):
             self._settle()  # from here on a failure belongs to its statement
         with super()._savepoint():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,15 +54,18 @@ def locked(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 @contextmanager
-def transactions(store: RunStore) -> Iterator[list[str]]:
-    """The write transactions that begin meanwhile."""
-    began: list[str] = []
+def statements(store: RunStore, first: str = "") -> Iterator[list[str]]:
+    """The statements that are run meanwhile and begin with `first`."""
+    found: list[str] = []
     connection = store._db._connection  # pyright: ignore[reportPrivateUsage]
-    connection.set_trace_callback(lambda sql: began.append(sql) if sql.startswith("BEGIN IMMEDIATE") else None)
+    connection.set_trace_callback(lambda sql: found.append(sql) if sql.startswith(first) else None)
     try:
-        yield began
+        yield found
     finally:
         connection.set_trace_callback(None)
+
+
+transactions = partial(statements, first="BEGIN IMMEDIATE")
 
 
 async def play(desk: AsyncStore, claim: Claim) -> None:
@@ -159,8 +163,42 @@ async def test_an_error_is_that_of_the_call_that_made_it(
                 await trio.testing.wait_all_tasks_blocked(0.01)
     (error,) = errors
     assert isinstance(error, LeaseLost)
-    assert len(began) <= 2, "two of the three together, or all"
+    assert len(began) <= 3, "the first alone, the others together: once as if none failed, and once each by itself"
     assert [store.trajectory(claim.episode_id).start == START for claim in claims[:3]] == [True, False, True]
+
+
+def test_a_turn_and_its_answer_are_five_statements(store: RunStore, claims: list[Claim]) -> None:
+    """Beside those that begin and end the transaction, which many turns share."""
+    held, plain = [(claim.episode_id, claim.fence) for claim in claims[:4]], replace(turn(0, 1), experts=None)
+    store.step_of(1)  # a version's step is read once
+    for id, fence in held:
+        store.begin(id, fence, START)
+    with statements(store) as found:
+        turns = [partial(store.journal_turn, id, fence, plain) for id, fence in held]
+        steps = [partial(store.journal_step, id, fence, 0, answer(0)) for id, fence in held]
+        results = store.together([*turns, *steps])
+    assert [result.error for result in results] == [None] * 8
+    assert len(found) == 2 + 5 * len(held), "\n".join(found)
+
+
+def test_a_call_that_lets_the_error_of_its_write_pass_leaves_nothing_of_that_write(
+    store: RunStore, claims: list[Claim]
+) -> None:
+    """Calls are made without savepoints first, as most never fail."""
+    claim = claims[0]
+    store.begin(claim.episode_id, claim.fence, START)
+    broken = turn(0, 1)
+    object.__setattr__(broken, "experts", object())  # found when the turn's row is written already
+
+    def forgiving() -> str:
+        with suppress(AttributeError):
+            store.journal_turn(claim.episode_id, claim.fence, broken)
+        return "passed"
+
+    results = store.together([forgiving, partial(store.begin, claims[1].episode_id, claims[1].fence, START)])
+    assert [result.value for result in results] == ["passed", None]
+    assert not store.trajectory(claim.episode_id).turns
+    assert store.trajectory(claims[1].episode_id).start == START
 
 
 async def test_half_a_call_is_undone_though_its_transaction_goes_on(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.records import Group, GroupState, MemberRecord, StopReason, Task
+from agentrl.settings import Buffer
 from agentrl.store import Quorum, RunStore
 from agentrl.store.audit import audit
 from agentrl.store.returns import Returns, advantages, strength
@@ -148,6 +149,36 @@ def test_when_nothing_has_signal_a_step_skips_so_many_groups_and_trains_the_next
     play_groups(store, [(1, 1)] * 8)
     assert ids(take(store, 1, at_most=3)) == ([4], [1, 2, 3])
     assert ids(take(store, 2, at_most=3)) == ([8], [5, 6, 7])
+    assert clean(store)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 1])
+@pytest.mark.parametrize("max_lag", [0, 4])
+def test_a_run_whose_rewards_are_all_equal_ends_after_twice_the_groups(
+    store: RunStore, max_lag: int, max_tokens: int | None
+) -> None:
+    """With the defaults: nobody waits for ever, whatever is admitted, and each step's weights are served before the
+    next."""
+    buffer, steps = Buffer(groups_per_step=3, max_lag=max_lag), 4
+    bounds = {
+        "groups_per_step": 3,
+        "max_lag": max_lag,
+        "max_running": 4,
+        "steps_total": steps,
+        "max_tokens": max_tokens,
+    }
+    for step in range(1, steps + 1):
+        taken = None
+        while taken is None:
+            started = admit(store, **bounds)
+            for claim in store.claim("w", 1000, lease_s=1e6):
+                play(store, claim, outcome=1.0)
+            taken = store.take(step, 3, max_lag=max_lag, skip_at_most=buffer.skips)
+            assert started or taken, "admission and learner wait for each other"
+        trained, skipped = ids(taken) or ([], [])
+        assert (len(trained), len(skipped)) == (3, 3)
+        serve(store, step)
+    assert store.counts() == {GroupState.TAKEN: 3 * steps, GroupState.EXPIRED: 3 * steps}
     assert clean(store)
 
 
