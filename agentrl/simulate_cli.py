@@ -59,7 +59,7 @@ def simulate(
         console.print(f"* your settings. The run's learner was idle {measured.idle:.1%} of its time; here: {own:.1%}.")
     else:
         console.print("* your settings")
-    for line in limits(config):
+    for line in limits(config, measured):
         console.print(line, markup=False, highlight=False)
     if line := advice(rows):
         console.print(line, markup=False, highlight=False)

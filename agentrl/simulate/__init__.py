@@ -4,6 +4,7 @@
     memory       the store's rules on groups, in memory
     policies     ours, and those of other systems
     simulation   one run in virtual time
+    ideal        what no schedule of such a run exceeds
 
 Standard library and the store only.
 """

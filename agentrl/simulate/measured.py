@@ -19,13 +19,15 @@ _FEWEST = 4  # groups, and steps: fewer say nothing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a run measured. `idle` is its learner's idle share after the first `start_up` steps."""
+    """What a run measured. `idle` is its learner's idle share after the first `start_up` steps, `skipped` the share of
+    its groups then that left without signal."""
 
     episodes: Measured
     steps: MeasuredSteps
     push_s: float
     between_s: float
     idle: float
+    skipped: float = 0.0
 
 
 def measure(store: ReadStore, *, start_up: int) -> Run:
@@ -40,6 +42,7 @@ def measure(store: ReadStore, *, start_up: int) -> Run:
     idle = [float(row.values["idle_s"] or 0.0) for row in rows]  # pyright: ignore[reportArgumentType]
     busy = [float(row.values["busy_s"] or 0.0) for row in rows]  # pyright: ignore[reportArgumentType]
     tokens = [int(row.values["tokens_scored"] or 0) for row in rows]  # pyright: ignore[reportArgumentType]
+    taken, skipped = (sum(int(row.values.get(name) or 0) for row in rows) for name in ("group_count", "groups_skipped"))  # pyright: ignore[reportArgumentType]
     gaps = [later.time_s - row.time_s for row, later in pairwise(rows) if later.step == row.step + 1]
     took = [one + other for one, other in zip(idle[1:], busy[1:], strict=True)]
     between = statistics.median(gap - known for gap, known in zip(gaps, took, strict=False)) if gaps else 0.0
@@ -49,6 +52,7 @@ def measure(store: ReadStore, *, start_up: int) -> Run:
         push_s=statistics.median(store.push_times() or [0.0]),
         between_s=max(0.0, between),
         idle=sum(idle) / (sum(idle) + sum(busy)) if any(idle) or any(busy) else 0.0,
+        skipped=skipped / (taken + skipped) if skipped else 0.0,
     )
 
 

@@ -68,14 +68,16 @@ def plan(config: RunConfig, wishes: Wishes, measured: Run | None) -> list[Case]:
     return found
 
 
-def limits(config: RunConfig) -> Iterator[str]:
-    """What of the run file a simulation leaves out, one line each."""
+def limits(config: RunConfig, measured: Run | None) -> Iterator[str]:
+    """What of the run file, and of the measured run, a simulation leaves out, one line each."""
     if config.buffer.order != "oldest":
         yield f"not simulated: buffer.order = {config.buffer.order!r}; rows of ours take the oldest groups first"
     if config.buffer.max_tokens is not None:
         yield f"not simulated: buffer.max_tokens = {config.buffer.max_tokens}; groups wait however long they are"
-    if config.buffer.skip_without_signal:
-        yield "not simulated: buffer.skip_without_signal; every group counts as one with signal"
+    skipped = 0.0 if measured is None or not config.buffer.skips else measured.skipped
+    if skipped or config.buffer.skip_without_signal is True:
+        share = f" ({skipped:.0%} of the run's groups had none)" if skipped else ""
+        yield f"not simulated: buffer.skip_without_signal; every group counts as one with signal{share}"
 
 
 def _world(config: RunConfig, wishes: Wishes, measured: Run | None) -> World:

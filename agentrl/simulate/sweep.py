@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from agentrl.simulate.ideal import best_of_bound
 from agentrl.simulate.policies import Policy
 from agentrl.simulate.simulation import Found, Simulation, World
 
@@ -49,9 +50,17 @@ class Case:
         return (self.start_up + self.measured_steps) * self.world.groups_per_step * self.world.group_size
 
     def run(self) -> Found:
-        # The last groups have to be left by the end: so many steps are not counted with the groups.
-        steps = self.start_up + self.measured_steps + self.policy.max_lag + 1
-        return Simulation(self.world, self.policy, steps=steps, start_up=self.start_up, seed=self.seed).run()
+        return Simulation(self.world, self.policy, steps=self._steps, start_up=self.start_up, seed=self.seed).run()
+
+    def best_of_bound(self) -> float:
+        """The share of the bound that no schedule exceeds at this lag bound (see `ideal`)."""
+        lag = self.policy.max_lag
+        return best_of_bound(self.world, lag, steps=self._steps, start_up=self.start_up, seed=self.seed)
+
+    @property
+    def _steps(self) -> int:
+        """The last groups have to be left by the end: so many steps are not counted with the groups."""
+        return self.start_up + self.measured_steps + self.policy.max_lag + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,11 @@ from random import Random
 
 import pytest
 
+from agentrl.config import parse
 from agentrl.errors import UsageError
 from agentrl.records import StopReason, Task, Turn, VersionSpan
 from agentrl.simulate.measured import measure
+from agentrl.simulate.plan import limits
 from agentrl.simulate.service import MeasuredSteps
 from agentrl.store import RunStore
 from agentrl.store.admission import Bounds
@@ -68,6 +70,20 @@ def test_a_run_gives_its_episodes_turn_by_turn_and_its_steps(tmp_path: Path) -> 
     assert sorted(play.duration_s for play in plays) == [3.0, 5.0]
     assert {play.turns for play in plays} == {((1.0, 2.0, 4),), ((1.0, 4.0, 4),)}
     assert all(play.scored and play.tokens == 4 for play in plays)
+
+
+def test_a_run_that_skipped_groups_gives_their_share(tmp_path: Path) -> None:
+    with finished(tmp_path, groups=8, steps=10) as store:
+        assert measure(store, start_up=2).skipped == 0
+        for step, skipped in ((11, 0), (12, 4)):
+            row = {"idle_s": 3.0, "busy_s": 10.0, "tokens_scored": 20, "group_count": 4, "groups_skipped": skipped}
+            store.record("step", step, row)
+        run = measure(store, start_up=2)
+    assert run.skipped == pytest.approx(4 / 12)
+    quiet = parse({"model": "m", "env": {"id": "e"}})
+    assert list(limits(quiet, None)) == []
+    assert [line for line in limits(quiet, run) if "33% of the run's groups had none" in line]
+    assert list(limits(parse({"model": "m", "env": {"id": "e"}, "buffer": {"skip_without_signal": False}}), run)) == []
 
 
 def test_groups_of_the_last_moments_are_left_out_because_only_their_short_episodes_have_ended(tmp_path: Path) -> None:
