@@ -47,6 +47,7 @@ CHEAP = (
     "buffer.groups_per_step=4",
     "train.steps=80",
     "eval.every=0",
+    "buffer.skip_without_signal=false",
     f'eval.sets=[{{name="held_out",kwargs={{split="held_out"}},n={TASKS}}}]',
 )
 LAG_8 = ("buffer.max_lag=8", "rollout.max_running=288", "engine.max_batch=288")

@@ -40,15 +40,24 @@ VOCABULARY = 1 + 2 * LETTERS
 GROUPS, GROUP_SIZE, STEPS, TASKS = 4, 8, 120, 256
 COMMON = (f"train.steps={STEPS}", "train.lr=4e-3", "train.warmup_steps=0")
 LAGS = (0, 1, 4, 8, 16)
+UNCLIPPED = ("algo.clip_from=proximal",)  # so that rows differ in the correction alone
+PPO = ("algo.kind=ppo", *UNCLIPPED, "algo.centre=false", "algo.trace_cap=2")
 CORRECTIONS = {
-    "grpo, none": ("algo.importance=none",),
-    "grpo, token": ("algo.importance=token",),
-    "grpo, token, masked": ("algo.importance=token", "algo.importance_mode=mask", "algo.importance_floor=0.5"),
-    "grpo, sequence": ("algo.importance=sequence",),
-    "grpo, geometric": ("algo.importance=geometric",),
-    "ppo, none": ("algo.kind=ppo", "algo.importance=none"),
-    "ppo, token": ("algo.kind=ppo", "algo.importance=token"),
-    "ppo, prefix": ("algo.kind=ppo", "algo.importance=prefix"),
+    "grpo, as shipped": (),
+    "ppo, as shipped": ("algo.kind=ppo",),
+    "grpo, none": (*UNCLIPPED, "algo.importance=none"),
+    "grpo, token": (*UNCLIPPED, "algo.importance=token"),
+    "grpo, token, masked": (
+        *UNCLIPPED,
+        "algo.importance=token",
+        "algo.importance_mode=mask",
+        "algo.importance_floor=0.5",
+    ),
+    "grpo, sequence": (*UNCLIPPED, "algo.importance=sequence"),
+    "grpo, geometric": (*UNCLIPPED, "algo.importance=geometric"),
+    "ppo, none": (*PPO, "algo.importance=none"),
+    "ppo, token": (*PPO, "algo.importance=token"),
+    "ppo, prefix": (*PPO, "algo.importance=prefix"),
 }
 MEASURES = {"after": "at the end", "mean": "mean of all steps"}
 Row = dict[str, Any]
