@@ -6,19 +6,40 @@ Owns what each setting may be by itself and beside the others of its table. Neve
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from agentrl.errors import ConfigError
 from agentrl.settings import Count, Gpus, Positive, Section
 
+HEADS: Final = ("num_attention_heads", "num_key_value_heads")
+EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What models' config.json calls the numbers of what ranks divide among them."""
+
+
+def check_divides(key: str, ranks: int, model: Mapping[str, Any], counts: Sequence[str]) -> None:
+    """Raises ConfigError if so many ranks, a setting of `[train.parallel]`, cannot divide a number that the config.json
+    of a model has, or if it has none of them."""
+    found = {name: count for name in counts if isinstance(count := model.get(name), int) and count}
+    if ranks > 1 and not found:
+        raise ConfigError(f"train.parallel.{key}", ranks, f"the model's config.json has no {counts[0]}: give 1")
+    for name, count in found.items():
+        if count % ranks:
+            may = " or ".join(str(one) for one in range(1, ranks) if count % one == 0)
+            hint = f"the model's {name} = {count} cannot be divided by it: give {may}"
+            raise ConfigError(f"train.parallel.{key}", ranks, hint)
+
 
 class ParallelPlan(Section):
     """The learner over ranks: processes of its machine, each with a device of its own. Weights, gradients and the state
-    of the optimizer are cut into a shard for each rank (FSDP2), the passes of an update are divided among them."""
+    of the optimizer are cut into a shard for each rank (FSDP2), the passes of an update are divided among them: each
+    rank, or each `tensor` of them together, computes one at a time."""
 
     ranks: Count = 1  # processes that share the learner's work; 1: nothing is divided
+    tensor: Count = 1  # ranks that compute each pass together, of each layer some heads and neurons; divides ranks
+    expert: Count = 1  # ranks that keep a mixture's experts apart and send each other tokens; divides ranks
     gpus: Gpus | None = None  # of ranks 0, 1, …; default: from that of train.device on
     deadline_s: Positive = 120.0  # of a collective: the learner starts again and names the rank that did not come
 
@@ -26,6 +47,11 @@ class ParallelPlan(Section):
     def _possible(self) -> Self:
         if self.gpus is not None and not len(set(self.gpus)) == len(self.gpus) == self.ranks:
             raise ConfigError("train.parallel.gpus", self.gpus, f"name {self.ranks} GPUs: train.parallel.ranks")
+        for name in ("tensor", "expert"):
+            if self.ranks % (width := getattr(self, name)):
+                may = " or ".join(str(one) for one in range(1, self.ranks + 1) if self.ranks % one == 0)
+                hint = f"it has to divide train.parallel.ranks = {self.ranks}: give {may}"
+                raise ConfigError(f"train.parallel.{name}", width, hint)
         return self
 
 
@@ -107,6 +133,10 @@ class Train(Section):
         if self.parallel.ranks > 1 and self.compile:
             hint = f"train.parallel.ranks = {self.parallel.ranks} gathers the layers that it compiles: give false"
             raise ConfigError("train.compile", True, hint)
+        for name in ("tensor", "expert"):
+            if self.lora_rank and (width := getattr(self.parallel, name)) > 1:
+                hint = f"an adapter (train.lora_rank = {self.lora_rank}) is over layers that are not cut: give 1"
+                raise ConfigError(f"train.parallel.{name}", width, hint)
         return self
 
     @model_validator(mode="after")

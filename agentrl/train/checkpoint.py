@@ -9,6 +9,7 @@ the reader decides what follows from it.
         adapter/                     the adapter alone, in PEFT's format, if one is trained
         critic/                      the critic's own weights, if one is trained
         reference/                   those of a reference that follows the policy
+        roles/ROLE/                  config.json, tokenizer*, model.safetensors of a role's own model, as above
         optimizer.pt                 optimizers and random state
         state.json                   step, episodes trained since the previous checkpoint, step by step
 """
@@ -30,7 +31,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from agentrl.checkpoint_folders import STATE, complete, name_of
+from agentrl.checkpoint_folders import STATE, complete, name_of, of_role
 from agentrl.errors import RunFailed
 from agentrl.train import lora
 from agentrl.train.export import checkpoint_tensors, write_weights
@@ -55,7 +56,17 @@ class Part(Protocol):
     def load(self, folder: Path) -> None: ...
 
 
+class Model(Protocol):
+    """A role's own model, which a checkpoint keeps as it keeps the policy."""
+
+    @property
+    def module(self) -> Any: ...
+    @property
+    def folder(self) -> Path: ...
+
+
 _NO_PARTS: Final[Mapping[str, Part]] = {}
+_NO_MODELS: Final[Mapping[str, Model]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +88,12 @@ def save(
     model_folder: Path,
     optimizers: Mapping[str, torch.optim.Optimizer],
     parts: Mapping[str, Part] = _NO_PARTS,
+    own: Mapping[str, Model] = _NO_MODELS,
     keep: int,
     progress: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write a checkpoint under `root`, make it durable, drop all but the newest `keep`. Returns its folder.
+    """Write a checkpoint under `root`, make it durable, drop all but the newest `keep`. Returns its folder. `own` are
+    the models of roles with their own, by role.
 
     It is built in a hidden folder and appears by one rename: a torn write is never read. `progress` is called after
     every file. Raises RunFailed if the step already has a checkpoint, which would be another lineage's."""
@@ -92,12 +105,13 @@ def save(
         shutil.rmtree(draft)
     draft = root / f".draft-{state.step:08d}"
     draft.mkdir()
-    for source in sorted(model_folder.iterdir()):
-        if source.is_file() and source.suffix in _COPIED and source.name not in _OWN:
-            shutil.copyfile(source, draft / source.name)
+    _describe(model_folder, draft)
+    for role, model in own.items():
+        of_role(draft, role).mkdir(parents=True)
+        _describe(model.folder, of_role(draft, role))
     progress()
-    for name, found in contents(module, optimizers, parts):
-        if name == WEIGHTS:
+    for name, found in contents(module, optimizers, parts, own):
+        if Path(name).name == WEIGHTS:
             write_weights(found, draft / name)
         elif name == ADAPTER:
             lora.write(module, found, draft / name)
@@ -120,11 +134,16 @@ def save(
 
 
 def contents(
-    module: Any, optimizers: Mapping[str, torch.optim.Optimizer], parts: Mapping[str, Part]
+    module: Any,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    parts: Mapping[str, Part],
+    own: Mapping[str, Model] = _NO_MODELS,
 ) -> Iterator[tuple[str, Any]]:
     """The tensors and states of a checkpoint by their file or folder. If the models are sharded, each comes when it is
     asked for: every rank goes through all of them, and rank 0 has them."""
     yield WEIGHTS, checkpoint_tensors(module)
+    for role, model in own.items():
+        yield str(of_role(Path(), role) / WEIGHTS), checkpoint_tensors(model.module)
     if lora.has_adapter(module):
         yield ADAPTER, lora.tensors_of(module)
     for name, part in parts.items():
@@ -148,7 +167,7 @@ def read_state(folder: Path) -> CheckpointState:
 def load(
     folder: Path, optimizers: Mapping[str, torch.optim.Optimizer], parts: Mapping[str, Part] = _NO_PARTS
 ) -> CheckpointState:
-    """Put a checkpoint's optimizers, `parts` by their folders and random state in place; the policy's weights are
+    """Put a checkpoint's optimizers, `parts` by their folders and random state in place; the weights of policies are
     loaded as those of any model folder. Raises ModelError if it has no such part."""
     # Mapped: a rank reads its own shards alone.
     blob = cast("dict[str, Any]", torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True))
@@ -161,6 +180,13 @@ def load(
     if blob["rng"]["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(blob["rng"]["cuda"])
     return read_state(folder)
+
+
+def _describe(source: Path, folder: Path) -> None:
+    """Copy what describes a model: its configuration, tokenizer, chat template."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix in _COPIED and file.name not in _OWN:
+            shutil.copyfile(file, folder / file.name)
 
 
 def _discard(folder: Path) -> None:

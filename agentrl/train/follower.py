@@ -90,7 +90,7 @@ class Follower:
         try:
             found = load_file(folder / self.file)
         except (OSError, SafetensorError) as error:
-            hint = "the run that wrote it had algo.reference_every = 0"
+            hint = f"the run that wrote it had algo.{folder.name.partition('.')[0]}_every = 0"
             raise ModelError(f"no moving model in {str(folder)!r} ({error}): perhaps {hint}") from error
         own = self._tensors
         wrong = own.keys() ^ found.keys() or {name for name in own if own[name].shape != found[name].shape}

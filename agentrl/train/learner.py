@@ -27,14 +27,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from agentrl.algorithms import distinct
 from agentrl.algos.algorithm import Outputs
-from agentrl.checkpoint_folders import newest
+from agentrl.checkpoint_folders import newest, of_role
 from agentrl.config import RunConfig
 from agentrl.errors import RunFailed
 from agentrl.records import Group
@@ -65,9 +65,9 @@ class Diverged(RunFailed):
 
 
 class Learner:
-    """Trains one policy. Invariants: `step_index` steps are in the weights; `trained` holds the ids of the episodes
-    trained since the last checkpoint, step by step; between calls the model's gradients are empty. Whoever wants to
-    look at passes sets `on_pass`; it must change nothing."""
+    """Trains one policy, and those of roles with their own. Invariants: `step_index` steps are in the weights;
+    `trained` holds the ids of the episodes trained since the last checkpoint, step by step; between calls the models'
+    gradients are empty. Whoever wants to look at passes sets `on_pass`; it must change nothing."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Learner:
         """`model_dir` holds the policy to start from, `reference_dir` the reference of a KL term (default: the same;
         after a restart from a checkpoint, name the initial policy's). If an adapter is trained over that same folder,
         the reference is the model with its adapter off, and no second one is loaded. `folder_of` finds the folder of a
-        model that the algorithm names. `progress` is called
+        model that an algorithm or a role names. `progress` is called
         whenever a part of long work is done: a pass, an update, a file. `ranks` share the work: this learner is that of
         rank 0, and they make their own. Raises ModelError."""
         self.config, self.algorithms = config, distinct(config.algorithms)
@@ -132,7 +132,7 @@ class Learner:
                 keeps_kv=not self.config.engine.recompute_kv,
                 quorum=self.config.quorum,
                 by_role=by_role,
-                policies=self.config.adapted_roles,
+                policies=self.config.own_roles,
             )
             for group in groups
         ]
@@ -152,7 +152,7 @@ class Learner:
         self._check_skipped()
         passes = [pack for part in updates for pack in part]
         used = use(
-            self.model.module,
+            self._module,
             tally.packs,
             self.model.device,
             seconds=self.ranks.size * sum(watch.seconds.values()),
@@ -178,7 +178,8 @@ class Learner:
             episodes = set(matter.values())
             return [row for row in rows if id(row) in matter or (row.algo.ahead and row.episode_id in episodes)]
 
-        budget, size, shared = self.config.train.tokens_per_batch, self.ranks.size, not self.model.obstacle
+        budget, size = self.config.train.tokens_per_batch, self._at_once
+        shared = not any(model.obstacle for model in self.models.policies())
         kept_rows = [[kept(group) for group in part] for part in weigh(parts)]
         return [laid(rows, budget, size, self._place, shared=shared) for rows in kept_rows]
 
@@ -195,7 +196,7 @@ class Learner:
     def _judged(self, updates: Sequence[Sequence[Pack]]) -> list[list[Pack]]:
         """The passes with what each algorithm says of all its tokens of the step that are of one policy."""
         judged = {id(pack): pack for part in updates for pack in part}
-        for algo, policy in product(self.algorithms.values(), (None, *self.config.adapted_roles)):
+        for algo, policy in product(self.algorithms.values(), (None, *self.config.own_roles)):
             laid = [pack for part in updates for pack in part if pack.algo == algo and pack.policy == policy]
             if not laid:
                 continue
@@ -228,11 +229,22 @@ class Learner:
         return self.ranks.run(work, [given] * self.ranks.size)[0]
 
     def _divided(self, work: Callable[[list[Pass]], list[T]], part: Sequence[Pack]) -> dict[int, T]:
-        """What `work` returned for each pass, by its place; each rank has its share of them."""
-        shares = divided(part, self.ranks.size, lambda pack: operations(self.model.module, pack))
-        found = self.ranks.run(work, shares)
+        """What `work` returned for each pass, by its place; each rank has its share of them, together with those that
+        compute passes with it."""
+        shares = divided(part, self._at_once, lambda pack: operations(self._module(pack), pack))
+        together = self.ranks.tensor
+        found = self.ranks.run(work, [share for share in shares for _ in range(together)])[::together]
         each = ((one, is_) for share, of in zip(shares, found, strict=True) for one, is_ in zip(share, of, strict=True))
         return {one.at: is_ for one, is_ in each if one.counts}
+
+    @property
+    def _at_once(self) -> int:
+        """Passes that the ranks compute at the same time."""
+        return self.ranks.size // self.ranks.tensor
+
+    def _module(self, pack: Pack) -> Any:
+        """What computes a pass."""
+        return self.models.of(pack.policy).module
 
     def _here(self, one: Pass) -> Pack:
         return one.pack if self.ranks.size == 1 else moved(one.pack, self.model.device)
@@ -259,8 +271,8 @@ class Learner:
             found.append(moved(seen(tokens, outputs, loss), self._place))
             self._watch.lap("forward")
             self._progress()
-            # FSDP takes the mean over ranks: the loss is a sum over passes, whoever computes them.
-            (loss.total * (self.ranks.size if one.counts else 0)).backward()
+            # The loss is a sum over passes, and gradients are one over ranks: who shares a pass has a part of its loss.
+            (loss.total * (1 / self.ranks.tensor if one.counts else 0)).backward()
             self._watch.lap("backward")
             self._progress()
         return found
@@ -278,9 +290,10 @@ class Learner:
         self.step_index += 1
         self.models.follow(self.step_index)
 
-    def exported(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    def exported(self, given: tuple[torch.dtype | None, str | None]) -> dict[str, Tensor]:
         """See `checkpoint_tensors`; other ranks than 0 return nothing."""
-        return checkpoint_tensors(self.model.module, dtype)
+        dtype, role = given
+        return checkpoint_tensors(self.models.of(role).module, dtype)
 
     def adapter(self, _: None) -> dict[str, Tensor]:
         """See `lora.tensors_of`."""
@@ -291,7 +304,7 @@ class Learner:
         token_ids, dtype, role = given
         if self.config.adapted_roles:
             lora.activate(self.model.module, role)
-        return self.model.score(token_ids, dtype)
+        return self.models.of(role).score(token_ids, dtype)
 
     def hashed(self, _: None) -> dict[str, str]:
         found = {name: whole(tensor.detach(), name) for name, tensor in self.models.tensors().items()}
@@ -304,7 +317,7 @@ class Learner:
         """Write a checkpoint; other ranks than 0 only give their shards."""
         module, optimizers, parts = self.model.module, self.models.optimizers, self.models.parts()
         if self.ranks.rank:
-            for _ in checkpoint.contents(module, optimizers, parts):
+            for _ in checkpoint.contents(module, optimizers, parts, self.models.own):
                 pass
             return None
         return checkpoint.save(
@@ -313,12 +326,15 @@ class Learner:
             model_folder=self.model.folder,
             optimizers=optimizers,
             parts=parts,
+            own=self.models.own,
             keep=self.config.train.keep_checkpoints,
             progress=self._progress,
         )
 
     def loaded(self, folder: Path) -> CheckpointState:
         self.model.load_weights(folder)
+        for role, model in self.models.own.items():
+            model.load_weights(of_role(folder, role))
         state = checkpoint.load(folder, self.models.optimizers, self.models.parts())
         self.step_index = self.checkpoint_step = state.step
         self.trained = []
@@ -334,9 +350,10 @@ class Learner:
 
     # --- what outlives the process --------------------------------------------------------------------------------
 
-    def export(self, path: Path, *, dtype: torch.dtype | None = None) -> WeightFile:
-        """Write the weights for an engine: one safetensors file, whole or not at all. An adapter is merged into it."""
-        found = self._all(self.exported, dtype)
+    def export(self, path: Path, *, dtype: torch.dtype | None = None, role: str | None = None) -> WeightFile:
+        """Write the weights for an engine: one safetensors file, whole or not at all. An adapter is merged into it.
+        Those of a `role` with its own model, or of all others."""
+        found = self._all(self.exported, (dtype, role))
         return write_weights(found, path, dtype=dtype, metadata={"step": str(self.step_index)})
 
     def export_adapter(self, folder: Path) -> Path:
@@ -353,7 +370,7 @@ class Learner:
         self, token_ids: Sequence[int], dtype: torch.dtype = torch.float32, *, role: str | None = None
     ) -> tuple[float, ...]:
         """Log-probs of `token_ids[1:]` under the current weights rounded to `dtype`, in nats at temperature 1, for the
-        canary; those of a `role` with its own adapter, or of all others."""
+        canary; those of a `role` with its own adapter or model, or of all others."""
         return self._all(self.scored, (token_ids, dtype, role))
 
     def hashes(self) -> dict[str, str]:

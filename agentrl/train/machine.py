@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -36,7 +36,7 @@ class Use:
 
 
 def use(
-    module: Any,
+    module_of: Callable[[Pack], Any],
     passes: Sequence[Pack],
     device: torch.device,
     *,
@@ -44,8 +44,8 @@ def use(
     dtype: torch.dtype,
     peak_tflops: float | None,
 ) -> Use:
-    """Measure a step whose updates made `passes`, and begin to measure the memory of the next."""
-    tflops = sum(operations(module, one) for one in passes) / max(seconds, 1e-9) / 1e12
+    """Measure a step whose updates made `passes`, each by its module, and begin to measure the memory of the next."""
+    tflops = sum(operations(module_of(one), one) for one in passes) / max(seconds, 1e-9) / 1e12
     peak = peak_tflops or peak_of(device, dtype)
     if device.type == "cuda":
         memory = torch.cuda.max_memory_allocated(device) / 2**20

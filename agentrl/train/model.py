@@ -37,7 +37,7 @@ from agentrl.train.head import Asked, Head, Places, head_of, overheard, rows_wit
 from agentrl.train.masters import master
 from agentrl.train.packing import Branch, Pack
 from agentrl.train.parallel.ranks import ALONE, Ranks
-from agentrl.train.parallel.shards import reshard, settled
+from agentrl.train.parallel.shards import local, reshard, settled
 from agentrl.train.ragged import normalised
 from agentrl.train_settings import Train
 
@@ -112,7 +112,10 @@ class PolicyModel:
             name, hint = type(self.module).__name__, "lower train.tokens_per_batch if memory is short"
             warnings.warn(f"the logits of {name} in {str(folder)!r} are computed all at once: {hint}", stacklevel=2)
         self.layout = choose(
-            "sdpa" if self.obstacle or detect_fake_mode() else attention, self.device, dtype, _shape(self.module)
+            "sdpa" if self.obstacle or detect_fake_mode() else attention,
+            self.device,
+            dtype,
+            _shape(self.module, ranks.tensor),
         )
         self.module.train()
         for part in self.module.modules():
@@ -247,16 +250,17 @@ def _computing(device: torch.device, dtype: torch.dtype) -> AbstractContextManag
 def _rounded(module: Any, dtype: torch.dtype) -> Generator[None]:
     """Inside, each layer computes in float32 with its weights rounded to `dtype`; only one layer's are copied at a
     time."""
-    whole: dict[nn.Parameter, Tensor] = {}
+    whole: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
     def before(part: nn.Module, _: object) -> None:
-        for parameter in part.parameters(recurse=False):
-            whole[parameter] = parameter.data
-            parameter.data = master(parameter).data.to(parameter.device, dtype).float()
+        found = [(local(one), master(one)) for one in part.parameters(recurse=False)]
+        whole[part] = [(own, own.data) for own, _ in found]
+        for own, exact in found:
+            own.data = local(exact).data.to(own.device, dtype).float()
 
     def after(part: nn.Module, *_: object) -> None:
-        for parameter in part.parameters(recurse=False):
-            parameter.data = whole.pop(parameter)
+        for own, data in whole.pop(part):  # by now FSDP may have put its shard into the parameter's place
+            own.data = data
 
     parts = [part for part in module.modules() if next(part.parameters(recurse=False), None) is not None]
     hooks = [part.register_forward_pre_hook(before) for part in parts]
@@ -266,8 +270,8 @@ def _rounded(module: Any, dtype: torch.dtype) -> Generator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        for parameter, data in whole.items():  # left over if a pass failed
-            parameter.data = data
+        for part in list(whole):  # left over if a pass failed
+            after(part)
 
 
 def _logits(module: Any, token_ids_N: Tensor, depth_N: Tensor, layout: Layout, keep_P: Tensor) -> Tensor:
@@ -293,13 +297,13 @@ def _logits_of_rows(module: Any, token_ids_N: Tensor, branches: Sequence[Branch]
     return torch.cat(found)
 
 
-def _shape(module: Any) -> Shape:
-    """The shape of the model's attention, as far as its configuration says."""
+def _shape(module: Any, ranks: int) -> Shape:
+    """The shape of the model's attention, as far as its configuration says, on each of the ranks that share it."""
     config = module.config.get_text_config()
     heads = config.num_attention_heads
     return Shape(
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        heads=heads // ranks,
+        kv_heads=(getattr(config, "num_key_value_heads", None) or heads) // ranks,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         sinks=any(name.endswith(".sinks") for name, _ in module.named_parameters()),
         windows=getattr(config, "sliding_window", None) is not None,
@@ -337,6 +341,8 @@ def _load(folder: Path, ranks: Ranks) -> Any:
                 output_loading_info=True,
                 **asked,
             )
+    except ConfigError:  # the model cannot be cut so
+        raise
     except Exception as error:  # transformers raises many kinds for a broken folder; the user must mend each
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ModelError(f"cannot load the model in {str(folder)!r}: {reason}") from error

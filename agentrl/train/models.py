@@ -1,5 +1,6 @@
 """The models of a learner by name: the policy, and the frozen ones, the moving ones and the critic that its algorithms
-ask for. If roles have adapters of their own, each is a policy over the same weights, with an optimizer of its own.
+ask for. If roles have adapters of their own, each is a policy over the same weights, with an optimizer of its own. A
+role with a model of its own is a policy with other weights: the frozen and moving models of its passes are its own too.
 
 Owns them, their optimizers, and what a checkpoint keeps of those besides the policy. Never knows a loss.
 """
@@ -27,19 +28,25 @@ from agentrl.train.follower import Follower
 from agentrl.train.model import PolicyModel
 from agentrl.train.packing import Pack
 from agentrl.train.parallel.ranks import ALONE, Ranks
-from agentrl.train.parallel.shards import reshard, whole
+from agentrl.train.parallel.shards import clipped, reshard
 
 REFERENCE = "reference"
 
 
 def policy_of(role: str | None) -> str:
     """The name of the policy that is a role's own, or of the one of all other roles."""
-    return "policy" if role is None else f"policy.{role}"
+    return _named("policy", role)
+
+
+def _named(name: str, role: str | None) -> str:
+    """The name of a model that is a role's own, or of the one of all other roles."""
+    return name if role is None else f"{name}.{role}"
 
 
 class Models:
-    """`policy` is the model that engines get. `optimizers` has one for each model that is trained: `policy`, that of
-    each role with its own adapter (`policy_of`), and `critic` if there is one."""
+    """`policy` is the model that engines get, `own` has those of roles with a model of their own, by role. `optimizers`
+    has one for each model that is trained: `policy`, that of each role with its own adapter or model (`policy_of`), and
+    `critic` if there is one."""
 
     def __init__(
         self,
@@ -52,33 +59,38 @@ class Models:
         ranks: Ranks = ALONE,
     ) -> None:
         """Of several `ranks` each has a shard of every model. Raises ModelError for a folder that cannot be used."""
-        train, slots = config.train, algorithms.slots(config.algorithms)
+        train, critic = config.train, algorithms.slots(config.algorithms)
         self._config, self._temperature, self._ranks = config, config.rollout.temperature, ranks
+        ranks.arrange(train.parallel)
         adapter = train if train.lora_rank else None
         self.policy = self._load(model_dir, device, adapter=adapter, held=train, roles=config.adapted_roles)
+        self.own = {role: self._load(folder_of(of), device, held=train) for role, of in config.role_models.items()}
         self._frozen: dict[str, PolicyModel | None] = {}  # None: the policy with its adapter switched off
-        for name, folder in slots.frozen.items():
-            chosen = (
-                folder_of(folder) if folder else reference_dir if name == REFERENCE and reference_dir else model_dir
-            )
-            below = bool(train.lora_rank) and chosen == model_dir
-            self._frozen[name] = None if below else self._load(chosen, device, frozen=True)
-        critic = slots.critic
+        self.moving: dict[str, Follower] = {}
+        for role in (None, *self.own):
+            slots, begun = algorithms.slots(config.algorithms_of(role)), self.of(role).folder
+            for name, folder in slots.frozen.items():
+                given = reference_dir if name == REFERENCE and role is None else None
+                chosen = folder_of(folder) if folder else given or begun
+                below = bool(train.lora_rank) and chosen == begun
+                self._frozen[_named(name, role)] = None if below else self._load(chosen, device, frozen=True)
+            for name, follows in slots.moving.items():
+                self.moving[_named(name, role)] = Follower(self.of(role).module, follows)
         self.critic: Critic | None = None
-        if critic is not None:
-            own = critic == "own"
+        if critic.critic is not None:
+            own = critic.critic == "own"
             trunk = self._load(model_dir, device, adapter=adapter, headless=True) if own else self.policy
             self.critic = Critic(trunk, own=own)
             ranks.cut(self.critic.head)
-        self.moving = {name: Follower(self.policy.module, follows) for name, follows in slots.moving.items()}
         self._own: dict[str, list[nn.Parameter]] = {"policy": self.policy.parameters()}  # by optimizer
         if config.adapted_roles:
             roles = (None, *config.adapted_roles)
             self._own = {policy_of(role): lora.parameters(self.policy.module, role) for role in roles}
+        self._own |= {policy_of(role): model.parameters() for role, model in self.own.items()}
         self.optimizers = {name: self._optimizer(own, train.lr) for name, own in self._own.items()}
         self._lr = dict.fromkeys(self._own, train.lr)
         if self.critic is not None:
-            self._lr["critic"] = slots.critic_lr or train.lr
+            self._lr["critic"] = critic.critic_lr or train.lr
             self._own["critic"] = self.critic.parameters()
             self.optimizers["critic"] = self._optimizer(self._own["critic"], self._lr["critic"])
 
@@ -120,16 +132,28 @@ class Models:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of all models that a step changes by name, not copied; tied ones once."""
-        trained = self.policy.module.named_parameters()
-        own = {f"policy.{name}": masters.master(p) for name, p in trained if p.requires_grad}
+        own = {
+            f"{policy_of(role)}.{name}": masters.master(parameter)
+            for role in (None, *self.own)
+            for name, parameter in self.of(role).module.named_parameters()
+            if parameter.requires_grad
+        }
         critic = {} if self.critic is None else self.critic.tensors()
         named = {CRITIC: critic, **{name: follower.tensors() for name, follower in self.moving.items()}}
         return own | {f"{part}.{name}": tensor for part, of in named.items() for name, tensor in of.items()}
 
+    def of(self, role: str | None) -> PolicyModel:
+        """The model that computes the policy of a role, or that of all others."""
+        return self.own.get(role, self.policy) if role is not None else self.policy
+
+    def policies(self) -> list[PolicyModel]:
+        """The models that compute policies."""
+        return [self.policy, *self.own.values()]
+
     def language_models(self) -> list[PolicyModel]:
-        """All that are loaded: the policy, a critic's own trunk, frozen ones."""
+        """All that are loaded: the policies, a critic's own trunk, frozen ones."""
         trunk = [self.critic.trunk] if self.critic is not None and self.critic.own else []
-        return [self.policy, *trunk, *(model for model in self._frozen.values() if model is not None)]
+        return [*self.policies(), *trunk, *(model for model in self._frozen.values() if model is not None)]
 
     def held(self) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors of models that learn, and those of the others; not copied."""
@@ -145,7 +169,7 @@ class Models:
 
     def masters(self) -> list[Tensor]:
         """The float32 numbers behind weights that are held in less."""
-        return list(masters.masters(self.policy.module).values())
+        return [tensor for model in self.policies() for tensor in masters.masters(model.module).values()]
 
     def away(self) -> list[Tensor]:
         """The tensors of optimizers, and masters, that wait in host memory."""
@@ -167,7 +191,7 @@ class Models:
         critic on the policy's trunk moves the trunk with the policy only."""
         critic = None if pack.algo.slots.critic is None else self.critic
         self._play(pack)  # until the next pass: a backward pass may compute layers again
-        logprobs_K, entropy_K, observed_O, hidden_PH = self.policy.outputs(
+        logprobs_K, entropy_K, observed_O, hidden_PH = self.of(pack.policy).outputs(
             pack, temperature=self._temperature, entropy_grad=pack.algo.entropy_gradient
         )
         heard_PH = hidden_PH if "policy" in trained else hidden_PH.detach()
@@ -190,13 +214,14 @@ class Models:
         """The log-probs of a pass under each frozen and each moving model that it needs, by its name."""
         columns: dict[str, Tensor] = {}
         self._play(pack)
+        policy, role = self.of(pack.policy), pack.policy if pack.policy in self.own else None
         for name in pack.algo.slots.frozen:
-            model = self._frozen[name]
-            with lora.switched_off(self.policy.module) if model is None else nullcontext():
-                columns[name] = (model or self.policy).logprobs(pack, temperature=self._temperature)[0]
+            model = self._frozen[_named(name, role)]
+            with lora.switched_off(policy.module) if model is None else nullcontext():
+                columns[name] = (model or policy).logprobs(pack, temperature=self._temperature)[0]
         for name in pack.algo.slots.moving:
-            with self.moving[name].in_place():
-                columns[name] = self.policy.logprobs(pack, temperature=self._temperature)[0]
+            with self.moving[_named(name, role)].in_place():
+                columns[name] = policy.logprobs(pack, temperature=self._temperature)[0]
         return columns
 
     # --- updates --------------------------------------------------------------------------------------------------
@@ -216,23 +241,24 @@ class Models:
         return norms[names[0]]
 
     def follow(self, step: int) -> None:
-        """Have the moving models follow the policy, after step number `step` (from 1)."""
+        """Have the moving models follow their policies, after step number `step` (from 1)."""
         for follower in self.moving.values():
             follower.follow(step)
 
     def parts(self) -> Mapping[str, Part]:
-        """What a checkpoint keeps besides the policy and the optimizers, by the name of its folder."""
+        """What a checkpoint keeps besides the policies and the optimizers, by the name of its folder."""
         critic: dict[str, Part] = {} if self.critic is None else {CRITIC: self.critic}
         return {**critic, **self.moving}
 
     def _clip(self, name: str) -> float:
         most = self._config.train.grad_clip
-        return float(whole(nn.utils.clip_grad_norm_(self._own[name], math.inf if most is None else most), "a norm"))
+        return clipped(self._own[name], math.inf if most is None else most)
 
     def _forget(self) -> None:
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
-        reshard(self.policy.module)  # no backward pass may have come to it
+        for model in self.policies():
+            reshard(model.module)  # no backward pass may have come to it
 
 
 def _tensors(model: PolicyModel) -> list[Tensor]:

@@ -62,15 +62,15 @@ def tiny_llama(folder: Path) -> Path:
     return folder
 
 
-def mixture(folder: Path) -> Path:
+def mixture(folder: Path, *, layers: int = 1, kv_heads: int = 1) -> Path:
     """A mixture of experts, which the model fuses and its checkpoint format keeps apart."""
     torch.manual_seed(2)
     config = Qwen3MoeConfig(
         vocab_size=VOCAB,
         hidden_size=32,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=kv_heads,
         head_dim=16,
         intermediate_size=32,
         moe_intermediate_size=16,

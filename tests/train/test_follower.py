@@ -118,6 +118,25 @@ def test_a_kill_after_a_checkpoint_resumes_bit_for_bit_with_the_reference_that_m
     assert not same(at_checkpoint, followed(again))
 
 
+def test_a_teacher_that_averages_the_policy_pulls_it_back_and_survives_a_kill(qwen3_dir: Path, tmp_path: Path) -> None:
+    """A teacher that is the policy teaches nothing; one that lags behind it does, from the same checkpoint on."""
+    given: dict[str, Any] = {"distil_weight": 1.0, "teacher_every": 1, "teacher_decay": 0.9}
+    plain, taught = learner_of(qwen3_dir), learner_of(qwen3_dir, **given)
+    step(plain, 0)
+    assert step(taught, 0)["kl_teacher"] == 0
+    assert same(leaders(plain), leaders(taught)), "they begin as one model"
+    assert abs(step(taught, 1)["kl_teacher"]) > 1e-6
+    step(plain, 1)
+    assert not same(leaders(plain), leaders(taught))
+    folder = taught.save(tmp_path)
+    again = learner_of(qwen3_dir, **given)
+    again.load(folder)
+    step(taught, 2)
+    step(again, 2)
+    assert same(leaders(taught), leaders(again))
+    assert same(taught.models.moving["teacher"].tensors(), again.models.moving["teacher"].tensors())
+
+
 def test_a_checkpoint_without_a_moving_reference_is_refused(qwen3_dir: Path, tmp_path: Path) -> None:
     learner = learner_of(qwen3_dir, kl_weight=0.1)
     step(learner, 0)

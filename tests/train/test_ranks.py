@@ -20,11 +20,12 @@ from agentrl.records import Group
 from agentrl.train.learner import Learner
 from agentrl.train.parallel.ranks import ALONE, Leader, Ranks
 
-from .making import random_group, run_config, tiny_qwen3
+from .making import mixture, random_group, run_config, tiny_qwen3
 
 STEP_OF = {1: 0, 2: 0}.__getitem__
 SHORT = Rollout(max_context=30, max_tokens_per_turn=16)
 TRAIN = {"lr": 1e-2, "warmup_steps": 0, "tokens_per_batch": 60}
+TENSOR = {"ranks": 2, "tensor": 2}
 
 
 def groups(n: int, seed: int = 0) -> list[Group]:
@@ -64,6 +65,8 @@ def after(
         config(PPO(critic="shared")),
         config(GRPO(kl_weight=0.1, reference_every=1)),
         config(gradient_checkpointing=True),
+        config(GRPO(kl_weight=0.1, reference_every=1), parallel=TENSOR, gradient_checkpointing=True),
+        config(PPO(critic="own"), parallel=TENSOR),
     ],
     ids=[
         "grpo",
@@ -75,6 +78,8 @@ def after(
         "shared critic",
         "moving",
         "recomputed",
+        "tensor, moving, recomputed",
+        "tensor, own critic",
     ],
 )
 def test_two_ranks_train_as_one(config: RunConfig, two: Leader, qwen3_dir: Path) -> None:
@@ -91,6 +96,35 @@ def test_two_ranks_train_as_one(config: RunConfig, two: Leader, qwen3_dir: Path)
     entered = two.ledger.names(0)
     assert two.ledger.names(1) == entered
     assert {"gathering model.layers.0", "adding up the gradients of model.layers.0"} < set(entered)
+
+
+@pytest.fixture(scope="module")
+def mixture_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture whose heads two ranks can share."""
+    return mixture(tmp_path_factory.mktemp("mixture"), layers=2, kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expert", "tolerance", "recomputed"),
+    [(1, 2, 1e-6, False), (1, 2, 1e-6, True), (2, 1, 5e-6, False), (2, 2, 5e-6, True)],
+)
+def test_the_gradients_of_a_mixture_are_those_of_one_rank_however_its_layers_are_cut(
+    tensor: int, expert: int, tolerance: float, recomputed: bool, two: Leader, mixture_dir: Path
+) -> None:
+    settings = {"optimizer": "sgd", "lr": 1.0, "grad_clip": None, "gradient_checkpointing": recomputed}
+    plan = {"ranks": 2, "tensor": tensor, "expert": expert}
+    (one,), weights = after(config(**settings), mixture_dir, ALONE, steps=1)
+    before = two.ledger.standings()[0].count
+    (other,), others = after(config(**settings, parallel=plan), mixture_dir, two, steps=1)
+    assert other.loss == pytest.approx(one.loss, abs=1e-6)
+    assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-6)
+    for name, tensor_ in weights.items():  # a step of 1: they differ as gradients do
+        torch.testing.assert_close(others[name], tensor_, atol=tolerance, rtol=0)
+    sent = {"tokens for model.layers.0.mlp.experts", "answers of model.layers.1.mlp.experts, backward"}
+    added = {"adding up model.layers.0.self_attn.o_proj", "adding up model.layers.1.mlp.experts, backward"}
+    assert two.ledger.names(1) == two.ledger.names(0)
+    entered = set(two.ledger.names(0)[before - two.ledger.standings()[0].count :])
+    assert (sent <= entered, added <= entered) == (expert == 2, tensor == 2)
 
 
 class Memory(ctypes.Structure):
@@ -161,23 +195,33 @@ def moments(folder: Path) -> dict[Any, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [config(PPO(critic="own")), config(GRPO(kl_weight=0.1, reference_every=2), lora_rank=2)],
-    ids=["critic", "adapter"],
+    ("settings", "mixed"),
+    [
+        (config(PPO(critic="own")), False),
+        (config(GRPO(kl_weight=0.1, reference_every=2), lora_rank=2), False),
+        (config(GRPO(kl_weight=0.1, reference_every=2), parallel=TENSOR), False),
+        (config(PPO(critic="own"), parallel={**TENSOR, "expert": 2}), True),
+    ],
+    ids=["critic", "adapter", "tensor", "tensor and expert"],
 )
 def test_a_checkpoint_of_two_ranks_is_that_of_one(
-    settings: RunConfig, two: Leader, qwen3_dir: Path, tmp_path: Path
+    settings: RunConfig, mixed: bool, two: Leader, qwen3_dir: Path, mixture_dir: Path, tmp_path: Path
 ) -> None:
-    shared = Learner(settings, qwen3_dir, ranks=two)
+    model = mixture_dir if mixed else qwen3_dir
+    shared = Learner(settings, model, ranks=two)
     shared.step(groups(3), step_of=STEP_OF)
     folder = shared.save(tmp_path / "shared")
     hashes, probe = shared.hashes(), (1, 2, 3, 4)
-    scores = shared.score(probe)
-    alone = Learner(settings, qwen3_dir)
+    scores, rounded = shared.score(probe), shared.score(probe, torch.bfloat16)
+    sent = shared.snapshot(torch.bfloat16).fingerprints()
+    alone = Learner(settings, model)
     alone.load(folder)
     assert alone.hashes() == hashes
     assert alone.score(probe) == pytest.approx(scores, abs=1e-5)
-    again = Learner(settings, qwen3_dir, ranks=two)
+    assert alone.score(probe, torch.bfloat16) == pytest.approx(rounded, abs=1e-5)
+    assert rounded != pytest.approx(scores, abs=1e-5)
+    assert alone.snapshot(torch.bfloat16).fingerprints() == sent
+    again = Learner(settings, model, ranks=two)
     again.load(alone.save(tmp_path / "alone"))
     assert again.hashes() == hashes
     for learner in (alone, again):

@@ -35,16 +35,29 @@ def test_a_rank_that_is_killed_ends_the_step_and_is_named(qwen3_dir: Path) -> No
         ranks.close()
 
 
-def test_a_rank_that_hangs_is_named_at_the_deadline_with_the_collective(qwen3_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "collective"),
+    [(1, "gathering model.layers"), pytest.param(2, "adding up model.layers.1", marks=pytest.mark.slow)],
+)
+def test_a_rank_that_hangs_is_named_at_the_deadline_with_the_collective(
+    tensor: int, collective: str, qwen3_dir: Path
+) -> None:
     ranks = Leader([torch.device("cpu")] * 2, deadline_s=120, start_s=200)
     try:
-        learner = Learner(config(), qwen3_dir, ranks=ranks)
+        learner = Learner(config(parallel={"ranks": 2, "tensor": tensor}), qwen3_dir, ranks=ranks)
         (other,) = ranks.processes
-        distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=2), distributed.group.WORLD)
-        learner.on_pass = lambda *_: os.kill(other, signal.SIGSTOP)
-        with pytest.raises(
-            RankLost, match=r"rank 1 of 2 \(process \d+\) is stopped.* did not come to 'gathering model.layers"
-        ):
+        for group in list(distributed.distributed_c10d._world.pg_map):
+            assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=120)
+            distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
+
+        def stop(*_: object) -> None:
+            os.kill(other, signal.SIGSTOP)
+
+        if tensor == 1:
+            learner.on_pass = stop
+        else:  # its next collective is of those that compute a pass together
+            learner.model.module.model.layers[1].self_attn.o_proj.register_forward_pre_hook(stop)
+        with pytest.raises(RankLost, match=rf"rank 1 of 2 \(process \d+\) is stopped.* did not come to '{collective}"):
             learner.step(groups(3), step_of=STEP_OF)
         assert not Path(f"/proc/{other}").exists()
     finally:
@@ -58,6 +71,12 @@ def test_a_rank_that_hangs_is_named_at_the_deadline_with_the_collective(qwen3_di
         ({"parallel": {"ranks": 2, "gpus": [0, 1]}}, "the learner is on the CPU: set train.device"),
         ({"device": "cuda:1", "parallel": {"ranks": 2, "gpus": [0, 1]}}, "train.device = 'cuda:1'"),
         ({"compile": True, "parallel": {"ranks": 2}}, "train.compile = True"),
+        (
+            {"parallel": {"ranks": 4, "tensor": 3}},
+            "train.parallel.tensor = 3: it has to divide train.parallel.ranks = 4",
+        ),
+        ({"parallel": {"expert": 2}}, "train.parallel.expert = 2: it has to divide train.parallel.ranks = 1: give 1"),
+        ({"lora_rank": 2, "parallel": {"ranks": 2, "tensor": 2}}, "train.parallel.tensor = 2: an adapter"),
     ],
 )
 def test_ranks_that_cannot_be_are_refused_with_what_to_set(train: dict[str, object], text: str) -> None:

@@ -114,10 +114,6 @@ def test_an_export_holds_each_adapter_in_pefts_format(qwen3_dir: Path, tmp_path:
             r"roles\.0\.name = 'a/b': a folder and an adapter are named after it",
         ),
         (
-            {"roles": [{"name": "bob", "model": "other"}]},
-            r"roles\.0.*a role trains no model of its own: adapter = true trains an adapter",
-        ),
-        (
             {"roles": [BOB], "train": {**LORA, "parallel": {"ranks": 2}}},
             r"train\.parallel\.ranks = 2: roles\.0\.adapter is trained by one rank: leave it out",
         ),

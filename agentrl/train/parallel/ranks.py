@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,7 +40,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from agentrl.errors import AgentRLError, RankLost
 from agentrl.train.parallel import collectives
 from agentrl.train.parallel.collectives import Ledger, Standing
+from agentrl.train.parallel.meshes import Meshes, table
 from agentrl.train.parallel.shards import shard, spread
+from agentrl.train_settings import ParallelPlan
 
 _LOOK_S = 0.5
 _EVIDENCE_S = 2.0  # in which a rank that died, or failed, is seen to have
@@ -54,13 +56,20 @@ T = TypeVar("T")
 
 class Ranks(Protocol):
     """What a learner knows of the ranks; `rank` is its own. On others than rank 0, `building` and `close` do nothing,
-    and nobody calls `run`."""
+    and nobody calls `run`. `tensor` of them, neighbours, compute each pass together."""
 
     rank: int
     size: int
 
+    @property
+    def tensor(self) -> int: ...
+
     def building(self, *what: object) -> AbstractContextManager[None]:
         """Inside, each other rank makes its learner, as `Learner(*what)`, and this one its own."""
+        ...
+
+    def arrange(self, plan: ParallelPlan) -> None:
+        """From now on, models are cut as a run file says. All ranks call it together."""
         ...
 
     def spread(self, module: nn.Module) -> None:
@@ -81,11 +90,12 @@ class Ranks(Protocol):
 class Alone:
     """One rank: nothing is cut, nothing is sent."""
 
-    rank, size = 0, 1
+    rank, size, tensor = 0, 1, 1
 
     def building(self, *what: object) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def arrange(self, plan: ParallelPlan) -> None: ...
     def spread(self, module: nn.Module) -> None: ...
     def cut(self, module: nn.Module) -> None: ...
     def close(self) -> None: ...
@@ -103,20 +113,38 @@ class Member:
 
     rank: int
     size: int
-    mesh: DeviceMesh
+    timeout: timedelta
+    meshes: Meshes
     store: distributed.Store
     cuts: int = 0
+    tables: dict[tuple[str, int], DeviceMesh] = field(default_factory=dict[tuple[str, int], DeviceMesh])
+
+    @property
+    def tensor(self) -> int:
+        return 1 if self.meshes.tensor is None else self.meshes.tensor.size(1)
 
     def building(self, *what: object) -> AbstractContextManager[None]:
         return nullcontext()
 
     def close(self) -> None: ...
 
+    def arrange(self, plan: ParallelPlan) -> None:
+        tensor, expert = self._table("data", "tensor", plan.tensor), self._table("copies", "expert", plan.expert)
+        self.meshes = replace(self.meshes, tensor=tensor, expert=expert)
+
+    def _table(self, column: str, row: str, width: int) -> DeviceMesh | None:
+        if width == 1:
+            return None
+        if (row, width) not in self.tables:
+            device = self.meshes.ranks.device_type
+            self.tables[row, width] = table((column, row), self.rank, self.size, width, self.timeout, device)
+        return self.tables[row, width]
+
     def spread(self, module: nn.Module) -> None:
-        spread(module, self.mesh)
+        spread(module, self.meshes)
 
     def cut(self, module: nn.Module) -> None:
-        shard(module, self.mesh)
+        shard(module, self.meshes)
         self.store.wait([self.arrive()], _PATIENCE)
 
     def arrive(self) -> str:
@@ -153,7 +181,7 @@ def join(ledger: Ledger, port: int, *, rank: int, size: int, device: torch.devic
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     with collectives.named("meeting"):
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        return Member(rank, size, init_device_mesh(device.type, (size,)), store)
+        return Member(rank, size, timeout, Meshes(init_device_mesh(device.type, (size,))), store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,11 +275,18 @@ class Leader:
             for rank in range(1, self.size):
                 self._reply(rank, self._start_s)
 
+    @property
+    def tensor(self) -> int:
+        return self._member.tensor
+
+    def arrange(self, plan: ParallelPlan) -> None:
+        self._member.arrange(plan)
+
     def spread(self, module: nn.Module) -> None:
         self._member.spread(module)
 
     def cut(self, module: nn.Module) -> None:
-        shard(module, self._member.mesh)
+        shard(module, self._member.meshes)
         key, began = self._member.arrive(), time.monotonic()
         while not self._member.store.check([key]):
             if any(other.process.poll() is not None for other in self._others):

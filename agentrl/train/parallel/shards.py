@@ -18,19 +18,25 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.train.parallel.collectives import named
+from agentrl.train.parallel.layers import Cut, cuts, install
+from agentrl.train.parallel.meshes import Meshes
 
 
-def spread(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Give a module on the meta device sharded tensors, of which each rank then reads only its shard."""
+def spread(module: nn.Module, meshes: Meshes) -> None:
+    """Give a module on the meta device sharded tensors, of which each rank then reads only its shard. Raises
+    ConfigError for a model that cannot be cut as `meshes` ask for."""
+    cut = cuts(module, meshes)
     made: dict[nn.Parameter, nn.Parameter] = {}  # a tied one once
     for part, name, parameter in _parameters(module):
         if parameter not in made:
-            cut = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
-            made[parameter] = nn.Parameter(cut, parameter.requires_grad)
+            how = cut.get((part, name))
+            mesh, placements = (meshes.ranks, [Shard(0)]) if how is None else (how.mesh, how.placements)
+            shard = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+            made[parameter] = nn.Parameter(shard, parameter.requires_grad)
         part.register_parameter(name, made[parameter])
 
 
@@ -40,24 +46,46 @@ def _parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     return [(part, name, parameter) for part in parts for name, parameter in part.named_parameters(recurse=False)]
 
 
-def shard(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut a model over the ranks of `mesh`, on whose devices it is then. Each decoder layer is gathered by itself; the
-    rest together, and it stays until the backward pass, or `reshard`: logits are made after the pass."""
-    cut = [one for one in _parameters(module) if is_sharded(one[2])]
-    whole = {
-        one: nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="meta"), one.requires_grad) for *_, one in cut
-    }
-    for part, name, parameter in cut:
+def shard(module: nn.Module, meshes: Meshes) -> None:
+    """Cut a model over the ranks of `meshes`, on whose devices it is then. Each decoder layer is gathered by itself;
+    the rest together, and it stays until the backward pass, or `reshard`: logits are made after the pass."""
+    cut = cuts(module, meshes)
+    sharded = [one for one in _parameters(module) if is_sharded(one[2])]
+    whole = {one: _hollow(one, cut.get((part, name))) for part, name, one in sharded}
+    for part, name, parameter in sharded:
         part.register_parameter(name, whole[parameter])
-    layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
     names = {part: name for name, part in module.named_modules()} | {module: "what is outside of layers"}
+    layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    for layer in layers:
+        for mesh in dict.fromkeys(how.column for how in cut.values()):
+            own = [part for part in layer.modules() if any(to is part and cut[to, of].column == mesh for to, of in cut)]
+            if own:
+                _fully(own, mesh, f"{names[own[0]]} and what is cut as it", reshard=True)
     for part in (*layers, module):
-        fully_shard(part, mesh=mesh, reshard_after_forward=part is not module)
-        assert isinstance(part, FSDPModule)
-        part.set_custom_all_gather(cast(Any, _AllGather(f"gathering {names[part]}")))
-        part.set_custom_reduce_scatter(cast(Any, _ReduceScatter(f"adding up the gradients of {names[part]}")))
-    for part, name, parameter in cut:  # FSDP takes over what it finds at the first pass
+        _fully([part], meshes.ranks, names[part], reshard=part is not module)
+    for part, name, parameter in sharded:  # FSDP takes over what it finds at the first pass
         part.register_parameter(name, parameter)
+    install(module, meshes, cut)
+
+
+def _hollow(parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
+    """A parameter that FSDP is to cut, without numbers."""
+    empty: Tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    if cut is not None:
+        empty = distribute_tensor(empty, cut.row, [Shard(cut.dim)], src_data_rank=None)
+    return nn.Parameter(empty, parameter.requires_grad)
+
+
+def _fully(parts: list[nn.Module], mesh: DeviceMesh, name: str, *, reshard: bool) -> None:
+    """Have FSDP cut the parameters of parts that it gathers together. Gradients are added up: each rank has its part of
+    the loss."""
+    fully_shard(parts if len(parts) > 1 else parts[0], mesh=mesh, reshard_after_forward=reshard)
+    first = parts[0]
+    assert isinstance(first, FSDPModule)
+    first.set_custom_all_gather(cast(Any, _AllGather(f"gathering {name}")))
+    first.set_custom_reduce_scatter(cast(Any, _ReduceScatter(f"adding up the gradients of {name}")))
+    first.set_gradient_divide_factor(1.0)
+    first.set_force_sum_reduction_for_comms(True)
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -65,8 +93,8 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The shard of this rank, not copied."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """The shard of this rank, not copied, and without gradients: the tensor that a sharded one is computed with."""
+    return cast(Any, tensor)._local_tensor if isinstance(tensor, DTensor) else tensor  # `to_local` may wrap it anew
 
 
 def whole(tensor: Tensor, name: str) -> Tensor:
@@ -74,6 +102,10 @@ def whole(tensor: Tensor, name: str) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     with named(f"gathering {name}"):
+        placements = list(tensor.placements)
+        for at in range(len(placements) - 1):  # one mesh dimension at a time: torch would warn that it does
+            placements[at] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
         return tensor.full_tensor()
 
 
@@ -117,6 +149,24 @@ def load_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         raise RuntimeError(f"{min(wrong)} is of another shape, or not there")
     for name, tensor in own.items():
         fill(tensor, state[name])
+
+
+@torch.no_grad()
+def clipped(parameters: Sequence[nn.Parameter], most: float) -> float:
+    """Scale the gradients of parameters down to a norm of `most` altogether. Returns the norm before that. Of sharded
+    ones each rank has a part that no other has, however they are cut."""
+    grads = [one.grad for one in parameters if one.grad is not None]
+    own = [local(grad) for grad in grads]
+    norm = nn.utils.get_total_norm(own)
+    if any(is_sharded(grad) for grad in grads):
+        square = norm.double().square()
+        with named("a norm"):
+            distributed.all_reduce(square)
+        norm = square.sqrt().to(norm.dtype)
+    share = (most / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grads_with_norm_
+    for grad in own:
+        grad.mul_(share)
+    return float(norm)
 
 
 def reshard(module: nn.Module) -> None:

@@ -1,0 +1,271 @@
+"""Layers that several ranks compute together: matrix products cut over them, and the experts of a mixture kept apart.
+
+Owns which parameter of a model is cut how, and what a layer does then. Never knows FSDP, which gathers over the columns
+of a mesh what is cut over them beside this; nor losses.
+
+tensor    A model's own plan (transformers' `tp_plan`) names the linear layers. The rows of a "colwise" weight are cut,
+          so that each rank has some heads, or some neurons; the columns of the "rowwise" one behind it, whose outputs
+          the ranks add up. All else is computed by every rank alike, but the experts of a mixture: each rank of a row
+          sends them its share of the tokens.
+expert    A model's own plan (`ep_plan`) names the stacks of experts. A token goes to the ranks that have its experts
+          and comes back, all to all.
+
+Gradients need no rules of their own. The loss of a step is the sum over all ranks, of which each in a row of `tensor`
+has an equal part. The sum of outputs is a sum of gradients as well, and what all ranks of a row have, a norm's weight,
+has the sum of their gradients, as FSDP adds them up.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUntypedFunctionDecorator=false
+# (torch and transformers leave parts of their signatures untyped)
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard  # pyright: ignore[reportPrivateUsage]
+from torch.nn import functional
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from agentrl.errors import ConfigError
+from agentrl.train.parallel.collectives import named
+from agentrl.train.parallel.meshes import Meshes
+from agentrl.train_settings import HEADS, check_divides
+
+_WAYS = {"colwise": 0, "rowwise": 1}  # of transformers' plan: the dimension of a weight that is cut
+_AS_IT_IS = frozenset({"replicated_with_grad_allreduce"})  # right here without a word
+_STACK = "grouped_gemm"  # of transformers' plan: experts by their first dimension
+
+Cuts = Mapping[tuple[nn.Module, str], "Cut"]
+"""By the part of a model and the name of its parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Dimension `dim` of a parameter is cut over the ranks of a row of `mesh`."""
+
+    mesh: DeviceMesh
+    dim: int
+
+    @property
+    def placements(self) -> list[Placement]:
+        """With FSDP's shards over the ranks of a column, of what a rank of the row has."""
+        width = self.mesh.size(1)
+        return [_StridedShard(0, split_factor=width) if self.dim == 0 else Shard(0), Shard(self.dim)]
+
+    @property
+    def row(self) -> DeviceMesh:
+        return self.mesh[self.mesh.mesh_dim_names[1]]  # pyright: ignore[reportOptionalSubscript]
+
+    @property
+    def column(self) -> DeviceMesh:
+        return self.mesh[self.mesh.mesh_dim_names[0]]  # pyright: ignore[reportOptionalSubscript]
+
+
+def cuts(module: nn.Module, meshes: Meshes) -> Cuts:
+    """The cuts of a model's parameters, as its own plans ask for. Raises ConfigError for a model that cannot be cut."""
+    if not hasattr(module, "config"):
+        return {}  # a critic's head
+    found: dict[tuple[nn.Module, str], Cut] = {}
+    if meshes.tensor is not None:
+        found |= _tensor_cuts(module, meshes.tensor)
+    if meshes.expert is not None:
+        found |= _expert_cuts(module, meshes.expert)
+    return found
+
+
+def _tensor_cuts(module: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], Cut]:
+    width, plan = mesh.size(1), getattr(module, "tp_plan", None) or {}
+    name = type(module).__name__
+    check_divides("tensor", width, module.config.get_text_config().to_dict(), HEADS)
+    found: dict[tuple[nn.Module, str], Cut] = {}
+    for path, part, style in _planned(module, plan):
+        if "experts" in path.split(".") or style in _AS_IT_IS:
+            continue
+        if style not in _WAYS or type(part) is not nn.Linear:
+            raise ConfigError("train.parallel.tensor", width, f"{name} cuts {path} by {style!r}, we cannot: give 1")
+        dim = _WAYS[style]
+        if part.weight.shape[dim] % width:
+            hint = f"{path} of {name} is {part.weight.shape[dim]} wide: give a number that divides it, or 1"
+            raise ConfigError("train.parallel.tensor", width, hint)
+        found[part, "weight"] = Cut(mesh, dim)
+        if dim == 0 and "bias" in dict(part.named_parameters()):
+            found[part, "bias"] = Cut(mesh, dim)
+    if not found:
+        raise ConfigError("train.parallel.tensor", width, f"{name} has no plan for it in transformers: give 1")
+    return found
+
+
+def _expert_cuts(module: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], Cut]:
+    width, plan = mesh.size(1), getattr(module, "ep_plan", None) or {}
+    found: dict[tuple[nn.Module, str], Cut] = {}
+    for path, part, style in _planned(module, plan):
+        if style != _STACK or not isinstance(part, nn.Parameter):
+            continue
+        if part.shape[0] % width:
+            hint = f"{type(module).__name__} has {part.shape[0]} experts: give a number that divides it, or 1"
+            raise ConfigError("train.parallel.expert", width, hint)
+        owner, _, name = path.rpartition(".")
+        found[module.get_submodule(owner), name] = Cut(mesh, 0)
+    if not found:
+        hint = f"{type(module).__name__} has no experts that transformers has a plan for: give 1"
+        raise ConfigError("train.parallel.expert", width, hint)
+    return found
+
+
+def _planned(module: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.Module | nn.Parameter, str]]:
+    """The parts and parameters of decoder layers that a plan names, with their styles."""
+    for above, layer in module.named_modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            for name, part in (*layer.named_modules(), *layer.named_parameters()):
+                path = f"{above}.{name}"
+                if style := plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path)):
+                    yield path, part, style
+
+
+def install(module: nn.Module, meshes: Meshes, cut: Cuts) -> None:
+    """Have the parts of a model compute with cut parameters, which FSDP has gathered over the columns."""
+    names = {part: name for name, part in module.named_modules()}
+    for (part, name), how in cut.items():
+        if isinstance(part, nn.Linear) and name == "weight":
+            group = how.row.get_group() if how.dim else None
+            setattr(part, "forward", partial(_linear, part, group, f"adding up {names[part]}"))  # noqa: B010
+    if not hasattr(module, "config"):
+        return
+    apart = {part for part, _ in cut if not isinstance(part, nn.Linear)}
+    stacks = set(apart)
+    if meshes.tensor is not None:  # their tokens are divided, however experts are cut
+        found = _planned(module, getattr(module, "tp_plan", None) or {})
+        stacks |= {part for path, part, _ in found if path.endswith(".experts") and isinstance(part, nn.Module)}
+    for part in stacks:
+        setattr(part, "forward", Experts(part, names[part], meshes, apart=part in apart))  # noqa: B010
+
+
+def _linear(part: nn.Linear, group: Any, name: str, states: Tensor) -> Tensor:
+    """A linear layer of which this rank has some rows or, if it adds up with `group`, some columns."""
+    weight, bias = _own(part.weight), None if (given := cast("Tensor | None", part.bias)) is None else _own(given)
+    if group is None:
+        return functional.linear(states, weight, bias)
+    whole = added_up(functional.linear(states, weight), group, name)
+    return whole if bias is None else whole + bias
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Experts:
+    """Stands for the forward method of a stack of experts: `states` [T, H], the experts `index` [T, K] of each token
+    and their weights [T, K] give [T, H]."""
+
+    def __init__(self, part: Any, name: str, meshes: Meshes, *, apart: bool) -> None:
+        """If they are kept `apart`, this rank has some of them."""
+        self._part, self._name, self._forward = part, name, part.forward
+        self._row = None if meshes.tensor is None else meshes.tensor["tensor"]
+        self._owners = meshes.expert["expert"] if apart and meshes.expert is not None else None
+        if self._owners is not None:
+            part.num_experts //= self._owners.size()
+
+    def __call__(self, states_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        size = len(states_TH)
+        start, stop = 0, size
+        if self._row is not None:
+            share = -(-size // self._row.size())
+            start = min(size, share * self._row.get_local_rank())
+            stop = min(size, start + share)
+        own_TH = self._combined(states_TH[start:stop], index_TK[start:stop], weight_TK[start:stop])
+        if self._row is None:
+            return own_TH
+        padded_TH = functional.pad(own_TH, (0, 0, start, size - stop))
+        return added_up(padded_TH, self._row.get_group(), f"adding up {self._name}")
+
+    def _combined(self, states_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """A token's experts each compute a row of it, on the ranks that have them."""
+        top_k, width = index_TK.shape[1], 1 if self._owners is None else self._owners.size()
+        order_R = index_TK.flatten().argsort(stable=True)
+        sent_E = index_TK.flatten().bincount(minlength=self._part.num_experts * width)
+        rows_RH = states_TH[order_R // top_k]
+        if self._owners is None:
+            answers_RH = self._computed(rows_RH, sent_E[None])
+        else:
+            group = self._owners.get_group()
+            taken_WE = _exchanged(sent_E.view(width, -1), [1] * width, [1] * width, group, f"counts for {self._name}")
+            sent, taken = sent_E.view(width, -1).sum(1).tolist(), taken_WE.sum(1).tolist()
+            given_RH = sent_to(rows_RH, sent, taken, group, f"tokens for {self._name}")
+            answers_RH = sent_to(self._computed(given_RH, taken_WE), taken, sent, group, f"answers of {self._name}")
+        back_R = order_R.argsort()
+        answers_TKH = answers_RH[back_R].view(*index_TK.shape, -1)
+        return (answers_TKH * weight_TK[..., None]).sum(1).to(states_TH.dtype)
+
+    def _computed(self, rows_RH: Tensor, count_WE: Tensor) -> Tensor:
+        """What this rank's experts say of rows which are, for each rank that sent some, in the order of the experts.
+        One row of zeros goes through as well: the experts must have a gradient on every rank, if one of zeros."""
+        part, expert_E = self._part, torch.arange(count_WE.shape[1], device=rows_RH.device)
+        index_R = expert_E.repeat(len(count_WE)).repeat_interleave(count_WE.flatten())
+        index_R1 = functional.pad(index_R, (0, 1))[:, None]
+        padded_RH = functional.pad(rows_RH, (0, 0, 0, 1))
+        whole = dict(part._parameters)
+        part._parameters |= {name: _own(one) for name, one in whole.items() if one is not None}
+        try:
+            return self._forward(padded_RH, index_R1, torch.ones_like(index_R1, dtype=rows_RH.dtype))[:-1]
+        finally:
+            part._parameters |= whole
+
+
+# --- collectives with gradients ---------------------------------------------------------------------------------------
+
+
+def added_up(part: Tensor, group: Any, name: str) -> Tensor:
+    """The sum of what the ranks of a group have, on each of them. Their losses are added up too: so are gradients."""
+    return _Sum.apply(part, group, name)  # pyright: ignore[reportReturnType]
+
+
+def sent_to(rows_RH: Tensor, sent: list[int], taken: list[int], group: Any, name: str) -> Tensor:
+    """The next `sent` rows go to each rank of a group in turn, from which as many come as `taken` says. Gradients go
+    back."""
+    return _Exchange.apply(rows_RH, sent, taken, group, name)  # pyright: ignore[reportReturnType]
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any, name: str) -> Tensor:
+        ctx.group, ctx.name = group, name
+        return _summed(part, group, name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _summed(grads[0], ctx.group, f"{ctx.name}, backward"), None, None
+
+
+def _summed(part: Tensor, group: Any, name: str) -> Tensor:
+    whole = part.clone(memory_format=torch.contiguous_format)
+    with named(name):
+        distributed.all_reduce(whole, group=group)
+    return whole
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], taken: list[int], group: Any, name: str) -> Tensor:
+        ctx.sent, ctx.taken, ctx.group, ctx.name = sent, taken, group, name
+        return _exchanged(rows, sent, taken, group, name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        found = _exchanged(grads[0], ctx.taken, ctx.sent, ctx.group, f"{ctx.name}, backward")
+        return found, None, None, None, None
+
+
+def _exchanged(rows: Tensor, sent: list[int], taken: list[int], group: Any, name: str) -> Tensor:
+    found = rows.new_empty(sum(taken), *rows.shape[1:])
+    with named(name):
+        distributed.all_to_all_single(found, rows.contiguous(), taken, sent, group=group)
+    return found
