@@ -16,8 +16,9 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -40,6 +41,7 @@ VOCAB = 4096
 RANK = 16
 STEP = 1e-6
 ADMIN_S = 300.0
+PATHS = {"loaded": "loaded", "shm": "shm_file", "files": "disk_file", "delta": "delta", "lora": "lora"}
 SHAPES: dict[str, dict[str, int]] = {
     "131K": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 192},
     "500M": {"vocab_size": VOCAB, "hidden_size": 1536, "num_hidden_layers": 18, "intermediate_size": 4608},
@@ -103,12 +105,38 @@ class Trainer:
         return folder
 
 
-class Bench:
-    """One server, one trainer, and the four paths between them. Every path returns (write s, push report)."""
+@dataclass
+class Silence:
+    """The longest time between two tokens since `begin`, as the client of a stream sees it."""
 
-    def __init__(self, client: EngineClient, trainer: Trainer, shm: Path, disk: Path) -> None:
-        self.client, self.trainer, self.shm, self.disk = client, trainer, shm, disk
+    longest: float = 0.0
+    last: float = 0.0
+    came: trio.Event = field(default_factory=trio.Event)
+
+    def begin(self) -> None:
+        self.longest, self.last = 0.0, trio.current_time()
+
+    def token(self) -> None:
+        now = trio.current_time()
+        self.longest, self.last = max(self.longest, now - self.last), now
+        self.came.set()
+
+    async def end(self) -> float:
+        """After one more token."""
+        self.came = trio.Event()
+        await self.came.wait()
+        return self.longest
+
+
+class Bench:
+    """One server, one trainer, and the paths between them. Every path returns (write s, push report)."""
+
+    def __init__(self, client: EngineClient, trainer: Trainer, silence: Silence, shm: Path, disk: Path) -> None:
+        self.client, self.trainer, self.silence, self.shm, self.disk = client, trainer, silence, shm, disk
         self._last: WeightFile | None = None
+
+    async def loaded(self) -> tuple[float, PushReport]:
+        return await self._whole(self.shm, second=False)
 
     async def shm_file(self) -> tuple[float, PushReport]:
         return await self._whole(self.shm)
@@ -130,6 +158,7 @@ class Bench:
         old, fresh = weightfile.open_bytes(base.path), weightfile.open_bytes(new.path)
         await trio.to_thread.run_sync(lambda: weightfile.write_delta(old, fresh, target, width=width))
         write_s = time.perf_counter() - started
+        self.silence.begin()
         report = await push(
             [self.client],
             target,
@@ -149,11 +178,12 @@ class Bench:
         started = time.perf_counter()
         folder = self.trainer.adapter(self.shm / f"adapter-{version}")
         write_s = time.perf_counter() - started
+        self.silence.begin()
         report = await adapters.load([self.client], folder, version, deadline_s=ADMIN_S)
         await adapters.retire([self.client], keep=[version], deadline_s=ADMIN_S)
         return write_s, report
 
-    async def _whole(self, folder: Path, *, durable: bool = False) -> tuple[float, PushReport]:
+    async def _whole(self, folder: Path, *, durable: bool = False, second: bool = True) -> tuple[float, PushReport]:
         version = self.trainer.step()
         started = time.perf_counter()
         file = export_weights(self.trainer.model, folder / f"{version}.safetensors")
@@ -161,6 +191,7 @@ class Bench:
             with file.path.open("rb") as written:
                 os.fsync(written.fileno())
         write_s = time.perf_counter() - started
+        self.silence.begin()
         report = await push(
             [self.client],
             file.path,
@@ -168,6 +199,7 @@ class Bench:
             sha256=file.sha256,
             keep_base=True,
             stage=True,
+            second=second,
             deadline_s=ADMIN_S,
             clear_cache=True,
         )
@@ -180,7 +212,7 @@ class Bench:
         self._last = file
 
 
-async def load(client: EngineClient, vocab: int) -> None:
+async def load(client: EngineClient, vocab: int, silence: Silence) -> None:
     """One request after another, for ever: somebody generates while the weights change."""
     rng = random.Random(0)
     while True:
@@ -193,7 +225,7 @@ async def load(client: EngineClient, vocab: int) -> None:
         )
         async with aclosing(client.stream(request)) as chunks:
             async for _ in chunks:
-                pass
+                silence.token()
 
 
 @contextmanager
@@ -208,8 +240,8 @@ def folders() -> Iterator[tuple[Path, Path]]:
         shutil.rmtree(disk)
 
 
-async def measure(size: str, rounds: int, shm: Path, disk: Path) -> list[dict[str, Any]]:
-    """One row a path: medians over `rounds` pushes, after one that is not counted."""
+async def measure(size: str, chosen: Sequence[str], rounds: int, shm: Path, disk: Path) -> list[dict[str, Any]]:
+    """One row for each of the `chosen` paths: medians over `rounds` pushes, after one that is not counted."""
     model = make_model(disk / "model", size)
     server = VLLMServer(
         model=disk / "model",
@@ -220,23 +252,33 @@ async def measure(size: str, rounds: int, shm: Path, disk: Path) -> list[dict[st
         max_batch=8,
         dtype="float32" if size == "131K" else "bfloat16",
         kv_cache_bytes=(16 if size == "131K" else 512) << 20,
+        stream_tokens=1,
         lora_rank=RANK,
         max_loras=2,
     ).on_free_port()
     rows: list[dict[str, Any]] = []
     async with running(server, log=disk / "vllm.log", version=1, deadline_s=600.0), trio.open_nursery() as nursery:
         client = EngineClient(server.url)
-        bench = Bench(client, Trainer(model), shm, disk)
-        nursery.start_soon(load, EngineClient(server.url), SHAPES[size]["vocab_size"])
-        paths = {"shm": bench.shm_file, "files": bench.disk_file, "delta": bench.delta, "lora": bench.lora}
-        for name, path in paths.items():
-            taken = [await path() for _ in range(rounds + 1)][1:]
+        silence = Silence()
+        bench = Bench(client, Trainer(model), silence, shm, disk)
+        nursery.start_soon(load, EngineClient(server.url), SHAPES[size]["vocab_size"], silence)
+        for name in chosen:
+            path = getattr(bench, PATHS[name])
+            await path()
+            taken: list[tuple[float, PushReport]] = []
+            silences: list[float] = []
+            for _ in range(rounds):
+                taken.append(await path())
+                silences.append(await silence.end())
+            pauses = sorted(report.pause_s for _, report in taken)
             rows.append(
                 {
                     "parameters": sum(parameter.numel() for parameter in model.parameters()),
                     "path": name,
                     "write_ms": 1e3 * statistics.median(write_s for write_s, _ in taken),
-                    "pause_ms": 1e3 * statistics.median(report.pause_s for _, report in taken),
+                    "pause_ms": 1e3 * statistics.median(pauses),
+                    "longest_ms": 1e3 * pauses[-1],
+                    "silence_ms": 1e3 * statistics.median(silences),
                     "total_ms": 1e3 * statistics.median(write_s + report.total_s for write_s, report in taken),
                     "bytes": int(statistics.median(report.bytes for _, report in taken)),
                 }
@@ -247,16 +289,17 @@ async def measure(size: str, rounds: int, shm: Path, disk: Path) -> list[dict[st
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown; ratios are against the whole file through shared memory of the same model."""
+    """Markdown; ratios are against the first row of the same model."""
     lines = [
-        "| parameters | path | write ms | pause ms | total ms | bytes | bytes ÷ | time ÷ |",
-        "|---|---|---|---|---|---|---|---|",
+        "| parameters | path | write ms | pause ms | longest | silence ms | total ms | bytes | bytes ÷ | time ÷ |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        full = next(other for other in rows if other["parameters"] == row["parameters"] and other["path"] == "shm")
+        full = next(other for other in rows if other["parameters"] == row["parameters"])
         lines.append(
-            f"| {row['parameters']:,} | {row['path']} | {row['write_ms']:.0f} | {row['pause_ms']:.0f} "
-            f"| {row['total_ms']:.0f} | {row['bytes']:,} | {full['bytes'] / row['bytes']:.1f} "
+            f"| {row['parameters']:,} | {row['path']} | {row['write_ms']:.0f} | {row['pause_ms']:.1f} "
+            f"| {row['longest_ms']:.1f} | {row['silence_ms']:.0f} | {row['total_ms']:.0f} | {row['bytes']:,} "
+            f"| {full['bytes'] / row['bytes']:.1f} "
             f"| {full['total_ms'] / row['total_ms']:.1f} |"
         )
     return "\n".join(lines)
@@ -265,13 +308,14 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", action="append", choices=list(SHAPES), help="default: both")
+    parser.add_argument("--path", action="append", choices=list(PATHS), help="default: all")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     for size in arguments.size or list(SHAPES):
         with folders() as (shm, disk):
-            rows += trio.run(measure, size, arguments.rounds, shm, disk)
+            rows += trio.run(measure, size, arguments.path or list(PATHS), arguments.rounds, shm, disk)
     print(table(rows))
 
 

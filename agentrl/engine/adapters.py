@@ -37,11 +37,19 @@ def adapter_name(version: int, role: str | None = None, *, kept: bool = False) -
 
 class AdapterClient(EngineClient):
     """Samples from the adapter that `current` names at the start of each turn, and stamps its tokens with that version
-    (an engine's own stamp is that of the weights below). `current` gives None while there is none yet."""
+    (an engine's own stamp is that of the weights below). `current` gives None while there is none yet. `below` gives
+    the version of the weights below if the engine cannot say it: those of a shared fleet are no run's."""
 
-    def __init__(self, url: str, *, current: Callable[[], int | None], **settings: Any) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        current: Callable[[], int | None],
+        below: Callable[[], int | None] | None = None,
+        **settings: Any,
+    ) -> None:
         super().__init__(url, **settings)
-        self._current = current
+        self._current, self._below = current, below
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """As `EngineClient.stream`. Raises EngineUnavailable if the engine lacks the adapter: it was restarted and
@@ -50,12 +58,14 @@ class AdapterClient(EngineClient):
         version = request.version if kept else self._current()
         if version:  # 0 has the weights below
             request = replace(request, model=adapter_name(version, request.policy, kept=kept))
+        elif version is None and self._below is not None:
+            version = self._below()
         try:
             async with aclosing(super().stream(request)) as chunks:
                 async for chunk in chunks:
                     yield chunk if version is None else _stamped(chunk, version)
         except EngineError as error:
-            if version is not None and "does not exist" in str(error):
+            if request.model is not None and "does not exist" in str(error):
                 raise EngineUnavailable(f"{self.url} has no adapter {request.model!r}") from error
             raise
 
@@ -71,7 +81,10 @@ class AdapterClient(EngineClient):
     async def served_version(self, *, deadline_s: float = 5.0) -> int:
         """The newest adapter it has, or the version of the weights below."""
         found = await loaded(self, deadline_s=deadline_s)
-        return max(found) if found else await super().served_version(deadline_s=deadline_s)
+        if found:
+            return max(found)
+        below = None if self._below is None else self._below()
+        return await super().served_version(deadline_s=deadline_s) if below is None else below
 
 
 async def load(

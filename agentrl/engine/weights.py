@@ -1,5 +1,8 @@
 """New weights into running engines, through vLLM's weight-transfer calls. No torch: a file's path is all it passes.
 
+    stage ──► second copy ready ─► swap, between two passes ───────────────────────────────────► served?
+          └─► else: pause ► start ► update ► finish ► resume ────────────────────────────────────┘
+
 Owns the order of the calls, their deadline and the confirmation. An engine whose update failed half-way stays paused:
 waiting is better than sampling from half-loaded weights, and pushing again repairs it (every call may be repeated).
 """
@@ -10,6 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import trio
 
@@ -24,7 +28,8 @@ _STAGE_POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushReport:
-    """The cost of a push: the longest pause of generation, the whole in wall time (seconds), and the file's bytes."""
+    """The cost of a push: the longest pause of generation, the whole in wall time (seconds), and the file's bytes. A
+    swap's pause is measured in the engine, any other by whoever pauses it: the passes in flight count there."""
 
     pause_s: float
     total_s: float
@@ -40,6 +45,7 @@ async def push(
     base_sha256: str | None = None,
     keep_base: bool | None = None,
     stage: bool = False,
+    second: bool = True,
     deadline_s: float = 30.0,
     clear_cache: bool = False,
 ) -> PushReport:
@@ -48,7 +54,8 @@ async def push(
 
     Requests go on over the swap. `clear_cache` recomputes their keys and values under the new weights; otherwise they
     keep those they have. `sha256` is that of the one file, computed here if not given. `stage` has an engine that can
-    (vLLM with our plugin) read and check it before the pause. With `base_sha256` the file is a delta (see
+    (vLLM with our plugin) read and check it while it generates, and with `second` also make a second copy of its
+    weights of it where there is room, so that the pause is a swap. With `base_sha256` the file is a delta (see
     `weightfile`) against the weights of that digest, which the engines must have kept: `keep_base` tells them to, from
     the push of the base on.
 
@@ -65,13 +72,28 @@ async def push(
     pauses: list[float] = []
     failures: list[str] = []
 
+    async def update(client: EngineClient) -> float:
+        init: dict[str, Json] = {} if keep_base is None else {"keep_base": keep_base}
+        said = await client.call(
+            "POST", "/init_weight_transfer_engine", json={"init_info": init}, deadline_s=deadline_s
+        )
+        ahead = bool(parse_json(said).get("reads_ahead"))
+        paused = None
+        if stage and await _stage(client, infos[0], second and len(infos) == 1, deadline_s):
+            paused = await _swap(client, infos[0], version, deadline_s, clear_cache)
+        if paused is None:
+            paused = await _load(client, infos, version, deadline_s, clear_cache, ahead)
+        served = await client.served_version(deadline_s=deadline_s)
+        if served != version:
+            raise WeightSyncError(f"it serves version {served} after the update")
+        client.version = version
+        return paused
+
     async def one(engine: str | EngineClient) -> None:
         client = EngineClient(engine) if isinstance(engine, str) else engine
         try:
             with trio.fail_after(deadline_s):
-                if stage:
-                    await _stage(client, infos[0], deadline_s)
-                pauses.append(await _push_one(client, infos, version, keep_base, deadline_s, clear_cache))
+                pauses.append(await update(client))
         except trio.TooSlowError:
             failures.append(f"{client.url} did not take version {version} within {deadline_s:g} s")
         except EngineError as error:
@@ -108,53 +130,69 @@ def update_info(path: Path, sha256: str | None = None, base_sha256: str | None =
     return info | {key: value for key, value in (("sha256", sha256), ("base_sha256", base_sha256)) if value is not None}
 
 
-async def _stage(client: EngineClient, info: dict[str, Json], deadline_s: float) -> None:
-    """Wait until the engine's workers have the file ready; an engine without our plugin reads it in the pause."""
-    asked: dict[str, Json] = {"method": "agentrl_stage", "args": [json.dumps(info)]}
+async def _stage(client: EngineClient, info: dict[str, Json], second: bool, deadline_s: float) -> bool:
+    """Wait until the engine's workers have the file ready. Returns whether they hold it as a second copy of their
+    weights, to be swapped; an engine without our plugin reads it in the pause."""
     try:
-        await client.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s)
+        await _workers(client, "agentrl_stage", json.dumps(info), second, deadline_s, deadline_s=deadline_s)
     except (EngineTimeout, EngineUnavailable):
         raise
     except EngineError:
-        return
+        return False
     while True:
-        answer = await client.call("POST", "/collective_rpc", json={"method": "agentrl_staged"}, deadline_s=deadline_s)
-        states: list[dict[str, Json]] = parse_json(answer)["results"]
+        states = await _workers(client, "agentrl_staged", deadline_s=deadline_s)
         if errors := [str(state["error"]) for state in states if state["error"]]:
             raise WeightSyncError(errors[0])
         if all(state["ready"] for state in states):
-            return
+            return all(state.get("second", False) for state in states)
         await trio.sleep(_STAGE_POLL_S)
 
 
-async def _push_one(
+async def _swap(
+    client: EngineClient, info: dict[str, Json], version: int, deadline_s: float, clear_cache: bool
+) -> float | None:
+    """Have staged weights take the place of the old ones. Returns the seconds in which the engine computed nothing, by
+    its own clock; None if it has no second copy any more, and nothing was changed."""
+    asked = (json.dumps(info), str(version), clear_cache)
+    answers = await _workers(client, "agentrl_publish", *asked, deadline_s=deadline_s)
+    return max(answer["paused_s"] for answer in answers) if all(answer["swapped"] for answer in answers) else None
+
+
+async def _workers(client: EngineClient, method: str, *args: Json, deadline_s: float) -> list[dict[str, Any]]:
+    """The answers of the engine's workers to a method of our plugin."""
+    asked: dict[str, Json] = {"method": method, "args": list(args)}
+    return parse_json(await client.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s))["results"]
+
+
+async def _load(
     client: EngineClient,
     infos: Sequence[dict[str, Json]],
     version: int,
-    keep_base: bool | None,
     deadline_s: float,
     clear_cache: bool,
+    ahead: bool,
 ) -> float:
-    """One engine's update; returns the seconds it did not generate."""
+    """Pause the engine and have it load the files, which it reads before where it can (`ahead`: the embedded engine).
+    Returns the seconds from the pause's call to the last answer."""
 
     async def call(path: str, json: dict[str, Json] | None = None, params: dict[str, str] | None = None) -> None:
         await client.call("POST", path, deadline_s=deadline_s, json=json, params=params)
 
-    await call("/init_weight_transfer_engine", {"init_info": {} if keep_base is None else {"keep_base": keep_base}})
+    async def update() -> None:
+        try:
+            await call("/start_weight_update")
+        except EngineError:  # vLLM refuses while the update of a trainer that died half-way is open: close it first
+            await call("/finish_weight_update", {})
+            await call("/start_weight_update")
+        for info in infos:
+            await call("/update_weights", {"update_info": info})
+
+    if ahead:
+        await update()
     started = trio.current_time()
     await call("/pause", params={"mode": "keep", "clear_cache": "true" if clear_cache else "false"})
-    try:
-        await call("/start_weight_update")
-    except EngineError:  # vLLM refuses while the update of a trainer that died half-way is open: close it first
-        await call("/finish_weight_update", {})
-        await call("/start_weight_update")
-    for info in infos:
-        await call("/update_weights", {"update_info": info})
+    if not ahead:
+        await update()
     await call("/finish_weight_update", {"weight_version": str(version)})
     await call("/resume")
-    paused = trio.current_time() - started
-    served = await client.served_version(deadline_s=deadline_s)
-    if served != version:
-        raise WeightSyncError(f"it serves version {served} after the update")
-    client.version = version
-    return paused
+    return trio.current_time() - started

@@ -19,6 +19,7 @@ from urllib.parse import parse_qsl
 import httpx
 import trio
 
+from agentrl.engine.listening import Answer, Cut, Parts
 from agentrl.records import Json
 
 Kind = Literal[
@@ -35,13 +36,7 @@ Kind = Literal[
     "status",  # the answer is `Fault.status`, without a stream
 ]
 Part = Literal["tokens", "admin", "processed", "transfer", "plugin", "lora", "kept"]
-Answer = tuple[int, bytes | AsyncGenerator[bytes, None]]
-
 _DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
-
-
-class Cut(Exception):
-    """The connection breaks here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +87,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
     first_token_s: float = 0.0
     token_s: float = 0.0
     takes_updates: bool = True  # if False, it confirms an update and keeps the old weights
+    room: bool = True  # for a second copy of the weights, which is swapped in; else they are loaded in a pause
     core: Literal["alive", "hung", "dead"] = "alive"
     down: bool = False
     paused: bool = False
@@ -107,6 +103,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
         self._faults: list[Fault] = []
         self._always: Fault | None = None
         self._update: list[str] | None = None  # the files of an open update so far
+        self._staged: str | None = None  # the file that a second copy of the weights was made of
         self._life = 0
         self._change = trio.Event()
 
@@ -132,7 +129,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
     def restart(self) -> None:
         """Restart as a server without a supervisor does: running generations are cut off, weights and adapters that it
         was sent are gone, its version is "default"."""
-        self.version, self.weights, self.paused, self._update = "default", "base", False, None
+        self.version, self.weights, self.paused, self._update, self._staged = "default", "base", False, None, None
         self.adapters.clear()
         self._life += 1
         self.mend()
@@ -160,6 +157,8 @@ class FakeVLLM(httpx.AsyncBaseTransport):
 
     async def answer(self, method: str, path: str, query: str, headers: Mapping[str, str], content: bytes) -> Answer:
         """Status and body, whole or in parts. Raises Cut if the connection has to break."""
+        if self.down:
+            raise Cut
         self.calls.append(f"{method} {path}")
         if path in self.silent:
             await trio.sleep_forever()
@@ -219,19 +218,28 @@ class FakeVLLM(httpx.AsyncBaseTransport):
                 self.changed()
                 return _json({"status": path[1:]})
             case "/collective_rpc":
-                return self._worker(body["method"])
+                return self._worker(body["method"], body.get("args", []))
             case _:
                 return self._transfer(path, body)
 
-    def _worker(self, method: str) -> Answer:
+    def _worker(self, method: str, args: list[Any]) -> Answer:
+        if method == "agentrl_stage" and len(args) > 1 and args[1] and self.room:
+            self._staged = args[0]
+        swapped = method == "agentrl_publish" and self._staged == args[0]
+        staged: dict[str, Json] = {"ready": True, "error": None, "second": self._staged is not None}
         results: dict[str, Json] = {
             "agentrl_facts": {"mending": False, "missing": [], "pickles": True, "dtype": self.dtype},
-            "agentrl_stage": {"ready": True, "error": None},
-            "agentrl_staged": {"ready": True, "error": None},
+            "agentrl_stage": staged,
+            "agentrl_staged": staged,
+            "agentrl_publish": {"swapped": swapped, "paused_s": 0.0},
             "agentrl_untaken": {"untaken": [] if self.takes_updates else ["model.norm.weight"], "unchecked": 0},
         }
         if "plugin" in self.lacks or method not in results:
             return _refusal(400, f"no method {method!r}")
+        if swapped:
+            if self.takes_updates:
+                self.weights = json.loads(args[0])["path"]
+            self.version, self.paused, self._staged, self._update = args[1], False, None, None
         return _json({"results": [results[method]]})
 
     def _transfer(self, path: str, body: dict[str, Any]) -> Answer:
@@ -416,7 +424,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
 
 
 class _Body(httpx.AsyncByteStream):
-    def __init__(self, parts: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
     async def __aiter__(self) -> AsyncGenerator[bytes, None]:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -20,7 +21,7 @@ from agentrl.engine.client import EngineClient
 from agentrl.engine.weights import push, update_info
 from agentrl.errors import CanaryMismatch, WeightSyncError
 from agentrl.protocols import GenerateRequest
-from agentrl.records import Generation, SamplingParams
+from agentrl.records import Generation, Json, SamplingParams
 
 from .conftest import Server
 from .policy import VOCAB, Policy
@@ -190,6 +191,53 @@ async def test_an_update_whose_trainer_died_half_way_is_mended_by_the_next(
     await client.call("POST", "/update_weights", json={"update_info": info}, deadline_s=ADMIN_S)
     version, file = policy.update()
     await push([client], file.path, version, sha256=file.sha256, deadline_s=ADMIN_S, clear_cache=True)
+    assert policy.error(ask().token_ids, await client.generate(ask())) <= EXACT
+
+
+async def staged(client: EngineClient, method: str, *args: Json) -> dict[str, Any]:
+    asked: dict[str, Json] = {"method": method, "args": list(args)}
+    (state,) = json.loads(await client.call("POST", "/collective_rpc", json=asked, deadline_s=ADMIN_S))["results"]
+    return state
+
+
+async def test_tokens_sampled_beside_a_second_copy_are_the_old_version_s_until_the_swap(
+    client: EngineClient, policy: Policy
+) -> None:
+    """Tied embeddings, and LoRA around the layers."""
+    before, file = policy.update()
+    await push([client], file.path, before, sha256=file.sha256, deadline_s=ADMIN_S, clear_cache=True)
+    version, file = policy.update()
+    state = await staged(client, "agentrl_stage", json.dumps(update_info(file.path, file.sha256)), True)
+    sampled = [await client.generate(ask())]
+    with trio.fail_after(ADMIN_S):
+        while not state["ready"]:
+            state = await staged(client, "agentrl_staged")
+            assert state["error"] is None
+            await trio.sleep(0.01)
+    assert state["second"], state["why"]
+    sampled.append(await client.generate(ask()))
+    report = await push(
+        [client], file.path, version, sha256=file.sha256, deadline_s=ADMIN_S, clear_cache=True, stage=True
+    )
+    assert 0 < report.pause_s < report.total_s
+    for served, generation in zip((before, before, version), [*sampled, await client.generate(ask())], strict=True):
+        assert {span.version for span in generation.spans} == {served}
+        assert policy.error(ask().token_ids, generation) <= EXACT
+    assert await canary.check([client], probe_of(policy, version, marked=True)) <= EXACT
+    assert (await canary.untaken(client, update_info(file.path, file.sha256), deadline_s=ADMIN_S)) == []
+
+
+async def test_a_file_that_lacks_a_shard_is_refused_before_the_swap(client: EngineClient, policy: Policy) -> None:
+    served = await client.served_version()
+    version, file = policy.update()
+    tensors = load_file(file.path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    bad = file.path.with_name("lacking.safetensors")
+    save_file(tensors, bad)
+    with pytest.raises(WeightSyncError, match=r"staged weights .*layers.1.mlp.up_proj.weight \(not in the file"):
+        await push([client], bad, version, deadline_s=ADMIN_S, stage=True)
+    bad.unlink()
+    assert await client.served_version() == served
     assert policy.error(ask().token_ids, await client.generate(ask())) <= EXACT
 
 

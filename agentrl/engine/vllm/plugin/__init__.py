@@ -3,6 +3,7 @@
 vLLM calls it in each of its processes (HTTP front end, engine core, workers), possibly more than once. It adds
 
 - `shm`, a weight-transfer backend that loads safetensors files (`transfer`), with the CPU build's silent bugs fixed;
+- a swap of weights that were staged while the engine generates (`staging`), in one call between two passes (`publish`);
 - weight versions in every chunk of a stream, and prefix caches salted by version (`versions`);
 - the experts chosen per token on CPU, where vLLM itself has no such thing (`routing`);
 - the set that each token was drawn from on CPU, likewise (`sets`).
@@ -24,11 +25,12 @@ HOST_VARIABLE = "AGENTRL_VLLM_HOST"
 
 def register() -> None:
     """Add everything to this process. Safe to call again."""
-    from agentrl.engine.vllm.plugin import routing, sets, transfer, versions
+    from agentrl.engine.vllm.plugin import publish, routing, sets, transfer, versions
 
     _die_with_parent()
     transfer.register()
     versions.install()
+    publish.install()
     sets.allow()
     if os.environ.get(ROUTING_VARIABLE) == "1":
         routing.install()

@@ -40,7 +40,7 @@ def fingerprints(model: Any, dtype: torch.dtype) -> dict[str, str]:
         values = _columns(module, dtype)
         if values is None:
             continue
-        names = _names(name.replace(".base_layer", ""), packed)
+        names = names_of(name.replace(".base_layer", ""), packed)
         sizes = module.output_sizes if len(names) > 1 else [len(values)]
         if sum(sizes) == len(values):
             for source, part in zip(names, values.split(sizes), strict=True):
@@ -85,7 +85,7 @@ def untaken(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
             continue
         if "weight" not in dict(module.named_parameters(recurse=False)):
             continue
-        names = _names(name, packed)
+        names = names_of(name, packed)
         if names == ["lm_head.weight"] and names[0] not in tensors:
             names = [_EMBEDDING]
         if missing := [source for source in names if source not in tensors]:
@@ -99,7 +99,7 @@ def untaken(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {"untaken": sorted(found), "unchecked": len(tensors.keys() - seen)}
 
 
-def _names(name: str, packed: dict[str, list[str]]) -> list[str]:
+def names_of(name: str, packed: dict[str, list[str]]) -> list[str]:
     """The checkpoint's weights that the layer `name` holds, in the order in which it stacks them."""
     parent, _, last = name.rpartition(".")
     return [f"{parent}.{part}.weight".lstrip(".") for part in packed.get(last, [last])]

@@ -3,16 +3,18 @@
     update_info = {"path": "/dev/shm/…/7.safetensors", "sha256": "…"}
     update_info = {"path": "…/7.delta", "sha256": "… of the whole result", "base_sha256": "… of the last file loaded"}
 
-The file is checked before any weight is touched. `stage` does that (and applies a delta) on a thread while the engine
-goes on generating, so that the pause holds only the copy into the model. Runs inside vLLM's worker on any platform.
+The file is checked before any weight is touched. `Stage` does that (and applies a delta) on a thread while the engine
+goes on generating, and makes a second copy of the layers' weights of it where there is room, so that the pause holds
+only the swap. Runs inside vLLM's worker on any platform.
 """
 
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from typing import Any
 from agentrl.engine import weightfile
 from agentrl.engine.vllm.plugin import BACKEND, mending
 from agentrl.errors import WeightSyncError
+
+logger = logging.getLogger("vllm.agentrl")
 
 _DTYPES = {
     "F64": "float64",
@@ -73,56 +77,126 @@ class Base:
     sha256: str | None = None
     data: weightfile.Bytes | None = None
 
-    def now(self, update: Update, data: weightfile.Bytes) -> None:
-        """`data` are now loaded. A mapped file is copied: its owner may remove it."""
-        if self.keep:
-            import numpy as np
+    def copy(self, update: Update, data: weightfile.Bytes) -> weightfile.Bytes | None:
+        """What `now` will keep of `data`. A mapped file is copied: its owner may remove it."""
+        if not self.keep:
+            return None
+        import numpy as np
 
-            self.sha256 = update.sha256
-            self.data = np.array(data) if update.base_sha256 is None else data
+        return np.array(data) if update.base_sha256 is None else data
+
+    def now(self, update: Update, kept: weightfile.Bytes | None) -> None:
+        """The weights of `update` are now loaded, and `kept` is their copy."""
+        if kept is not None:
+            self.sha256, self.data = update.sha256, kept
+
+
+@dataclass(slots=True, kw_only=True)
+class Staged:
+    """An update made ready: its checked bytes, what the next delta needs of them, and the second copy of the layers'
+    weights (see `staging`), or why there is none."""
+
+    data: weightfile.Bytes
+    kept: weightfile.Bytes | None = None
+    second: Any = None
+    why: str | None = None
+
+
+class Superseded(Exception):
+    """Another update was begun: nobody waits for this one any more."""
 
 
 @dataclass(slots=True)
 class Stage:
-    """One update made ready on a thread. At most one; asking for another drops the former."""
+    """One update made ready on a thread. At most one; asking for another drops the former, as does nobody's taking it
+    for `keep_s`. `build` makes the second copy of bytes, and says why if it makes none; it is given a call that raises
+    Superseded once nobody waits."""
 
     base: Base
+    build: Callable[[weightfile.Bytes, Callable[[], None]], tuple[Any, str | None]]
     _update: Update | None = None
-    _data: weightfile.Bytes | None = None
+    _staged: Staged | None = None
     _error: str | None = None
     _done: threading.Event = field(default_factory=threading.Event)
+    _gone: threading.Event = field(default_factory=threading.Event)  # taken, or dropped
+    _thread: threading.Thread | None = None
 
-    def begin(self, update: Update) -> None:
+    def begin(self, update: Update, *, second: bool = False, keep_s: float = 600.0) -> None:
         """Start making `update` ready; returns at once. Asking again for the same one changes nothing."""
         if self._update == update and self._error is None:
             return
-        self._update, self._data, self._error, self._done = update, None, None, threading.Event()
-        threading.Thread(target=self._prepare, args=(update, self._done), name="stage-weights", daemon=True).start()
+        self.drop()
+        self._update, self._done, self._gone = update, threading.Event(), threading.Event()
+        work = (update, second, keep_s, self._done, self._gone, self._thread)
+        self._thread = threading.Thread(target=self._prepare, args=work, name="stage-weights", daemon=True)
+        self._thread.start()
 
     def state(self) -> dict[str, Any]:
-        """`ready` or `error` (a line) of what was begun last; JSON-safe."""
-        return {"ready": self._done.is_set() and self._error is None, "error": self._error}
+        """`ready` or `error` (a line) of what was begun last; `second` says that it has a second copy of the layers'
+        weights, `why` that it has none. JSON-safe."""
+        staged = self._staged
+        return {
+            "ready": self._done.is_set() and self._error is None,
+            "error": self._error,
+            "second": staged is not None and staged.second is not None,
+            "why": None if staged is None else staged.why,
+        }
 
-    def take(self, update: Update) -> weightfile.Bytes:
-        """The bytes of `update`: those made ready if it was begun, else made ready now."""
-        if self._update != update:
-            return update.bytes(self.base)
-        self._done.wait()
-        data, error = self._data, self._error
-        self._update = self._data = None
-        if data is None:
-            raise WeightSyncError(error or "staging failed")
-        return data
+    def has_second(self, update: Update) -> bool:
+        """Whether `update` needs no more than a swap."""
+        return self._update == update and self.state()["second"]
 
-    def _prepare(self, update: Update, done: threading.Event) -> None:
-        data, error = None, None
+    def take(self, update: Update) -> Staged:
+        """`update` as it was made ready if it was begun, else its bytes, made ready now."""
+        if self._update == update:
+            self._done.wait()
+            staged, error = self._staged, self._error
+            self.drop()
+            if error is not None:
+                raise WeightSyncError(error)
+            if staged is not None:  # else nobody took it in time
+                return staged
+        data = update.bytes(self.base)
+        return Staged(data=data, kept=self.base.copy(update, data))
+
+    def drop(self) -> None:
+        """Forget what was begun. The memory is freed on the thread that took it."""
+        self._gone.set()
+        self._update = self._staged = self._error = None
+
+    def _prepare(
+        self,
+        update: Update,
+        second: bool,
+        keep_s: float,
+        done: threading.Event,
+        gone: threading.Event,
+        former: threading.Thread | None,
+    ) -> None:
+        def waited_for() -> None:
+            if gone.is_set():
+                raise Superseded
+
+        staged, error = None, None
         try:
+            if former is not None:
+                former.join()  # else there would be a third copy
+            waited_for()
             data = update.bytes(self.base)
+            staged = Staged(data=data, kept=self.base.copy(update, data))
+            if second:
+                staged.second, staged.why = self.build(data, waited_for)
+        except Superseded:
+            staged = None
         except WeightSyncError as failure:
-            error = str(failure)
+            staged, error = None, str(failure)
         if self._done is done:
-            self._data, self._error = data, error
+            self._staged, self._error = staged, error
         done.set()
+        del staged
+        if not gone.wait(keep_s) and self._gone is gone:
+            logger.warning("agentrl: staged weights were dropped: nobody took them within %g s", keep_s)
+            self.drop()
 
 
 def tensors(data: weightfile.Bytes) -> Iterator[tuple[str, Any]]:
@@ -144,7 +218,14 @@ def tensors(data: weightfile.Bytes) -> Iterator[tuple[str, Any]]:
         yield place.name, piece.view(dtype).reshape(place.shape)
 
 
-def load(model: Any, data: weightfile.Bytes) -> None:
-    """Load a whole file into the model between `start` and `finish` of an update."""
+def load(model: Any, data: weightfile.Bytes, waited_for: Callable[[], None] = lambda: None) -> None:
+    """Load a whole file into the model between `start` and `finish` of an update. `waited_for` may end it with an
+    exception between two tensors."""
+
+    def each() -> Iterator[tuple[str, Any]]:
+        for named in tensors(data):
+            waited_for()
+            yield named
+
     mending.ready_for_update(model)
-    model.load_weights(tensors(data))
+    model.load_weights(each())

@@ -4,9 +4,15 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -14,8 +20,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from agentrl.engine.vllm.plugin import mending
-from agentrl.engine.vllm.plugin.transfer import Base, Stage, Update, load
+from agentrl.engine import fingerprint, weightfile
+from agentrl.engine.vllm.plugin import mending, staging
+from agentrl.engine.vllm.plugin.transfer import Base, Stage, Superseded, Update, load
+from agentrl.errors import WeightSyncError
+
+logger = logging.getLogger("vllm.agentrl")
 
 
 @dataclass
@@ -45,7 +55,7 @@ class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.base = Base()
-        self.stage = Stage(self.base)
+        self.stage = Stage(self.base, self._second)
         self._open = False  # the model's layers stand ready to be loaded and cannot run
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
@@ -57,21 +67,57 @@ class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         update = Update(path=update_info.path, sha256=update_info.sha256, base_sha256=update_info.base_sha256)
-        data = self.stage.take(update)
+        staged = self.stage.take(update)
+        if staged.second is not None and self.model is self._default_model and not self._open:
+            replaced = staged.second.swap(by_pointer=staging.by_pointer(self.vllm_config, self.model))
+            torch.accelerator.synchronize()
+        else:
+            self._load(staged.data)
+            replaced = []
+        self.base.now(update, staged.kept)
+        replaced += [staged.data, staged.second]
+        # Unmapping a gigabyte takes as long as a few passes: not in the pause.
+        threading.Thread(target=_free, args=(replaced,), name="free-weights", daemon=True).start()
+
+    def _load(self, data: weightfile.Bytes) -> None:
         if not self._open:
             initialize_layerwise_reload(self.model)
             self._open = True
         try:
-            load(self.model, data)
+            with set_current_vllm_config(self.vllm_config):  # a thread that staged may have taken it away
+                load(self.model, data)
         except BaseException:
             self._close()  # a model left in parts would kill the worker at its next step
             raise
-        self.base.now(update, data)
+
+    def _second(self, data: weightfile.Bytes, waited_for: Callable[[], None]) -> tuple[Any, str | None]:
+        """A second copy of the layers' weights, or why there is none: then the file is loaded in the pause."""
+        model = self._default_model
+        if (why := staging.obstacle(model, self.device)) is None:
+            try:
+                with set_current_vllm_config(self.vllm_config):
+                    second = staging.build(
+                        model,
+                        self._default_model_config,
+                        self.device,
+                        lambda twin: load(twin, data, waited_for),
+                        mending.after_update,
+                        fingerprint.of_file(data, str(self._default_model_config.dtype).removeprefix("torch.")),
+                    )
+                return second, None
+            except (WeightSyncError, Superseded):
+                raise
+            except Exception as error:  # a layer that vLLM reloads otherwise: the live model is as it was
+                logger.exception("agentrl: cannot stage a second copy of the weights")
+                why = f"{type(error).__name__}: {error}"
+        logger.warning("agentrl: weights are loaded in the pause: %s", why)
+        return None, why
 
     def finish_weight_update(self) -> None:
         self._close()
 
     def shutdown(self) -> None:
+        self.stage.drop()
         self.base.data = None
 
     def _close(self) -> None:
@@ -79,3 +125,9 @@ class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             self._open = False
             finalize_layerwise_reload(self.model, self.model_config)
             mending.after_update(self.model)
+
+
+def _free(replaced: list[Any]) -> None:
+    """Layers and their loaders name each other, and Python would look for such rings only after many more objects."""
+    replaced.clear()
+    gc.collect()

@@ -30,6 +30,10 @@ class WorkerExtension:
 
     weight_transfer_engine: Any
     model_runner: Any
+    _weight_update_active: bool
+    start_weight_update: Any
+    update_weights: Any
+    finish_weight_update: Any
 
     def agentrl_facts(self) -> dict[str, Any]:
         """What is in place in this worker, and so in vLLM's other processes: they share its environment, in which vLLM
@@ -49,14 +53,32 @@ class WorkerExtension:
         mending.enabled = on != "0"
         return {"mending": mending.enabled}
 
-    def agentrl_stage(self, update_info: str) -> dict[str, Any]:
-        """Begin to make an update ready while generation goes on. `update_info` is JSON."""
-        self.weight_transfer_engine.stage.begin(Update(**json.loads(update_info)))
+    def agentrl_stage(self, update_info: str, second: bool = False, keep_s: float = 600.0) -> dict[str, Any]:
+        """Begin to make an update ready while generation goes on. `update_info` is JSON; see `transfer.Stage`."""
+        update = Update(**json.loads(update_info))
+        self.weight_transfer_engine.stage.begin(update, second=second, keep_s=keep_s)
         return self.weight_transfer_engine.stage.state()
 
     def agentrl_staged(self) -> dict[str, Any]:
         """How far the staging is."""
         return self.weight_transfer_engine.stage.state()
+
+    def agentrl_swap(self, update_info: str) -> dict[str, Any]:
+        """Compute with the second copy of an update's weights from the next pass on; between two passes only. Not
+        `swapped` if it has none: then nothing was touched."""
+        info = json.loads(update_info)
+        if not self.weight_transfer_engine.stage.has_second(Update(**info)):
+            return {"swapped": False}
+        if self._weight_update_active:  # of a trainer that died half-way
+            self.finish_weight_update()
+        self.start_weight_update()
+        self.update_weights(info)
+        self.finish_weight_update()
+        return {"swapped": True}
+
+    def agentrl_publish(self, update_info: str, version: str, clear_cache: bool) -> dict[str, Any]:
+        """Reaches a worker only where the engine core does not know it (see `publish`)."""
+        return {"swapped": False}
 
     def agentrl_fingerprints(self) -> dict[str, Any]:
         """Fingerprints of the weights that layers compute with, by names of the checkpoint format; and their dtype."""
