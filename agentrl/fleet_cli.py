@@ -1,0 +1,16 @@
+"""The command `agentrl fleet`, as `agentrl.cli` offers it. Nothing heavy is imported before it runs."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def fleet(file: Annotated[Path, typer.Argument(help="The fleet file (TOML), see docs/fleet.md")]) -> None:
+    """Serve engines that several runs share through adapters, until Ctrl-C. Prints each tenant's lines for its run."""
+    from agentrl.runtime import shared_fleet
+
+    shared_fleet.run(shared_fleet.load(file), partial(print, flush=True))
