@@ -82,7 +82,7 @@ class EngineClient:
         deadline = trio.current_time() + request.deadline_s
         parser, known = ChunkParser(self.version, request, self._vocabulary), self.version
         answer: _Answer | None = None
-        lines = _Lines()
+        lines = Lines()
         try:
             while True:
                 try:
@@ -326,7 +326,7 @@ class _Foreign:
         await self._stream.aclose()
 
 
-class _Lines:
+class Lines:
     """Parts of a body to the `data:` payloads of its server-sent events, without the closing `[DONE]`."""
 
     def __init__(self) -> None:

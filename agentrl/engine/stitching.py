@@ -24,10 +24,11 @@ class Stitcher:
         base = len(self.token_ids)
         if len(chunk.logprobs) != len(chunk.token_ids):
             raise EngineError(f"a chunk has {len(chunk.token_ids)} tokens but {len(chunk.logprobs)} log-probs")
-        try:
-            columns.check(chunk.columns, len(chunk.token_ids))
-        except (ValueError, UnknownIdError) as error:
-            raise EngineError(f"a chunk's columns do not fit: {error}") from error
+        if chunk.columns:
+            try:
+                columns.check(chunk.columns, len(chunk.token_ids))
+            except (ValueError, UnknownIdError) as error:
+                raise EngineError(f"a chunk's columns do not fit: {error}") from error
         self._parts.append((len(chunk.token_ids), chunk.columns))
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs

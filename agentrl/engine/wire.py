@@ -9,6 +9,7 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, cast
 from uuid import uuid4
 
@@ -21,6 +22,7 @@ from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Finish, Json, RoutedExperts, SamplingParams, VersionSpan
 
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
+_LOGPROB = itemgetter("logprob")
 _NO_LOGPROB = -9999.0  # what vLLM writes for a NaN
 _ROUNDING = 1e-3  # nats that a log-prob may be above 0
 _ALL = 1 << 30  # as top_k: every token. A vLLM that tells of kept sets takes no request without top_k
@@ -139,7 +141,7 @@ class ChunkParser:
         if self._vocabulary is not None and (highest := max(token_ids, default=-1)) >= self._vocabulary:
             raise EngineError(f"the engine sent token {highest}, and the model has {self._vocabulary}")
         content: list[Json] = cast("dict[str, Json]", choice.get("logprobs") or {}).get("content") or []
-        logprobs: tuple[Json, ...] = tuple(entry["logprob"] for entry in content)
+        logprobs: tuple[Json, ...] = tuple(map(_LOGPROB, content))
         if len(logprobs) != len(token_ids):
             raise EngineError(f"the engine sent {len(token_ids)} tokens with {len(logprobs)} log-probs")
         finish = choice.get("finish_reason")

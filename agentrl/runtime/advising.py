@@ -23,6 +23,12 @@ def advise(path: Path, gpus: int = 0) -> Iterator[str]:
     with RunStore.read(run.store_path) as store:
         measured = measure(store, start_up=config.buffer.max_lag + START_UP)
     yield f"The learner was idle {measured.idle:.0%} of its time."
+    if measured.skipped:
+        times = 1 / (1 - measured.skipped)
+        yield (
+            f"{measured.skipped:.0%} of its groups left without signal (buffer.skip_without_signal): a step sampled "
+            f"{times:.1f} times the episodes that the figures below count."
+        )
     lag, size = config.buffer.max_lag, config.rollout.group_size
     lags = ",".join(str(one) for one in sorted({max(0, lag - 1), lag, lag + 1, 2 * lag + 1}))
     close = "full" if size < 3 else f"full,{max(2, 3 * size // 4)}/{size}"

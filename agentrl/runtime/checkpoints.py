@@ -11,7 +11,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.checkpoint_folders import STATE, complete, newest, step_of
+from agentrl.checkpoint_folders import STATE, complete, newest, of_role, step_of
+from agentrl.config import RunConfig
 from agentrl.errors import RunFailed
 from agentrl.records import WeightVersion
 from agentrl.runtime.models import model_dir
@@ -27,6 +28,12 @@ class StartPoint:
     model: Path
     checkpoint: Path | None
     version: WeightVersion
+
+    def model_of(self, role: str | None, config: RunConfig) -> Path:
+        """The folder of the weights of a role with a model of its own, or of all others. Raises ModelError."""
+        if role is None:
+            return self.model
+        return of_role(self.checkpoint, role) if self.checkpoint else model_dir(config.model_of(role))
 
     @property
     def adapter(self) -> Path | None:

@@ -30,6 +30,7 @@ from agentrl.owner import OwnedFolder
 from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint
 from agentrl.runtime.models import model_dir
+from agentrl.runtime.policies import file_of
 from agentrl.runtime.rundir import LOCKS
 from agentrl.runtime.supervise import Child
 from agentrl.store.roles import Versions
@@ -60,11 +61,13 @@ class WrongWeights(RunFailed):
     """A restarted engine computes with other weights than it claims: another restart would not help."""
 
 
-def current_weights(config: RunConfig, store: Versions, start: StartPoint) -> Weights:
+def current_weights(config: RunConfig, store: Versions, start: StartPoint, role: str | None = None) -> Weights:
     """The store's current weights, in a run whose newest files on disk are those of `start`; the weights of `start` if
-    all later ones are only in the learner's memory. Raises RunFailed if its files are gone."""
+    all later ones are only in the learner's memory. Those of a `role` with a model of its own, or of all others. Raises
+    RunFailed if its files are gone."""
     current = start.version if config.syncs_memory else store.current_version()
     path = store.weights_path(current.version)
+    path = None if path is None else file_of(path, role)
     found = path if path is not None and path.exists() else None
     if found is None and current.step != start.version.step:
         raise RunFailed(f"the weights of version {current.version} are gone: go on with --resume")
@@ -72,10 +75,21 @@ def current_weights(config: RunConfig, store: Versions, start: StartPoint) -> We
     proof = Canary.read(kept) if kept is not None and kept.exists() else None
     if config.sync != "adapter":
         base = current if found is None else start.version  # versions of one step have the same weights
-        return Weights(model=start.model, base=base, current=current, file=found, canary=proof)
+        return Weights(model=start.model_of(role, config), base=base, current=current, file=found, canary=proof)
     first = WeightVersion(version=0, step=0) if current.step else current  # an adapter's tokens carry its own version
     adapter = found or start.adapter
     return Weights(model=model_dir(config.model), base=first, current=current, adapter=adapter, canary=proof)
+
+
+def version_below(config: RunConfig, store: Versions) -> Callable[[], int | None] | None:
+    """How an `AdapterClient` knows the version of the weights below adapters: an engine of the run says it; a shared
+    fleet serves the model that the run began with, under a version of nobody's."""
+
+    def first() -> int | None:
+        found = store.version_at(0)
+        return None if found is None else found.version
+
+    return first if config.engine.shared else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -282,8 +296,9 @@ async def attach(url: str, weights: Weights, config: RunConfig, *, fresh: bool =
     async with aclosing(EngineClient(url, api_key=settings.api_key())) as client:
         if settings.kind == "vllm" and fresh:
             told = {Need.ROUTED_EXPERTS: settings.routed_experts, Need.KEPT_SETS: config.rollout.sampling.cuts}
+            needs = needed(config.sync) - ({Need.WEIGHTS} if settings.shared else set[Need]())
             (await probe(client, untested=settings.untested_vllm)).require(
-                needed(config.sync) | {need for need, asked in told.items() if asked},
+                needs | {need for need, asked in told.items() if asked},
                 dtype=settings.dtype,
                 context=config.rollout.max_context,
                 lora_rank=config.train.lora_rank,
@@ -295,7 +310,7 @@ async def attach(url: str, weights: Weights, config: RunConfig, *, fresh: bool =
         if adapters_alone and fresh:
             await adapters.retire([client], keep=(), deadline_s=deadline_s)  # adapters of an earlier run
             await adapters.forget([client], deadline_s=deadline_s)
-        if fresh or not adapters_alone:
+        if (fresh and not settings.shared) or not adapters_alone:
             below = weights.base if adapters_alone else weights.current
             whole = [weights.file] if weights.file is not None else weightfile.parts(weights.model)
             await push([client], whole, below.version, deadline_s=deadline_s)

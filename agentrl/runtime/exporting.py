@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from agentrl import registry
-from agentrl.checkpoint_folders import STATE, complete, step_of
+from agentrl.checkpoint_folders import STATE, complete, of_role, step_of
 from agentrl.engine import weightfile
 from agentrl.errors import RunFailed, UsageError
 from agentrl.runtime.models import model_dir
@@ -48,14 +48,17 @@ def export(
     folder: Path,
     *,
     step: int | None = None,
+    role: str | None = None,
     merge: bool = False,
     dtype: str = "auto",
     most: int = _FILE_BYTES,
 ) -> str:
     """Write the checkpoint of `step` of a run to `folder`, which appears whole or not at all, and say what was written.
-    An adapter is written as such, unless it is to be merged. A file has at most so many bytes, or one tensor. Raises
+    An adapter is written as such, unless it is to be merged. `role` has a model of its own, which is written in the
+    place of the others'. A file has at most so many bytes, or one tensor. Raises
     UsageError, RunFailed."""
-    source, folder = _checkpoint(run, step), folder.resolve()
+    checkpoint, folder = _checkpoint(run, step), folder.resolve()
+    source = checkpoint if role is None else _of_role(checkpoint, role)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"--hf {str(folder)!r} is there already: give a new folder, or remove it")
     whole = merge or not (source / ADAPTER).is_dir()
@@ -73,7 +76,7 @@ def export(
         raise RunFailed(f"the run went on and has dropped {source}: type the same again") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return f"{folder}: {said} of step {step_of(source)}"
+    return f"{folder}: {said} of step {step_of(checkpoint)}"
 
 
 def _checkpoint(run: Path, step: int | None) -> Path:
@@ -88,6 +91,14 @@ def _checkpoint(run: Path, step: int | None) -> Path:
             f"--step {step}: {run} has checkpoints of {', '.join(map(str, steps))} (train.keep_checkpoints)"
         )
     return steps[step]
+
+
+def _of_role(checkpoint: Path, role: str) -> Path:
+    found = sorted(path.name for path in of_role(checkpoint, role).parent.glob("*"))
+    if role not in found:
+        those = f"those that have one: {', '.join(found)}" if found else "the run trained one for no role: leave it out"
+        raise UsageError(f"--role {role}: {checkpoint} has no model of its own for it; {those}")
+    return of_role(checkpoint, role)
 
 
 def _model_of(run: Path) -> str:

@@ -145,6 +145,8 @@ def _kind(annotation: str) -> str:
         return f"{_kind(text)}, or `false`"
     if match := re.fullmatch(r"Literal\[(.*)\]", text):
         return ", ".join(f"`{json.dumps(value)}`" for value in ast.literal_eval(f"({match[1]},)"))
+    if match := re.fullmatch(r"(bool) \| (Literal\[.*\])", text):
+        return f"{_kind(match[2])}, {_kind(match[1])}"
     for pattern, words in _NUMBERS:
         if match := re.fullmatch(pattern, text):
             return match.expand(words)

@@ -8,7 +8,6 @@ computed from it.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -35,7 +34,8 @@ from agentrl.runtime.league import League
 from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import engine_dtype, model_dir, slot_dir
 from agentrl.runtime.orders import returns_of, take_order
-from agentrl.runtime.publisher import MemoryParcel, NotDelivered, Parcel, WeightPublisher
+from agentrl.runtime.policies import Publishers, file_of
+from agentrl.runtime.publisher import MemoryParcel, NotDelivered, Parcel
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.store.roles import LearnerStore
@@ -92,7 +92,7 @@ class _Learning:
             self._league = League(self._config, run, store)
             if start.checkpoint is not None and self._league.is_due(start.version.step):
                 self._league.join(start.version, start.checkpoint)
-        self._publisher = WeightPublisher(self._config, sender, locks=run.locks)
+        self._publisher = Publishers(self._config, store.meta, sender, locks=run.locks)
         bound, full = store.meta("max_lag"), self._config.buffer.max_lag
         self._bound = LagBound(full, self._config.alarms.calm_steps, now=min(full, int(bound or full)))
         self._saved_at = time.monotonic()
@@ -119,7 +119,7 @@ class _Learning:
         self._heartbeat.mark()
         current = self._store.current_version()
         # After a rollback the engines serve versions that were undone: a new version is newer than these.
-        if current.step != learner.step_index or trio.run(self._publisher.behind, self._urls(), current.version):
+        if current.step != learner.step_index or trio.run(self._publisher.behind, current.version):
             self._publish({})
         version = None
         while learner.step_index < config.train.steps and (batch := self._take()) is not None:
@@ -187,20 +187,31 @@ class _Learning:
         recorded when every engine has them."""
         if self._config.syncs_memory:
             version = self._store.mint_version(self._learner.step_index)
-            self._push = self._pushes.submit(self._send, version, self._snapshot(version), row)
+            self._push = self._pushes.submit(self._send, version, {None: self._snapshot(version)}, row)
             return version
         path = self._run.scratch / "weights" / str(time.time_ns())
-        sha256, marks = "", dict[str, str]()
+        sha256, marks = dict[str | None, str](), dict[str | None, Mapping[str, str]]()
         if self._config.sync == "adapter":
             self._learner.export_adapter(path)
         else:
             path = path.with_suffix(".safetensors")
-            file = self._learner.export(path, dtype=getattr(torch, self._dtype))
-            sha256, marks = file.sha256, file.fingerprints
+            for role in self._policies:
+                dtype = getattr(torch, self._dtype(role))
+                file = self._learner.export(file_of(path, role), dtype=dtype, role=role)
+                sha256[role], marks[role] = file.sha256, file.fingerprints
+                self._heartbeat.mark()
         self._heartbeat.mark()
         version = self._store.mint_version(self._learner.step_index, path)
-        parcel = Parcel(version=version.version, path=path, sha256=sha256, canary=self._canary(version, marks))
-        self._push = self._pushes.submit(self._send, version, parcel, row)
+        parcels = {
+            role: Parcel(
+                version=version.version,
+                path=file_of(path, role),
+                sha256=sha256.get(role, ""),
+                canary=self._canary(version, marks.get(role, {}), role),
+            )
+            for role in self._policies
+        }
+        self._push = self._pushes.submit(self._send, version, parcels, row)
         return version
 
     def _send_again(self) -> None:
@@ -208,37 +219,42 @@ class _Learning:
         to. Only the learner can do it when no file holds them."""
         self._watch_at = time.monotonic() + _WATCH_S
         version = self._store.current_version()
-        if version.step == self._learner.step_index and trio.run(self._publisher.behind, self._urls(), version.version):
-            self._push = self._pushes.submit(self._send, version, self._snapshot(version), {})
+        if version.step == self._learner.step_index and trio.run(self._publisher.behind, version.version):
+            self._push = self._pushes.submit(self._send, version, {None: self._snapshot(version)}, {})
 
     def _snapshot(self, version: WeightVersion) -> MemoryParcel:
         """A copy of the current weights in the engines' dtype; the next step changes the originals during the send."""
-        snapshot = self._learner.snapshot(getattr(torch, self._dtype))
+        snapshot = self._learner.snapshot(getattr(torch, self._dtype()))
         proof = self._canary(version, snapshot.fingerprints())
         return MemoryParcel(version=version.version, snapshot=snapshot, canary=proof)
 
     @property
-    def _dtype(self) -> canary.Dtype:
-        return engine_dtype(self._config.engine, self._learner.model.folder)
+    def _policies(self) -> tuple[str | None, ...]:
+        """The roles with a model of their own, and None for all others."""
+        return (None, *self._config.role_models)
 
-    def _urls(self) -> list[str]:
-        return json.loads(self._store.meta("engine_urls") or "[]")
+    def _dtype(self, role: str | None = None) -> canary.Dtype:
+        return engine_dtype(self._config.engine, self._learner.models.of(role).folder)
 
-    def _canary(self, version: WeightVersion, fingerprints: Mapping[str, str]) -> Canary | None:
-        """The log-probs of a fixed probe under the weights that are sent, and the fingerprints of these weights."""
+    def _canary(
+        self, version: WeightVersion, fingerprints: Mapping[str, str], role: str | None = None
+    ) -> Canary | None:
+        """The log-probs of a fixed probe under the weights that are sent to the engines of a role with a model of its
+        own, or of all others, and the fingerprints of these weights."""
         config, train = self._config, self._config.train
         if not config.engine.canary:
             return None
-        tokens = probe_tokens(self._learner.model.vocab, min(_PROBE, config.rollout.max_context - 1))
+        held_in = self._dtype(role)
+        tokens = probe_tokens(self._learner.models.of(role).vocab, min(_PROBE, config.rollout.max_context - 1))
         merged = train.lora_rank > 0 and config.sync != "adapter"
-        rounded = self._dtype == "float32" or not (merged or train.compile)  # weights that are no layer's own, or fused
-        dtype = getattr(torch, self._dtype) if rounded else torch.float32
-        logprobs = self._learner.score(tokens, dtype)
+        rounded = held_in == "float32" or not (merged or train.compile)  # weights that are no layer's own, or fused
+        dtype = getattr(torch, held_in) if rounded else torch.float32
+        logprobs = self._learner.score(tokens, dtype, role=role)
         return Canary(
             version=version.version,
             token_ids=tokens,
             logprobs=logprobs,
-            dtype=self._dtype,
+            dtype=held_in,
             rounded=rounded,
             fingerprints=fingerprints,
             by_role={role: self._learner.score(tokens, dtype, role=role) for role in config.adapted_roles},
@@ -256,16 +272,17 @@ class _Learning:
             push.result()
         return time.perf_counter() - started
 
-    def _send(self, version: WeightVersion, parcel: Parcel | MemoryParcel, row: dict[str, Any]) -> None:
+    def _send(
+        self, version: WeightVersion, parcels: Mapping[str | None, Parcel | MemoryParcel], row: dict[str, Any]
+    ) -> None:
         """Send the weights to every engine, confirm the version, drop the versions that nobody needs any more."""
-        sync = trio.run(self._publisher.deliver, self._urls, parcel)
-        urls = self._urls()
+        sync = trio.run(self._publisher.deliver, parcels)
         if self._league is not None:  # first: groups that this version admits draw from all members before it
-            trio.run(self._league.announce, urls)
+            trio.run(self._league.announce, self._publisher.urls())
         self._store.confirm_version(version)
         if row:
             self._telemetry.record("step", version.step, {**row, **sync, "version": version.version})
-        trio.run(self._publisher.tidy, urls)
+        trio.run(self._publisher.tidy)
 
     def _record_hashes(self) -> None:
         """What `agentrl retrain` compares its weights with. Only the store has it: it is no curve."""

@@ -1,6 +1,7 @@
 """What `agentrl eval` measures: the newest checkpoint of a run, or a model as it is.
 
-A checkpoint is a whole model, the shared adapter merged, and is measured as such. If roles have adapters of their own,
+A checkpoint is a whole model, the shared adapter merged, and is measured as such, as is that of each role with a model
+of its own. If roles have adapters of their own,
 or past selves play, the adapters are measured over the model that the run began with, as in training: `Adapters` has
 copies, for the run may go on meanwhile. Never plays an episode.
 """
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl import config as configuration
-from agentrl.checkpoint_folders import STATE, newest, step_of
+from agentrl.checkpoint_folders import STATE, newest, of_role, step_of
 from agentrl.config import RunConfig
 from agentrl.errors import UsageError
 from agentrl.league import META
@@ -68,6 +69,9 @@ def measured(what: str, env: str | None, n: int, settings: Sequence[str] = ()) -
             first = document["model"]  # who is frozen stays what the run began with
             roles.update({role: first for role, policy in roles.items() if policy == "frozen"})
             document["model"] = str(checkpoint)
+            for table in document["roles"]:
+                if table["model"] is not None:
+                    table["model"] = str(of_role(checkpoint, table["name"]))
     else:
         if env is None:
             raise UsageError(f"{what} is a model: name the environment with --env")

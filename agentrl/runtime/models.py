@@ -27,8 +27,9 @@ def given_model_dir(config: RunConfig, policy: str) -> Path:
 
 
 def slot_dir(config: RunConfig, name: str) -> Path:
-    """The folder of a model that the algorithm compares the policy with, such as a teacher. Raises ModelError, also if
-    it does not say how probable each token of the policy is."""
+    """The folder of a model that reads the policy's tokens: one that an algorithm compares the policy with, such as a
+    teacher, or one that a role trains. Raises ModelError, also if it does not say how probable each token of the policy
+    is."""
     own, other = model_dir(config.model), model_dir(name)
     files = [folder / "tokenizer.json" for folder in (own, other)]
     if all(file.is_file() for file in files) and files[0].read_bytes() != files[1].read_bytes():

@@ -79,7 +79,8 @@ class Supervisor:
     async def train(self) -> None:
         """Evaluate, train, evaluate again. Returns when all results are in the store. Raises ConfigError if the scratch
         space is too small for the weight files."""
-        check_room(self.config, self.start.model, self.run.scratch)
+        models = [self.start.model_of(role, self.config) for role in (None, *self.config.role_models)]
+        check_room(self.config, models, self.run.scratch)
         await self.writes(partial(declare, self.config))
         await self.processes.start_engines(self.start)
         await self._with_space(_enter("eval"))

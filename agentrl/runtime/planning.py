@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import math
 import sys
+import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from agentrl.errors import UsageError
 from agentrl.runtime.models import model_dir
 from agentrl.train.budget import Held, held
 from agentrl.train.samples import Row
+from agentrl.train_settings import HEADS, check_divides
 
 GB: Final = 1e9
 _RESERVED = 0.92  # of a GPU's memory that a process may fill: the rest is its context, and what its allocator loses
@@ -123,8 +125,10 @@ def plan(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Plan:
     if work.row > config.rollout.max_context:
         raise UsageError(f"--row {work.row}: rollout.max_context is {config.rollout.max_context}")
     folder = model_dir(config.model)
-    bytes_ = held(config, folder, rows_of(config, work), on_gpu=True)
-    ways = [(0, 0)] if n == 1 else [(mine, n - mine) for mine in range(1, n)]
+    bytes_, tensor = _held(config, folder, work), config.train.parallel.tensor
+    ways = _ways(config, n)
+    if not ways:
+        raise UsageError(f"--n {n}: train.parallel.tensor = {tensor} GPUs learn together: give {tensor + 1} or more")
     splits = tuple(_split(config, folder, bytes_, gpu, work, *way) for way in ways)
     sampled = config.buffer.groups_per_step * config.rollout.group_size * work.answer
     return Plan(gpu=gpu, n=n, held=bytes_, splits=splits, tokens_per_step=sampled)
@@ -158,10 +162,11 @@ def _split(config: RunConfig, folder: Path, bytes_: Held, gpu: Gpu, work: Work, 
     kv = 2 * layers * (described.get("num_key_value_heads") or heads) * width * 2  # bytes of a token, in bfloat16
     ranks, served = max(1, learners), max(1, engines)
     parameters = bytes_.parameters
-    learner = of_rank(bytes_, ranks, layers)
+    learner = of_rank(bytes_, ranks, layers, config.train.parallel.tensor)
     room = _RESERVED * gpu.memory_gb * GB
     weights = 2 * parameters
-    left = room - weights - (0 if engines else learner)
+    second = weights if config.engine.stage == "auto" and config.sync in ("full", "delta") else 0  # of new ones, staged
+    left = room - weights - second - (0 if engines else learner)
     at_once = min(config.rollout.max_running, served * max(0, int(left / (kv * work.row))))
     batch = max(1, at_once // served)
     reads = (weights + batch * kv * work.row / 2) / (gpu.gb_per_s * GB * work.mbu)
@@ -175,7 +180,7 @@ def _split(config: RunConfig, folder: Path, bytes_: Held, gpu: Gpu, work: Work, 
         engines=engines,
         learners=learners,
         learner_bytes=learner,
-        engine_bytes=weights + batch * kv * work.row,
+        engine_bytes=weights + second + batch * kv * work.row,
         at_once=at_once,
         fits=learner <= room and left >= size * kv * work.row / served,
         learner_s=operations / (ranks * gpu.tflops * 1e12 * work.mfu),
@@ -190,9 +195,34 @@ def _described(folder: Path) -> dict[str, Any]:
     return described.get("text_config") or described
 
 
-def of_rank(bytes_: Held, ranks: int, layers: int) -> float:
-    """What each of so many ranks holds: its shard, two layers that are whole at a time, and a pass."""
-    whole = 2 * bytes_.weights / layers if ranks > 1 else 0.0
+def _ways(config: RunConfig, n: int) -> list[tuple[int, int]]:
+    """How many of `n` GPUs may be for engines, and how many for the learner; 0 and 0: one for both."""
+    tensor = config.train.parallel.tensor
+    ways = [(0, 0)] if n == 1 else [(mine, n - mine) for mine in range(1, n)]
+    return [(mine, others) for mine, others in ways if max(1, others) % tensor == 0]
+
+
+def _held(config: RunConfig, folder: Path, work: Work) -> Held:
+    """What a learner holds. If ranks compute a pass together, its activations are those of one of them: of a model with
+    so much fewer heads and neurons. Raises ConfigError if they cannot divide the heads."""
+    rows, tensor = rows_of(config, work), config.train.parallel.tensor
+    whole = held(config, folder, rows, on_gpu=True)
+    if tensor == 1:
+        return whole
+    described = _described(folder)
+    check_divides("tensor", tensor, described, HEADS)
+    width = described.get("head_dim") or described["hidden_size"] // described["num_attention_heads"]
+    shares = {name: described[name] // tensor for name in (*HEADS, "intermediate_size") if name in described}
+    with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "config.json").write_text(json.dumps({**described, **shares, "head_dim": width}))
+        part = held(config, Path(scratch), rows, on_gpu=True)
+    return replace(whole, activations=part.activations, temporary=part.temporary)
+
+
+def of_rank(bytes_: Held, ranks: int, layers: int, tensor: int = 1) -> float:
+    """What each of so many ranks holds: its shard, two layers that are whole at a time, or of which each of `tensor`
+    ranks has its part, and a pass."""
+    whole = 2 * bytes_.weights / layers / tensor if ranks > 1 else 0.0
     return bytes_.static / ranks + whole + bytes_.activations + bytes_.temporary
 
 
@@ -200,11 +230,12 @@ def changes(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Iterator[str]:
     """Settings with which a run that does not fit does."""
     folder = model_dir(config.model)
     for change in _CHANGES:
+        if "lora_rank" in change and config.train.parallel.tensor * config.train.parallel.expert > 1:
+            continue  # its layers are not cut
         train = config.train.model_copy(update=change)
         changed = config.model_copy(update={"train": train})
-        bytes_ = held(changed, folder, rows_of(changed, work), on_gpu=True)
-        ways = [(0, 0)] if n == 1 else [(mine, n - mine) for mine in range(1, n)]
-        if any(_split(changed, folder, bytes_, gpu, work, *way).fits for way in ways):
+        bytes_ = _held(changed, folder, work)
+        if any(_split(changed, folder, bytes_, gpu, work, *way).fits for way in _ways(changed, n)):
             yield " ".join(f"--set train.{name}={str(value).lower()}" for name, value in change.items())
 
 
@@ -214,7 +245,8 @@ def refusal(config: RunConfig, memory_bytes: int) -> str | None:
     work = Work(row=row, sampled=0.5, mfu=1.0, mbu=1.0)
     folder = model_dir(config.model)
     layers: int = _described(folder)["num_hidden_layers"]
-    needs = of_rank(held(config, folder, rows_of(config, work), on_gpu=True), config.train.parallel.ranks, layers)
+    parallel = config.train.parallel
+    needs = of_rank(_held(config, folder, work), parallel.ranks, layers, parallel.tensor)
     if needs <= (1 + (_FUSED if config.train.compile else _OFF)) * memory_bytes:
         return None
     return (

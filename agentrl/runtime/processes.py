@@ -13,6 +13,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 import trio
@@ -28,6 +29,7 @@ from agentrl.runtime.engines import Replica, Weights, WrongWeights, attach, curr
 from agentrl.runtime.heartbeat import Pulse
 from agentrl.runtime.launch import LOCAL, Launcher
 from agentrl.runtime.models import given_model_dir
+from agentrl.runtime.policies import ROLE_URLS
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import Child, RestartBudget
 from agentrl.runtime.watch import Watch
@@ -60,6 +62,7 @@ class RunProcesses:
     _children: list[Child] = field(default_factory=list[Child])
     _watches: dict[str, Watch] = field(default_factory=dict[str, Watch])  # by child, or by the URL of an attached one
     _replicas: list[Replica] = field(default_factory=list[Replica])  # those that learn
+    _own: dict[str, list[Replica]] = field(default_factory=dict[str, list[Replica]])  # by role with its own model
     _given: dict[str, Replica] = field(default_factory=dict[str, Replica])  # by the model that plays a role
     _away: set[str] = field(default_factory=set[str])  # children that are being started again
     _closing: bool = False
@@ -67,17 +70,26 @@ class RunProcesses:
     async def start_engines(self, start: StartPoint) -> None:
         """Start (or attach to) the engines with the current weights, and write their URLs into the store."""
 
-        def weights() -> Weights:
-            found = current_weights(self.config, self.store, where_it_stands(start, self.run, self.store))
+        def weights(role: str | None = None) -> Weights:
+            found = current_weights(self.config, self.store, where_it_stands(start, self.run, self.store), role)
             return replace(found, past=league.folders(self.run)) if self.config.league_roles else found
 
         settings = self.config.engine
         for url in settings.urls:
             await attach(url, weights(), self.config)
             self.nursery.start_soon(self._watch(url, url, weights).run)
-        for index, gpus in enumerate([] if settings.urls else self._places()):
+        await self._start_learning("engine", weights, self._replicas)
+        for role in self.config.role_models:
+            own = self._own[role] = list[Replica]()
+            await self._start_learning(f"engine-role-{role}", partial(weights, role), own)
+        await self._start_frozen()
+        await self._name_engines()
+
+    async def _start_learning(self, name: str, weights: Callable[[], Weights], replicas: list[Replica]) -> None:
+        """The replicas of one policy that learns; those of each are on the same GPUs."""
+        for index, gpus in enumerate([] if self.config.engine.urls else self._places()):
             replica = Replica(
-                child=self._child(f"engine-{index}", [], settings.threads),
+                child=self._child(f"{name}-{index}", [], self.config.engine.threads),
                 port=free_port(),
                 scratch=self.run.scratch,
                 config=self.config,
@@ -85,9 +97,7 @@ class RunProcesses:
                 gpus=gpus,
             )
             await self._serve(replica)
-            self._replicas.append(replica)
-        await self._start_frozen()
-        await self._name_engines()
+            replicas.append(replica)
 
     def _places(self) -> list[list[int]]:
         """The GPUs of each replica: those of the run file, or as many as Ray shows to its process."""
@@ -101,6 +111,8 @@ class RunProcesses:
         given = {policy: replica.url for policy, replica in self._given.items()}
         await self._set("engine_urls", json.dumps(urls))
         await self._set("given_urls", json.dumps(given))
+        own = {role: [replica.url for replica in replicas] for role, replicas in self._own.items()}
+        await self._set(ROLE_URLS, json.dumps(own))
 
     async def _start_frozen(self) -> None:
         """An engine for each model that plays a role and does not learn; no weights are ever pushed to it."""
@@ -173,9 +185,10 @@ class RunProcesses:
 
     @property
     def engines_start(self) -> bool:
-        """Whether all engines that learn are restarting, so that none can sample."""
-        learning = [name for name, watch in self._watches.items() if watch.weights is not None]
-        return bool(learning) and self._away.issuperset(learning)
+        """Whether all engines of a policy that learns are restarting, so that none can sample for it."""
+        own = [{replica.child.name for replica in replicas} for replicas in self._own.values()]
+        learning = {name for name, watch in self._watches.items() if watch.weights is not None}
+        return any(names and self._away.issuperset(names) for names in (learning.difference(*own), *own))
 
     @property
     def troubles(self) -> list[str]:

@@ -205,6 +205,7 @@ class WeightPublisher:
             base_sha256=self._sent[-1].sha256 if delta else None,
             keep_base=True if self._sync == "delta" else None,
             stage=settings.kind == "vllm",
+            second=settings.stage == "auto",
             deadline_s=settings.admin_deadline_s,
             clear_cache=settings.recompute_kv,
         )

@@ -35,7 +35,8 @@ def summarise(run: RunDir, config: RunConfig, store: ReadStore, *, restarts: dic
     idle = sum(row["idle_s"] for row in steps)
     busy = sum(row["busy_s"] for row in steps)
     waits = store.waited()
-    idle_end = no_signal(steps, patience=min(PATIENCE, len(steps)))
+    drops = store.drops()
+    idle_end = no_signal(steps, patience=min(PATIENCE, len(steps)), skipped=drops.get("no_signal", 0))
     started, ended = float(store.meta("train_started_s") or 0), float(store.meta("train_ended_s") or 0)
     sets = {
         held_out.name: {
@@ -62,7 +63,7 @@ def summarise(run: RunDir, config: RunConfig, store: ReadStore, *, restarts: dic
         "episode_engine_share": waits.engine_s / sum(waits) if any(waits) else 0.0,
         "max_lag_seen": max((row["lag_max"] for row in steps), default=0),
         "weight_pause_ms": 1e3 * fmean(row["pause_s"] for row in steps) if steps else 0.0,
-        "drops": store.drops(),
+        "drops": drops,
         "replays": asdict(store.replays(config.rollout.max_replays)),
         "members_dropped": store.members_dropped(),
         "bias": finite(asdict(store.training_bias(returns_of(config)))),

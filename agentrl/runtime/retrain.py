@@ -159,7 +159,8 @@ class _Replay:
         is new."""
         old = self.learner
         new = Learner(config, model_dir(config.model), device_of(config), folder_of=partial(slot_dir, config))
-        masters.load(new.model.module, masters.state(old.model.module))
+        for mine, theirs in zip(new.models.policies(), old.models.policies(), strict=True):
+            masters.load(mine.module, masters.state(theirs.module))
         if new.models.critic is not None:
             if old.models.critic is not None and new.models.critic.own == old.models.critic.own:
                 mine, theirs = new.models.critic.tensors(), old.models.critic.tensors()

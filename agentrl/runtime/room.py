@@ -7,6 +7,7 @@ middle of a run. Owns the estimate; the learner checks the size of each file aga
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from agentrl.config import RunConfig
@@ -16,13 +17,13 @@ from agentrl.runtime.models import engine_dtype
 from agentrl.runtime.publisher import KEPT
 
 
-def check_room(config: RunConfig, model: Path, scratch: Path) -> None:
-    """Raises ConfigError if `scratch` cannot hold all files that lie there at the same time: those that are kept, the
-    next one, and a delta if there are deltas."""
+def check_room(config: RunConfig, models: Sequence[Path], scratch: Path) -> None:
+    """Raises ConfigError if `scratch` cannot hold all files of the models that lie there at the same time: those that
+    are kept, the next one, and a delta if there are deltas."""
     if config.syncs_memory:
         return
     files = KEPT + (2 if config.sync == "delta" else 1)
-    need, free = files * _file_bytes(config, model), shutil.disk_usage(scratch).free
+    need, free = files * sum(_file_bytes(config, model) for model in models), shutil.disk_usage(scratch).free
     if need > free:
         raise ConfigError(
             "scratch_dir",

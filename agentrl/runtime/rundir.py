@@ -73,6 +73,11 @@ class RunDir:
         return self.path / "summary.json"
 
     @property
+    def lock_path(self) -> Path:
+        """The file whose lock is the run's, with the label of who took it last."""
+        return self.path / _LOCK
+
+    @property
     def scratch(self) -> Path:
         """The scratch space in the run's `scratch_dir`; by default in shared memory, else in the temporary folder."""
         root = Path("/dev/shm")
@@ -156,7 +161,7 @@ class RunDir:
     def lock(self) -> _Lock:
         """The lock of the run's only supervisor: a context manager that yields its descriptor. Raises UsageError while
         another supervisor holds the run; waits for the janitor of a dead one."""
-        return _Lock(self.path / _LOCK)
+        return _Lock(self.lock_path)
 
     @contextmanager
     def owned_scratch(self, lock: int) -> Generator[Mapping[str, str]]:
@@ -243,7 +248,7 @@ class _Lock:
                 self._file.seek(0)
                 if not is_dead(self._file.read()) or time.monotonic() > deadline:
                     self._file.close()
-                    hint = "wait for it or stop it"
+                    hint = f"wait for it, or agentrl stop {self.path.parent}"
                     raise UsageError(f"another process is running {self.path.parent}: {hint}") from None
                 time.sleep(_POLL_S)
         self._file.truncate(0)

@@ -41,13 +41,19 @@ def serve(
 
     async def main() -> int | None:
         status = None
-        async with _engine(model, settings, host, port, max_context, lora_rank, lora_targets, kept_sets) as (
-            url,
-            process,
-        ):
+        async with running_engine(
+            model,
+            settings,
+            host=host,
+            port=port,
+            max_context=max_context,
+            lora_rank=lora_rank,
+            lora_targets=lora_targets,
+            kept_sets=kept_sets,
+        ) as (url, process):
             print(url, flush=True)
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(_end_on_signal, nursery.cancel_scope)
+                nursery.start_soon(end_on_signal, nursery.cancel_scope)
                 status = await process.wait()
                 nursery.cancel_scope.cancel()
         return status
@@ -59,16 +65,20 @@ def serve(
 
 
 @asynccontextmanager
-async def _engine(
+async def running_engine(
     model: Path,
     settings: EngineSettings,
+    *,
     host: str,
     port: int,
     max_context: int,
-    lora_rank: int,
-    lora_targets: Sequence[str],
-    kept_sets: bool,
+    lora_rank: int = 0,
+    lora_targets: Sequence[str] = (),
+    max_loras: int | None = None,
+    kept_sets: bool = False,
 ) -> AsyncGenerator[tuple[str, trio.Process]]:
+    """One engine for as long as the block runs, with its URL and process; a vLLM holds `max_loras` adapters at once.
+    Raises UsageError or RunFailed if it does not start."""
     if settings.kind == "embedded":
         async with launch_embedded(model, settings, host=host, port=port, max_context=max_context) as engine:
             yield engine.url, engine.process
@@ -85,6 +95,7 @@ async def _engine(
             lora_rank=lora_rank,
             lora_targets=lora_targets,
             kept_sets=kept_sets,
+            **({} if max_loras is None else {"max_loras": max_loras}),
         )
         server = replace(server, host=host)
         server = server if port else server.on_free_port()
@@ -94,7 +105,8 @@ async def _engine(
             yield server.url, process
 
 
-async def _end_on_signal(scope: trio.CancelScope) -> None:
+async def end_on_signal(scope: trio.CancelScope) -> None:
+    """Cancel `scope` at SIGINT or SIGTERM."""
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async for _ in signals:
             scope.cancel()

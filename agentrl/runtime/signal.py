@@ -23,8 +23,9 @@ class NoSignal:
     advice: str
 
     def __str__(self) -> str:
-        count = "the last step" if self.steps == 1 else f"the last {self.steps} steps"
-        return f"nothing learned in {count}: {self.cause}. Try: {self.advice}"
+        count = "in the last step" if self.steps == 1 else f"in the last {self.steps} steps"
+        when = f" {count}" if self.steps else ", as no step was trained"
+        return f"nothing learned{when}: {self.cause}. Try: {self.advice}"
 
 
 def moved(row: Mapping[str, Any]) -> bool:
@@ -32,9 +33,12 @@ def moved(row: Mapping[str, Any]) -> bool:
     return bool(row["updated"] and row["grad_norm"])
 
 
-def no_signal(rows: Sequence[Mapping[str, Any]], patience: int = PATIENCE) -> NoSignal | None:
+def no_signal(rows: Sequence[Mapping[str, Any]], patience: int = PATIENCE, *, skipped: int = 0) -> NoSignal | None:
     """The finding for a run with these rows, the newest last; None if one of the last `patience` steps changed the
-    weights, or there are fewer steps."""
+    weights, or there are fewer steps. A run without a step may have `skipped` all its groups."""
+    if not rows and skipped:
+        advice = "tasks that are sometimes solved, a larger rollout.group_size, or buffer.skip_without_signal = false"
+        return NoSignal(0, f"in each of {skipped} groups all members earned the same", advice)
     idle = list(takewhile(lambda row: not moved(row), reversed(rows)))
     return NoSignal(len(idle), *_why(idle)) if idle and len(idle) >= patience else None
 

@@ -79,10 +79,11 @@ def _field_of(config: RunConfig, env: str) -> str:
 
 def _teachers(field: str, algo: Algorithm, env: str, served: Sequence[RewardSource]) -> list[str]:
     """The sources of kind `teacher` that an algorithm, which stands at `field`, learns from in an environment."""
-    weight, slot = getattr(algo, "distil_weight", 0.0), algo.slots.frozen.get("teacher")
+    weight, slots = getattr(algo, "distil_weight", 0.0), algo.slots
+    slot = slots.frozen.get("teacher") or slots.moving.get("teacher")
     own = [one.source for one in served if not one.envs or env in one.envs]
     if weight and slot is None and not own:
-        hint = f"nobody teaches: give {field}.teacher, or a [[rewards]] table with kind = 'teacher'"
+        hint = f"nobody teaches: give {field}.teacher or teacher_every, or a [[rewards]] table with kind = 'teacher'"
         raise ConfigError(f"{field}.distil_weight", weight, hint)
     if own and slot is not None:
         hint = f"[[rewards]] has the teacher {own[0]!r} of {env}: leave one out, or name its environments (`envs`)"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.sources import first_tasks, task_source
 from agentrl.runtime.teaching import check_teachers
 from agentrl.store import RunStore
+from agentrl.train_settings import EXPERTS, HEADS, check_divides
 
 _PLAN_S = 120.0  # for a prediction of memory
 _TRAINING = ("torch", "transformers", "safetensors", "peft", "matplotlib")  # the packages of the extra `train`
@@ -119,8 +121,12 @@ def began(run: RunDir) -> bool:
 
 def _pinned(config: RunConfig) -> RunConfig:
     """With the checkpoint of a run that is named as the model: it stays the same should that run go on."""
-    named = Path(config.model) / "checkpoints"
-    return config.model_copy(update={"model": str(model_dir(config.model))}) if named.is_dir() else config
+
+    def pinned(model: str) -> str:
+        return str(model_dir(model)) if (Path(model) / "checkpoints").is_dir() else model
+
+    roles = [one.model_copy(update={"model": pinned(one.model)}) if one.model else one for one in config.roles]
+    return config.model_copy(update={"model": pinned(config.model), "roles": roles})
 
 
 def _fitted(config: RunConfig) -> RunConfig:
@@ -156,8 +162,16 @@ def check_startable(config: RunConfig) -> None:
     _check_roles(config)
     _check_slots(config)
     check_teachers(config)
+    _check_ranks(config)
     if config.train.device != "cpu":
         _check_memory(config)
+
+
+def _check_ranks(config: RunConfig) -> None:
+    """Refuse ranks that cannot divide the heads, or the experts, of the model among them."""
+    plan, described = config.train.parallel, json.loads((model_dir(config.model) / "config.json").read_text())
+    for key, width, counts in (("tensor", plan.tensor, HEADS), ("expert", plan.expert, EXPERTS)):
+        check_divides(key, width, described.get("text_config") or described, counts)
 
 
 def _check_memory(config: RunConfig) -> None:
@@ -231,6 +245,12 @@ def _check_roles(config: RunConfig) -> None:
             except ModelError as error:
                 hint = f"give 'trained', 'frozen', the URL of an engine, or a model ({error})"
                 raise ConfigError(f"rollout.roles.{role}", policy, hint) from None
+    for at, table in enumerate(config.roles):
+        if table.model is not None:
+            try:
+                slot_dir(config, table.model)
+            except ModelError as error:
+                raise ConfigError(f"roles.{at}.model", table.model, str(error)) from None
     if config.league_roles:
         league.rule(config.league)
     past = {role for role, plays in config.league_roles.items() if plays == "league"}

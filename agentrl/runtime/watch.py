@@ -20,7 +20,7 @@ from agentrl.config import RunConfig
 from agentrl.engine.adapters import AdapterClient
 from agentrl.engine.client import EngineClient
 from agentrl.errors import AgentRLError, EngineError
-from agentrl.runtime.engines import PAUSES, Weights, WrongWeights, fit
+from agentrl.runtime.engines import PAUSES, Weights, WrongWeights, fit, version_below
 from agentrl.store.roles import Versions
 
 _LOOK_S = 1.0  # time between two checks
@@ -61,7 +61,8 @@ class Watch:
     def _client(self) -> EngineClient:
         key = self.config.engine.api_key()
         if self.weights is not None and self.config.sync == "adapter":
-            return AdapterClient(self.url, current=lambda: None, api_key=key)
+            below = version_below(self.config, self.store)
+            return AdapterClient(self.url, current=lambda: None, below=below, api_key=key)
         return EngineClient(self.url, api_key=key)
 
     def _fits(self, version: int) -> bool:

@@ -22,6 +22,7 @@ from agentrl.engine.adapters import AdapterClient
 from agentrl.engine.client import EngineClient
 from agentrl.engine.concurrency import Aimd
 from agentrl.engine.fleet import Fleet
+from agentrl.engine.policies import Policies
 from agentrl.engine.renderer import Renderer
 from agentrl.env import as_async
 from agentrl.errors import DiskFull, StoreError
@@ -31,11 +32,13 @@ from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.opponents import Opponents
 from agentrl.rollout.worker import Worker
 from agentrl.runtime import scoring
+from agentrl.runtime.engines import version_below
 from agentrl.runtime.garbage import collect_after_growth, spare_old_objects
 from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.launch import NODE_TMP
 from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import model_dir, renderer_of, vocabulary
+from agentrl.runtime.policies import urls_of
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.store.awaitable import AsyncStore
@@ -71,16 +74,17 @@ async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> Non
     store = AsyncStore(opened, reader, disk_wait_s=config.train.stall_deadline_s)  # then the run ends
     renderer = renderer_of(config)
     fleet = _fleet(config, reader, renderer)
+    own = {role: _fleet(config, reader, renderer, role) for role in config.role_models}
     rewarder: Rewarder | None = registry.load_reference(config.env.reward) if config.env.reward else None
     context = RolloutContext(
-        engine=fleet,
+        engine=Policies(fleet, own),
         renderer=renderer,
         store=store,
         settings=config.rollout,
         make_env=make_env,
         rewarder=rewarder,
         frozen=_frozen(config, reader, renderer),
-        adapted=config.adapted_roles,
+        adapted=config.own_roles,
         opponents=Opponents(settings=config.league, plays=config.league_roles, seed=config.seed),
         experts=config.engine.routed_experts,
         eval_sampling=config.eval_sampling,
@@ -95,16 +99,17 @@ async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> Non
             nursery.start_soon(heartbeat.beat)
             nursery.start_soon(collect_after_growth)
             nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
-            nursery.start_soon(lambda: fleet.control(start=_concurrency(config)))
+            for one in (fleet, *own.values()):
+                nursery.start_soon(partial(one.control, start=_concurrency(config)))
             nursery.start_soon(report, fleet, telemetry, store)
-            nursery.start_soon(_follow, config, reader, fleet, context.frozen)
+            nursery.start_soon(_follow, config, reader, {None: fleet, **own}, context.frozen)
             if scores:  # one worker scores for all: a source limits its concurrent calls
                 nursery.start_soon(scoring.serve, config, store)
             await worker.run()
             nursery.cancel_scope.cancel()
     finally:
         with trio.move_on_after(2, shield=True):
-            for engine in (fleet, *context.frozen.values()):
+            for engine in (context.engine, *context.frozen.values()):
                 await engine.aclose()
         await store.aclose()
         telemetry.close()
@@ -112,13 +117,15 @@ async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> Non
         opened.close()
 
 
-async def _follow(config: RunConfig, store: ReadStore, fleet: Fleet, frozen: Mapping[str, Engine]) -> None:
-    """Follow engines that are started again on another host."""
+async def _follow(
+    config: RunConfig, store: ReadStore, fleets: Mapping[str | None, Fleet], frozen: Mapping[str, Engine]
+) -> None:
+    """Follow engines that are started again on another host. `fleets` are by role."""
     while True:
         await trio.sleep(_FOLLOW_S)
         with suppress(StoreError):
-            urls: list[str] = json.loads(store.meta("engine_urls") or "[]")
-            fleet.follow(urls, partial(_client, config, store))
+            for role, fleet in fleets.items():
+                fleet.follow(urls_of(store.meta, role), partial(_client, config, store, role=role))
             given: dict[str, str] = json.loads(store.meta("given_urls") or "{}")
             for role, policy in config.rollout.frozen_roles().items():
                 other = frozen.get(role)
@@ -136,23 +143,23 @@ async def report(fleet: Fleet, telemetry: Telemetry, store: RolloutStore) -> Non
             telemetry.append("fleet", step, gauges)
 
 
-def _fleet(config: RunConfig, store: ReadStore, renderer: Renderer) -> Fleet:
-    """The run's engines."""
-    urls: list[str] = json.loads(store.meta("engine_urls") or "[]")
-    clients = [_client(config, store, url) for url in urls]
+def _fleet(config: RunConfig, store: ReadStore, renderer: Renderer, role: str | None = None) -> Fleet:
+    """The engines of a role with a model of its own, or of all others."""
+    clients = [_client(config, store, url, role=role) for url in urls_of(store.meta, role)]
     return _maker(config, renderer)(clients, fits=partial(fits, store), preempt=config.engine.preempt)
 
 
-def _client(config: RunConfig, store: ReadStore, url: str) -> EngineClient:
+def _client(config: RunConfig, store: ReadStore, url: str, *, role: str | None = None) -> EngineClient:
     """Speaks to one engine. If only adapters are sent, a turn begins with the newest one that the learner confirmed."""
-    key, tokens = config.engine.api_key(), vocabulary(model_dir(config.model))
+    key, tokens = config.engine.api_key(), vocabulary(model_dir(config.model_of(role)))
 
     def adapter() -> int | None:
         current = store.current_version()
         return current.version if current.step else None  # before the first step there is none
 
     if config.sync == "adapter":
-        return AdapterClient(url, current=adapter, api_key=key, vocabulary=tokens)
+        below = version_below(config, store)
+        return AdapterClient(url, current=adapter, below=below, api_key=key, vocabulary=tokens)
     return EngineClient(url, version=store.current_version().version, api_key=key, vocabulary=tokens)
 
 

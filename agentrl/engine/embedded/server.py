@@ -1,7 +1,8 @@
 """The embedded engine's HTTP side: the subset of vLLM's API that the client uses, on one asyncio loop.
 
 Owns connections, the order of admin calls and the metrics text. The forward passes run in the same loop between two
-looks at the sockets: one thread, so nothing contends for the interpreter.
+looks at the sockets: one thread, so nothing contends for the interpreter. Only a weight file is read on another, while
+the old weights go on.
 """
 
 from __future__ import annotations
@@ -208,7 +209,7 @@ class EngineServer:
         return JSONResponse({"is_paused": self._paused})
 
     async def _init(self, _: HTTPRequest) -> Response:
-        return JSONResponse({"message": "Weight transfer initialized"})
+        return JSONResponse({"message": "Weight transfer initialized", "reads_ahead": True})
 
     async def _start(self, _: HTTPRequest) -> Response:
         self._updating, self._staged = True, {}
@@ -223,8 +224,8 @@ class EngineServer:
         path, digest = given.get("path"), given.get("sha256")
         if not isinstance(path, str):
             raise BadRequest("update_info.path: the path of a safetensors file is required")
-        started = time.perf_counter()
-        self._staged |= _read_tensors(Path(path), digest)
+        started, staged = time.perf_counter(), self._staged  # of this update: a later start drops it
+        staged |= await asyncio.to_thread(_read_tensors, Path(path), digest)
         self._histograms.weight_update.add(time.perf_counter() - started)
         return JSONResponse({"message": "Weights updated"})
 
