@@ -102,7 +102,7 @@ def slots(algorithms: Mapping[str, Algorithm]) -> Slots:
 def check(algorithms: Mapping[str, Algorithm], buffer: Buffer, *, group_size: int, quorum: int | None) -> None:
     """Raises ConfigError for an algorithm that does not fit groups or buffer, or for two that do not fit each other."""
     slots(algorithms)
-    if buffer.skip_without_signal and not any(algo.judges_returns for algo in algorithms.values()):
+    if buffer.skip_without_signal is True and not any(algo.judges_returns for algo in algorithms.values()):
         named = ", ".join(f"{field}.kind = {algo.kind!r}" for field, algo in algorithms.items())
         hint = f"{named} learns from a group whose returns are equal (a critic, a teacher, no siblings): leave it out"
         raise ConfigError("buffer.skip_without_signal", True, hint)

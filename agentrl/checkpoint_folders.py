@@ -21,6 +21,11 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def of_role(checkpoint: Path, role: str) -> Path:
+    """Where a checkpoint keeps the model of a role that has its own."""
+    return checkpoint / "roles" / role
+
+
 def step_of(checkpoint: Path) -> int:
     """The optimizer step that a checkpoint's folder is named after."""
     return int(checkpoint.name.removeprefix("step-"))

@@ -22,9 +22,11 @@ from agentrl.chaos_cli import chaos
 from agentrl.episodes_cli import add_commands
 from agentrl.errors import AgentRLError, UsageError
 from agentrl.export_cli import export
+from agentrl.fleet_cli import fleet
 from agentrl.plan_cli import advise, plan
 from agentrl.retrain_cli import retrain
 from agentrl.rewards_cli import rescore, rewards
+from agentrl.run_cli import logs, status, stop
 from agentrl.sft_cli import sft
 from agentrl.simulate_cli import simulate
 from agentrl.store_cli import store
@@ -42,7 +44,7 @@ app = typer.Typer(
 _new = typer.Typer(no_args_is_help=True, help="Start a package of your own.")
 app.add_typer(_new, name="new")
 add_commands(app)
-for command in (rewards, rescore, simulate, plan, advise, chaos, retrain, sft, export):
+for command in (status, logs, stop, rewards, rescore, simulate, plan, advise, chaos, retrain, sft, export, fleet):
     app.command()(command)
 app.add_typer(store, name="store")
 _UNWRAPPED = 10_000  # columns

@@ -76,15 +76,15 @@ class Watch:
     def __init__(self, *, own_s: float, policy_s: float) -> None:
         self.over: Whose | None = None
         self._used = 0.0
-        self._clock, self._token, self._scope = current_clock(), current_trio_token(), trio.CancelScope()
+        self._clock, self._token = current_clock(), current_trio_token()
         self._left = [own_s, policy_s, inf]  # by whose time it is, as the next one
         self._tasks = [0, 0, 0]
         self._tasks[_whose.get()] = 1
         self._outer: tuple[Watch, ...] = ()
 
     def __enter__(self) -> Watch:
-        self._since = self._clock.current_time()
-        self._begin(self._now())
+        self._since, self._running = self._clock.current_time(), self._now()
+        self._scope = trio.CancelScope(deadline=self._since + self._left[self._running])
         self._scope.__enter__()
         self._outer = _watches.get()
         _watches.set((*self._outer, self))

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
-from agentrl import algorithms, cluster_settings, role_settings, vllm_arguments
+from agentrl import algorithms, cluster_settings, fleet_settings, role_settings, vllm_arguments
 from agentrl.algorithms import algorithm as algorithm
 from agentrl.algos.algorithm import Algorithm
 from agentrl.algos.grpo import GRPO
@@ -35,6 +35,7 @@ from agentrl.settings import (
     Positive,
     Resume,
     RewardSource,
+    as_stored,
     check_sources,
     check_temperatures,
     check_template,
@@ -152,6 +153,7 @@ class EngineSettings(_Section):
     kind: Literal["embedded", "vllm"] = "embedded"  # ours for a CPU, or vLLM
     urls: list[str] = Field(default_factory=list)  # attach to these instead of launching; a /v1 at the end is taken off
     api_key_env: str | None = None  # the environment variable with the key that the servers at `urls` ask for
+    shared: bool = False  # with other runs, from `agentrl fleet FLEET.toml`: only adapters travel
     untested_vllm: bool = False  # take a version of vLLM that agentrl was not tested with, with a warning
     replicas: Count = 1  # engines that the run starts
     gpus: list[Gpus] = Field(default_factory=list[Gpus])  # one of vLLM on each of these: [[0], [1, 2]]
@@ -161,6 +163,7 @@ class EngineSettings(_Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of vLLM's weights and cache; embedded is float32
     stream_tokens: Count = 16  # tokens per streamed chunk
     sync: Literal["auto", "full", "delta", "nccl", "ipc"] = "auto"  # how new weights travel, see RunConfig.sync
+    stage: Literal["auto", "file"] = "auto"  # weights on their way into vLLM: a second copy if there is room, or a file
     canary: bool = True  # after every sync: compare log-probs of a fixed probe with the learner's
     canary_tolerance: Positive | None = None  # nats of one token; default: what the engine's dtypes explain
     routed_experts: bool = False  # journal the experts that a mixture computed each token with
@@ -258,13 +261,13 @@ class RunConfig(WithRoles, WithCluster, _Section):
 
     @property
     def sync(self) -> Literal["full", "delta", "adapter", "nccl", "ipc"]:
-        """How new weights travel. `auto` is the adapter alone where one is trained and the engine is vLLM, or roles
-        have their own, else a file of all weights; an adapter that does not travel alone is merged into them first.
-        `nccl` and `ipc` need no file: they go from the learner's GPU memory into the engines'."""
-        if self.engine.sync == "auto":
-            alone = self.train.lora_rank and (self.engine.kind == "vllm" or self.adapted_roles or self.league_roles)
-            return "adapter" if alone else "full"
-        return self.engine.sync
+        """How new weights travel. `auto` is the adapter alone where one is trained and the engine is vLLM or shared, or
+        roles have their own, else a file of all weights; an adapter that does not travel alone is merged first. `nccl`
+        and `ipc` need no file: they go from the learner's GPU memory into the engines'."""
+        if self.engine.sync != "auto":
+            return self.engine.sync
+        alone = self.engine.kind == "vllm" or self.engine.shared or self.adapted_roles or self.league_roles
+        return "adapter" if self.train.lora_rank and alone else "full"
 
     @property
     def quorum(self) -> int | None:
@@ -272,8 +275,7 @@ class RunConfig(WithRoles, WithCluster, _Section):
         as in synchronous training, where late members come too late (see `benchmarks/simulate.md`)."""
         if self.buffer.close == "full" or (self.buffer.close == "auto" and self.buffer.max_lag == 0):
             return None
-        size = self.rollout.group_size
-        least = max(algo.least_members for algo in self.algorithms.values())
+        size, least = self.rollout.group_size, max(algo.least_members for algo in self.algorithms.values())
         return self.buffer.quorum or (max(2, least, 3 * size // 4) if size > 1 else None)
 
     @property
@@ -339,11 +341,8 @@ class RunConfig(WithRoles, WithCluster, _Section):
         rollout, buffer = self.rollout, self.buffer
         check_sources(self.rewards, rollout.max_tokens_per_turn, stall_deadline_s=self.train.stall_deadline_s)
         if rollout.max_tokens_per_turn >= rollout.max_context:
-            raise ConfigError(
-                "rollout.max_tokens_per_turn",
-                rollout.max_tokens_per_turn,
-                f"must be below rollout.max_context = {rollout.max_context}",
-            )
+            hint = f"must be below rollout.max_context = {rollout.max_context}"
+            raise ConfigError("rollout.max_tokens_per_turn", rollout.max_tokens_per_turn, hint)
         least = max(algo.least_members for algo in self.algorithms.values())
         if rollout.pivot is not None and not least <= rollout.pivot.k <= rollout.group_size:
             size = f"at most rollout.group_size = {rollout.group_size}, in the place of which a fork is played"
@@ -375,6 +374,7 @@ class RunConfig(WithRoles, WithCluster, _Section):
         if self.engine.routed_experts and self.engine.kind == "embedded":
             raise ConfigError("engine.routed_experts", True, "the embedded engine has no mixtures: take 'vllm'")
         check_temperatures(self.engine.kind, rollout=rollout.temperature, eval=self.eval.temperature)
+        fleet_settings.check(self.engine.shared, self.engine.urls, self.engine.sync, self.train.lora_rank)
         cluster_settings.check(self.cluster, self.engine, device=self.train.device, sync=self.sync)
         if self.syncs_memory:
             self._possible_memory_sync()
@@ -404,12 +404,9 @@ class RunConfig(WithRoles, WithCluster, _Section):
                 raise ConfigError(f"tasks.{at}.algo", (table.algo or self.algo).kind, hint)
         frozen, share = self.rollout.frozen_roles(), self.league.share
         role_settings.check(self.roles, frozen, train=self.train, sync=self.sync, share=share)
-        algorithms.check(
-            self.algorithms,
-            self.buffer,
-            group_size=self.rollout.group_size,
-            quorum=self.quorum,
-        )
+        there = role_settings.Engines(sync=self.sync, urls=self.engine.urls, on_ray=self.cluster.on_ray)
+        role_settings.check_models(self, frozen, train=self.train, engines=there, rewards=self.rewards)
+        algorithms.check(self.algorithms, self.buffer, group_size=self.rollout.group_size, quorum=self.quorum)
 
     def _possible_memory_sync(self) -> None:
         """NCCL joins no GPU with itself, CUDA IPC leaves no GPU; where `engine.gpus` says nothing, an engine that the
@@ -496,5 +493,5 @@ def to_json(config: RunConfig) -> str:
 
 
 def from_json(text: str) -> RunConfig:
-    """Read what `to_json` wrote."""
-    return parse(json.loads(text))
+    """Read what `to_json` wrote, now or in an older agentrl."""
+    return parse(as_stored(json.loads(text)))

@@ -71,10 +71,20 @@ def control_group(label: str) -> str:
 
 def is_dead(label: str) -> bool:
     """Whether the process of a label is surely gone. False for labels of other pid namespaces."""
+    found = _of(label)
+    return found is not None and _start_time(found[0]) != found[1]
+
+
+def runs_here(label: str) -> int | None:
+    """The process id of a label's process if it surely runs in this pid namespace, else None."""
+    found = _of(label)
+    return found[0] if found is not None and found[1] and _start_time(found[0]) == found[1] else None
+
+
+def _of(label: str) -> tuple[int, str] | None:
+    """The process id and start time of a label, if it is of this pid namespace."""
     pid, started, namespace, *_ = [*label.split("."), "", "", ""]
-    if not pid.isdecimal() or namespace != _pid_namespace():
-        return False
-    return _start_time(int(pid)) != started
+    return (int(pid), started) if pid.isdecimal() and namespace == _pid_namespace() else None
 
 
 class Janitor:

@@ -58,7 +58,8 @@ def _said(found: Plan, work: Work, price: float | None) -> list[str]:
         f"A learner on one GPU of {found.gpu.memory_gb:g} GB holds {found.held.total / 1e9:.2f} GB: {sizes}.{host}",
         f"Assumed: episodes of {work.row} tokens, {work.sampled:.0%} of them sampled, the others a prompt that the "
         f"group shares; {work.mfu:.0%} of {found.gpu.tflops:g} TFLOP/s in the learner, {work.mbu:.0%} of "
-        f"{found.gpu.gb_per_s:g} GB/s in an engine; tools and rewards take no time.",
+        f"{found.gpu.gb_per_s:g} GB/s in an engine; tools and rewards take no time; no group "
+        "is skipped for want of signal.",
     ]
     best = found.best
     if best is None:

@@ -91,8 +91,8 @@ class Buffer(Section):
     max_tokens: Count | None = None  # sampled tokens that wait: from then on only groups for the next step start
     order: Annotated[str, Field(min_length=1)] = "oldest"  # of groups: windowed, freshest, prioritised, module:Class
     window: Annotated[float, Field(gt=0, le=1)] = 0.3  # of order windowed: the share of groups it takes from
-    skip_without_signal: bool = False  # groups in which no turn has an advantage leave, and others take their place
-    skip_at_most: Positive = 4.0  # times groups_per_step, for one step: then it takes groups without signal as well
+    skip_without_signal: bool | Literal["auto"] = "auto"  # groups without any advantage leave, others take their place
+    skip_at_most: Positive = 1.0  # times groups_per_step, for one step: then it takes groups without signal as well
     close: Literal["auto", "full", "quorum"] = "auto"  # of groups: by the last member or a quorum; auto: full at lag 0
     quorum: Annotated[int, Field(ge=2)] | None = None  # scored members that close a group; default: three in four
     quorum_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0  # that it then waits for the others
@@ -106,8 +106,21 @@ class Buffer(Section):
 
     @property
     def skips(self) -> int:
-        """The most groups without signal that leave for one step."""
+        """The most groups without signal that leave for one step. With "auto" too: those of an algorithm that learns
+        from equal returns never leave."""
         return math.ceil(self.skip_at_most * self.groups_per_step) if self.skip_without_signal else 0
+
+
+def as_stored(document: Any) -> Any:
+    """A run's stored settings with what an older agentrl, which did not store it, meant: it skipped no group. What is
+    no table is left to be refused."""
+    if not isinstance(document, dict):
+        return document
+    table = cast("dict[str, Any]", document)
+    buffer = table.get("buffer", {})
+    if isinstance(buffer, dict):
+        buffer = {"skip_without_signal": False} | cast("dict[str, Any]", buffer)
+    return table | {"buffer": buffer}
 
 
 PIVOT_RULES = ("uniform", "entropy", "low_reward")

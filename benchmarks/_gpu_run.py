@@ -52,7 +52,8 @@ def vllm(bench: Bench) -> Iterator[Row]:
 
 def _trained(bench: Bench, name: str, settings: list[str]) -> Row:
     out = bench.work / name
-    less = ["eval.every=1000", "eval.sets=[]", "env.kwargs.dials=2"] if bench.tiny else ["eval.every=1000"]
+    less = ["eval.every=1000", "buffer.skip_without_signal=false"]
+    less += ["eval.sets=[]", "env.kwargs.dials=2"] if bench.tiny else []
     words = [word for setting in (*settings, *less) for word in ("--set", setting)]
     command = [sys.executable, "-c", "from agentrl_command import main; main()", "train", str(RUN_FILE)]
     began = time.perf_counter()

@@ -79,7 +79,8 @@ def main() -> None:
     at = sorted(rng.sample(range(2, arguments.steps - 5), arguments.kills))
     with tempfile.TemporaryDirectory(prefix="agentrl-resume-") as scratch:
         run = RunDir(Path(scratch) / "run")
-        settings = ["--set", f"seed={arguments.seed}", "--set", f"train.steps={arguments.steps}"]
+        chosen = (f"seed={arguments.seed}", f"train.steps={arguments.steps}", "buffer.skip_without_signal=false")
+        settings = [word for setting in chosen for word in ("--set", setting)]
         process = start([str(RUN_FILE), "--out", str(run.path), *settings])
         killed: list[int] = []
         for step in at:

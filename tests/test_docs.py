@@ -7,7 +7,8 @@ How a block is checked follows from its language:
     sh       each command is looked up: `make` targets, `agentrl` command lines (parsed by the real command line, not
              run), scripts that exist
     toml     validated as a run file (`model` and `env` may be left out); after `<!-- pyproject -->` the entry-point
-             groups must be ours; after `<!-- sft -->` it is a file of `agentrl sft`
+             groups must be ours; after `<!-- sft -->` it is a file of `agentrl sft`, after `<!-- fleet -->`
+             of `agentrl fleet`
     json     parsed
     sql      run on a new run store
     text     a picture; after `<!-- tree -->` the first word of each line is a path that must exist
@@ -37,7 +38,7 @@ import pytest
 
 from agentrl import config, registry
 from agentrl.errors import ConfigError
-from agentrl.runtime import sft
+from agentrl.runtime import sft, shared_fleet
 from agentrl.store import RunStore
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +49,7 @@ ENTRY_POINT_GROUPS = {f"agentrl.{kind}" for kind in get_args(registry.Kind)}
 PYTHON_DEADLINE_S = 500
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\n]*)\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.M | re.S)
-NOTE = re.compile(r"<!-- (?P<kind>file: (?P<path>\S+)|tree|pyproject|sft) -->\s*\Z")
+NOTE = re.compile(r"<!-- (?P<kind>file: (?P<path>\S+)|tree|pyproject|sft|fleet) -->\s*\Z")
 LINK = re.compile(r"\[[^\]\n]*\]\((?P<target>[^)\s]+)\)")
 INLINE = re.compile(r"`(?P<code>[^`\n]+)`")
 HEADING = re.compile(r"^#+ +(?P<title>.+)$", re.M)
@@ -157,6 +158,9 @@ def check_toml(block: Block) -> list[str]:
             return [f"{block}: no entry-point group {group}" for group in groups - ENTRY_POINT_GROUPS]
         if block.note == "sft":
             sft.parse(document)
+            return []
+        if block.note == "fleet":
+            shared_fleet.parse(document)
             return []
         named = {} if "tasks" in document else {"env": {"id": "any"}}
         config.parse({"model": "agentrl/tiny-coder", **named, **document})
@@ -336,6 +340,7 @@ def block(language: str, body: str, note: str = "", file: str = "") -> Block:
         (block("sh", "agentrl trian x.toml\n"), "No such command 'trian'"),
         (block("toml", "[train]\nsteps = 'ten'\n"), "train.steps"),
         (block("toml", "[trian]\nsteps = 10\n"), "did you mean 'train'"),
+        (block("toml", "model = 'm'\n[[tenants]]\nname = 'a'\nwait = 1\n", "fleet"), "did you mean 'weight'"),
         (block("toml", "model = 'm'\ndata = ['x']\nheldout = []\n", "sft"), "did you mean 'held_out'"),
         (block("toml", '[project.entry-points."agentrl.boxes"]\nmine = "a:B"\n', "pyproject"), "group agentrl.boxes"),
         (block("json", "{'a': 1}\n"), "Expecting property name"),

@@ -56,11 +56,18 @@ class Clipped(Algorithm):
     distil_level: Literal["token", "episode"] = "token"  # what a token costs: itself, or all later ones too
     observation_weight: Weight = 0.0  # of the cross-entropy of what the environment answered (ECHO)
     teacher: str | None = None  # in the learner: a folder, a registered id, or one of the Hugging Face hub
+    teacher_every: Annotated[int, Field(ge=0)] = 0  # or the policy itself, followed after so many steps; 0: it is not
+    teacher_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of itself that such a teacher keeps then
 
     @model_validator(mode="after")
     def _of_references(self) -> Self:
-        if self.reference_decay and not self.reference_every:
-            raise ValueError(f"reference_decay = {self.reference_decay:g}: give reference_every, the steps between")
+        for name in ("reference", "teacher"):
+            if (decay := getattr(self, f"{name}_decay")) and not getattr(self, f"{name}_every"):
+                raise ValueError(f"{name}_decay = {decay:g}: give {name}_every, the steps between")
+        if self.teacher is not None and self.teacher_every:
+            raise ValueError(f"teacher = {self.teacher!r} does not follow the policy: leave out teacher_every, or it")
+        if self.teacher_every and not self.distil_weight:
+            raise ValueError(f"teacher_every = {self.teacher_every}: give distil_weight, or nothing is learned from it")
         if self.teacher is not None and not self.distil_weight:
             raise ValueError(f"teacher = {self.teacher!r}: give distil_weight, or nothing is learned from it")
         return self
@@ -92,10 +99,14 @@ class Clipped(Algorithm):
     @property
     def slots(self) -> Slots:
         frozen: dict[str, str | None] = {"teacher": self.teacher} if self.teacher is not None else {}
+        moving: dict[str, Follows] = {}
         if self.kl_weight > 0 and self.reference_every:
-            follows = Follows(every=self.reference_every, decay=self.reference_decay)
-            return Slots(frozen=frozen, moving={"reference": follows})
-        return Slots(frozen=frozen | ({"reference": None} if self.kl_weight > 0 else {}))
+            moving["reference"] = Follows(every=self.reference_every, decay=self.reference_decay)
+        elif self.kl_weight > 0:
+            frozen["reference"] = None
+        if self.teacher_every:
+            moving["teacher"] = Follows(every=self.teacher_every, decay=self.teacher_decay)
+        return Slots(frozen=frozen, moving=moving)
 
     @property
     def charges(self) -> dict[str, float]:

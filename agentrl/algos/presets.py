@@ -4,8 +4,8 @@
     dr_grpo   A[i] = R_i - mean of R, an episode's sum of losses is divided by a constant      Liu et al. 2025
     dapo      A[i] = (R_i - mean of R) / deviation, clip-higher, every token the same          Yu et al. 2025
 
-DAPO has two more parts, which are no settings of the algorithm: dynamic sampling is `buffer.skip_without_signal`, and
-soft overlong punishment a reward source of kind "overlong".
+DAPO has two more parts, which are no settings of the algorithm: dynamic sampling is `buffer.skip_without_signal`, which
+is on by default for all of these, and soft overlong punishment a reward source of kind "overlong".
 """
 
 from __future__ import annotations

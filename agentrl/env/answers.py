@@ -103,17 +103,26 @@ def _step(
     if not isinstance(info, dict):
         raise EnvError(f"{what}: info is a {type(info).__name__}, not a dict")
     given = dict(cast("dict[str, Any]", info))
+    earned = _number(reward, f"{what}: reward")
+    observation, lost = _cut(observation, most)
+    if not given:  # most often
+        return Step(
+            observation=_messages(observation, f"{what}: observation"),
+            reward=earned,
+            terminated=bool(terminated),
+            truncated=bool(truncated),
+            observation_cut=lost,
+        )
     outcome, unsettled = given.pop("outcome", None), given.pop("unsettled", None) or 0.0
     rewards, outcomes = given.pop("rewards", None), given.pop("outcomes", None)
     numbers: dict[str, Any] = {
-        "reward": _number(reward, f"{what}: reward"),
+        "reward": earned,
         "outcome": None if outcome is None else _number(outcome, named("outcome")),
         "rewards": _by_role(rewards, named("rewards")),
         "outcomes": _by_role(outcomes, named("outcomes")),
         "unsettled": _number(unsettled, named("unsettled")),
     }
     rest = _plain(given, what)
-    observation, lost = _cut(observation, most)
     history, more = _cut(rest.pop("history", None), most)
     rest.pop("observation_cut", None)
     success, role = rest.pop("success", None), rest.pop("role", None)

@@ -10,7 +10,7 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar, cast
 
 import trio
@@ -109,7 +109,7 @@ async def call(function: Callable[..., T | Awaitable[T]], *args: Any, blocking: 
     def body() -> tuple[T | Awaitable[T]]:
         return (function(*args, **kwargs),)  # boxed: trio takes a bare coroutine from a thread for a mistake
 
-    with refusing_exit(function):
+    try:
         if inspect.iscoroutinefunction(function):
             return cast(T, await function(*args, **kwargs))
         if blocking:
@@ -118,16 +118,14 @@ async def call(function: Callable[..., T | Awaitable[T]], *args: Any, blocking: 
             await trio.lowlevel.checkpoint()
             (result,) = body()
         return cast(T, await result) if inspect.isawaitable(result) else result
-
-
-@contextlib.contextmanager
-def refusing_exit(function: Callable[..., Any]) -> Generator[None]:
-    """`sys.exit` in an author's function (a parser of arguments calls it) fails its episode and not the process."""
-    try:
-        yield
     except SystemExit as error:
-        name = getattr(function, "__qualname__", repr(function))
-        raise EnvError(f"{name} called sys.exit({error.code!r}), which would end the process") from error
+        raise refused_exit(function, error) from error
+
+
+def refused_exit(function: Callable[..., Any], error: SystemExit) -> EnvError:
+    """`sys.exit` in an author's function (a parser of arguments calls it) fails its episode and not the process."""
+    name = getattr(function, "__qualname__", repr(function))
+    return EnvError(f"{name} called sys.exit({error.code!r}), which would end the process")
 
 
 class LoopThread:

@@ -17,7 +17,7 @@ import gymnasium
 import trio
 
 from agentrl.env import spaces
-from agentrl.env.bridge import LoopThread, call, in_thread, refusing_exit
+from agentrl.env.bridge import LoopThread, call, in_thread, refused_exit
 from agentrl.errors import EnvError, UsageError
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Message, Messages, StopReason
@@ -212,8 +212,10 @@ class Env(gymnasium.Env[Messages, str]):
         def left(ended: trio.Event) -> None:
             self._abandoned = ended
 
-        with refusing_exit(function):
+        try:
             return await in_thread(functools.partial(function, *args, **kwargs), left=left)
+        except SystemExit as error:
+            raise refused_exit(function, error) from error
 
 
 class _Wrapped(Env):

@@ -40,6 +40,8 @@ _ALPHABETS: Final = (
 _SLOT_BYTES: Final = 1 << 20
 _SIZE_BYTES: Final = 4  # in front of each slot: how much of it is used
 
+_JSON: Final = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
+
 ROLES: Final = ("system", "user", "assistant", "tool")
 
 
@@ -141,7 +143,7 @@ class Messages(Space[records.Messages]):
         if len(content) > self.max_length:
             return f"content of {len(content)} characters, at most {self.max_length} allowed"
         try:
-            written = json.dumps(fields, allow_nan=False, ensure_ascii=False)
+            written = _JSON.encode(fields)
         except (TypeError, ValueError, RecursionError) as error:
             return f"not JSON-safe: {error}"
         return None if is_unicode(written) else "holds a lone surrogate, which UTF-8 cannot carry"

@@ -289,6 +289,17 @@ async def test_new_weights_arrive_in_flight_and_every_token_has_its_version(
     await push([long_client], model_dir / "model.safetensors", before + 6, deadline_s=60)
 
 
+async def test_weights_are_read_while_the_old_ones_sample(client: EngineClient, other_weights: Path) -> None:
+    before = await client.served_version()
+    info = {"update_info": {"path": str(other_weights / "model.safetensors")}}
+    await client.call("POST", "/start_weight_update", deadline_s=60)
+    await client.call("POST", "/update_weights", json=info, deadline_s=60)
+    assert (await client.generate(ask("beside"))).spans[0].version == before
+    with pytest.raises(EngineError, match="the engine is running"):
+        await client.call("POST", "/finish_weight_update", json={"weight_version": str(before + 1)}, deadline_s=60)
+    assert await client.served_version() == before
+
+
 async def test_weights_that_do_not_arrive_whole_are_refused_and_the_old_ones_go_on(
     server: Server, client: EngineClient, model_dir: Path, tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ start_deadline_s = 500.0
 admin_deadline_s = 60.0
 [buffer]
 groups_per_step = 2
+skip_without_signal = false
 [train]
 steps = 3
 """

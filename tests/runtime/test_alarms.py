@@ -76,7 +76,6 @@ class Run:
                 is_undone=lambda _: False,
                 set_meta=lambda key, value: self.bounds.append(int(value)),
             ),
-            _urls=list,
             _take=lambda: (sampler(self.learner), 0.0),
             _publish=self._publish,
             _settle=lambda: 0.0,
@@ -88,7 +87,7 @@ class Run:
         self.rows.append(row)
         return WeightVersion(version=2, step=self.learner.step_index)
 
-    async def _behind(self, urls: object, version: int) -> bool:
+    async def _behind(self, version: int) -> bool:
         return False
 
 

@@ -144,7 +144,7 @@ def test_a_run_against_its_past_selves(tmp_path: Path) -> None:
     tokens have the log-probs of these weights, none is trained. The run goes on with them after it was stopped, and
     `agentrl eval` plays the newest checkpoint against them."""
     out = tmp_path / "run"
-    config = {**CONFIG, "roles": BOTH, "buffer": {"groups_per_step": 2, "max_lag": 0}}
+    config = {**CONFIG, "roles": BOTH, "buffer": {**SMALL["buffer"], "max_lag": 0}}
     Trainer(env=f"{ENVS}:Duel", config=config, out=out).train()
     summary = Trainer.resume(out, settings=["train.steps=4"])
     assert summary["steps"] == 4 and summary["eval"]["after"]["n"] == 2

@@ -55,7 +55,6 @@ class Scene:
                 record=lambda kind, step, values: self.hashed.append(step),
                 retain=lambda *_, **__: None,
             ),
-            _urls=lambda: ["http://engine"],
             _take=lambda: ([], 0.0),
             _publish=self._publish,
             _settle=self._settle,
@@ -85,7 +84,7 @@ class Scene:
         self.deliver()
         return 0.0
 
-    async def _behind(self, urls: object, version: int) -> bool:
+    async def _behind(self, version: int) -> bool:
         assert version == 6
         return self.behind
 

@@ -50,8 +50,8 @@ class Pushes:
     def __init__(self) -> None:
         self.made: list[tuple[WeightVersion, MemoryParcel, dict[str, Any]]] = []
 
-    def submit(self, _: object, version: WeightVersion, parcel: MemoryParcel, row: dict[str, Any]) -> Future[None]:
-        self.made.append((version, parcel, row))
+    def submit(self, _: object, version: WeightVersion, parcels: Any, row: dict[str, Any]) -> Future[None]:
+        self.made.append((version, parcels[None], row))
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -75,7 +75,11 @@ class Scene:
             _bound=LagBound(4, 10, now=4),
             _store=self.store,
             _learner=SimpleNamespace(
-                step_index=4, model=self.model, score=self.model.score, snapshot=partial(take, self.model.module)
+                step_index=4,
+                model=self.model,
+                models=SimpleNamespace(of=lambda role: self.model),
+                score=lambda token_ids, dtype, *, role: self.model.score(token_ids, dtype),
+                snapshot=partial(take, self.model.module),
             ),
             _publisher=SimpleNamespace(behind=self._behind),
             _pushes=self.pushes,
@@ -83,8 +87,8 @@ class Scene:
             _watch_at=0.0,
         )
 
-    async def _behind(self, urls: list[str], version: int) -> bool:
-        self.asked.append((urls, version))
+    async def _behind(self, version: int) -> bool:
+        self.asked.append(version)
         return self.behind
 
 
@@ -127,7 +131,7 @@ def test_a_step_is_told_which_versions_a_restart_abandoned(scene: Scene) -> None
 
 
 def test_a_file_is_written_in_the_engines_dtype(scene: Scene, tmp_path: Path) -> None:
-    def export(path: Path, dtype: torch.dtype) -> WeightFile:
+    def export(path: Path, dtype: torch.dtype, role: None) -> WeightFile:
         return export_weights(scene.model.module, path, dtype=dtype)
 
     scene.learning._learner.export = export
@@ -145,7 +149,7 @@ def test_a_file_is_written_in_the_engines_dtype(scene: Scene, tmp_path: Path) ->
 
 def test_an_engine_that_was_started_again_gets_the_current_version_from_a_learner_that_waits(scene: Scene) -> None:
     scene.learning._send_again()
-    assert scene.asked == [(URLS, 5)] and not scene.pushes.made
+    assert scene.asked == [5] and not scene.pushes.made
     scene.behind = True
     scene.learning._send_again()
     ((sent, parcel, row),) = scene.pushes.made

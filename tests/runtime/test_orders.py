@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,13 +113,61 @@ def test_skipping_is_refused_where_equal_returns_leave_something_to_learn(algo: 
         configuration.parse({**document, "buffer": {"skip_without_signal": True}})
 
 
+@pytest.mark.parametrize("algo", [{"kind": "ppo"}, {"distil_weight": 1.0, "teacher": "t"}, {"baseline": "none"}])
+def test_by_default_a_run_that_learns_from_equal_returns_skips_none(algo: dict[str, Any]) -> None:
+    config = configuration.parse({"model": "m", "env": {"id": "test/none"}, "algo": algo})
+    assert config.buffer.skip_without_signal == "auto"
+    assert not returns_of(config).skips
+
+
+def test_by_default_a_step_skips_as_many_groups_as_it_takes() -> None:
+    assert run_config(groups_per_step=6).buffer.skips == 6
+    assert run_config(groups_per_step=6, skip_at_most=0.25).buffer.skips == 2
+    assert run_config(groups_per_step=6, skip_without_signal=False).buffer.skips == 0
+
+
+@pytest.mark.parametrize(
+    ("stored", "skips"),
+    [
+        ({}, 0),  # stored before there was the setting
+        ({"skip_without_signal": False, "skip_at_most": 4.0}, 0),
+        ({"skip_without_signal": True, "skip_at_most": 4.0}, 64),
+        ({"skip_without_signal": "auto", "skip_at_most": 1.0}, 16),
+    ],
+)
+def test_a_stored_run_goes_on_skipping_as_it_did(stored: dict[str, Any], skips: int) -> None:
+    document = json.loads(configuration.to_json(run_config()))
+    for name in ("skip_without_signal", "skip_at_most"):
+        del document["buffer"][name]
+    document["buffer"] |= stored
+    config = configuration.from_json(json.dumps(document))
+    assert config.buffer.skips == skips
+    assert configuration.from_json(configuration.to_json(config)) == config
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '{"buffer": []}'])
+def test_what_is_no_stored_run_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        configuration.from_json(text)
+
+
 def test_the_capacity_in_tokens_reaches_admission() -> None:
     assert bounds_of(run_config(max_tokens=5000)).max_tokens == 5000
     assert bounds_of(run_config()).max_tokens is None
 
 
-def test_the_learner_takes_by_the_settings_of_the_buffer(tmp_path: Path) -> None:
-    config = run_config(groups_per_step=1, order="freshest", skip_without_signal=True)
+@pytest.mark.parametrize(
+    ("skipping", "expected"),
+    [
+        ({}, [(2, False), (3, True)]),
+        ({"skip_without_signal": True}, [(2, False), (3, True)]),
+        ({"skip_without_signal": False}, [(3, False)]),
+    ],
+)
+def test_the_learner_takes_by_the_settings_of_the_buffer(
+    tmp_path: Path, skipping: dict[str, Any], expected: list[tuple[int, bool]]
+) -> None:
+    config = run_config(groups_per_step=1, order="freshest", **skipping)
     learning: Any = object.__new__(module._Learning)
     with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
         serve(store, 0)
@@ -135,7 +184,7 @@ def test_the_learner_takes_by_the_settings_of_the_buffer(tmp_path: Path) -> None
             _returns=returns_of(config),
         )
         groups, _ = learning._take()
-    assert [(one.id, one.skipped) for one in groups] == [(2, False), (3, True)]
+    assert [(one.id, one.skipped) for one in groups] == expected
 
 
 def side(**changes: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from agentrl.cli import app
 from agentrl.config import RunConfig
 from agentrl.config import load as load_config
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, UsageError
 from agentrl.runtime import advising, planning, trainer
 from agentrl.runtime.planning import Gpu, Work
 from agentrl.simulate.measured import Run
@@ -181,3 +181,26 @@ def test_a_learner_too_large_for_one_gpu_may_start_on_four(config: RunConfig, mo
     assert planning.refusal(config, needs) is not None
     assert planning.refusal(shared, needs) is None
     assert planning.refusal(shared, needs // 2) is not None
+
+
+def test_ranks_that_compute_a_pass_together_are_planned_with_their_part_of_it(config: RunConfig) -> None:
+    def of(tensor: int) -> RunConfig:
+        parallel = config.train.parallel.model_copy(update={"ranks": tensor, "tensor": tensor})
+        return config.model_copy(update={"train": config.train.model_copy(update={"parallel": parallel})})
+
+    gpu, whole = planning.GPUS["h100"], planning.plan(config, planning.GPUS["h100"], 1, WORK).held
+    found = planning.plan(of(2), gpu, 4, WORK)
+    assert [(one.engines, one.learners) for one in found.splits] == [(2, 2)]
+    (split,) = found.splits
+    nodes, layers = 480, 2  # of a full pass
+    divided = (
+        whole.activations - found.held.activations
+    )  # of each layer: half of q, k, v, what attention gives, the MLP
+    assert divided >= 4 * nodes * layers * (64 + 2 * 32 + 64 + 3 * 128) / 2
+    assert found.held.activations > whole.activations / 2  # what is between layers is on both
+    weights = found.held.static / 2 + found.held.weights / 2  # a shard, and half of two layers of two
+    assert split.learner_bytes == pytest.approx(weights + found.held.activations + found.held.temporary)
+    with pytest.raises(UsageError, match=r"--n 1: train\.parallel\.tensor = 2 GPUs learn together: give 3 or more"):
+        planning.plan(of(2), gpu, 1, WORK)
+    with pytest.raises(ConfigError, match=r"train\.parallel\.tensor = 4: the model.s num_key_value_heads = 2"):
+        planning.plan(of(4), gpu, 8, WORK)

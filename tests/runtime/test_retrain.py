@@ -51,9 +51,6 @@ class Played(_Learning):
         super().__init__(run, store)
         self._first = self._publish({})
 
-    def _urls(self) -> list[str]:
-        return []
-
     def _publish(self, row: dict[str, Any]) -> WeightVersion:
         version = self._store.mint_version(self._learner.step_index)
         self._store.confirm_version(version)
@@ -127,7 +124,13 @@ def config_of(model: Path, steps: int, **sections: Any) -> RunConfig:
         "seed": 3,
         "env": {"id": "test/Env-v0"},
         "rollout": {"group_size": SIZE, "max_context": 64, "max_tokens_per_turn": 8, "group_deadline_s": 0.01},
-        "buffer": {"groups_per_step": PER_STEP, "max_lag": 2, "close": "quorum", "quorum": 2},
+        "buffer": {
+            "groups_per_step": PER_STEP,
+            "max_lag": 2,
+            "close": "quorum",
+            "quorum": 2,
+            "skip_without_signal": False,  # no others would take their place
+        },
         "train": {"steps": steps, "checkpoint_every": 2, "lr": 1e-2, "tokens_per_batch": 64},
         "engine": {"canary": False},
     }
@@ -199,6 +202,14 @@ def every_step_is_equal(run: RunDir) -> None:
 def metrics(run: RunDir) -> list[dict[str, Any]]:
     with RunStore.read(run.store_path) as store:
         return [row.values for row in store.metrics("step")]
+
+
+def test_every_step_that_skipped_groups_is_trained_again_bit_for_bit(tmp_path: Path, model: Path) -> None:
+    """Two groups are played a step: one to skip, if it has no signal, and one to train."""
+    buffer = {"groups_per_step": 1, "skip_without_signal": "auto"}
+    run = run_of(tmp_path / "run", model, algo={"process_weight": 0.0}, buffer=buffer)
+    every_step_is_equal(run)
+    assert sum(row["groups_skipped"] for row in metrics(run)) > 0
 
 
 def test_shares_of_a_prioritised_order_are_replayed(tmp_path: Path, model: Path) -> None:

@@ -28,7 +28,7 @@ PAIR: dict[str, Any] = {
     "model": SMALL["model"],
     "rollout": {"group_size": 8, "max_running": 32, "max_tokens_per_turn": 2},
     "engine": {"max_batch": 32, "kv_cache_mb": 64},
-    "buffer": {"groups_per_step": 4, "max_lag": 0},
+    "buffer": {**SMALL["buffer"], "groups_per_step": 4, "max_lag": 0},
     "train": {"steps": STEPS, "checkpoint_every": 5, "lora_rank": 4, "lr": 1e-2, "warmup_steps": 0},
     "roles": [{"name": "short", "adapter": True, "algo": {"kind": "rloo"}}],
     "eval": {"sets": [{"name": "held_out", "n": 4}]},

@@ -37,10 +37,10 @@ def test_all_files_that_lie_there_at_once_must_fit(
     free = 0
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     free = round(1.05 * files * BYTES)
-    check_room(config(**document), FOLDER, Path("/dev/shm/agentrl-0-x"))
+    check_room(config(**document), [FOLDER], Path("/dev/shm/agentrl-0-x"))
     free = round(0.95 * files * BYTES)
     with pytest.raises(ConfigError) as caught:
-        check_room(config(**document), FOLDER, Path("/dev/shm/agentrl-0-x"))
+        check_room(config(**document), [FOLDER], Path("/dev/shm/agentrl-0-x"))
     text = str(caught.value)
     assert text.startswith(f"scratch_dir = None: /dev/shm has {free >> 20} MiB left") and "\n" not in text
     assert "name a folder with more room (a disk will do)" in text and "docker run --shm-size=" in text
@@ -48,10 +48,12 @@ def test_all_files_that_lie_there_at_once_must_fit(
 
 def test_adapters_need_room_for_adapters_and_memory_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=BYTES // 2))
-    check_room(config(engine={"kind": "vllm"}, train={"lora_rank": 2}), FOLDER, Path("/dev/shm/x"))
+    check_room(config(engine={"kind": "vllm"}, train={"lora_rank": 2}), [FOLDER], Path("/dev/shm/x"))
     with pytest.raises(ConfigError):
-        check_room(config(engine={"kind": "vllm"}, train={"lora_rank": 256}), FOLDER, Path("/dev/shm/x"))
-    check_room(config(engine={"kind": "vllm", "sync": "nccl"}, train={"device": "cuda:1"}), FOLDER, Path("/dev/shm/x"))
+        check_room(config(engine={"kind": "vllm"}, train={"lora_rank": 256}), [FOLDER], Path("/dev/shm/x"))
+    check_room(
+        config(engine={"kind": "vllm", "sync": "nccl"}, train={"device": "cuda:1"}), [FOLDER], Path("/dev/shm/x")
+    )
 
 
 def test_weights_travel_in_what_the_engines_compute_in(tmp_path: Path) -> None:

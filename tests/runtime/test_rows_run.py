@@ -20,7 +20,7 @@ ROWS = [{"prompt": f"say {word}", "word": word} for word in ("one", "two", "thre
 SMALL: dict[str, Any] = {
     "rollout": {"group_size": 2, "max_running": 4, "max_tokens_per_turn": 6},
     "engine": {"max_batch": 8, "kv_cache_mb": 64},
-    "buffer": {"groups_per_step": 1},
+    "buffer": {"groups_per_step": 1, "skip_without_signal": False},
     "train": {"steps": 2},
 }
 

@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {
     "model": "agentrl/tiny-coder",
     "rollout": {"group_size": 4, "max_running": 16, "max_turns": 4, "max_tokens_per_turn": 12},
     "engine": {"max_batch": 16, "kv_cache_mb": 64},
-    "buffer": {"groups_per_step": 2},
+    "buffer": {"groups_per_step": 2, "skip_without_signal": False},
     "train": {"steps": 4, "checkpoint_every": 2},
     "eval": {"sets": [{"name": "held_out", "n": 4}], "every": 2, "n_during": 2},
 }
@@ -190,6 +190,23 @@ def test_law_2_killed_whole_and_resumed_a_run_trains_every_group_once(tmp_path: 
     assert_nothing_remains(run)
     with RunStore.open(run.store_path) as store:
         assert store.attempt >= 2
+
+
+@pytest.mark.slow
+def test_ranks_that_compute_passes_together_train_a_run(tmp_path: Path) -> None:
+    """Losses and gradients are compared in `tests/train/test_ranks.py`: here the run's own processes make two steps,
+    and its engine takes the weights, which the canary compares."""
+    file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 2}, eval={"sets": []})
+    asked = [f"--set=train.parallel.{name}=2" for name in ("ranks", "tensor")]
+    with started("train", file, "--out", tmp_path / "run", *asked) as process:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, out + err
+    run = RunDir.open(tmp_path / "run")
+    summary = json.loads(run.summary.read_text())
+    assert (summary["steps"], summary["steps_updated"], summary["episodes"]) == (2, 2, 16)
+    assert run.config().train.parallel.tensor == 2
+    assert_lawful(run, steps=2)
+    assert_nothing_remains(run)
 
 
 @pytest.mark.slow

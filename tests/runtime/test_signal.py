@@ -73,6 +73,14 @@ def test_steps_whose_tokens_are_all_stale_name_the_bound(learner: Learner) -> No
     assert found is not None and "buffer.max_lag" in found.cause
 
 
+def test_a_run_whose_every_group_left_without_signal_says_so() -> None:
+    """A data set of fewer tasks than a step takes, all of which are solved: no step is trained."""
+    assert no_signal([], patience=0) is None
+    assert str(no_signal([], patience=0, skipped=5)).startswith(
+        "nothing learned, as no step was trained: in each of 5 groups all members earned the same. Try: "
+    )
+
+
 def test_a_run_that_learns_is_left_in_peace(learner: Learner) -> None:
     nothing, something = step(learner, group(0.0, 0.0)), step(learner, group(0.0, 1.0))
     assert no_signal([nothing] * 9 + [something]) is None

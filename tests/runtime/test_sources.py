@@ -139,6 +139,21 @@ def test_what_an_environment_does_not_take_is_named_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [
+        ({"ranks": 4, "tensor": 4}, "train.parallel.tensor = 4: the model's num_key_value_heads = 2 .* give 1 or 2"),
+        ({"ranks": 2, "expert": 2}, "train.parallel.expert = 2: the model's config.json has no num_experts: give 1"),
+    ],
+)
+def test_ranks_that_cannot_divide_the_model_are_refused_before_anything_starts(
+    parallel: dict[str, int], said: str
+) -> None:
+    document = {"model": "agentrl/tiny-coder", "env": {"id": f"{ENVS}:Vowels"}, "train": {"parallel": parallel}}
+    with pytest.raises(ConfigError, match=said):
+        check_startable(parse(document))
+
+
 def checked(capsys: pytest.CaptureFixture[str], tests_s: float, **rollout: float) -> str:
     """What is said at the start of a run of tests that may take so long."""
     kwargs = {"apart": False, "tests_s": tests_s}
@@ -202,7 +217,7 @@ def test_a_run_ends_with_its_tasks_and_trains_each_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_law_2_killed_in_the_middle_of_its_tasks_a_run_plays_each_of_them_once(tmp_path: Path) -> None:
     """The lag bound is wide: a group that the crash left behind must not be dropped for its age."""
-    settings = {**SMALL, "train": {"steps": 50, "checkpoint_every": 1}, "buffer": {"groups_per_step": 2, "max_lag": 9}}
+    settings = {**SMALL, "train": {"steps": 50, "checkpoint_every": 1}, "buffer": {**SMALL["buffer"], "max_lag": 9}}
     lines = [f"model = {json.dumps(SMALL['model'])}", "[[tasks]]", f"id = {json.dumps(f'{ENVS}:Vowels')}"]
     lines += ["seeds = 13", "epochs = 1", "first_seed = 70"]
     for section in ("rollout", "engine", "buffer", "train"):

@@ -22,7 +22,7 @@ MARK = "{% if quiet %}{{ '<think></think>' }}{% endif %}"
 SMALL: dict[str, Any] = {
     "rollout": {"group_size": 2, "max_running": 4, "max_tokens_per_turn": 4, "template": {"quiet": True}},
     "engine": {"max_batch": 8, "kv_cache_mb": 64},
-    "buffer": {"groups_per_step": 1},
+    "buffer": {"groups_per_step": 1, "skip_without_signal": False},
     "train": {"steps": 1},
     "eval": {"sets": [{"name": "held_out", "n": 1}]},
 }
