@@ -15,6 +15,7 @@ from agentrl.engine.vllm.launch import find_build
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
+from tests.runtime.gate import Gate
 
 from . import gloo
 from .test_run import RUN, RUN_S, end, kill_engine, processes_of, steps_of, wait_for_step
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = ("engine.sync=nccl", "train.device=cuda:1", "train.steps=6", "rollout.turn_deadline_s=250")
 
 
-def train(folder: Path) -> subprocess.Popen[str]:
+def train(folder: Path, gate: Gate) -> subprocess.Popen[str]:
     """A run in an environment that has vLLM beside ours, as a learner that sends over NCCL needs it."""
     standin = folder / "standin"
     standin.mkdir()
@@ -40,7 +41,7 @@ def train(folder: Path) -> subprocess.Popen[str]:
         "from agentrl.cli import main; main()"
     )
     command = [find_build().python, "-c", main, "train", file, "--out", folder / "run"]
-    command += [word for setting in SETTINGS for word in ("--set", setting)]
+    command += [word for setting in (*SETTINGS, *gate.settings) for word in ("--set", setting)]
     path = [standin, ROOT, ROOT / "environments", ROOT / "tools"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
@@ -48,10 +49,12 @@ def train(folder: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.timeout(1200)  # vLLM starts twice
 def test_a_run_learns_without_weight_files_and_a_new_engine_gets_the_current_weights(tmp_path: Path) -> None:
-    process, run = train(tmp_path), RunDir(tmp_path / "run")
+    gate = Gate(tmp_path, at=8)
+    process, run = train(tmp_path, gate), RunDir(tmp_path / "run")
     try:
         wait_for_step(2, run, process)
         kill_engine(run)
+        gate.open()
     finally:
         status, said = end(process, 2 * RUN_S)
     assert status == 0, said

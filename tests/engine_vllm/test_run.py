@@ -21,13 +21,13 @@ from agentrl.ports import free_port
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
+from tests.runtime.gate import ENVS, Gate
 
 from .test_fleet import alive
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]  # a run starts its own servers
 
 RUN_S = 560
-ENVS = Path(__file__).parents[1] / "runtime" / "envs.py"
 ADAPTERS = ("train.lora_rank=4", "train.steps=8", "rollout.turn_deadline_s=250")
 RUN = f"""
 model = "agentrl/tiny-coder"
@@ -126,10 +126,12 @@ def test_a_run_with_vllm_learns_from_tokens_of_every_version(tmp_path: Path, syn
 
 @pytest.mark.timeout(1200)  # vLLM starts twice
 def test_adapters_are_trained_without_a_pause_and_a_new_engine_gets_the_current_one(tmp_path: Path) -> None:
-    process, run = train(tmp_path / "run", *ADAPTERS), RunDir(tmp_path / "run")
+    gate = Gate(tmp_path, at=10)
+    process, run = train(tmp_path / "run", *ADAPTERS, *gate.settings), RunDir(tmp_path / "run")
     try:
         wait_for_step(2, run, process)
         kill_engine(run)
+        gate.open()
     finally:
         status, said = end(process, 2 * RUN_S)
     assert status == 0, said
@@ -173,19 +175,20 @@ def served(port: int) -> Iterator[None]:
 
 @pytest.mark.timeout(1200)  # vLLM starts twice
 def test_an_attached_server_is_killed_and_started_again_by_hand_and_the_run_goes_on(tmp_path: Path) -> None:
-    port = free_port()
-    run, attached = RunDir(tmp_path / "run"), (f'engine.urls=["http://127.0.0.1:{port}"]', "train.steps=12")
+    port, gate = free_port(), Gate(tmp_path, at=12)
+    run, attached = RunDir(tmp_path / "run"), (f'engine.urls=["http://127.0.0.1:{port}"]', "train.steps=8")
     with ExitStack() as last:
         with served(port):
-            process = train(tmp_path / "run", *attached)
+            process = train(tmp_path / "run", *attached, *gate.settings)
             last.callback(process.kill)
             wait_for_step(3, run, process)
+        gate.open()
         last.enter_context(served(port))
         status, said = end(process)
     assert status == 0, said
     with RunStore.open(run.store_path) as store:
         assert not audit(store).violations
     steps = steps_of(run)
-    assert [row["step"] for row in steps] == list(range(1, 13))
+    assert [row["step"] for row in steps] == list(range(1, 9))
     assert max(row["canary_error"] for row in steps) < TOLERANCE["float32"]
     assert json.loads(run.summary.read_text())["restarts"] == {}

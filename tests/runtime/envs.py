@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import trio
@@ -37,6 +38,19 @@ class Vowels(agentrl.Env):
         written = "".join(self._texts)
         outcome = sum(c in "aeiou" for c in written) / max(len(written), 1)
         return (), 0.0, True, False, {"outcome": outcome, "success": outcome > 0.2}
+
+
+class Held(Vowels):
+    """Tasks from seed `at` on begin when the file `gate` is there: until then a run of it cannot be over."""
+
+    def __init__(self, gate: str, at: int = 20) -> None:
+        super().__init__()
+        self._gate, self._at = Path(gate), at
+
+    async def areset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        while (seed or 0) >= self._at and not self._gate.exists():  # noqa: ASYNC110 - another process makes the file
+            await trio.sleep(0.02)
+        return self.reset(seed=seed, options=options)
 
 
 class Raising(Vowels):

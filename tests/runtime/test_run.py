@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -26,6 +26,7 @@ from agentrl.store import RunStore
 from agentrl.store.audit import audit
 
 from .envs import Vowels, length_reward
+from .gate import Gate
 
 DEADLINE_S = 500
 SMALL: dict[str, Any] = {
@@ -85,13 +86,18 @@ def started(*arguments: object) -> Iterator[subprocess.Popen[str]]:
         process.communicate(timeout=DEADLINE_S)
 
 
+def wait_until(true: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Until `true` of what the run's process does."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not true():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "not within the deadline"
+        time.sleep(0.05)
+
+
 def wait_for_step(path: Path, step: int, process: subprocess.Popen[str]) -> None:
     """Until the run's metrics show `step`."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not any(f'"step": {step},' in line for line in _lines(path / "metrics.jsonl")):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "no step within the deadline"
-        time.sleep(0.05)
+    wait_until(lambda: any(f'"step": {step},' in line for line in _lines(path / "metrics.jsonl")), process)
 
 
 def _lines(path: Path) -> list[str]:
@@ -112,13 +118,18 @@ def children(run: RunDir) -> list[int]:
     return found
 
 
-def child(run: RunDir, role: str) -> int:
-    """The process id of one child."""
-    found = {pid: command_line(pid) for pid in children(run)}
-    for pid, words in found.items():
-        if role in words:
-            return pid
-    raise AssertionError(f"no {role} among {found}")
+def child(run: RunDir, role: str, process: subprocess.Popen[str] | None = None) -> int:
+    """The process id of one child. Where the run's `process` is given, the child may be between two lives."""
+    found: list[int] = []
+
+    def there() -> bool:
+        found[:] = [pid for pid in children(run) if role in command_line(pid)]
+        return bool(found)
+
+    if process is not None:
+        wait_until(there, process)
+    assert there(), f"no {role} among {[command_line(pid) for pid in children(run)]}"
+    return found[0]
 
 
 def command_line(pid: int) -> str:
@@ -177,11 +188,12 @@ def test_a_run_from_python_with_a_reward_of_ones_own(tmp_path: Path) -> None:
 
 def test_law_2_killed_whole_and_resumed_a_run_trains_every_group_once(tmp_path: Path) -> None:
     file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 6, "checkpoint_every": 2})
-    run = RunDir(tmp_path / "run")
-    with started("train", file, "--out", run.path) as process:
+    run, gate = RunDir(tmp_path / "run"), Gate(tmp_path, at=8)
+    with started("train", file, "--out", run.path, *gate.arguments) as process:
         wait_for_step(run.path, 3, process)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(DEADLINE_S)
+    gate.open()
     with started("train", "--resume", run.path) as process:
         out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, err
@@ -211,56 +223,58 @@ def test_ranks_that_compute_passes_together_train_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_mends_itself_when_engine_worker_and_learner_die(tmp_path: Path) -> None:
-    """Of so many steps that the run is not over when this process, held up by others, comes to the last kill."""
-    file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 30, "checkpoint_every": 2})
-    run = RunDir(tmp_path / "run")
-    with started("train", file, "--out", run.path) as process:
+    file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 12, "checkpoint_every": 2})
+    run, gate = RunDir(tmp_path / "run"), Gate(tmp_path, at=14)
+    with started("train", file, "--out", run.path, *gate.arguments) as process:
         for step, role in ((1, "engine.embedded"), (3, "worker"), (5, "learner")):
             wait_for_step(run.path, step, process)
-            os.kill(child(run, role), signal.SIGKILL)
+            os.kill(child(run, role, process), signal.SIGKILL)
+        gate.open()
         _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, err
     summary = json.loads(run.summary.read_text())
     assert set(summary["restarts"]) == {"engine-0", "worker-0", "learner"}
-    assert_lawful(run, steps=30)
+    assert_lawful(run, steps=12)
     assert_nothing_remains(run)
 
 
 @pytest.mark.slow
 def test_law_2_a_run_with_a_critic_and_groups_of_one_mends_itself_when_its_learner_dies(tmp_path: Path) -> None:
-    file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 16, "checkpoint_every": 2}, eval={"sets": []})
-    run = RunDir(tmp_path / "run")
+    file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 8, "checkpoint_every": 2}, eval={"sets": []})
+    run, gate = RunDir(tmp_path / "run"), Gate(tmp_path, at=10)
     chosen = ("--set", "algo.kind=ppo", "--set", "rollout.group_size=1", "--set", "algo.critic_warmup_steps=2")
-    with started("train", file, "--out", run.path, *chosen) as process:
+    with started("train", file, "--out", run.path, *chosen, *gate.arguments) as process:
         wait_for_step(run.path, 3, process)
-        os.kill(child(run, "learner"), signal.SIGKILL)
+        os.kill(child(run, "learner", process), signal.SIGKILL)
+        gate.open()
         _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, err
     assert set(json.loads(run.summary.read_text())["restarts"]) == {"learner"}
-    assert_lawful(run, steps=16)
+    assert_lawful(run, steps=8)
     assert_nothing_remains(run)
     with RunStore.open(run.store_path) as store:
         steps = [row.values for row in store.metrics("step")]
     assert all(row["episodes"] == 2 and row["updated"] for row in steps)
     assert steps[0]["algorithm"]["value_mean"] == 0, "a new critic says 0"
     assert all(row["algorithm"]["value_mean"] != 0 for row in steps[1:]), "one from a checkpoint does not"
-    assert (run.checkpoints / "step-00000016" / "critic" / "critic.safetensors").is_file()
+    assert (run.checkpoints / "step-00000008" / "critic" / "critic.safetensors").is_file()
 
 
 @pytest.mark.slow
 def test_the_learner_uses_what_a_reward_source_says_also_after_the_worker_that_asks_it_has_died(tmp_path: Path) -> None:
-    file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 16, "checkpoint_every": 4}, eval={"sets": []})
+    file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 8, "checkpoint_every": 4}, eval={"sets": []})
     source = {"source": "place", "kind": "callable", "call": f"{ENVS}:place", "weight": 0.5}
     with file.open("a") as lines:
         lines.write("[[rewards]]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in source.items()))
-    run = RunDir(tmp_path / "run")
-    with started("train", file, "--out", run.path) as process:
+    run, gate = RunDir(tmp_path / "run"), Gate(tmp_path, at=8)
+    with started("train", file, "--out", run.path, *gate.arguments) as process:
         wait_for_step(run.path, 1, process)
-        os.kill(child(run, "worker"), signal.SIGKILL)
+        os.kill(child(run, "worker", process), signal.SIGKILL)
+        gate.open()
         _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, err
     assert set(json.loads(run.summary.read_text())["restarts"]) == {"worker-0"}
-    assert_lawful(run, steps=16)
+    assert_lawful(run, steps=8)
     with RunStore.open(run.store_path) as store:
         said = {one.turn_id: one.value for one in store.scores("place") if one.counts}
         for step in store.metrics("step"):
@@ -310,11 +324,13 @@ def test_a_task_that_blocks_its_workers_loop_does_not_take_every_worker_and_is_n
 def test_a_supervisor_that_is_killed_and_one_that_is_stopped_are_started_again(tmp_path: Path) -> None:
     train = {"steps": 12, "checkpoint_every": 2, "liveness_deadline_s": 8.0}
     file = run_file(tmp_path, f"{ENVS}:Vowels", train=train)
-    run = RunDir(tmp_path / "run")
-    with started("train", file, "--out", run.path, "--keep-alive") as process:
+    run, gate = RunDir(tmp_path / "run"), Gate(tmp_path, at=14)
+    with started("train", file, "--out", run.path, "--keep-alive", *gate.arguments) as process:
         for step, number in ((2, signal.SIGKILL), (5, signal.SIGSTOP)):
             wait_for_step(run.path, step, process)
-            os.kill(int((run.path / "run.lock").read_text().split(".")[0]), number)
+            os.kill(hurt := supervisor_of(run), number)
+        wait_until(lambda: supervisor_of(run) not in (hurt, 0), process)
+        gate.open()
         out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, err
     assert "ended with signal SIGKILL; it is started again" in err
@@ -322,6 +338,11 @@ def test_a_supervisor_that_is_killed_and_one_that_is_stopped_are_started_again(t
     assert "12 steps" in out
     assert_lawful(run, steps=12)
     assert_nothing_remains(run)
+
+
+def supervisor_of(run: RunDir) -> int:
+    """Its process id; 0 while nobody holds the run."""
+    return int((run.path / "run.lock").read_text().split(".")[0] or 0)
 
 
 def engines_of(run: RunDir) -> dict[str, int]:
@@ -334,24 +355,24 @@ def engines_of(run: RunDir) -> dict[str, int]:
 @pytest.mark.slow
 def test_one_of_two_engines_hangs_and_is_killed_again_while_it_starts_and_the_run_goes_on(tmp_path: Path) -> None:
     engine = {"replicas": 2, "liveness_deadline_s": 10.0, "admin_deadline_s": 5.0}
-    file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 40, "checkpoint_every": 50}, engine=engine)
-    run = RunDir(tmp_path / "run")
-    with started("train", file, "--out", run.path) as process:
+    file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 26, "checkpoint_every": 50}, engine=engine)
+    run, gate = RunDir(tmp_path / "run"), Gate(tmp_path, at=40)
+    with started("train", file, "--out", run.path, *gate.arguments) as process:
         wait_for_step(run.path, 2, process)
         hung = engines_of(run)["engine-0"]
         os.kill(hung, signal.SIGSTOP)
-        deadline = time.monotonic() + DEADLINE_S
-        while engines_of(run).get("engine-0", hung) == hung:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-        os.kill(engines_of(run)["engine-0"], signal.SIGKILL)
+        wait_until(lambda: engines_of(run).get("engine-0", hung) != hung, process)
+        os.kill(killed := engines_of(run)["engine-0"], signal.SIGKILL)
+        wait_until(lambda: engines_of(run).get("engine-0", killed) != killed, process)
+        wait_until((run.scratch / "engine-0.ready").exists, process)
+        gate.open()
         _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, err
     assert json.loads(run.summary.read_text())["restarts"] == {"engine-0": 2}
     rows = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     behind = [row["engines_behind"] for row in rows if "engines_behind" in row]
-    assert len(behind) == 40 and max(behind) == 1 and behind[-1] == 0
-    assert_lawful(run, steps=40)
+    assert len(behind) == 26 and max(behind) == 1 and behind[-1] == 0
+    assert_lawful(run, steps=26)
     assert_nothing_remains(run)
 
 

@@ -22,6 +22,7 @@ from agentrl.runtime.trainer import Trainer, check_startable
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
 
+from .gate import Gate
 from .test_run import DEADLINE_S, ENVS, SMALL, assert_nothing_remains, started, wait_for_step
 
 ROWS = [{"question": f"q{n}"} for n in range(6)]
@@ -218,8 +219,9 @@ def test_a_run_ends_with_its_tasks_and_trains_each_once(tmp_path: Path) -> None:
 def test_law_2_killed_in_the_middle_of_its_tasks_a_run_plays_each_of_them_once(tmp_path: Path) -> None:
     """The lag bound is wide: a group that the crash left behind must not be dropped for its age."""
     settings = {**SMALL, "train": {"steps": 50, "checkpoint_every": 1}, "buffer": {**SMALL["buffer"], "max_lag": 9}}
-    lines = [f"model = {json.dumps(SMALL['model'])}", "[[tasks]]", f"id = {json.dumps(f'{ENVS}:Vowels')}"]
-    lines += ["seeds = 13", "epochs = 1", "first_seed = 70"]
+    gate = Gate(tmp_path, at=78)
+    lines = [f"model = {json.dumps(SMALL['model'])}", "[[tasks]]", "seeds = 13", "epochs = 1", "first_seed = 70"]
+    lines += [f"id = {json.dumps(f'{ENVS}:Held')}", f"kwargs = {{{gate.kwargs}}}"]
     for section in ("rollout", "engine", "buffer", "train"):
         lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in settings[section].items())]
     file = tmp_path / "run.toml"
@@ -229,6 +231,7 @@ def test_law_2_killed_in_the_middle_of_its_tasks_a_run_plays_each_of_them_once(t
         wait_for_step(run.path, 2, process)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(DEADLINE_S)
+    gate.open()
     with started("train", "--resume", run.path) as process:
         _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, err
