@@ -14,7 +14,8 @@ AgentRLError
 │   │                          ├── EngineTimeout       ├── EngineRefusal
 │   │                          ├── WeightSyncError     └── CanaryMismatch
 │   │                          └── ScoreError
-│   ├── SandboxError           ├── SandboxUnavailable  └── BoxBusy
+│   ├── SandboxError           ├── SandboxUnavailable  ├── SandboxLost
+│   │                          └── BoxBusy
 │   ├── EnvError               an environment's own code raised
 │   ├── HostBusy               this machine did not have a slot in time
 │   ├── RankLost               a rank of the learner died, or did not come to a collective in time
@@ -123,6 +124,10 @@ class SandboxError(InfrastructureError):
 
 class SandboxUnavailable(SandboxError):
     """This machine cannot make such a box; the text says what to install."""
+
+
+class SandboxLost(SandboxError):
+    """The host of the boxes does not answer any more; what ran there may go on, or not."""
 
 
 class BoxBusy(SandboxError):

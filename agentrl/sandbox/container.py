@@ -16,17 +16,16 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import trio
 
 from agentrl.clock import policy_time
-from agentrl.errors import BoxBusy, SandboxError, SandboxPathError, SandboxUnavailable
-from agentrl.owner import OwnedFolder
+from agentrl.errors import BoxBusy, SandboxError, SandboxLost, SandboxPathError, SandboxUnavailable
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox import archive
 from agentrl.sandbox.background import Background, NeverStarted
 from agentrl.sandbox.command import Refused, checked_argv, checked_env
+from agentrl.sandbox.container_engine import Command, Engine, paused
 from agentrl.sandbox.folder import WORKSPACE
 from agentrl.sandbox.scripts import (
     BOUND,
@@ -55,36 +54,6 @@ _AGAIN_S = 1.0  # until its processes are swept once more
 _FILE_S = 60.0  # for one of our own commands
 _WRITABLE: tuple[str, ...] = (WORKSPACE, "/tmp", "/dev/shm")
 _OWN_PROCESSES = 2  # the engine's process 1 and what it waits for
-
-
-class Engine(Protocol):
-    """The calls that a box makes to its host. Every method raises SandboxError."""
-
-    folder: OwnedFolder
-
-    def next_uid(self) -> int: ...
-    async def start_container(self, spec: SandboxSpec, uid: int) -> tuple[str, AttachedStreams]: ...
-    async def execute(
-        self, container: str, argv: Sequence[str], uid: int, env: Mapping[str, str], output_bytes: int
-    ) -> tuple[str, AttachedStreams]: ...
-    async def state(self, execution: str) -> tuple[bool, int | None]: ...
-    async def processes(self, container: str) -> int: ...
-    async def is_running(self, container: str) -> bool: ...
-    async def out_of_memory(self, container: str, since: float) -> bool: ...
-    async def remove(self, container: str) -> None: ...
-
-
-class Command:
-    """One command in a container, on its way."""
-
-    def __init__(self, execution: str, streams: AttachedStreams, mark: str) -> None:
-        self.execution, self.streams, self.mark = execution, streams, mark
-        self.started_at, self.began = time.time(), time.monotonic()
-        self.stop = trio.Event()
-        self.closed = trio.Event()
-        self.exit_code: int | None = None
-        self.oom = False
-        self.duration_s = 0.0
 
 
 class Container:
@@ -187,8 +156,8 @@ class Container:
                     execution, streams = await self._engine.execute(
                         self.name, ["sh", "-c", *script], self._uid, {**env, MARK: mark}, bound
                     )
-                except SandboxError:
-                    if await self._died_of_memory():
+                except SandboxError as error:
+                    if not isinstance(error, SandboxLost) and await self._died_of_memory():
                         raise Refused(self._broken, 137) from None
                     raise
                 launched.append(Command(execution, streams, mark))
@@ -206,7 +175,7 @@ class Container:
                     pipes.start_soon(command.streams.feed, stdin)
                 try:
                     with trio.move_on_after(timeout_s) as deadline:
-                        await self._until_ended(command)
+                        await self._until_ended(command, deadline)
                     timed_out = deadline.cancelled_caught
                     with trio.CancelScope(shield=True):
                         await self._finish(command, timed_out=timed_out, ours=ours)
@@ -225,13 +194,14 @@ class Container:
         if self._closed:
             raise SandboxError("the box was closed while a command ran in it")
         if failure is not None:
-            if not await self._died_of_memory():
+            if isinstance(failure, SandboxLost) or not await self._died_of_memory():
                 raise failure
             command.oom, command.exit_code = True, 137
         return timed_out
 
-    async def _until_ended(self, command: Command) -> None:
-        """Until the streams ended, someone stops it, or the engine says that it ended though a child holds them."""
+    async def _until_ended(self, command: Command, deadline: trio.CancelScope) -> None:
+        """Until the streams ended, someone stops it, or the engine says that it ended though a child holds them. While
+        the engine is asked, the deadline stands still."""
         failure: list[SandboxError] = []
         async with trio.open_nursery() as nursery:
 
@@ -242,7 +212,10 @@ class Container:
             async def ask() -> None:
                 pause = _POLL_S
                 try:
-                    while (await self._engine.state(command.execution))[0]:
+                    while True:
+                        with paused(deadline):
+                            if not (await self._engine.state(command.execution))[0]:
+                                break
                         await trio.sleep(pause)
                         pause = min(1.5 * pause, 2.0)
                 except SandboxError as error:
@@ -261,6 +234,14 @@ class Container:
         if self._closed:
             return
         running, command.exit_code = await self._engine.state(command.execution)
+        if command.streams.broken and not (timed_out or command.stop.is_set()):
+            deadline = trio.current_time() + _AGAIN_S  # the engine breaks off where nobody read the input to its end
+            while running and command.streams.fed and trio.current_time() < deadline:
+                await trio.sleep(_POLL_S / 10)
+                running, command.exit_code = await self._engine.state(command.execution)
+            if running or not command.streams.fed:
+                await self._sweep(command)
+                raise SandboxLost("docker: the connection to a command broke, and its output is not whole")
         others = self._running != {command}
         if running or (not ours and (others or await self._engine.processes(self.name) > _OWN_PROCESSES)):
             await self._sweep(command)
@@ -274,6 +255,8 @@ class Container:
         while running and trio.current_time() < deadline:
             await trio.sleep(_POLL_S / 10)
             running, command.exit_code = await self._engine.state(command.execution)
+        if not running and not command.streams.drained and await self._engine.processes(self.name) <= _OWN_PROCESSES:
+            raise SandboxLost("docker: a command ended, and the end of its output did not come from the engine")
         if running or not command.streams.drained:
             await self._break("sandbox: the processes of a command could not be ended; the box was destroyed")
             command.exit_code = 137
@@ -289,6 +272,8 @@ class Container:
             script = SWEEP_OTHERS.format(pattern="|".join(f"{MARK}={mark}" for mark in others)) if others else SWEEP_ALL
             try:
                 _, streams = await self._engine.execute(self.name, ["sh", "-c", script], self._uid, {}, 1000)
+            except SandboxLost:
+                raise
             except SandboxError:
                 await self._break("sandbox: the box took all it may have and was destroyed")
                 return

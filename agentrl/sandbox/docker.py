@@ -28,7 +28,8 @@ from typing import Any, TypeVar, cast
 
 import trio
 
-from agentrl.errors import SandboxError, SandboxUnavailable, boundary
+from agentrl.clock import host_time
+from agentrl.errors import SandboxError, SandboxLost, SandboxUnavailable, boundary
 from agentrl.owner import OwnedFolder, is_dead
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox import seccomp
@@ -90,6 +91,7 @@ class Docker:
         self._engine: DockerEngine | None = None
         self._boxes: set[Container] = set()
         self._opening = trio.Lock()
+        self._failed_at, self._failure = -math.inf, ""
 
     async def create(self, spec: SandboxSpec | None = None) -> Container:
         """A new container. Raises SandboxUnavailable with what to do, SandboxError if the engine fails."""
@@ -97,10 +99,22 @@ class Docker:
         image = spec.image or self._image
         if image is None:
             raise SandboxUnavailable("docker needs an image: Docker(image=...) or SandboxSpec(image=...)")
+        engine = await self._open()
+        engine.check(spec)
+        return await Container.open(engine, dataclasses.replace(spec, image=image), self._boxes)
+
+    async def _open(self) -> DockerEngine:
+        asked = time.monotonic()
         async with self._opening:
             if self._engine is None:
-                self._engine = await DockerEngine.open(self._base_url, self._cert_path)
-        return await Container.open(self._engine, dataclasses.replace(spec, image=image), self._boxes)
+                if asked <= self._failed_at:  # they waited for the same, and would wait as long again
+                    raise SandboxUnavailable(self._failure)
+                try:
+                    self._engine = await DockerEngine.open(self._base_url, self._cert_path)
+                except SandboxError as error:
+                    self._failed_at, self._failure = time.monotonic(), str(error)
+                    raise
+            return self._engine
 
     def engine_labels(self) -> dict[str, str]:
         """The labels of this process's containers on the engine; empty before the first one."""
@@ -117,7 +131,8 @@ class Docker:
 
 
 class DockerEngine:
-    """Calls to the engine, in threads; every failure named as the host's. Satisfies `container.Engine`."""
+    """Calls to the engine, in threads; every failure is named as the host's, and their time is the host's. Satisfies
+    `container_engine.Engine`."""
 
     def __init__(self, client: Any, address: EngineAddress) -> None:
         self._client, self._address = client, address
@@ -130,6 +145,7 @@ class DockerEngine:
         self.folder = OwnedFolder(prefer_memory=False, remover=remover)
         self.owner, self.host = self.folder.path.name, _host()
         self._counters: dict[str, Path | None] = {}
+        self._lost_at = -math.inf
 
     @classmethod
     async def open(cls, base_url: str | None, cert_path: str | os.PathLike[str] | None) -> DockerEngine:
@@ -168,14 +184,35 @@ class DockerEngine:
                 with contextlib.suppress(Exception):
                     container.remove(force=True)
 
+    def check(self, spec: SandboxSpec) -> None:
+        """Raises SandboxUnavailable for a box that could reach the engine itself, which asks nobody who he is."""
+        if spec.network and self._address.url.startswith("tcp:") and self._address.tls is None:
+            raise SandboxUnavailable(
+                f"a box with a network could take over the engine at {self._address.url}, which asks for no "
+                "certificate: start it with --tlsverify, and give cert_path"
+            )
+
     async def call(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """Run one SDK call in a thread. Raises SandboxError."""
+        """Run one SDK call in a thread. Raises SandboxError; SandboxLost if the engine does not answer. Calls that
+        waited for a thread meanwhile are not made: each would take its whole deadline as well."""
+        asked = time.monotonic()
 
         def run() -> T:
-            with boundary(SandboxError, "docker:"):
-                return function(*arguments, **options)
+            if asked <= self._lost_at:
+                raise SandboxLost(self._address.lost("it did not answer another call"))
+            try:
+                with boundary(SandboxError, "docker:"):
+                    return function(*arguments, **options)
+            except SandboxError as error:
+                cause = error.__cause__
+                if not isinstance(cause, OSError) or hasattr(cause, "is_client_error"):  # the SDK's own: an answer
+                    raise
+                self._lost_at = time.monotonic()
+                why = f"{type(cause).__name__}; a call has {self._client.api.timeout:.0f} s"
+                raise SandboxLost(self._address.lost(why)) from cause
 
-        return await trio.to_thread.run_sync(run, limiter=self._threads)
+        with host_time("the docker engine"):
+            return await trio.to_thread.run_sync(run, limiter=self._threads)
 
     def next_uid(self) -> int:
         """A user id for a box's commands, so that its processes are counted by themselves."""
@@ -239,7 +276,8 @@ class DockerEngine:
 
     async def _hijack(self, path: str, body: Mapping[str, object], *, output_bytes: int = 0) -> AttachedStreams:
         version = self._client.api.api_version
-        return await hijack(self._address, f"/v{version}{path}", body, output_bytes=output_bytes)
+        with host_time("the docker engine"):
+            return await hijack(self._address, f"/v{version}{path}", body, output_bytes=output_bytes)
 
     async def execute(
         self, container: str, argv: Sequence[str], uid: int, env: Mapping[str, str], output_bytes: int
@@ -265,6 +303,8 @@ class DockerEngine:
 
     def _find_counter(self, container: str) -> Path | None:
         """The file in which the kernel counts a container's tasks, if the engine runs on this machine."""
+        if not self._address.url.startswith("unix:"):
+            return None
         pid = self._client.api.inspect_container(container)["State"]["Pid"]
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
@@ -311,8 +351,8 @@ class DockerEngine:
         await self.call(remove)
 
     async def close(self) -> None:
-        await self.call(self.folder.close)
-        await self.call(self._client.close)
+        await trio.to_thread.run_sync(self.folder.close)
+        await trio.to_thread.run_sync(self._client.close)
 
 
 def _host() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import shlex
 import socket
 import ssl
 from dataclasses import dataclass
@@ -64,6 +65,18 @@ class EngineAddress:
         tls, url = _context(folder, named), f"tcp://{host}:{port or 2376}"
         return cls(url=url, setting=setting, certificates=folder, certificates_setting=named, tls=tls)
 
+    def lost(self, why: str) -> str:
+        """That the engine does not answer, in one line, with the command that looks for it."""
+        return f"no docker engine answers at {self.url} ({' '.join(why.split())}); look: {self.command('version')}"
+
+    def command(self, *words: str) -> str:
+        """What to type to have docker's own command line speak with this engine."""
+        flags = ["--host", self.url]
+        if folder := self.certificates:
+            flags += ["--tlsverify", "--tlscacert", f"{folder / CA}"]
+            flags += ["--tlscert", f"{folder / CERTIFICATE}", "--tlskey", f"{folder / KEY}"]
+        return shlex.join(["docker", *flags, *words])
+
     async def connect(self) -> trio.abc.HalfCloseableStream:
         """A connection to the engine. Raises OSError, trio.BrokenResourceError."""
         parts = urlsplit(self.url)
@@ -91,7 +104,9 @@ class EngineAddress:
             answer = engine.getresponse()
             words = answer.read(1 << 12).decode(errors="replace").strip()
         except (OSError, http.client.HTTPException) as error:
-            said = self._hint(error) or f"{type(error).__name__}: {error}; start it, or correct {self.setting}"
+            silent = isinstance(error, TimeoutError)
+            said = f"nothing within {_ANSWER_S:.0f} s" if silent else f"{type(error).__name__}: {error}"
+            said = self._hint(error) or f"{said}; start it, or correct {self.setting}; look: {self.command('version')}"
             raise SandboxUnavailable(f"{nobody}: {' '.join(said.split())}") from error
         finally:
             engine.close()

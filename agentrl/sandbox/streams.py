@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 
 import h11
 import trio
 
-from agentrl.errors import SandboxError
+from agentrl.errors import SandboxError, SandboxLost
 from agentrl.sandbox.engine_address import EngineAddress
 from agentrl.sandbox.process import Output
 
@@ -28,7 +28,7 @@ async def hijack(
 ) -> AttachedStreams:
     """POST `body` to an engine and take the connection over.
 
-    Raises SandboxError if the engine does not answer or refuses."""
+    Raises SandboxError if the engine refuses, SandboxLost if it does not answer."""
     try:
         with trio.fail_after(_ANSWER_S):
             stream = await address.connect()
@@ -39,7 +39,8 @@ async def hijack(
                     await stream.aclose()
                 raise
     except (OSError, trio.BrokenResourceError, trio.TooSlowError, h11.ProtocolError) as error:
-        raise SandboxError(f"docker: the engine at {address.url} does not answer: {error}") from error
+        what = f"no answer in {_ANSWER_S:.0f} s" if isinstance(error, trio.TooSlowError) else str(error)
+        raise SandboxLost(address.lost(what)) from error
     return AttachedStreams(stream, said, output_bytes=output_bytes)
 
 
@@ -74,10 +75,12 @@ class AttachedStreams:
         self.stdout, self.stderr = Output(output_bytes), Output(output_bytes)
         self.changed = trio.Event()
         self.drained = False
+        self.broken = self.fed = False  # the connection broke off; something was sent
         self.ended = trio.Event()
 
     async def send(self, data: bytes) -> None:
         """Write to stdin; nothing happens if the command has ended."""
+        self.fed = self.fed or bool(data)
         with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             await self._stream.send_all(data)
 
@@ -91,7 +94,7 @@ class AttachedStreams:
         """Read frames until the other side ends; bytes beyond the bound are thrown away, slowly."""
         waiting, self._said = bytearray(self._said), b""
         left, output = 0, self.stdout
-        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+        with self._until_broken():
             while True:
                 while len(waiting) >= (1 if left else _HEADER):
                     if left == 0:
@@ -112,6 +115,15 @@ class AttachedStreams:
         self.drained = True
         self.ended.set()
         self._tell()
+
+    @contextlib.contextmanager
+    def _until_broken(self) -> Generator[None]:
+        try:
+            yield
+        except trio.BrokenResourceError:
+            self.broken = True
+        except trio.ClosedResourceError:
+            pass
 
     async def close(self) -> None:
         with trio.CancelScope(shield=True):

@@ -11,10 +11,11 @@ import pytest
 import trio
 import trio.testing
 
-from agentrl.errors import SandboxError, SandboxPathError
+from agentrl.errors import SandboxError, SandboxLost, SandboxPathError
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox import container, scripts
-from agentrl.sandbox.container import Container, Engine
+from agentrl.sandbox.container import Container
+from agentrl.sandbox.container_engine import Engine
 from agentrl.sandbox.streams import AttachedStreams
 
 
@@ -170,3 +171,65 @@ async def test_a_command_that_starts_after_its_kill_is_killed_again(
     await process.kill()
     assert (engine.sweeps, engine.removed) == (2, 0)
     assert not box._broken  # pyright: ignore[reportPrivateUsage]
+
+
+class Away(Late):
+    """An engine that a network cuts off for a while: its answers, and the end of a command's output, come after it."""
+
+    def __init__(self, *, away_s: float, output_s: float, left: int = 1) -> None:
+        super().__init__(by=0)
+        self.away_s, self.output_s, self.left = away_s, output_s, left
+
+    async def execute(
+        self, container: str, argv: Sequence[str], uid: int, env: Mapping[str, str], output_bytes: int
+    ) -> tuple[str, AttachedStreams]:
+        ours, theirs = trio.testing.memory_stream_pair()
+
+        async def end() -> None:
+            await trio.sleep(self.output_s)
+            await theirs.aclose()
+
+        trio.lowlevel.spawn_system_task(end)
+        return "execution", AttachedStreams(ours, b"", output_bytes=output_bytes)
+
+    async def state(self, execution: str) -> tuple[bool, int | None]:
+        away_s, self.away_s = self.away_s, 0.0
+        await trio.sleep(away_s)
+        return False, 0
+
+    async def processes(self, container: str) -> int:
+        return self.left
+
+
+async def test_law_3_a_partition_that_heals_takes_nothing_from_a_commands_deadline(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    box = Container(cast(Engine, Away(away_s=20.0, output_s=21.0)), SandboxSpec(), set())
+    result = await box.exec(["true"], timeout_s=5.0)
+    assert (result.exit_code, result.timed_out) == (0, False)
+
+
+async def test_law_3_output_that_the_network_keeps_back_costs_no_box(autojump_clock: trio.testing.MockClock) -> None:
+    """No process of the command is left that could hold its output open; where one is, it is the policy's."""
+    engine = Away(away_s=0.0, output_s=1000.0)
+    box = Container(cast(Engine, engine), SandboxSpec(), set())
+    with pytest.raises(SandboxLost, match="the end of its output did not come"):
+        await box.exec(["true"])
+    assert not engine.removed
+    held = Away(away_s=0.0, output_s=1000.0, left=9)
+    assert (await Container(cast(Engine, held), SandboxSpec(), set()).exec(["true"])).exit_code == 137
+    assert held.removed == 1
+
+
+class Silent(Gone):
+    async def execute(
+        self, container: str, argv: Sequence[str], uid: int, env: Mapping[str, str], output_bytes: int
+    ) -> Any:
+        raise SandboxLost("no engine answers")
+
+
+async def test_a_host_that_does_not_answer_is_not_asked_what_its_box_died_of() -> None:
+    engine = Silent(starved=True)
+    with pytest.raises(SandboxLost):
+        await Container(cast(Engine, engine), SandboxSpec(), set()).exec(["true"])
+    assert engine.asked_since == []
