@@ -23,6 +23,7 @@ from agentrl.errors import ConfigError, UsageError
 from agentrl.league import LeagueSettings
 from agentrl.records import POLICY, SamplingParams
 from agentrl.role_settings import RoleTable, WithRoles
+from agentrl.sandbox_settings import Sandboxes
 from agentrl.settings import (
     Alarms,
     Buffer,
@@ -252,6 +253,7 @@ class RunConfig(WithRoles, WithCluster, _Section):
     engine: EngineSettings = EngineSettings()
     buffer: Buffer = Buffer()
     cluster: Cluster = Cluster()
+    sandbox: Sandboxes = Sandboxes()
     algo: SerializeAsAny[Algorithm] = Field(default_factory=GRPO)  # one of the algorithms, by its `kind`
     roles: list[RoleTable] = Field(default_factory=list[RoleTable])
     league: LeagueSettings = LeagueSettings()
@@ -484,7 +486,7 @@ def parse(document: dict[str, Any], *, folder: Path = Path()) -> RunConfig:
     except ValidationError as error:
         raise config_error(error, RunConfig) from None
     beside = {name: [one.beside(folder) for one in getattr(config, name)] for name in ("tasks", "rewards")}
-    return config.model_copy(update=beside)
+    return config.model_copy(update={**beside, "sandbox": config.sandbox.beside(folder)})
 
 
 def to_json(config: RunConfig) -> str:

@@ -29,6 +29,7 @@ from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Message, Messages, Step, StopReason, Task
 from agentrl.registration import make
 from agentrl.runtime.evaluation import EvalResult, tasks_of
+from agentrl.sandbox import sharing
 from agentrl.settings import HeldOut
 
 T = TypeVar("T")
@@ -118,6 +119,7 @@ class _ResultsFile:
 async def _play_all(
     config: RunConfig, endpoint: Endpoint, tasks: list[Task], keep: Callable[[Mapping[str, Json]], object]
 ) -> None:
+    sharing.configure(config.sandbox.arguments())
     places = trio.CapacityLimiter(endpoint.concurrency)
 
     async def one(task: Task) -> None:

@@ -13,6 +13,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import ScoreError, UsageError
 from agentrl.rewards.sources import Scorer, rewarder_of
 from agentrl.runtime.teaching import teacher_of
+from agentrl.sandbox import sharing
 from agentrl.settings import RewardSource
 from agentrl.store import RunStore, Source
 from agentrl.store.awaitable import AsyncStore
@@ -95,6 +96,7 @@ async def rescore(config: RunConfig, store: RunStore, source: str) -> tuple[int,
     settings = _named(config, source)
     said = [one.version for one in store.scores(source)]
     version = max([settings.version, *said]) + 1
+    sharing.configure(config.sandbox.arguments())
     desk = AsyncStore(store)
     teacher = partial(teacher_of, config, desk.meta)
     scorer = Scorer(settings, desk, rewarder_of(settings, artifacts_of=store.artifacts, teacher_of=teacher))

@@ -40,6 +40,7 @@ from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import model_dir, renderer_of, vocabulary
 from agentrl.runtime.policies import urls_of
 from agentrl.runtime.rundir import RunDir
+from agentrl.sandbox import sharing
 from agentrl.store import RunStore
 from agentrl.store.awaitable import AsyncStore
 from agentrl.store.roles import ReadStore, RolloutStore, Versions
@@ -70,6 +71,7 @@ def serve(path: Path, index: int) -> None:
 
 
 async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> None:
+    sharing.configure(config.sandbox.arguments())
     opened, reader = RunStore.open(run.store_path), RunStore.read(run.store_path)
     store = AsyncStore(opened, reader, disk_wait_s=config.train.stall_deadline_s)  # then the run ends
     renderer = renderer_of(config)

@@ -11,8 +11,8 @@ await boxes.leave()                     # the last to leave closes the backend
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar, cast
 
 import trio
 from trio.lowlevel import RunVar
@@ -25,6 +25,14 @@ from agentrl.sandbox.pool import Pool
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+_arguments: RunVar[Mapping[str, Mapping[str, Any]]] = RunVar("agentrl.sandbox.arguments", default={})
+
+
+def configure(arguments: Mapping[str, Mapping[str, Any]]) -> None:
+    """From now on, what the backends of this trio loop are opened with, by registry id."""
+    _arguments.set(arguments)
 
 
 class SharedBackend:
@@ -74,7 +82,7 @@ class SharedBackend:
             await opened.aclose()
 
     async def _opened(self) -> SandboxBackend:
-        plain = backend(self.name)
+        plain = backend(self.name, **_arguments.get().get(self.name, {}))
         if not self._ready:
             return plain
         pool = Pool(plain, ready=self._ready)

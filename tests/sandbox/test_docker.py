@@ -28,12 +28,28 @@ async def backend(docker_engine: str) -> AsyncGenerator[Docker]:
     await backend.aclose()
 
 
-# Nine boxes, one after the other.
-_SLOW = {case: pytest.mark.slow for case in CASES if str(case).startswith("no descriptor of this process")}
+OVER_A_SOCKET = (  # where the connection or the count of processes is another than over TLS
+    "stdin arrives, all 256 byte values, and ends",
+    "a megabyte of stdin passes while the command writes as it reads",
+    "without stdin a reader sees the end at once",
+    "a command that does not read its megabyte of stdin is no failure",
+    "a timeout ends the command soon and is flagged; what it wrote before is kept",
+    "cancelling the caller ends the command; the box is as good as before",
+    "five megabytes pass through write and read",
+    "a background process answers what it is sent, line by line",
+    "outliving the end of a command by a double fork with a session of its own",
+    "a thread bomb",
+    "endless output on stdout and stderr",
+)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=_SLOW.get(case, ())) for case in CASES], ids=str)
+def test_the_cases_over_a_socket_exist() -> None:
+    assert set(OVER_A_SOCKET) <= {case.name for case in CASES}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in OVER_A_SOCKET], ids=str)
 async def test_keeps_promise(case: Case, backend: Docker) -> None:
+    """`test_docker_tls` has all cases, on an engine over TLS."""
     await case.run(backend)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Generator
@@ -14,14 +15,15 @@ _CHUNK = 1 << 16
 
 
 class Proxy:
-    """Listens at `port` of this host, and carries bytes to a server's socket. `delay_s` is for each chunk, each way."""
+    """Listens at `port` of this host, and carries bytes to a server's socket, or to its port here. `delay_s` is for
+    each chunk, each way."""
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path | int) -> None:
         self.delay_s = 0.0
         self._target = target
         self._carries = threading.Event()
         self._carries.set()
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._pairs: dict[int, tuple[socket.socket, socket.socket]] = {}  # by the port of the client
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -35,10 +37,18 @@ class Proxy:
 
     def cut(self) -> None:
         """End all connections there are now, from both sides."""
-        pairs, self._pairs = self._pairs, []
-        for each in (end for pair in pairs for end in pair):
+        pairs, self._pairs = self._pairs, {}
+        for each in (end for pair in pairs.values() for end in pair):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+    def reset(self, client: int) -> None:
+        """Break the connection off that comes from this port (RST), without an orderly end."""
+        for each in self._pairs.pop(client):
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with contextlib.suppress(OSError):  # the thread of the other end has ended it
+                each.shutdown(socket.SHUT_RD)  # a thread in `recv` holds it open
+            each.close()
 
     def close(self) -> None:
         self._listener.close()
@@ -48,10 +58,13 @@ class Proxy:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                near, _ = self._listener.accept()
-                far = socket.socket(socket.AF_UNIX)
-                far.connect(os.fspath(self._target))
-                self._pairs.append((near, far))
+                near, (_, client) = self._listener.accept()
+                if isinstance(self._target, int):
+                    far = socket.create_connection(("127.0.0.1", self._target))
+                else:
+                    far = socket.socket(socket.AF_UNIX)
+                    far.connect(os.fspath(self._target))
+                self._pairs[client] = (near, far)
                 for ends in ((near, far), (far, near)):
                     threading.Thread(target=self._carry, args=ends, daemon=True).start()
 
@@ -68,8 +81,8 @@ class Proxy:
 
 
 @contextlib.contextmanager
-def before(target: Path) -> Generator[Proxy]:
-    """A proxy before the socket at `target`, until the end of the block."""
+def before(target: Path | int) -> Generator[Proxy]:
+    """A proxy before the socket or the port `target`, until the end of the block."""
     proxy = Proxy(target)
     try:
         yield proxy
