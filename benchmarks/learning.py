@@ -86,6 +86,8 @@ LAST = (
     Configuration("grpo, lag 0", ("buffer.max_lag=0",)),
     Configuration("grpo, outcome alone", ("algo.process_weight=0",)),
     Configuration("grpo, no importance", ("algo.importance=none",)),
+    Configuration("grpo, 2 ranks", ("train.parallel.ranks=2",), seeds=2),
+    Configuration("grpo, context 2", ("train.parallel.ranks=2", "train.parallel.context=2"), seeds=1),
 )
 
 
