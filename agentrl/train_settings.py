@@ -35,10 +35,11 @@ def check_divides(key: str, ranks: int, model: Mapping[str, Any], counts: Sequen
 class ParallelPlan(Section):
     """The learner over ranks: processes of its machine, each with a device of its own. Weights, gradients and the state
     of the optimizer are cut into a shard for each rank (FSDP2), the passes of an update are divided among them: each
-    rank, or each `tensor` of them together, computes one at a time."""
+    rank, or each `context` times `tensor` of them together, computes one at a time."""
 
     ranks: Count = 1  # processes that share the learner's work; 1: nothing is divided
     tensor: Count = 1  # ranks that compute each pass together, of each layer some heads and neurons; divides ranks
+    context: Count = 1  # ranks, or groups of `tensor`, that compute each pass together, each for some of its tokens
     expert: Count = 1  # ranks that keep a mixture's experts apart and send each other tokens; divides ranks
     gpus: Gpus | None = None  # of ranks 0, 1, …; default: from that of train.device on
     deadline_s: Positive = 120.0  # of a collective: the learner starts again and names the rank that did not come
@@ -52,6 +53,13 @@ class ParallelPlan(Section):
                 may = " or ".join(str(one) for one in range(1, self.ranks + 1) if self.ranks % one == 0)
                 hint = f"it has to divide train.parallel.ranks = {self.ranks}: give {may}"
                 raise ConfigError(f"train.parallel.{name}", width, hint)
+        if self.ranks % (self.context * self.tensor):
+            most = self.ranks // self.tensor
+            may = " or ".join(str(one) for one in range(1, most + 1) if most % one == 0)
+            beside = f"train.parallel.ranks = {self.ranks}"
+            if self.tensor > 1:
+                beside += f" by train.parallel.tensor = {self.tensor}"
+            raise ConfigError("train.parallel.context", self.context, f"it has to divide {beside}: give {may}")
         return self
 
 

@@ -43,8 +43,13 @@ _BLOCK = 128  # nodes of a side of FlexAttention's blocks
 _QUERIES = 1024  # that share a mask
 
 
+Gather = Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]]
+"""Makes the keys and values of a pass from those of this rank's nodes; the name of what they are for goes with them."""
+
+
 class Layout(Protocol):
-    """The branches of one pass, ready for the attention of every layer. Together they are all nodes, in order."""
+    """The branches of one pass, ready for the attention of every layer: all of them, or pieces, in the order of their
+    nodes. These are the queries; keys and values are those of all nodes of the pass."""
 
     def __init__(self, branches: Sequence[Branch]) -> None: ...
 
@@ -57,7 +62,7 @@ class Layout(Protocol):
         scale: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """query [1, H, N, D], key and value [1, H_kv, N, D] give [1, N, H, D]. `window`: how many tokens a node sees,
+        """query [1, H, n, D], key and value [1, H_kv, N, D] give [1, n, H, D]. `window`: how many tokens a node sees,
         itself among them. `sinks` [H]: a score beside those of the keys, of nothing."""
         ...
 
@@ -70,13 +75,14 @@ def tree_attention(
     attention_mask: Tensor | None,
     *,
     layout: Layout,
+    gather: Gather | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     **given: object,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it. query [1, H, N, D], key and value [1, H_kv, N, D] give [1, N, H, D]. Dropout
-    of transformers' interface is not used.
+    """Attention as transformers calls it. query [1, H, N, D], key and value [1, H_kv, N, D] give [1, N, H, D]. With
+    `gather` all three are of this rank's nodes. Dropout of transformers' interface is not used.
 
     Raises ValueError for a mask, or for a number or tensor of unknown name: it could change the scores."""
     if attention_mask is not None:
@@ -87,6 +93,8 @@ def tree_attention(
     if torch.is_autocast_enabled(query.device.type):  # norms and rotations leave float32 behind
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if gather is not None:
+        key, value = gather(key, value, f"keys and values of layer {getattr(module, 'layer_idx', '?')}")
     return layout.attend(query, key, value, sliding_window, scaling, s_aux), None
 
 
@@ -218,21 +226,25 @@ def _parameters(function: Callable[..., object]) -> Mapping[str, object]:
 
 
 class Subtrees:
-    """FlexAttention over the nodes of a pass, which are padded to whole blocks. Raises ValueError if the nodes are not
-    in preorder."""
+    """FlexAttention over the nodes of a pass; queries and keys are padded to whole blocks. Raises ValueError if the
+    nodes are not in preorder. `_n` are the nodes that are queries, `_N` those that they may see."""
 
     def __init__(self, branches: Sequence[Branch]) -> None:
         paths = torch.cat([branch.path for branch in branches])
         stops, lengths, sizes = torch.tensor(
             [(branch.stop, len(branch.path), branch.stop - branch.start) for branch in branches], device=paths.device
         ).unbind(1)
-        self.size = branches[-1].stop
-        self.padding = -self.size % _BLOCK
-        node_N = torch.arange(self.size + self.padding, device=paths.device)
+        self.size, self.count = branches[-1].stop, int(sizes.sum())
+        self.padding = -self.count % _BLOCK
+        keys = self.size + self.padding
+        node_N = torch.arange(keys + -keys % _BLOCK, device=paths.device)
         # the last branch below a node ends its subtree; a padding node sees itself, so that its softmax is finite
         self.end_N = (node_N + 1).scatter_reduce(0, paths, stops.repeat_interleave(lengths), "amax")
-        self.depth_N = functional.pad((lengths - stops).repeat_interleave(sizes), (0, self.padding)) + node_N
-        if int((self.end_N - node_N)[: self.size].sum()) != int((self.depth_N + 1)[: self.size].sum()):
+        self.depth_N = node_N.scatter(0, paths, _numbered(torch.zeros_like(lengths), lengths))
+        own_n = _numbered(stops - sizes, sizes)
+        self.node_n = torch.cat([own_n, node_N[self.size : keys]])
+        seen = torch.searchsorted(own_n, self.end_N) - torch.searchsorted(own_n, node_N)
+        if int(seen[: self.size].sum()) != int((self.depth_N[own_n] + 1).sum()):
             raise ValueError("the nodes of a tree are not in preorder")  # its pairs are counted once from either side
         self.masks: dict[int | None, Any] = {}
 
@@ -249,7 +261,9 @@ class Subtrees:
 
         if window not in self.masks:
             self.masks[window] = self._mask(window)
-        padded = [functional.pad(part, (0, 0, 0, self.padding)) for part in (query, key, value)]
+        more = len(self.end_N) - self.size
+        seen = [functional.pad(part[:, :, : self.size], (0, 0, 0, more)) for part in (key, value)]
+        padded = [functional.pad(query, (0, 0, 0, self.padding)), *seen]
         grouped = query.shape[1] != key.shape[1]
         options: dict[str, Any] = {"block_mask": self.masks[window], "scale": scale, "enable_gqa": grouped}
         if sinks is None:
@@ -257,32 +271,41 @@ class Subtrees:
         else:
             output, of = _flex(query.device.type)(*padded, **options, return_aux=AuxRequest(lse=True))
             output = output * (of.lse - sinks[:, None]).sigmoid()[..., None].to(output.dtype)
-        return output[:, :, : self.size].transpose(1, 2)
+        return output[:, :, : self.count].transpose(1, 2)
 
     def _mask(self, window: int | None) -> Any:
         """Block sparsity from the ends of the blocks' intervals, in [blocks, blocks] numbers."""
         from torch.nn.attention.flex_attention import BlockMask
 
-        end_N, depth_N = self.end_N, self.depth_N
-        first_B = torch.arange(0, len(end_N), _BLOCK, device=end_N.device)
-        above, below = first_B[None, :], first_B[:, None]  # a block of keys, a block of queries
-        end, depth = end_N.view(-1, _BLOCK), depth_N.view(-1, _BLOCK)
-        some = (above <= below) & (end.amax(1)[None, :] > below)
-        every = (above < below) & (end.amin(1)[None, :] >= below + _BLOCK)
+        end_N, depth_N, node_n = self.end_N, self.depth_N, self.node_n
+        plain = len(node_n) == len(end_N)  # query and node have the same number
+        key_B, end_B, above_B = (part.view(1, -1, _BLOCK) for part in (torch.arange(len(end_N)), end_N, depth_N))
+        query_B, below_B = (part.view(-1, 1, _BLOCK) for part in (node_n, depth_N[node_n]))
+        key_B = key_B.to(end_N.device)
+        some = (key_B[..., 0] <= query_B[..., -1]) & (end_B.amax(-1) > query_B[..., 0])
+        every = (key_B[..., -1] <= query_B[..., 0]) & (end_B.amin(-1) > query_B[..., -1])
         if window is not None:
-            some &= depth.amin(1)[:, None] - depth.amax(1)[None, :] < window
-            every &= depth.amax(1)[:, None] - depth.amin(1)[None, :] < window
+            some &= below_B.amin(-1) - above_B.amax(-1) < window
+            every &= below_B.amax(-1) - above_B.amin(-1) < window
         parts = [part[None, None] for blocks in (some & ~every, every) for part in _indices(blocks)]
 
         def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key <= query) & (query < end_N[key])
+            node = query if plain else node_n[query]
+            return (key <= node) & (node < end_N[key])
 
         def near(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key <= query) & (query < end_N[key]) & (depth_N[query] - depth_N[key] < cast(int, window))
+            node = query if plain else node_n[query]
+            return (key <= node) & (node < end_N[key]) & (depth_N[node] - depth_N[key] < cast(int, window))
 
         return BlockMask.from_kv_blocks(
-            *parts, BLOCK_SIZE=_BLOCK, mask_mod=seen if window is None else near, seq_lengths=(len(end_N), len(end_N))
+            *parts, BLOCK_SIZE=_BLOCK, mask_mod=seen if window is None else near, seq_lengths=(len(node_n), len(end_N))
         )
+
+
+def _numbered(first_B: Tensor, count_B: Tensor) -> Tensor:
+    """So many numbers from each first one on, one after the other."""
+    at = torch.arange(int(count_B.sum()), device=first_B.device)
+    return at + (first_B - count_B.cumsum(0) + count_B).repeat_interleave(count_B)
 
 
 def _indices(chosen: Tensor) -> tuple[Tensor, Tensor]:

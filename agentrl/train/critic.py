@@ -40,10 +40,11 @@ class Critic:
         return self._trunk
 
     def values(self, pack: Pack, hidden_PH: Tensor) -> Tensor:
-        """The value [K] of the text before each scored token. `hidden_PH` is the input of the policy's output layer; a
-        trunk of its own runs a pass here."""
+        """The value [K] of the text before each scored token. `hidden_PH` is the input of the policy's output layer, of
+        those that this rank has; a trunk of its own runs a pass here."""
         hidden_PH = self._trunk.hidden(pack) if self.own else hidden_PH
-        return self.head(hidden_PH.float())[:, 0][pack.predictor_K]
+        values_P = self._trunk.joined(pack, self.head(hidden_PH.float())[:, 0], "values")
+        return values_P[pack.predictor_K]
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that only the critic trains."""

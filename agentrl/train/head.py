@@ -100,6 +100,12 @@ class Places:
         order_I = row_I.argsort(stable=True)
         self.row_I, self.id_I, self.back_I = row_I[order_I], id_I[order_I], order_I.argsort()
 
+    def only(self, at_P: Tensor) -> tuple[Places, Tensor]:
+        """Those in rows that `at_P` has a number for, which is theirs then, and where they are among these."""
+        row_I = at_P[self.row_I]
+        own_J = (row_I >= 0).nonzero()[:, 0]
+        return Places(row_I[own_J], self.id_I[own_J]), own_J
+
     def cut(self, edges: Sequence[int]) -> list[tuple[slice, Tensor, Tensor]]:
         """Those between each two edges of rows: which of them in their order, their rows from the first edge, ids."""
         at = torch.searchsorted(self.row_I, torch.tensor(edges, device=self.row_I.device)).tolist()

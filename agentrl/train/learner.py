@@ -232,7 +232,7 @@ class Learner:
         """What `work` returned for each pass, by its place; each rank has its share of them, together with those that
         compute passes with it."""
         shares = divided(part, self._at_once, lambda pack: operations(self._module(pack), pack))
-        together = self.ranks.tensor
+        together = self.ranks.team
         found = self.ranks.run(work, [share for share in shares for _ in range(together)])[::together]
         each = ((one, is_) for share, of in zip(shares, found, strict=True) for one, is_ in zip(share, of, strict=True))
         return {one.at: is_ for one, is_ in each if one.counts}
@@ -240,7 +240,7 @@ class Learner:
     @property
     def _at_once(self) -> int:
         """Passes that the ranks compute at the same time."""
-        return self.ranks.size // self.ranks.tensor
+        return self.ranks.size // self.ranks.team
 
     def _module(self, pack: Pack) -> Any:
         """What computes a pass."""
@@ -272,7 +272,7 @@ class Learner:
             self._watch.lap("forward")
             self._progress()
             # The loss is a sum over passes, and gradients are one over ranks: who shares a pass has a part of its loss.
-            (loss.total * (1 / self.ranks.tensor if one.counts else 0)).backward()
+            (loss.total * (1 / self.ranks.team if one.counts else 0)).backward()
             self._watch.lap("backward")
             self._progress()
         return found

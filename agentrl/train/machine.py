@@ -80,12 +80,12 @@ def operations(module: Any, pack: Pack) -> float:
     width = config.num_attention_heads * (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
-    pairs = sum(_pairs(branch.stop - branch.start, len(branch.path)) for branch in pack.branches)
+    seen = sum(pairs(branch.stop - branch.start, len(branch.path)) for branch in pack.branches)
     products = 2 * (body * nodes + head * len(pack.predictors_P))
-    attention = 4 * config.num_hidden_layers * width * pairs
+    attention = 4 * config.num_hidden_layers * width * seen
     return products * (2 if lora.has_adapter(module) else 3) + 3 * attention
 
 
-def _pairs(queries: int, keys: int) -> int:
+def pairs(queries: int, keys: int) -> int:
     """Of a query and a key that it sees: the queries are the last of the keys."""
     return queries * (keys - queries) + queries * (queries + 1) // 2

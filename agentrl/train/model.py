@@ -1,7 +1,6 @@
 """The policy as the learner sees it: log-probs of the scored tokens of a pack.
 
-Owns loading a Hugging Face folder, and that its attention is the one over prefix trees. Never knows advantages, losses
-or optimizers.
+Owns that its attention is the one over prefix trees. Never knows advantages, losses or optimizers.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -9,7 +8,6 @@ or optimizers.
 
 from __future__ import annotations
 
-import inspect
 import os
 import shutil
 import warnings
@@ -18,24 +16,23 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.distributed.configuration_utils import DistributedConfig
+from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.columns import KEPT
 from agentrl.errors import ConfigError, ModelError
 from agentrl.train import lora, masters
-from agentrl.train.attention import Layout, Paths, Shape, choose, tree_attention
+from agentrl.train.attention import Gather, Layout, Paths, Shape, choose, tree_attention
 from agentrl.train.checkpoint import ADAPTER
 from agentrl.train.head import Asked, Head, Places, head_of, overheard, rows_within, statistics
+from agentrl.train.loading import load
 from agentrl.train.masters import master
 from agentrl.train.packing import Branch, Pack
+from agentrl.train.parallel.portions import Portion
 from agentrl.train.parallel.ranks import ALONE, Ranks
 from agentrl.train.parallel.shards import local, reshard, settled
 from agentrl.train.ragged import normalised
@@ -85,7 +82,7 @@ class PolicyModel:
         `train.attention`) does not work here."""
         self.folder, self.device, self.dtype = folder, torch.device(device), dtype
         self._offloading, self._ranks = offloading, ranks
-        self.module = _load(folder, ranks)
+        self.module = load(folder, ranks, ATTENTION)
         wide = held if held is not None and held.weights == "bfloat16" else None
         self._narrow = dtype != torch.float32 and (frozen or adapter is not None or wide is not None)
         if self._narrow:
@@ -108,6 +105,9 @@ class PolicyModel:
             self.obstacle = _obstacle(self.module)
             self._head, self._logits_bytes = _check(self.module, folder, self.obstacle), logits_mb << 20
         reshard(self.module)
+        if self.obstacle and ranks.team > ranks.tensor:
+            hint = f"the model is computed row by row ({self.obstacle}): give 1"
+            raise ConfigError("train.parallel.context", ranks.team // ranks.tensor, hint)
         if self._head is None and not headless:
             name, hint = type(self.module).__name__, "lower train.tokens_per_batch if memory is short"
             warnings.warn(f"the logits of {name} in {str(folder)!r} are computed all at once: {hint}", stacklevel=2)
@@ -132,11 +132,18 @@ class PolicyModel:
         return self.module.config.get_text_config().vocab_size
 
     def hidden(self, pack: Pack) -> Tensor:
-        """The input of the output layer [P, H] at `predictors_P`, computed in `dtype`."""
-        computing = _computing(self.device, self.dtype)
+        """The input of the output layer [P, H] at `predictors_P`, computed in `dtype`: of those that this rank has."""
+        computing, portion = _computing(self.device, self.dtype), self._ranks.portion(pack)
         with settled(self.module), computing, self._keeping(), overheard(self._layer, _nothing) as heard:
-            self._run(pack)
-        return _joined(heard)
+            self._run(portion)
+        return _joined(heard)[portion.rows]
+
+    def joined(self, pack: Pack, own_P: Tensor, name: str) -> Tensor:
+        """Numbers of all `predictors_P` from those that this rank has."""
+        portion = self._ranks.portion(pack)
+        if portion.row_p is None:
+            return own_P
+        return portion.joined([(own_P, portion.row_p, len(pack.predictors_P))], name)[0]
 
     def logprobs(self, pack: Pack, *, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """Log-prob [K] of each scored token and entropy [K] at its place, in nats, of the distribution that it was
@@ -148,15 +155,14 @@ class PolicyModel:
         self, pack: Pack, *, temperature: float, entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`logprobs`, the log-prob [O] of each observed token, at temperature 1: nobody sampled it, and the input of
-        the output layer [P, H]."""
-        kept = pack.ragged.get(KEPT)
+        the output layer [P, H], of those `predictors_P` that this rank has."""
+        portion, kept = self._ranks.portion(pack), pack.ragged.get(KEPT)
         of_M, ids_M = (pack.target_K[:0],) * 2 if kept is None else kept.sets()
         own = Places(torch.cat([pack.predictor_K, pack.predictor_K[of_M]]), torch.cat([pack.target_K, ids_M]))
         plain = Places(pack.observer_O, pack.observed_O)
         with settled(self.module):
-            hidden_PH, found = self._read(
-                lambda: self._run(pack), own, plain, temperature=temperature, dtype=self.dtype
-            )
+            run = partial(self._run, portion)
+            hidden_PH, found = self._read(run, own, plain, portion, temperature=temperature, dtype=self.dtype)
         own_KM, observed_O, entropy_P = found
         logprobs_K, logprobs_M = own_KM.split([len(pack.target_K), len(ids_M)])
         entropy_K = (entropy_P if entropy_grad else entropy_P.detach())[pack.predictor_K]
@@ -180,31 +186,46 @@ class PolicyModel:
         next_, none = Places(numbers_N[:-1], tokens_N[1:]), Places(numbers_N[:0], tokens_N[:0])
         exact = dtype == torch.float32 and not self._narrow
         with settled(self.module), nullcontext() if exact else _rounded(self.module, dtype):
-            _, (logprobs_T, _, _) = self._read(run, next_, none, temperature=1.0, dtype=torch.float32)
+            _, (logprobs_T, _, _) = self._read(run, next_, none, None, temperature=1.0, dtype=torch.float32)
         return tuple(logprobs_T.tolist())
 
-    def _run(self, pack: Pack) -> Tensor:
+    def _run(self, portion: Portion) -> Tensor:
+        pack = portion.pack
         if self.obstacle:
             return _logits_of_rows(self.module, pack.token_ids_N, pack.branches, pack.predictors_P)
-        return _logits(self.module, pack.token_ids_N, pack.depth_N, self.layout(pack.branches), pack.predictors_P)
+        layout, gather = self.layout(portion.branches), None if portion.node_n is None else portion.gather
+        return _logits(self.module, portion.token_ids_n, portion.depth_n, layout, portion.keep_c, gather)
 
     def _read(
-        self, run: Callable[[], Tensor], own: Places, plain: Places, *, temperature: float, dtype: torch.dtype
+        self,
+        run: Callable[[], Tensor],
+        own: Places,
+        plain: Places,
+        portion: Portion | None,
+        *,
+        temperature: float,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """The input of the output layer [P, H] in a pass made by `run`, and what `statistics` says of its logits."""
-        head, layer = self._head, self._layer
-        asked = Asked(own=own, plain=plain, temperature=temperature, rows=rows_within(self._logits_bytes, self.vocab))
+        """The input of the output layer [P, H] in a pass made by `run`, of those rows that this rank has, and what
+        `statistics` says of the logits of all."""
+        head, layer, size = self._head, self._layer, rows_within(self._logits_bytes, self.vocab)
         with _computing(self.device, dtype), self._keeping(), overheard(layer, _nothing if head else None) as heard:
             logits_PV = run()
-        hidden_PH = _joined(heard)
-        if head is None:
-            return hidden_PH, statistics(_nothing, logits_PV, (), asked)
+        rows = slice(None) if portion is None else portion.rows
+        hidden_PH = _joined(heard)[rows]
 
         def logits_of(hidden_CH: Tensor) -> Tensor:
+            assert head is not None
             with _computing(self.device, dtype):
                 return head(hidden_CH)
 
-        return hidden_PH, statistics(logits_of, hidden_PH, tuple(layer.parameters()), asked)
+        def found(own: Places, plain: Places) -> tuple[Tensor, Tensor, Tensor]:
+            asked = Asked(own=own, plain=plain, temperature=temperature, rows=size)
+            if head is None:
+                return statistics(_nothing, logits_PV[rows], (), asked)
+            return statistics(logits_of, hidden_PH, tuple(layer.parameters()), asked)
+
+        return hidden_PH, found(own, plain) if portion is None else portion.read(own, plain, found)
 
     def _keeping(self) -> AbstractContextManager[object]:
         """Inside, tensors that gradients need are kept where they should wait for these."""
@@ -222,7 +243,7 @@ class PolicyModel:
             lora.load(self.module, folder / ADAPTER)
             return
         try:
-            masters.load(self.module, _load(folder, self._ranks).state_dict())
+            masters.load(self.module, load(folder, self._ranks, ATTENTION).state_dict())
         except RuntimeError as error:
             raise ModelError(f"weights of {str(folder)!r} do not fit {str(self.folder)!r}: {error}") from error
 
@@ -274,13 +295,16 @@ def _rounded(module: Any, dtype: torch.dtype) -> Generator[None]:
             after(part)
 
 
-def _logits(module: Any, token_ids_N: Tensor, depth_N: Tensor, layout: Layout, keep_P: Tensor) -> Tensor:
+def _logits(
+    module: Any, token_ids_N: Tensor, depth_N: Tensor, layout: Layout, keep_P: Tensor, gather: Gather | None = None
+) -> Tensor:
     output = module(
         input_ids=token_ids_N[None],
         position_ids=depth_N[None],
         use_cache=False,
         logits_to_keep=keep_P,
         layout=layout,
+        gather=gather,
     )
     return output.logits[0]
 
@@ -322,64 +346,6 @@ def _compile(module: Any, device: torch.device) -> None:
     for part in module.modules():
         if isinstance(part, GradientCheckpointingLayer):  # transformers' base of all decoder layers
             part.compile(dynamic=True)
-
-
-def _load(folder: Path, ranks: Ranks) -> Any:
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"no model in {str(folder)!r}: it holds no config.json")
-    if detect_fake_mode() is not None:
-        return _hollow(folder)
-    bars = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        with _spread(ranks) as asked:
-            module, info = cast(Any, AutoModelForCausalLM).from_pretrained(
-                folder,
-                dtype=torch.float32,
-                attn_implementation=ATTENTION,
-                local_files_only=True,
-                output_loading_info=True,
-                **asked,
-            )
-    except ConfigError:  # the model cannot be cut so
-        raise
-    except Exception as error:  # transformers raises many kinds for a broken folder; the user must mend each
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ModelError(f"cannot load the model in {str(folder)!r}: {reason}") from error
-    finally:
-        if bars:
-            transformers.utils.logging.enable_progress_bar()
-    if missing := sorted(info["missing_keys"]):
-        raise ModelError(f"the weights in {str(folder)!r} lack {len(missing)} tensors, first {missing[0]!r}")
-    if "logits_to_keep" not in inspect.signature(module.forward).parameters:
-        raise ModelError(f"{type(module).__name__} in {str(folder)!r} cannot compute logits of chosen positions only")
-    return module
-
-
-@contextmanager
-def _spread(ranks: Ranks) -> Generator[dict[str, Any]]:
-    """Inside, transformers reads only this rank's shards of the weights, if it is given these arguments: it cuts a
-    model that is to be distributed after it was made on the meta device, before a weight is read."""
-    if ranks.size == 1:
-        yield {}
-        return
-
-    def laid(_: object, model: Any, *__: object) -> Any:
-        ranks.spread(model)
-        return model
-
-    with patch.object(PreTrainedModel, "maybe_distribute_model", classmethod(laid)):
-        yield {"distributed_config": DistributedConfig()}
-
-
-def _hollow(folder: Path) -> Any:
-    """The model of a config.json, of tensors that have no numbers."""
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        return cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
-    except Exception as error:  # of many kinds; the user must mend each
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ModelError(f"cannot make the model that {str(folder / 'config.json')!r} describes: {reason}") from error
 
 
 def _hold_in(

@@ -18,6 +18,7 @@ from agentrl.train.attention import LAYOUTS, Layout, Paths, Shape, Subtrees, cho
 from agentrl.train.budget import Tracker
 from agentrl.train.model import PolicyModel
 from agentrl.train.packing import Branch, Pack, packs
+from agentrl.train.parallel.portions import pieces, spans
 
 from .test_packing import row
 
@@ -134,6 +135,24 @@ def test_a_node_gets_what_its_row_alone_would_give_it_and_so_do_the_gradients(
         torch.testing.assert_close(gradients, wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_has_some_of_the_nodes_computes_what_one_of_all_does(ranks: int, layout: type[Layout]) -> None:
+    torch.manual_seed(0)
+    (pack,) = packs(forked_rows(3), 4096)
+    parts = parts_of(pack)
+    weights = torch.randn(1, len(pack.token_ids_N), HEADS, DIM)
+    for window in (None, 7):
+        expected = layout(pack.branches).attend(*parts, window, 0.3)
+        found = torch.zeros_like(expected)
+        for share in spans(pack.branches, ranks):
+            own_n = torch.cat([torch.arange(*span) for span in share])
+            output = layout(pieces(pack.branches, share)).attend(parts[0][:, :, own_n], *parts[1:], window, 0.3)
+            found = found.index_add(1, own_n, output)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        gradients, wanted = (torch.autograd.grad((one * weights).sum(), parts) for one in (found, expected))
+        torch.testing.assert_close(gradients, wanted, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("layout", ["sdpa", "sdpa of few queries", "flex"], indirect=True)
 @pytest.mark.parametrize("window", [None, 7])
 def test_a_sink_takes_its_share_of_every_nodes_attention(window: int | None, layout: type[Layout]) -> None:
@@ -164,20 +183,23 @@ def test_long_branches_take_memory_in_proportion_to_their_length(monkeypatch: py
     assert peaks[1] < 2048 * 4096 * 4  # such a mask
 
 
+@pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("window", [None, 100, 200])
-def test_flex_visits_the_blocks_that_hold_a_visible_pair_and_trusts_only_full_ones(window: int | None) -> None:
+def test_flex_visits_the_blocks_that_hold_a_visible_pair_and_trusts_only_full_ones(
+    window: int | None, cut: bool
+) -> None:
     rng = random.Random(0)
     shared = [rng.randrange(50) for _ in range(500)]
     rows = [row(shared + [m] * rng.randint(100, 400)) for m in range(5)] + [row([1, 2] * 150)]
     (pack,) = packs([rows], 10_000)
-    layout = Subtrees(pack.branches)
+    layout = Subtrees(pieces(pack.branches, spans(pack.branches, 2)[1]) if cut else pack.branches)
     blocks = layout._mask(window)  # pyright: ignore[reportPrivateUsage]
-    n = len(layout.end_N)
-    seen = blocks.mask_mod(0, 0, torch.arange(n)[:, None], torch.arange(n)[None, :])
-    visible = seen.view(n // 128, 128, n // 128, 128).sum((1, 3))
+    n, keys = len(layout.node_n), len(layout.end_N)
+    seen = blocks.mask_mod(0, 0, torch.arange(n)[:, None], torch.arange(keys)[None, :])
+    visible = seen.view(n // 128, 128, keys // 128, 128).sum((1, 3))
 
     def chosen(counts: Tensor, indices: Tensor) -> Tensor:
-        table = torch.zeros(n // 128, n // 128, dtype=torch.bool)
+        table = torch.zeros(n // 128, keys // 128, dtype=torch.bool)
         for at, count in enumerate(counts[0, 0].tolist()):
             table[at, indices[0, 0, at, :count]] = True
         return table

@@ -146,14 +146,14 @@ class Shifted(nn.Linear):
 def test_an_output_layer_that_is_not_a_plain_one_is_computed_whole_and_said(
     qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = model._load  # pyright: ignore[reportPrivateUsage]
+    load = model.load
 
     def shifted(*given: Any) -> Any:
         module = load(*given)
         module.lm_head.__class__ = Shifted
         return module
 
-    monkeypatch.setattr(model, "_load", shifted)
+    monkeypatch.setattr(model, "load", shifted)
     with pytest.warns(UserWarning, match=r"logits of Qwen3ForCausalLM .* all at once: lower train\.tokens_per_batch"):
         policy = PolicyModel(qwen3_dir)
     pack = mixed_pack()

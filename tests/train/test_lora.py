@@ -115,8 +115,8 @@ def test_the_reference_of_an_adapter_is_the_model_below_it_and_no_second_one(
     folder = make(tmp_path / "model")
     elsewhere = Path(shutil.copytree(folder, tmp_path / "copy"))
     loaded: list[Path] = []
-    load = model._load  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(model, "_load", lambda path, ranks: loaded.append(path) or load(path, ranks))
+    load = model.load
+    monkeypatch.setattr(model, "load", lambda path, *given: loaded.append(path) or load(path, *given))
     train = Train(warmup_steps=0, lr=1e-2, lora_rank=RANK, gradient_checkpointing=checkpointing)
     penalised = run_config(algo=GRPO(kl_weight=0.5), train=train, seed=3)
     one = Learner(penalised, folder)

@@ -256,14 +256,14 @@ def test_a_layer_type_that_nobody_here_knows_is_computed_by_rows(
     qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where its numbers happen to be those of full attention over the few tokens of the check."""
-    load = model._load  # pyright: ignore[reportPrivateUsage]
+    load = model.load
 
     def loaded(*given: Any) -> Any:
         module = load(*given)
         module.config.layer_types = ["full_attention", "full_attention", "a_kind_of_next_year"]
         return module
 
-    monkeypatch.setattr(model, "_load", loaded)
+    monkeypatch.setattr(model, "load", loaded)
     with pytest.warns(UserWarning, match="layer 2 is of type 'a_kind_of_next_year'"):
         PolicyModel(qwen3_dir)
 

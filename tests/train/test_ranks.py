@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,14 +19,20 @@ from agentrl.algos.ppo import PPO
 from agentrl.config import Rollout, RunConfig, Train
 from agentrl.records import Group
 from agentrl.train.learner import Learner
+from agentrl.train.packing import Pack, packs
 from agentrl.train.parallel.ranks import ALONE, Leader, Ranks
+from agentrl.train.parallel.shares import Pass
+from agentrl.train.ragged import Ragged
 
 from .making import mixture, random_group, run_config, tiny_qwen3
+from .test_kept import rows_with_sets
+from .test_packing import row
 
 STEP_OF = {1: 0, 2: 0}.__getitem__
 SHORT = Rollout(max_context=30, max_tokens_per_turn=16)
 TRAIN = {"lr": 1e-2, "warmup_steps": 0, "tokens_per_batch": 60}
 TENSOR = {"ranks": 2, "tensor": 2}
+CONTEXT = {"ranks": 2, "context": 2}
 
 
 def groups(n: int, seed: int = 0) -> list[Group]:
@@ -67,6 +74,9 @@ def after(
         config(gradient_checkpointing=True),
         config(GRPO(kl_weight=0.1, reference_every=1), parallel=TENSOR, gradient_checkpointing=True),
         config(PPO(critic="own"), parallel=TENSOR),
+        config(GRPO(kl_weight=0.1, reference_every=1), parallel=CONTEXT, gradient_checkpointing=True),
+        config(PPO(critic="shared"), parallel=CONTEXT),
+        config(GRPO(kl_weight=0.1, observation_weight=0.1), parallel=CONTEXT, lora_rank=2),
     ],
     ids=[
         "grpo",
@@ -80,6 +90,9 @@ def after(
         "recomputed",
         "tensor, moving, recomputed",
         "tensor, own critic",
+        "context, moving, recomputed",
+        "context, shared critic",
+        "context, lora, observed",
     ],
 )
 def test_two_ranks_train_as_one(config: RunConfig, two: Leader, qwen3_dir: Path) -> None:
@@ -125,6 +138,40 @@ def test_the_gradients_of_a_mixture_are_those_of_one_rank_however_its_layers_are
     assert two.ledger.names(1) == two.ledger.names(0)
     entered = set(two.ledger.names(0)[before - two.ledger.standings()[0].count :])
     assert (sent <= entered, added <= entered) == (expert == 2, tensor == 2)
+
+
+STEEP = {"optimizer": "sgd", "lr": 1.0, "grad_clip": None, "logits_mb": 1}  # weights differ as gradients do
+
+
+def stepped(pack: Pack, folder: Path, ranks: Ranks, **train: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs of a pass, and the weights after one step on it. All ranks compute it, those of one team count."""
+    learner = Learner(config(GRPO(entropy_weight=0.1), **STEEP, **train), folder, ranks=ranks)
+    scaled = pack.having({"weight": pack.columns["weight"] / len(pack.target_K)})
+    given = [[Pass(0, scaled, counts=rank < ranks.team)] for rank in range(ranks.size)]
+    (columns,) = ranks.run(learner.ahead, given)[0]
+    (seen,) = ranks.run(learner.passed, given)[0]
+    ranks.run(learner.updated, [(["policy"], seen.loss)] * ranks.size)
+    return columns["proximal"], load_file(learner.export(folder / "now.safetensors").path)
+
+
+def with_sets(tokens: int) -> Pack:
+    """Rows whose tokens were drawn from kept sets, beside a long one of so many tokens that were not."""
+    plain = row([at * at % 11 for at in range(tokens)], range(3, tokens, 2), episode=9)
+    none = Ragged(torch.zeros(len(plain.place_S), dtype=torch.long), torch.zeros(0, dtype=torch.int32))
+    (pack,) = packs([[one for one, _ in rows_with_sets(3)], [replace(plain, ragged={"kept": none})]], 1 << 20)
+    return pack
+
+
+@pytest.mark.parametrize("plan", [TENSOR, CONTEXT], ids=["tensor", "context"])
+def test_log_probs_over_kept_sets_and_their_gradients_are_those_of_one_rank(
+    plan: dict[str, int], two: Leader, qwen3_dir: Path
+) -> None:
+    pack = with_sets(40)
+    logprobs_K, weights = stepped(pack, qwen3_dir, ALONE)
+    found_K, others = stepped(pack, qwen3_dir, two, parallel=plan)
+    torch.testing.assert_close(found_K, logprobs_K, atol=1e-5, rtol=0)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(others[name], tensor, atol=1e-5, rtol=0)
 
 
 class Memory(ctypes.Structure):

@@ -36,15 +36,19 @@ def test_a_rank_that_is_killed_ends_the_step_and_is_named(qwen3_dir: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("tensor", "collective"),
-    [(1, "gathering model.layers"), pytest.param(2, "adding up model.layers.1", marks=pytest.mark.slow)],
+    ("together", "collective"),
+    [
+        (None, "gathering model.layers"),
+        pytest.param("tensor", "adding up model.layers.1", marks=pytest.mark.slow),
+        pytest.param("context", "keys and values of layer 1", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_hangs_is_named_at_the_deadline_with_the_collective(
-    tensor: int, collective: str, qwen3_dir: Path
+    together: str | None, collective: str, qwen3_dir: Path
 ) -> None:
     ranks = Leader([torch.device("cpu")] * 2, deadline_s=120, start_s=200)
     try:
-        learner = Learner(config(parallel={"ranks": 2, "tensor": tensor}), qwen3_dir, ranks=ranks)
+        learner = Learner(config(parallel={"ranks": 2} | ({together: 2} if together else {})), qwen3_dir, ranks=ranks)
         (other,) = ranks.processes
         for group in list(distributed.distributed_c10d._world.pg_map):
             assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=120)
@@ -53,10 +57,11 @@ def test_a_rank_that_hangs_is_named_at_the_deadline_with_the_collective(
         def stop(*_: object) -> None:
             os.kill(other, signal.SIGSTOP)
 
-        if tensor == 1:
+        if together is None:
             learner.on_pass = stop
         else:  # its next collective is of those that compute a pass together
-            learner.model.module.model.layers[1].self_attn.o_proj.register_forward_pre_hook(stop)
+            part = learner.model.module.model.layers[1].self_attn
+            (part.o_proj if together == "tensor" else part.q_proj).register_forward_pre_hook(stop)
         with pytest.raises(RankLost, match=rf"rank 1 of 2 \(process \d+\) is stopped.* did not come to '{collective}"):
             learner.step(groups(3), step_of=STEP_OF)
         assert not Path(f"/proc/{other}").exists()
@@ -74,6 +79,15 @@ def test_a_rank_that_hangs_is_named_at_the_deadline_with_the_collective(
         (
             {"parallel": {"ranks": 4, "tensor": 3}},
             "train.parallel.tensor = 3: it has to divide train.parallel.ranks = 4",
+        ),
+        (
+            {"parallel": {"ranks": 4, "context": 3}},
+            "train.parallel.context = 3: it has to divide train.parallel.ranks = 4: give 1 or 2 or 4",
+        ),
+        (
+            {"parallel": {"ranks": 8, "context": 8, "tensor": 2}},
+            "train.parallel.context = 8: it has to divide train.parallel.ranks = 8 by train.parallel.tensor = 2: give "
+            "1 or 2 or 4",
         ),
         ({"parallel": {"expert": 2}}, "train.parallel.expert = 2: it has to divide train.parallel.ranks = 1: give 1"),
         ({"lora_rank": 2, "parallel": {"ranks": 2, "tensor": 2}}, "train.parallel.tensor = 2: an adapter"),

@@ -19,6 +19,7 @@ from .test_ranks import STEP_OF, after, config, groups, moments
 PLANS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "shards": ({"ranks": 2}, {"ranks": 4}),
     "tensor": ({"ranks": 2, "tensor": 2}, {"ranks": 4, "tensor": 2}),
+    "context": ({"ranks": 2, "context": 2}, {"ranks": 4, "tensor": 2, "context": 2}),
     "experts": ({"ranks": 2, "expert": 2}, {"ranks": 4, "tensor": 2, "expert": 4}),
 }
 """Of two ranks, and of four."""
@@ -36,7 +37,7 @@ def started(size: int) -> Generator[Leader]:
 @pytest.mark.slow
 def test_a_checkpoint_goes_from_two_ranks_to_four_to_one_bit_for_bit(qwen3_dir: Path, tmp_path: Path) -> None:
     mixed = mixture(tmp_path / "mixture", layers=2, kv_heads=2)
-    models = {"shards": qwen3_dir, "tensor": qwen3_dir, "experts": mixed}
+    models = {**dict.fromkeys(PLANS, qwen3_dir), "experts": mixed}
     saved: dict[str, list[Path]] = {}
     hashes: dict[str, list[dict[str, str]]] = {}
     stepped: dict[str, Any] = {}

@@ -7,6 +7,7 @@ ranks         orders from rank 0 and their replies, deadlines, and who did not c
 worker        the process of every other rank
 meshes        the ranks in a row, and as tables for layers that several compute together
 layers        such layers: heads and neurons divided (tensor parallel), experts kept apart (expert parallel)
+portions      which tokens, and logits, of a pass each of the ranks has that compute it together
 shards        FSDP2: how a model is cut, gathered and filled
 shares        which rank computes which pass
 collectives   where each rank stands, in memory that all of them share

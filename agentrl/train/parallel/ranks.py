@@ -38,9 +38,11 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from agentrl.errors import AgentRLError, RankLost
+from agentrl.train.packing import Pack
 from agentrl.train.parallel import collectives
 from agentrl.train.parallel.collectives import Ledger, Standing
-from agentrl.train.parallel.meshes import Meshes, table
+from agentrl.train.parallel.meshes import Meshes, Teams, table, teams
+from agentrl.train.parallel.portions import Portion, portion
 from agentrl.train.parallel.shards import shard, spread
 from agentrl.train_settings import ParallelPlan
 
@@ -56,7 +58,8 @@ T = TypeVar("T")
 
 class Ranks(Protocol):
     """What a learner knows of the ranks; `rank` is its own. On others than rank 0, `building` and `close` do nothing,
-    and nobody calls `run`. `tensor` of them, neighbours, compute each pass together."""
+    and nobody calls `run`. `team` of them, neighbours, compute each pass together; of each layer a rank has one of
+    `tensor` parts."""
 
     rank: int
     size: int
@@ -64,12 +67,19 @@ class Ranks(Protocol):
     @property
     def tensor(self) -> int: ...
 
+    @property
+    def team(self) -> int: ...
+
     def building(self, *what: object) -> AbstractContextManager[None]:
         """Inside, each other rank makes its learner, as `Learner(*what)`, and this one its own."""
         ...
 
     def arrange(self, plan: ParallelPlan) -> None:
         """From now on, models are cut as a run file says. All ranks call it together."""
+        ...
+
+    def portion(self, pack: Pack) -> Portion:
+        """What this rank computes of a pass of its team."""
         ...
 
     def spread(self, module: nn.Module) -> None:
@@ -90,7 +100,7 @@ class Ranks(Protocol):
 class Alone:
     """One rank: nothing is cut, nothing is sent."""
 
-    rank, size, tensor = 0, 1, 1
+    rank, size, tensor, team = 0, 1, 1, 1
 
     def building(self, *what: object) -> AbstractContextManager[None]:
         return nullcontext()
@@ -99,6 +109,9 @@ class Alone:
     def spread(self, module: nn.Module) -> None: ...
     def cut(self, module: nn.Module) -> None: ...
     def close(self) -> None: ...
+
+    def portion(self, pack: Pack) -> Portion:
+        return Portion.whole(pack)
 
     def run(self, work: Callable[[S], T], given: Sequence[S]) -> list[T]:
         return [work(given[0])]
@@ -118,10 +131,15 @@ class Member:
     store: distributed.Store
     cuts: int = 0
     tables: dict[tuple[str, int], DeviceMesh] = field(default_factory=dict[tuple[str, int], DeviceMesh])
+    teams: dict[tuple[int, int], Teams] = field(default_factory=dict[tuple[int, int], Teams])
 
     @property
     def tensor(self) -> int:
         return 1 if self.meshes.tensor is None else self.meshes.tensor.size(1)
+
+    @property
+    def team(self) -> int:
+        return 1 if self.meshes.team is None else distributed.get_world_size(self.meshes.team)
 
     def building(self, *what: object) -> AbstractContextManager[None]:
         return nullcontext()
@@ -130,7 +148,13 @@ class Member:
 
     def arrange(self, plan: ParallelPlan) -> None:
         tensor, expert = self._table("data", "tensor", plan.tensor), self._table("copies", "expert", plan.expert)
-        self.meshes = replace(self.meshes, tensor=tensor, expert=expert)
+        context, team = None, None if tensor is None else tensor.get_group("tensor")
+        if plan.context > 1:
+            key = plan.context, plan.tensor
+            if key not in self.teams:
+                self.teams[key] = teams(self.rank, self.size, *key, self.timeout)
+            context, team = self.teams[key]
+        self.meshes = replace(self.meshes, tensor=tensor, expert=expert, context=context, team=team)
 
     def _table(self, column: str, row: str, width: int) -> DeviceMesh | None:
         if width == 1:
@@ -139,6 +163,9 @@ class Member:
             device = self.meshes.ranks.device_type
             self.tables[row, width] = table((column, row), self.rank, self.size, width, self.timeout, device)
         return self.tables[row, width]
+
+    def portion(self, pack: Pack) -> Portion:
+        return portion(pack, self.meshes)
 
     def spread(self, module: nn.Module) -> None:
         spread(module, self.meshes)
@@ -279,8 +306,15 @@ class Leader:
     def tensor(self) -> int:
         return self._member.tensor
 
+    @property
+    def team(self) -> int:
+        return self._member.team
+
     def arrange(self, plan: ParallelPlan) -> None:
         self._member.arrange(plan)
+
+    def portion(self, pack: Pack) -> Portion:
+        return self._member.portion(pack)
 
     def spread(self, module: nn.Module) -> None:
         self._member.spread(module)

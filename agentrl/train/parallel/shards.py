@@ -204,8 +204,8 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
 
 
 # torch 2.13 renamed them
-_ALL_GATHER: Any = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
-_REDUCE_SCATTER: Any = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
+ALL_GATHER: Any = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
+REDUCE_SCATTER: Any = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
 _NONE = torch.empty(0, 0, 0)
 
 
@@ -222,7 +222,7 @@ class _AllGather(_Named):
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         with named(self._name):
-            return _ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
+            return ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class _ReduceScatter(_Named):
@@ -230,4 +230,4 @@ class _ReduceScatter(_Named):
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         with named(self._name):
-            return _REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            return REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
