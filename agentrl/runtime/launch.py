@@ -11,8 +11,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, Protocol
 import trio
 
 from agentrl.engine.launch import end_group
-from agentrl.errors import UsageError
 from agentrl.runtime import heartbeat
 
 if TYPE_CHECKING:
-    from agentrl.config import RunConfig
-    from agentrl.runtime.rundir import RunDir
+    pass
 
 NODE_TMP = "AGENTRL_NODE_TMP"
 """Names the folder for temporary files of a child on a node that shares no scratch space with the others."""
@@ -136,17 +134,3 @@ class Local:
 
 
 LOCAL = Local()
-
-
-@asynccontextmanager
-async def launcher_of(run: RunDir, config: RunConfig) -> AsyncGenerator[Launcher]:
-    """The launcher that the run file names. Raises UsageError if it cannot start anything."""
-    if not config.cluster.on_ray:
-        yield LOCAL
-        return
-    try:
-        from agentrl.runtime import ray_launcher
-    except ImportError as error:
-        raise UsageError(f"cluster.launcher = 'ray' needs Ray ({error}): pip install 'agentrl[ray]'") from None
-    async with ray_launcher.connected(run, config) as launcher:
-        yield launcher

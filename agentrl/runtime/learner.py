@@ -28,7 +28,7 @@ from agentrl.errors import ConfigError, RunFailed
 from agentrl.records import Group, WeightVersion
 from agentrl.runtime.alarms import LagBound, advice, raised
 from agentrl.runtime.checkpoints import start_point
-from agentrl.runtime.child import give_up
+from agentrl.runtime.ending import give_up
 from agentrl.runtime.heartbeat import BEAT_S, Heartbeat
 from agentrl.runtime.league import League
 from agentrl.runtime.lifeline import watch_lifeline

@@ -27,7 +27,7 @@ import trio
 
 from agentrl.clock import HostClock
 from agentrl.config import RunConfig
-from agentrl.errors import DiskFull, RunFailed, matters
+from agentrl.errors import DiskFull, RunFailed, UsageError, matters
 from agentrl.records import GroupState
 from agentrl.rollout.admitter import Admitter, bounds_of
 from agentrl.rollout.pivot import Pivots
@@ -35,7 +35,7 @@ from agentrl.runtime import evaluation
 from agentrl.runtime.checkpoints import StartPoint, start_point
 from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.keep_alive import live_with_parent
-from agentrl.runtime.launch import launcher_of
+from agentrl.runtime.launch import LOCAL, Launcher
 from agentrl.runtime.processes import RunProcesses
 from agentrl.runtime.room import check_room
 from agentrl.runtime.rundir import RunDir
@@ -247,7 +247,7 @@ async def supervise(
             start = start_point(run, store)
             store.release_all()
             writes = Aside[ControlStore](store)
-            async with launcher_of(run, config) as launcher, trio.open_nursery() as nursery:
+            async with _launcher_of(run, config) as launcher, trio.open_nursery() as nursery:
                 processes = RunProcesses(run, config, reader, writes, nursery, mark, launcher)
                 telemetry = Telemetry(store, run.metrics, "supervisor")
                 nursery.start_soon(_interrupt, run.path)
@@ -286,3 +286,17 @@ def run_to_end(
         trio.run(main, clock=HostClock())  # no deadline of a child passes while the machine is suspended
     except BaseExceptionGroup as group:
         raise matters(group) from None
+
+
+@asynccontextmanager
+async def _launcher_of(run: RunDir, config: RunConfig) -> AsyncGenerator[Launcher]:
+    """The launcher that the run file names. Raises UsageError if it cannot start anything."""
+    if not config.cluster.on_ray:
+        yield LOCAL
+        return
+    try:
+        from agentrl.runtime import ray_launcher
+    except ImportError as error:
+        raise UsageError(f"cluster.launcher = 'ray' needs Ray ({error}): pip install 'agentrl[ray]'") from None
+    async with ray_launcher.connected(run, config) as launcher:
+        yield launcher

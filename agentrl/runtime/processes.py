@@ -24,7 +24,7 @@ from agentrl.ports import free_port
 from agentrl.records import WeightVersion
 from agentrl.runtime import league
 from agentrl.runtime.checkpoints import StartPoint, where_it_stands
-from agentrl.runtime.child import ENDS_THE_RUN
+from agentrl.runtime.ending import ENDS_THE_RUN
 from agentrl.runtime.engines import Replica, Weights, WrongWeights, attach, current_weights
 from agentrl.runtime.heartbeat import Pulse
 from agentrl.runtime.launch import LOCAL, Launcher

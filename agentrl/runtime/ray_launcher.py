@@ -39,7 +39,7 @@ from agentrl.engine.launch import end_group
 from agentrl.errors import RunFailed, UsageError, boundary
 from agentrl.owner import OwnedFolder
 from agentrl.ports import free_port
-from agentrl.runtime.child import ENDS_THE_RUN
+from agentrl.runtime.ending import ENDS_THE_RUN
 from agentrl.runtime.launch import NODE_TMP, Command, Local, LocalProcess
 from agentrl.runtime.rundir import RunDir
 from agentrl.store.choice import ADDRESS

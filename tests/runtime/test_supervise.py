@@ -14,7 +14,7 @@ import trio
 from trio.testing import MockClock
 
 from agentrl.errors import RunFailed
-from agentrl.runtime.child import ENDS_THE_RUN
+from agentrl.runtime.ending import ENDS_THE_RUN
 from agentrl.runtime.supervise import Child, RestartBudget
 
 DEADLINE_S = 60
@@ -79,7 +79,7 @@ async def test_a_child_that_will_not_end_is_killed(tmp_path: Path, monkeypatch: 
 async def test_a_failing_child_leaves_one_line(tmp_path: Path, raised: str, status: int, line: str | None) -> None:
     code = (
         "import sys\nfrom agentrl.errors import RunFailed, StoreError, UsageError\n"
-        "from agentrl.runtime.child import run_role\n"
+        "from agentrl.runtime.ending import run_role\n"
         f"def main(): raise {raised}\nsys.exit(run_role('part', main))"
     )
     one = child(tmp_path, code)

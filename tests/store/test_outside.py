@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from agentrl.errors import StoreBusy, StoreDamaged, StoreError
-from agentrl.runtime.child import ENDS_THE_RUN, run_role
+from agentrl.runtime.ending import ENDS_THE_RUN, run_role
 from agentrl.store import RunStore, database, sqlite
 
 from .play import admit, play_all, serve
