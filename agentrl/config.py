@@ -38,6 +38,7 @@ from agentrl.settings import (
     RewardSource,
     as_stored,
     check_sources,
+    check_sync,
     check_temperatures,
     check_template,
     config_error,
@@ -164,6 +165,7 @@ class EngineSettings(_Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of vLLM's weights and cache; embedded is float32
     stream_tokens: Count = 16  # tokens per streamed chunk
     sync: Literal["auto", "full", "delta", "nccl", "ipc"] = "auto"  # how new weights travel, see RunConfig.sync
+    weights_url: str | None = None  # a folder of an object store for weights, if engines share no disk: s3://bucket/x
     stage: Literal["auto", "file"] = "auto"  # weights on their way into vLLM: a second copy if there is room, or a file
     canary: bool = True  # after every sync: compare log-probs of a fixed probe with the learner's
     canary_tolerance: Positive | None = None  # nats of one token; default: what the engine's dtypes explain
@@ -264,12 +266,12 @@ class RunConfig(WithRoles, WithCluster, _Section):
     @property
     def sync(self) -> Literal["full", "delta", "adapter", "nccl", "ipc"]:
         """How new weights travel. `auto` is the adapter alone where one is trained and the engine is vLLM or shared, or
-        roles have their own, else a file of all weights; an adapter that does not travel alone is merged first. `nccl`
-        and `ipc` need no file: they go from the learner's GPU memory into the engines'."""
+        roles have their own; else a file of all weights, or what changed, through an object store. An adapter that does
+        not travel alone is merged first. `nccl` and `ipc` need no file: they go from GPU memory to GPU memory."""
         if self.engine.sync != "auto":
             return self.engine.sync
         alone = self.engine.kind == "vllm" or self.engine.shared or self.adapted_roles or self.league_roles
-        return "adapter" if self.train.lora_rank and alone else "full"
+        return "adapter" if self.train.lora_rank and alone else "delta" if self.engine.weights_url else "full"
 
     @property
     def quorum(self) -> int | None:
@@ -371,8 +373,7 @@ class RunConfig(WithRoles, WithCluster, _Section):
             )
         if rollout.resume != "tokens" and self.engine.preempt:
             raise ConfigError("rollout.resume", rollout.resume, "preempted turns go on from tokens: take 'tokens'")
-        if self.engine.sync not in ("auto", "full") and self.engine.kind == "embedded":
-            raise ConfigError("engine.sync", self.engine.sync, "the embedded engine takes whole files: give 'auto'")
+        check_sync(self.engine.kind, self.engine.sync, self.engine.weights_url)
         if self.engine.routed_experts and self.engine.kind == "embedded":
             raise ConfigError("engine.routed_experts", True, "the embedded engine has no mixtures: take 'vllm'")
         check_temperatures(self.engine.kind, rollout=rollout.temperature, eval=self.eval.temperature)

@@ -7,6 +7,7 @@ import difflib
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -296,6 +297,17 @@ def check_sources(sources: Sequence[RewardSource], max_tokens: int, *, stall_dea
         if one.deadline_s >= stall_deadline_s:
             hint = f"must be below train.stall_deadline_s = {stall_deadline_s:g}, or a silent source ends the run"
             raise ConfigError("rewards.deadline_s", one.deadline_s, hint)
+
+
+def check_sync(kind: str, sync: str, weights_url: str | None) -> None:
+    """Raises ConfigError for a way of new weights that an engine of this kind does not have."""
+    if weights_url is not None and not re.match(r"[a-z][a-z0-9+.-]*://.", weights_url):
+        hint = 'must be a URL: "s3://bucket/folder", or "file:///folder" for one that all machines mount'
+        raise ConfigError("engine.weights_url", weights_url, hint)
+    if weights_url is not None and sync in ("nccl", "ipc"):
+        raise ConfigError("engine.weights_url", weights_url, f"engine.sync = {sync!r} needs none: leave it out")
+    if kind == "embedded" and sync not in ("auto", "full", *(["delta"] if weights_url else [])):
+        raise ConfigError("engine.sync", sync, "the embedded engine takes whole files: give 'auto'")
 
 
 def config_error(error: ValidationError, model: type[BaseModel], section: tuple[str, ...] = ()) -> ConfigError:

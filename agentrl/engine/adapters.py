@@ -1,7 +1,7 @@
 """LoRA adapters as weight versions: `policy-7` is version 7, `policy-7-judge` that of the role "judge" if it has its
 own, `league-7` and `league-7-judge` the same ones kept for good as a past self. Loaded beside those that running
 requests use, never over them (a reload in place reads the folder for each request, and leaves old keys and values in
-the prefix cache).
+the prefix cache). An engine elsewhere gets the bytes over HTTP (`inbox`), one on this machine reads the folder.
 
 A request keeps the adapter it started with, so all its tokens have one version, and generation never pauses. Owns the
 names, their loading and their retirement; the files are the learner's. No torch.
@@ -9,24 +9,29 @@ names, their loading and their retirement; the files are the learner's. No torch
 
 from __future__ import annotations
 
+import ipaddress
 import re
+import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import trio
 
+from agentrl.engine import inbox
 from agentrl.engine.client import EngineClient
 from agentrl.engine.weights import PushReport
 from agentrl.engine.wire import parse_json
-from agentrl.errors import EngineError, EngineUnavailable, WeightSyncError
+from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Json, VersionSpan
 
 _CONFIG = "adapter_config.json"
 NAME, LEAGUE = "policy", "league"
+_SENDER = secrets.token_hex(4)  # no other process sends a folder of the same name
 
 
 def adapter_name(version: int, role: str | None = None, *, kept: bool = False) -> str:
@@ -94,8 +99,8 @@ async def load(
     adapter of a role lies in a folder of its name in there, and is loaded first: a version that an engine names is
     whole. `kept`: under the names of a past self.
 
-    The folder must stay until the version is retired. Raises WeightSyncError naming the engines that did not confirm;
-    the call may be repeated."""
+    The folder must stay until the version is retired, for engines that read it. Each call has `deadline_s`. Raises
+    WeightSyncError naming the engines that did not confirm; the call may be repeated."""
     folder = Path(await trio.Path(folder).resolve())
     try:
         files = [file for file in await trio.Path(folder).rglob("*") if await file.is_file()]
@@ -105,22 +110,80 @@ async def load(
     if not await trio.Path(folder).is_dir():
         raise WeightSyncError(f"cannot read adapter {str(folder)!r}: there is no such folder")
     roles = sorted(file.parent.name for file in files if file.name == _CONFIG and file.parent != trio.Path(folder))
-    asked: list[dict[str, Json]] = [
-        {"lora_name": adapter_name(version, role, kept=kept), "lora_path": str(folder / (role or ""))}
-        for role in (*roles, None)
-    ]
+    asked = {adapter_name(version, role, kept=kept): folder / (role or "") for role in (*roles, None)}
 
     async def one(engine: EngineClient) -> None:
-        for adapter in asked:
-            try:
-                await engine.call("POST", "/v1/load_lora_adapter", json=adapter, deadline_s=deadline_s)
-            except EngineError as error:
-                if "already been loaded" not in str(error):
+        for name, place in asked.items():
+            if is_near(engine.url):
+                try:
+                    await _load_from(engine, name, str(place), deadline_s)
+                    continue
+                except (EngineUnavailable, EngineTimeout):
                     raise
+                except EngineError as error:  # perhaps it is in a container, or behind a tunnel
+                    if not _unread(error, place):
+                        raise
+                    why = error
+                there = await _send(engine, name, place, deadline_s)
+                if there is None:
+                    raise why
+            else:
+                there = await _send(engine, name, place, deadline_s) or str(place)
+            await _load_from(engine, name, there, deadline_s)
 
     started = trio.current_time()
     await _everywhere(engines, one, f"load adapter {adapter_name(version)}")
     return PushReport(pause_s=0.0, total_s=trio.current_time() - started, bytes=size)
+
+
+def is_near(url: str) -> bool:
+    """Whether a server is on this machine, by its address: it reads our files, unless it is in a container."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def _load_from(engine: EngineClient, name: str, place: str, deadline_s: float) -> None:
+    asked: dict[str, Json] = {"lora_name": name, "lora_path": place}
+    try:
+        await engine.call("POST", "/v1/load_lora_adapter", json=asked, deadline_s=deadline_s)
+    except EngineError as error:
+        if "already been loaded" not in str(error):
+            raise
+
+
+def _unread(error: EngineError, place: Path) -> bool:
+    """Whether an engine says that it has no such folder."""
+    return str(place) in str(error) and bool(re.search(r"No adapter found|No such file|cannot load", str(error)))
+
+
+async def _send(engine: EngineClient, name: str, folder: Path, deadline_s: float) -> str | None:
+    """Send the files of an adapter; returns where the engine has them, None if it takes none: it is no vLLM with our
+    plugin. Raises WeightSyncError if they do not arrive whole."""
+    said: dict[str, Any] = {}
+    messages = inbox.messages(folder, f"{name}-{_SENDER}")
+    while (message := await trio.to_thread.run_sync(next, messages, None)) is not None:
+        asked: dict[str, Json] = {"method": inbox.METHOD, "args": [message]}
+        try:
+            answer = await engine.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s)
+        except (EngineUnavailable, EngineTimeout):
+            raise
+        except EngineError:
+            return None
+        for said in parse_json(answer)["results"]:
+            if "error" in said:
+                raise WeightSyncError(f"it did not take the files of {name}: {said['error']}")
+    return said["path"]
+
+
+async def _unload(engine: EngineClient, name: str, place: str, deadline_s: float) -> None:
+    """Unload an adapter, and remove its files if they came over HTTP."""
+    await engine.call("POST", "/v1/unload_lora_adapter", json={"lora_name": name}, deadline_s=deadline_s)
+    if (message := inbox.forgetting(place)) is not None:
+        asked: dict[str, Json] = {"method": inbox.METHOD, "args": [message]}
+        await engine.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s)
 
 
 async def retire(engines: Sequence[EngineClient], *, keep: Collection[int], deadline_s: float = 30.0) -> frozenset[int]:
@@ -129,12 +192,13 @@ async def retire(engines: Sequence[EngineClient], *, keep: Collection[int], dead
     left: set[int] = set()
 
     async def one(engine: EngineClient) -> None:
-        found = {name: version for name in await _names(engine, deadline_s) for version in _versions([name])}
+        places = await _places(engine, deadline_s)
+        found = {name: version for name in places for version in _versions([name])}
         old = frozenset(found.values()) - frozenset(keep)
         busy = await in_use(engine, deadline_s=deadline_s) if old else frozenset[int]()
         left.update(old & busy)
         for name in sorted(name for name, version in found.items() if version in old - busy):
-            await engine.call("POST", "/v1/unload_lora_adapter", json={"lora_name": name}, deadline_s=deadline_s)
+            await _unload(engine, name, places[name], deadline_s)
 
     await _everywhere(engines, one, "unload old adapters")
     return frozenset(left)
@@ -146,24 +210,25 @@ async def forget(engines: Sequence[EngineClient], version: int | None = None, *,
     named = re.compile(f"{LEAGUE}-{wanted}(-.*)?")
 
     async def one(engine: EngineClient) -> None:
-        for name in await _names(engine, deadline_s):
+        for name, place in (await _places(engine, deadline_s)).items():
             if named.fullmatch(name):
-                await engine.call("POST", "/v1/unload_lora_adapter", json={"lora_name": name}, deadline_s=deadline_s)
+                await _unload(engine, name, place, deadline_s)
 
     await _everywhere(engines, one, "unload past selves")
 
 
 async def loaded(engine: EngineClient, *, deadline_s: float = 5.0) -> frozenset[int]:
     """The versions that an engine has adapters of."""
-    names = await _names(engine, deadline_s)
+    names = await _places(engine, deadline_s)
     return frozenset(version for version in _versions(names) if adapter_name(version) in names)
 
 
-async def _names(engine: EngineClient, deadline_s: float) -> list[str]:
+async def _places(engine: EngineClient, deadline_s: float) -> dict[str, str]:
+    """The names of an engine's models, and the folders that it has them from if it says so."""
     answer = parse_json(await engine.call("GET", "/v1/models", deadline_s=deadline_s))
     try:
-        return [str(model["id"]) for model in answer["data"]]
-    except (LookupError, TypeError) as error:
+        return {str(model["id"]): str(model.get("root")) for model in answer["data"]}
+    except (LookupError, TypeError, AttributeError) as error:
         raise EngineError(f"{engine.url} names its models in an unknown shape: {error!r}") from error
 
 

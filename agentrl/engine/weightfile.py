@@ -19,7 +19,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,27 +141,37 @@ def write_delta(base: Bytes, new: Bytes, target: Path, *, width: int) -> int:
 
 def apply_delta(base: Bytes, delta: Path, sha256: str) -> Bytes:
     """The file that `delta` makes of `base`. Raises WeightSyncError unless the result has this SHA-256."""
-    zstandard = _zstandard()
     try:
         with delta.open("rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
-                raise WeightSyncError(f"{str(delta)!r} is not a delta of weights")
-            size, width = _HEAD.unpack(file.read(_HEAD.size))
-            if size != len(base) or width < 1:
-                raise WeightSyncError(f"{str(delta)!r} is a delta of {size} bytes, its base has {len(base)}")
-            result = np.empty(size, dtype=np.uint8)
-            chunk = _CHUNK // width * width
-            with zstandard.ZstdDecompressor().stream_reader(file, closefd=False) as unpacker:
-                for start in range(0, size, chunk):
-                    length = min(chunk, size - start)
-                    planes = np.frombuffer(_read_exactly(unpacker, length), dtype=np.uint8)
-                    np.bitwise_xor(
-                        base[start : start + length], _interleaved(planes, width), out=result[start : start + length]
-                    )
-    except (OSError, ValueError, struct.error, zstandard.ZstdError) as error:
+            result = patched(base, file, str(delta))
+    except OSError as error:
         raise WeightSyncError(f"cannot apply delta {str(delta)!r}: {error}") from error
     if digest(result) != sha256:
         raise WeightSyncError(f"delta {str(delta)!r} does not make the file it should: wrong base or damaged bytes")
+    return result
+
+
+def patched(base: Bytes, delta: BinaryIO, name: str) -> Bytes:
+    """What a delta, called `name` in errors, makes of `base`; whoever asks checks its digest. Raises WeightSyncError if
+    it is no delta, or of another size."""
+    zstandard = _zstandard()
+    try:
+        if delta.read(len(_MAGIC)) != _MAGIC:
+            raise WeightSyncError(f"{name!r} is not a delta of weights")
+        size, width = _HEAD.unpack(delta.read(_HEAD.size))
+        if size != len(base) or width < 1:
+            raise WeightSyncError(f"{name!r} is a delta of {size} bytes, its base has {len(base)}")
+        result = np.empty(size, dtype=np.uint8)
+        chunk = _CHUNK // width * width
+        with zstandard.ZstdDecompressor().stream_reader(delta, closefd=False) as unpacker:
+            for start in range(0, size, chunk):
+                length = min(chunk, size - start)
+                planes = np.frombuffer(_read_exactly(unpacker, length), dtype=np.uint8)
+                np.bitwise_xor(
+                    base[start : start + length], _interleaved(planes, width), out=result[start : start + length]
+                )
+    except (OSError, ValueError, struct.error, zstandard.ZstdError) as error:
+        raise WeightSyncError(f"cannot apply delta {name!r}: {error}") from error
     return result
 
 

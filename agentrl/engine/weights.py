@@ -17,7 +17,7 @@ from typing import Any
 
 import trio
 
-from agentrl.engine import weightfile
+from agentrl.engine import objects, weightfile
 from agentrl.engine.client import EngineClient
 from agentrl.engine.wire import parse_json
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
@@ -38,7 +38,7 @@ class PushReport:
 
 async def push(
     engines: Sequence[str | EngineClient],
-    path: Path | Sequence[Path],
+    path: Path | str | Sequence[Path | str],
     version: int,
     *,
     sha256: str | None = None,
@@ -50,7 +50,8 @@ async def push(
     clear_cache: bool = False,
 ) -> PushReport:
     """Have every engine load the safetensors file at `path`, or several that hold the weights together, and serve it
-    as `version`; all at once.
+    as `version`; all at once. In the place of a path, the URL of an entry in an object store (`objects`) will do for
+    engines that do not see our files.
 
     Requests go on over the swap. `clear_cache` recomputes their keys and values under the new weights; otherwise they
     keep those they have. `sha256` is that of the one file, computed here if not given. `stage` has an engine that can
@@ -63,11 +64,10 @@ async def push(
     weights, and the call may be repeated."""
     infos: list[dict[str, Json]] = []
     size = 0
-    for part in [path] if isinstance(path, Path) else path:
-        whole, bytes_ = _found(part)
+    for part in [path] if isinstance(path, Path | str) else path:
+        whole, bytes_, digest = await trio.to_thread.run_sync(_found, part, sha256, deadline_s)
         size += bytes_
-        digest = await trio.to_thread.run_sync(_digest, whole) if sha256 is None else sha256
-        infos.append(update_info(whole, digest, base_sha256))
+        infos.append(update_info(whole, digest, base_sha256, deadline_s=deadline_s))
     started = trio.current_time()
     pauses: list[float] = []
     failures: list[str] = []
@@ -97,7 +97,7 @@ async def push(
         except trio.TooSlowError:
             failures.append(f"{client.url} did not take version {version} within {deadline_s:g} s")
         except EngineError as error:
-            failures.append(f"{client.url} did not take version {version}: {error}")
+            failures.append(f"{client.url} did not take version {version}: {error}{_mend(error, infos)}")
         finally:
             if isinstance(engine, str):
                 with trio.CancelScope(shield=True):  # closes sockets, waits for nothing
@@ -112,21 +112,38 @@ async def push(
     return PushReport(pause_s=max(pauses, default=0.0), total_s=total, bytes=size)
 
 
-def _found(path: Path) -> tuple[Path, int]:
-    """A file's place, as any process can name it, and its bytes. Raises WeightSyncError."""
+def _found(path: Path | str, sha256: str | None, deadline_s: float) -> tuple[Path | str, int, str]:
+    """A file's place, as any process can name it, the bytes that an engine reads, and the digest of the weights. Raises
+    WeightSyncError."""
+    if isinstance(path, str):
+        folder, _, name = path.rpartition("/")
+        entry = objects.Folder(folder, deadline_s=deadline_s).entry(name)
+        return path, entry.object_bytes, sha256 or entry.sha256
     try:
-        return path.resolve(), path.stat().st_size
+        place, size = path.resolve(), path.stat().st_size
     except OSError as error:
         raise WeightSyncError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    return place, size, sha256 or weightfile.digest(weightfile.open_bytes(place))
 
 
-def _digest(path: Path) -> str:
-    return weightfile.digest(weightfile.open_bytes(path))
+def _mend(error: EngineError, infos: Sequence[dict[str, Json]]) -> str:
+    """What to do about an engine that cannot read a file which is there."""
+    unseen = [info["path"] for info in infos if not objects.is_url(info["path"]) and str(info["path"]) in str(error)]
+    if not unseen or "cannot read" not in str(error):
+        return ""
+    return (
+        "; the file is there, so this engine shares no disk with the learner: set engine.weights_url to a folder that "
+        'both reach (engine.weights_url = "s3://bucket/weights"), or scratch_dir to a folder that both mount'
+    )
 
 
-def update_info(path: Path, sha256: str | None = None, base_sha256: str | None = None) -> dict[str, Json]:
-    """How a weight file is named to an engine."""
+def update_info(
+    path: Path | str, sha256: str | None = None, base_sha256: str | None = None, *, deadline_s: float | None = None
+) -> dict[str, Json]:
+    """How a weight file is named to an engine; `deadline_s` is that of each object of a store."""
     info: dict[str, Json] = {"path": str(path)}
+    if objects.is_url(path) and deadline_s is not None:
+        info["deadline_s"] = deadline_s
     return info | {key: value for key, value in (("sha256", sha256), ("base_sha256", base_sha256)) if value is not None}
 
 

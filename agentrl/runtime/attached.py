@@ -25,6 +25,7 @@ from agentrl.errors import AgentRLError
 from agentrl.records import WeightVersion
 from agentrl.runtime.engines import PAUSES, Weights, attach
 from agentrl.runtime.models import model_dir
+from agentrl.runtime.policies import objects_of
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 
@@ -62,7 +63,8 @@ def _weights(run: RunDir, config: RunConfig) -> Weights:
     step = 0 if checkpoint is None else step_of(checkpoint)
     with RunStore.open(run.store_path) as store:
         version = store.version_at(step) or WeightVersion(version=0, step=0)
-    return Weights(model=checkpoint or model_dir(config.model), base=version, current=version)
+        there = objects_of(config, store.meta, None)
+    return Weights(model=checkpoint or model_dir(config.model), base=version, current=version, store=there)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import trio
 
 from agentrl.config import EngineSettings, RunConfig
-from agentrl.engine import adapters, canary, weightfile
+from agentrl.engine import adapters, canary, objects, weightfile
 from agentrl.engine.canary import Canary
 from agentrl.engine.client import EngineClient
 from agentrl.engine.exclusive import exclusive
@@ -30,7 +30,7 @@ from agentrl.owner import OwnedFolder
 from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint
 from agentrl.runtime.models import model_dir
-from agentrl.runtime.policies import file_of
+from agentrl.runtime.policies import file_of, objects_of
 from agentrl.runtime.rundir import LOCKS
 from agentrl.runtime.supervise import Child
 from agentrl.store.roles import Versions
@@ -45,16 +45,18 @@ _ADAPTERS = 4  # versions with which the turns of one batch may have begun
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """The weights that an engine has to serve: a model folder of version `base`, and the current version. If that is
-    another version, `file` is its weight file or `adapter` its adapter folder over `model`. `canary` is the canary
-    that the current version passed when it was sent."""
+    another version, `file` is its weight file (or the URL of its entry in `store`) or `adapter` its adapter folder over
+    `model`. `canary` is the canary that the current version passed when it was sent. With `store`, an engine reads all
+    files of weights from there."""
 
     model: Path
     base: WeightVersion
     current: WeightVersion
-    file: Path | None = None
+    file: Path | str | None = None
     adapter: Path | None = None
     canary: Canary | None = None
     past: Mapping[int, Path] = field(default_factory=dict[int, Path])  # adapters of past selves that play, by version
+    store: objects.Folder | None = None
 
 
 class WrongWeights(RunFailed):
@@ -73,12 +75,17 @@ def current_weights(config: RunConfig, store: Versions, start: StartPoint, role:
         raise RunFailed(f"the weights of version {current.version} are gone: go on with --resume")
     kept = None if found is None else canary.beside(found)
     proof = Canary.read(kept) if kept is not None and kept.exists() else None
+    remote = objects_of(config, store.meta, role)
     if config.sync != "adapter":
         base = current if found is None else start.version  # versions of one step have the same weights
-        return Weights(model=start.model_of(role, config), base=base, current=current, file=found, canary=proof)
+        own = start.model_of(role, config)
+        file = found if found is None or remote is None else remote.of_version(current.version)
+        return Weights(model=own, base=base, current=current, file=file, canary=proof, store=remote)
     first = WeightVersion(version=0, step=0) if current.step else current  # an adapter's tokens carry its own version
     adapter = found or start.adapter
-    return Weights(model=model_dir(config.model), base=first, current=current, adapter=adapter, canary=proof)
+    return Weights(
+        model=model_dir(config.model), base=first, current=current, adapter=adapter, canary=proof, store=remote
+    )
 
 
 def version_below(config: RunConfig, store: Versions) -> Callable[[], int | None] | None:
@@ -208,7 +215,7 @@ async def prove(name: str, url: str, weights: Weights, config: RunConfig) -> Non
     client = EngineClient(url, api_key=key)
     if weights.adapter is not None:
         client = adapters.AdapterClient(url, current=lambda: version, api_key=key)
-    info = None if weights.file is None else update_info(weights.file)
+    info = update_info(weights.file) if isinstance(weights.file, Path) else None
     deadline_s = config.engine.admin_deadline_s
     async with aclosing(client):
         with suppress(WeightSyncError, EngineUnavailable, EngineTimeout):
@@ -312,12 +319,30 @@ async def attach(url: str, weights: Weights, config: RunConfig, *, fresh: bool =
             await adapters.forget([client], deadline_s=deadline_s)
         if (fresh and not settings.shared) or not adapters_alone:
             below = weights.base if adapters_alone else weights.current
-            whole = [weights.file] if weights.file is not None else weightfile.parts(weights.model)
-            await push([client], whole, below.version, deadline_s=deadline_s)
+            await _push_whole(client, weights, below.version, config)
         for version, folder in weights.past.items():  # before the current one, which says that all are there
             await adapters.load([client], folder, version, kept=True, deadline_s=deadline_s)
         if weights.adapter is not None:
             await _load_adapter(client, weights, settings)
+
+
+async def _push_whole(client: EngineClient, weights: Weights, version: int, config: RunConfig) -> None:
+    """Give an engine all weights of a version, from the store if there is one. An engine elsewhere that gets adapters,
+    and sees neither a store nor our disk, keeps the weights it was started with, below them: the canary of the first
+    adapter compares them with the learner's."""
+    settings, store = config.engine, weights.store
+    deadline_s, stage = settings.admin_deadline_s, settings.kind == "vllm"
+    whole: list[Path | str] = [weights.file] if weights.file is not None else [*weightfile.parts(weights.model)]
+    if store is not None:
+        put = [one if isinstance(one, str) else await trio.to_thread.run_sync(store.offer, one) for one in whole]
+        await push([client], put, version, keep_base=True, stage=stage, second=False, deadline_s=deadline_s)
+        return
+    try:
+        await push([client], whole, version, stage=stage, second=False, deadline_s=deadline_s)
+    except WeightSyncError as error:
+        if config.sync != "adapter" or not settings.canary or "shares no disk" not in str(error):
+            raise
+        await vllm.announce(client, version)
 
 
 async def _load_adapter(client: EngineClient, weights: Weights, settings: EngineSettings) -> None:

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,8 @@ import trio
 
 from agentrl.clock import HostClock
 from agentrl.config import RunConfig
-from agentrl.errors import DiskFull, RunFailed, UsageError, matters
+from agentrl.engine.objects import Folder
+from agentrl.errors import DiskFull, RunFailed, UsageError, WeightSyncError, matters
 from agentrl.records import GroupState
 from agentrl.rollout.admitter import Admitter, bounds_of
 from agentrl.rollout.pivot import Pivots
@@ -36,6 +37,7 @@ from agentrl.runtime.checkpoints import StartPoint, start_point
 from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.keep_alive import live_with_parent
 from agentrl.runtime.launch import LOCAL, Launcher
+from agentrl.runtime.policies import objects_of
 from agentrl.runtime.processes import RunProcesses
 from agentrl.runtime.room import check_room
 from agentrl.runtime.rundir import RunDir
@@ -50,6 +52,7 @@ _T = TypeVar("_T")
 _TICK_S = 0.25
 _JUMP_S = 5.0  # by which two clocks differ between two looks, if one of them jumped
 _LAST_WORD_S = 2.0  # how long the end of a run waits for the store's lock
+_STORE_S = 10.0  # how long the end of a run waits for an object store
 _DISK_S = 1.0  # between two tries to write on a full disk
 _MIN_FAILURES = 8  # a run never stops for this few failures of infrastructure; an outage counts as one
 
@@ -257,11 +260,20 @@ async def supervise(
                 finally:
                     store.hurry(_LAST_WORD_S)
                     await processes.stop()
+                    await _forget_objects(config, reader)
                 nursery.cancel_scope.cancel()
         finally:
             heartbeat.retire()
             reader.close()
             store.close()
+
+
+async def _forget_objects(config: RunConfig, store: ReadStore) -> None:
+    """Remove what the run has in its object store: the newest checkpoint has the weights."""
+    if (there := objects_of(config, store.meta, None)) is not None:
+        last = Folder(there.url, deadline_s=_STORE_S)
+        with trio.CancelScope(shield=True), suppress(WeightSyncError):
+            await trio.to_thread.run_sync(last.remove_all)
 
 
 async def _interrupt(path: Path) -> None:

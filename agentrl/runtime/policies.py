@@ -14,6 +14,7 @@ import trio
 
 from agentrl.config import RunConfig
 from agentrl.engine.memory_transfer import Sender
+from agentrl.engine.objects import Folder
 from agentrl.errors import matters
 from agentrl.runtime.publisher import MemoryParcel, Parcel, WeightPublisher
 
@@ -35,6 +36,15 @@ def file_of(path: Path, role: str | None) -> Path:
     return path if role is None else path.parent.with_name(f"{path.parent.name}-{role}") / path.name
 
 
+def objects_of(config: RunConfig, meta: Callable[[str], str | None], role: str | None) -> Folder | None:
+    """Where in the object store the weights of a policy of this run go; None if they go by files."""
+    if config.engine.weights_url is None:
+        return None
+    own = f"{config.name}-{meta('created_s')}"  # another run at the same URL was made at another time
+    url = "/".join(filter(None, [config.engine.weights_url.rstrip("/"), own, role]))
+    return Folder(url, deadline_s=config.engine.admin_deadline_s)
+
+
 class Publishers:
     """Delivers a version to the engines of all policies. `meta` says where they are: it reads the store. The rest is as
     for `WeightPublisher`."""
@@ -43,8 +53,11 @@ class Publishers:
         self, config: RunConfig, meta: Callable[[str], str | None], sender: Sender | None = None, *, locks: Path
     ) -> None:
         self._meta = meta
-        self._of: dict[str | None, WeightPublisher] = {None: WeightPublisher(config, sender, locks=locks)}
-        self._of |= {role: WeightPublisher(config, locks=locks) for role in config.role_models}
+
+        def publisher(role: str | None, sender: Sender | None) -> WeightPublisher:
+            return WeightPublisher(config, sender, locks=locks, store=objects_of(config, meta, role))
+
+        self._of = {None: publisher(None, sender)} | {role: publisher(role, None) for role in config.role_models}
 
     def urls(self, role: str | None = None) -> list[str]:
         """Where the engines of a policy serve now."""

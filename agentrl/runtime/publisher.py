@@ -1,17 +1,17 @@
 """Sends a weight version to the engines, and proves that it arrived.
 
 It owns the method that `RunConfig.sync` names (all weights, a delta, an adapter alone, or from memory to memory), the
-retries while all engines restart, the canary, and the files in scratch for engines to read. The weights and the
-canary's expected values come from the learner: no torch here. A version counts as sent when an engine confirmed it and
-its log-probs of the probe are the learner's. Engines that did not take it are left behind: `agentrl.runtime.watch`
-sends it when they answer again; if no file holds the weights, the learner does.
+retries while all engines restart, the canary, and the files in scratch, or objects in a store, for engines to read. The
+weights and the canary's expected values come from the learner: no torch here. A version counts as sent when an engine
+confirmed it and its log-probs of the probe are the learner's. Engines that did not take it are left behind:
+`agentrl.runtime.watch` sends it when they answer again; if no file holds the weights, the learner does.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,8 +24,9 @@ from agentrl.engine.canary import Canary
 from agentrl.engine.client import EngineClient
 from agentrl.engine.exclusive import exclusive
 from agentrl.engine.memory_transfer import Sender, Snapshot, Transfer
+from agentrl.engine.objects import Folder, Outbox, Sent
 from agentrl.engine.weights import PushReport, push, update_info
-from agentrl.errors import CanaryMismatch, EngineError, RunFailed
+from agentrl.errors import CanaryMismatch, EngineError, RunFailed, WeightSyncError
 
 _RETRY_S = 0.5
 _ASK_S = 5.0  # deadline to ask an engine that was left behind: shorter than that of a push that it will not take
@@ -65,11 +66,22 @@ class _Delivery:
 
 class WeightPublisher:
     """Delivers one parcel after the other. Parcels with files lie in one folder of their own; parcels without files go
-    through `sender`. `locks` is the folder of locks that let only one process at a time send weights to an engine."""
+    through `sender`. With `store`, engines read whole weights from there, and no file. `locks` is the folder of locks
+    that let only one process at a time send weights to an engine."""
 
-    def __init__(self, config: RunConfig, sender: Sender | None = None, *, locks: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        sender: Sender | None = None,
+        *,
+        locks: Path | None = None,
+        store: Folder | None = None,
+    ) -> None:
         self._sync, self._settings, self._locks = config.sync, config.engine, locks
         self._transfer = Transfer(sender) if sender is not None else None
+        whole = store is not None and self._sync in ("full", "delta")
+        self._outbox = Outbox(store, deltas=self._sync == "delta") if store is not None and whole else None
+        self._stored: tuple[int, Sent] | None = None  # the parcel that was put into the store last
         self._seen: dict[str, canary.Seen] = {}  # the engines' answers to canaries, by URL
         self._sent: list[Parcel] = []  # parcels whose files still exist, oldest first
         self._took: dict[str, int] = {}  # the last version that each engine took
@@ -94,8 +106,13 @@ class WeightPublisher:
                     await self._give_memory(engines, parcel, delivery)
             except CanaryMismatch as error:
                 raise RunFailed(str(error)) from error
+            except WeightSyncError as error:  # the store: no engine can have them
+                delivery.failures["store"] = str(error)
             finally:
                 await _close(engines)
+            if self._outbox is not None and any("://" in why for why in delivery.failures.values()):
+                self._outbox.whole_next()
+                self._stored = self._stored if delivery.rows else None
             if delivery.rows:
                 break
             if trio.current_time() - started > self._settings.mending_deadline_s:
@@ -136,6 +153,9 @@ class WeightPublisher:
                 return  # a version in use has a folder that is not known here: remove nothing for now
             needed = older + needed
         self._sent = needed
+        if self._outbox is not None:
+            with suppress(WeightSyncError):  # a store that is away now is tidied with the next version
+                await trio.to_thread.run_sync(self._outbox.tidy, [parcel.version for parcel in needed])
         paths = {kept for parcel in needed for kept in (parcel.path, canary.beside(parcel.path))}
         for path in self._sent[-1].path.parent.iterdir():
             if path not in paths:
@@ -158,7 +178,8 @@ class WeightPublisher:
 
     async def _give_files(self, engines: Sequence[EngineClient], parcel: Parcel, delivery: _Delivery) -> None:
         """Send to all engines at once, each independent of the others. Raises CanaryMismatch."""
-        delta = await self._delta(parcel)
+        stored = await self._store(parcel)
+        delta = None if stored is not None else await self._delta(parcel)
         mismatches: list[CanaryMismatch] = []
 
         async def one(engine: EngineClient) -> None:
@@ -167,7 +188,7 @@ class WeightPublisher:
                 if self._sent and not followed:
                     await engine.served_version(deadline_s=_ASK_S)
                 async with self._alone_with(engine):
-                    report = await self._send(engine, parcel, delta if followed else None)
+                    report = await self._send(engine, parcel, stored or (delta if followed else None))
                     delivery.rows[engine.url] = _row(report) | await self._prove(engine, parcel)
             except CanaryMismatch as error:
                 mismatches.append(error)
@@ -185,6 +206,15 @@ class WeightPublisher:
         if mismatches:
             raise mismatches[0]
 
+    async def _store(self, parcel: Parcel) -> Sent | None:
+        """Put a parcel into the store, once, if there is one. Raises WeightSyncError."""
+        if self._outbox is None:
+            return None
+        if self._stored is None or self._stored[0] != parcel.version:
+            sent = await trio.to_thread.run_sync(self._outbox.put, parcel.version, parcel.path, parcel.sha256)
+            self._stored = (parcel.version, sent)
+        return self._stored[1]
+
     async def _delta(self, parcel: Parcel) -> Path | None:
         """The changes since the last parcel, as a file for the engines that have this parcel."""
         if self._sync != "delta" or not self._sent:
@@ -193,16 +223,17 @@ class WeightPublisher:
         await trio.to_thread.run_sync(_write_delta, self._sent[-1].path, parcel.path, path)
         return path
 
-    async def _send(self, engine: EngineClient, parcel: Parcel, delta: Path | None) -> PushReport:
+    async def _send(self, engine: EngineClient, parcel: Parcel, other: Sent | Path | None) -> PushReport:
+        """Send a parcel, by its object in the store or a delta if there is one."""
         settings = self._settings
         if self._sync == "adapter":
             return await adapters.load([engine], parcel.path, parcel.version, deadline_s=settings.admin_deadline_s)
         return await push(
             [engine],
-            delta or parcel.path,
+            other.url if isinstance(other, Sent) else other or parcel.path,
             parcel.version,
             sha256=parcel.sha256,
-            base_sha256=self._sent[-1].sha256 if delta else None,
+            base_sha256=self._sent[-1].sha256 if isinstance(other, Path) else None,
             keep_base=True if self._sync == "delta" else None,
             stage=settings.kind == "vllm",
             second=settings.stage == "auto",
@@ -239,7 +270,7 @@ class WeightPublisher:
         started = trio.current_time()
         info = None
         if isinstance(parcel, Parcel) and self._sync != "adapter":
-            info = update_info(parcel.path, parcel.sha256)
+            info = update_info(self._stored[1].url if self._stored else parcel.path, parcel.sha256)
         error = await canary.check(
             [engine],
             parcel.canary,

@@ -19,7 +19,16 @@ from typing import Any, Protocol, cast
 from agentrl import config as configuration
 from agentrl import league, registry
 from agentrl.config import RunConfig
-from agentrl.errors import AgentRLError, ConfigError, EnvError, ModelError, UsageError, boundary
+from agentrl.engine import objects
+from agentrl.errors import (
+    AgentRLError,
+    ConfigError,
+    EnvError,
+    ModelError,
+    UsageError,
+    WeightSyncError,
+    boundary,
+)
 from agentrl.protocols import Rewarder
 from agentrl.records import Task
 from agentrl.registration import make
@@ -149,6 +158,7 @@ def check_startable(config: RunConfig) -> None:
             raise UsageError(f"training needs {package}, which is not installed: pip install 'agentrl[train]'")
     if config.syncs_memory:
         check_sender(config.sync, untested=config.engine.untested_vllm)
+    _check_store(config)
     if config.engine.gpus:
         check_gpus([gpu for own in config.engine.gpus for gpu in own])
     take_order(config)
@@ -165,6 +175,16 @@ def check_startable(config: RunConfig) -> None:
     _check_ranks(config)
     if config.train.device != "cpu":
         _check_memory(config)
+
+
+def _check_store(config: RunConfig) -> None:
+    """Write, read and remove a small object where weights are to go."""
+    url = config.engine.weights_url
+    if url is not None:
+        try:
+            objects.check(url, deadline_s=config.engine.admin_deadline_s)
+        except WeightSyncError as error:
+            raise ConfigError("engine.weights_url", url, str(error)) from None
 
 
 def _check_ranks(config: RunConfig) -> None:

@@ -308,7 +308,7 @@ async def test_weights_that_do_not_arrive_whole_are_refused_and_the_old_ones_go_
     torn.write_bytes(good.read_bytes()[:-100])
     for path, digest, words in (
         (torn, None, "not a safetensors file"),
-        (good, "0" * 64, "another checksum"),
+        (good, "0" * 64, "has SHA-256"),
         (tmp_path / "nothing", None, "cannot read"),
     ):
         with pytest.raises(WeightSyncError, match=words):

@@ -166,6 +166,10 @@ class Batcher:
         """Swap all weights. Running requests go on with the keys and values they have (see `forget`); cached
         prefixes of older versions are never used again. Raises ModelError and changes nothing if they do not fit."""
         self.model.load(weights)
+        self.announce(version)
+
+    def announce(self, version: int) -> None:
+        """From now on the weights are those of `version`."""
         self.version = version
         self.slots.forget(busy=False)
         for request in self.running.values():

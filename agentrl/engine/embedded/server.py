@@ -8,7 +8,7 @@ the old weights go on.
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import shutil
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -23,11 +23,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from agentrl.engine import inbox, objects, weightfile
 from agentrl.engine.embedded.adapter import Adapter, read
 from agentrl.engine.embedded.batching import Batcher, Emission, Request
 from agentrl.engine.embedded.metrics import Histograms, render
 from agentrl.engine.embedded.wire import Asked, BadRequest, answer_json, parse_generate, parse_object
-from agentrl.errors import ModelError
+from agentrl.errors import ModelError, WeightSyncError
 
 _POLLS = 8  # looks at the sockets between two passes; a request needs several to be read, parsed and queued
 _BODY_LIMIT = 32 << 20
@@ -43,6 +44,7 @@ class EngineServer:
         self._paused = False
         self._updating = False
         self._staged: dict[str, torch.Tensor] = {}
+        self._base: tuple[str, weightfile.Bytes] | None = None  # of the last weights from a store: deltas change it
         self._serial = 0
         self._adapters: dict[str, Adapter] = {}
         self._adapters_read = 0
@@ -62,6 +64,8 @@ class EngineServer:
                 Route("/start_weight_update", self._guard(self._start), methods=["POST"]),
                 Route("/update_weights", self._guard(self._update), methods=["POST"]),
                 Route("/finish_weight_update", self._guard(self._finish), methods=["POST"]),
+                Route("/update_weight_version", self._guard(self._name_version), methods=["POST"]),
+                Route("/collective_rpc", self._guard(self._receive), methods=["POST"]),
                 Route("/v1/load_lora_adapter", self._guard(self._load_adapter), methods=["POST"]),
                 Route("/v1/unload_lora_adapter", self._guard(self._unload_adapter), methods=["POST"]),
             ]
@@ -221,11 +225,19 @@ class EngineServer:
         if not self._updating:
             raise BadRequest("no update has been started: call /start_weight_update first")
         given = cast("dict[str, Any]", info if isinstance(info, dict) else {})
-        path, digest = given.get("path"), given.get("sha256")
+        path, digest, deadline_s = given.get("path"), given.get("sha256"), given.get("deadline_s", 30.0)
         if not isinstance(path, str):
             raise BadRequest("update_info.path: the path of a safetensors file is required")
         started, staged = time.perf_counter(), self._staged  # of this update: a later start drops it
-        staged |= await asyncio.to_thread(_read_tensors, Path(path), digest)
+        try:
+            if objects.is_url(path):
+                data = await asyncio.to_thread(objects.fetch, path, str(digest), base=self._base, deadline_s=deadline_s)
+                self._base = (str(digest), data)
+            else:
+                data = await asyncio.to_thread(_read_file, Path(path), digest)
+            staged |= await asyncio.to_thread(_tensors, data, path)
+        except WeightSyncError as error:
+            raise BadRequest(f"update_info.path: {error}") from None
         self._histograms.weight_update.add(time.perf_counter() - started)
         return JSONResponse({"message": "Weights updated"})
 
@@ -242,6 +254,13 @@ class EngineServer:
         self._updating, self._staged = False, {}
         return JSONResponse({"message": "Weight update finished"})
 
+    async def _name_version(self, request: HTTPRequest) -> Response:
+        text = (await _object(request)).get("new_version")
+        if not isinstance(text, str) or not text.isdecimal():
+            raise BadRequest(f"new_version = {text!r}: must be a string of decimal digits")
+        self._batcher.announce(int(text))
+        return JSONResponse({"success": True})
+
     # --- adapters -----------------------------------------------------------------------------------------------
 
     def _adapter_of(self, asked: Asked) -> Adapter | None:
@@ -250,6 +269,13 @@ class EngineServer:
         if (adapter := self._adapters.get(asked.model)) is None:
             raise BadRequest(f"The model `{asked.model}` does not exist.")
         return adapter
+
+    async def _receive(self, request: HTTPRequest) -> Response:
+        match await _object(request):
+            case {"method": inbox.METHOD, "args": [str(message)]}:
+                return JSONResponse({"results": [await asyncio.to_thread(inbox.receive, message)]})
+            case other:
+                raise BadRequest(f"method = {other.get('method')!r}: the embedded engine has {inbox.METHOD!r} alone")
 
     async def _load_adapter(self, request: HTTPRequest) -> Response:
         document = await _object(request)
@@ -261,6 +287,8 @@ class EngineServer:
         self._adapters_read += 1
         architecture = self._batcher.model.architecture
         self._adapters[name] = read(Path(path), architecture, name=name, key=-self._adapters_read)
+        if inbox.forgetting(path) is not None:
+            shutil.rmtree(path, ignore_errors=True)  # it came for this, and nobody reads it again
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload_adapter(self, request: HTTPRequest) -> Response:
@@ -312,17 +340,16 @@ async def _object(request: HTTPRequest) -> dict[str, Any]:
     return parse_object(await _read(request.receive))
 
 
-def _read_tensors(path: Path, digest: str | None) -> dict[str, torch.Tensor]:
+def _read_file(path: Path, digest: str | None) -> weightfile.Bytes:
+    """A weight file that is checked. Raises WeightSyncError."""
+    return weightfile.open_bytes(path) if digest is None else weightfile.verified(path, digest)
+
+
+def _tensors(data: weightfile.Bytes, path: str) -> dict[str, torch.Tensor]:
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise BadRequest(f"update_info.path: cannot read {str(path)!r}: {error.strerror}") from None
-    if digest is not None and hashlib.sha256(data).hexdigest() != digest:
-        raise BadRequest(f"update_info.sha256: {str(path)!r} has another checksum")
-    try:
-        return {name: tensor.float() for name, tensor in load_bytes(data).items()}
+        return {name: tensor.float() for name, tensor in load_bytes(data.tobytes()).items()}
     except SafetensorError as error:
-        raise BadRequest(f"update_info.path: {str(path)!r} is not a safetensors file: {error}") from None
+        raise BadRequest(f"update_info.path: {path!r} is not a safetensors file: {error}") from None
 
 
 def _error(text: str) -> JSONResponse:

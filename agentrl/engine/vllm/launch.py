@@ -273,7 +273,8 @@ def carry_plugin(folder: Path) -> None:
     nothing of this installation, and can be taken to another machine."""
     root = Path(agentrl.__file__).resolve().parent
     plugin = sorted((root / "engine" / "vllm" / "plugin").glob("*.py"))
-    shared = [root / "errors.py", root / "engine" / "weightfile.py", root / "engine" / "fingerprint.py"]
+    names = ("weightfile", "fingerprint", "inbox", "objects")
+    shared = [root / "errors.py", *(root / "engine" / f"{name}.py" for name in names)]
     for source in [*shared, *plugin]:
         target = folder / source.relative_to(root.parent)
         target.parent.mkdir(parents=True, exist_ok=True)

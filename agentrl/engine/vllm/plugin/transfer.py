@@ -2,6 +2,7 @@
 
     update_info = {"path": "/dev/shm/…/7.safetensors", "sha256": "…"}
     update_info = {"path": "…/7.delta", "sha256": "… of the whole result", "base_sha256": "… of the last file loaded"}
+    update_info = {"path": "s3://…/7.json", "sha256": "… of the whole result"}   an entry of `agentrl.engine.objects`
 
 The file is checked before any weight is touched. `Stage` does that (and applies a delta) on a thread while the engine
 goes on generating, and makes a second copy of the layers' weights of it where there is room, so that the pause holds
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.engine import weightfile
+from agentrl.engine import objects, weightfile
 from agentrl.engine.vllm.plugin import BACKEND, mending
 from agentrl.errors import WeightSyncError
 
@@ -47,14 +48,19 @@ def register() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """A trainer's message: which file to load, and what it must hold."""
+    """A trainer's message: which file to load, and what it must hold. `deadline_s` is that of each object of a
+    store."""
 
     path: str
     sha256: str
     base_sha256: str | None = None
+    deadline_s: float = 30.0
 
     def bytes(self, base: Base) -> weightfile.Bytes:
         """The checked bytes of the weight file this update stands for."""
+        if objects.is_url(self.path):
+            kept = None if base.sha256 is None or base.data is None else (base.sha256, base.data)
+            return objects.fetch(self.path, self.sha256, base=kept, deadline_s=self.deadline_s)
         if self.base_sha256 is None:
             return weightfile.verified(Path(self.path), self.sha256)
         if base.sha256 != self.base_sha256 or base.data is None:
@@ -83,7 +89,7 @@ class Base:
             return None
         import numpy as np
 
-        return np.array(data) if update.base_sha256 is None else data
+        return np.array(data) if isinstance(data, np.memmap) else data
 
     def now(self, update: Update, kept: weightfile.Bytes | None) -> None:
         """The weights of `update` are now loaded, and `kept` is their copy."""

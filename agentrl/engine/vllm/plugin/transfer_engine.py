@@ -43,6 +43,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
     path: str
     sha256: str
     base_sha256: str | None = None
+    deadline_s: float = 30.0
 
 
 class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -66,7 +67,7 @@ class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         """Nothing yet: layers are taken apart only when the file is known to be good."""
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        update = Update(path=update_info.path, sha256=update_info.sha256, base_sha256=update_info.base_sha256)
+        update = Update(**{name: getattr(update_info, name) for name in Update.__slots__})
         staged = self.stage.take(update)
         if staged.second is not None and self.model is self._default_model and not self._open:
             replaced = staged.second.swap(by_pointer=staging.by_pointer(self.vllm_config, self.model))

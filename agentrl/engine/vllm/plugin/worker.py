@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
+from agentrl.engine import inbox
 from agentrl.engine.vllm import plugin
 from agentrl.engine.vllm.plugin import mending, sets, versions
 from agentrl.engine.vllm.plugin.transfer import Update, tensors
@@ -79,6 +80,10 @@ class WorkerExtension:
     def agentrl_publish(self, update_info: str, version: str, clear_cache: bool) -> dict[str, Any]:
         """Reaches a worker only where the engine core does not know it (see `publish`)."""
         return {"swapped": False}
+
+    def agentrl_receive(self, message: str) -> dict[str, Any]:
+        """A part of a folder that comes over HTTP; see `inbox`."""
+        return inbox.receive(message)
 
     def agentrl_fingerprints(self) -> dict[str, Any]:
         """Fingerprints of the weights that layers compute with, by names of the checkpoint format; and their dtype."""

@@ -1,0 +1,88 @@
+"""A vLLM that shares no disk with the learner: adapters come as bytes, weights through an object store."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import trio
+
+from agentrl.engine import adapters, canary, inbox
+from agentrl.engine.adapters import AdapterClient
+from agentrl.engine.client import EngineClient
+from agentrl.engine.objects import Folder, Outbox
+from agentrl.engine.weights import push
+from agentrl.errors import WeightSyncError
+
+from .conftest import Server
+from .policy import Policy
+from .test_contract import ask
+from .test_weights import ADMIN_S, EXACT, probe_of
+
+pytestmark = pytest.mark.vllm
+
+
+async def test_versions_come_through_the_store_and_a_torn_one_is_not_served(
+    server: Server, policy: Policy, tmp_path: Path
+) -> None:
+    """Staged beside the old ones, from the second on as deltas against bytes that only the engine has kept."""
+    outbox = Outbox(Folder(f"file://{tmp_path}/store", deadline_s=ADMIN_S), deltas=True)
+    sizes: list[int] = []
+    async with aclosing(EngineClient(server.url)) as client:
+        for torn in (False, False, True):
+            version, file = policy.update(scale=1e-7)
+            sent = outbox.put(version, file.path, file.sha256)
+            sizes.append(sent.bytes)
+            if torn:
+                damaged = tmp_path / "store" / f"{version:08d}.delta"
+                damaged.write_bytes(damaged.read_bytes()[:-1])
+                with pytest.raises(WeightSyncError, match=r"\.delta is torn or damaged: \d+ bytes"):
+                    await push([client], sent.url, version, stage=True, deadline_s=ADMIN_S)
+                assert await client.served_version() == version - 1 and not await client.paused()
+                outbox.whole_next()
+                sent = outbox.put(version, file.path, file.sha256)
+            report = await push(
+                [client], sent.url, version, keep_base=True, stage=True, clear_cache=True, deadline_s=ADMIN_S
+            )
+            assert report.bytes == sent.bytes
+            generation = await client.generate(ask())
+            assert {span.version for span in generation.spans} == {version}
+            assert policy.error(ask().token_ids, generation) <= EXACT
+            assert await canary.check([client], probe_of(policy, version)) <= EXACT
+        await client.call(
+            "POST", "/init_weight_transfer_engine", json={"init_info": {"keep_base": False}}, deadline_s=ADMIN_S
+        )
+    assert max(sizes[1:]) < sizes[0]
+
+
+async def test_adapters_come_as_bytes_and_go_with_their_version(
+    server: Server, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "is_near", lambda url: False)
+    monkeypatch.setattr(inbox, "_PIECE", 20_000)
+    first, second = policy.adapter(), policy.adapter()
+    current = first[0]
+    client = AdapterClient(server.url, current=lambda: current)
+    try:
+        for version, folder in (first, second):
+            hidden = folder.rename(folder.with_name(f"moved-{version}"))  # nothing of vLLM's ever sees where it was
+            report = await adapters.load([client], hidden, version, deadline_s=ADMIN_S)
+            hidden.rename(folder)
+            assert report.bytes > 20_000
+        received = server.folder / "plugin" / inbox.root().name
+        assert sorted(path.name.rsplit("-", 1)[0] for path in received.iterdir()) == sorted(
+            adapters.adapter_name(version) for version, _ in (first, second)
+        )
+        for current, _ in (first, second):
+            generation = await client.generate(ask())
+            assert {span.version for span in generation.spans} == {current}
+            assert policy.error(ask().token_ids, generation) <= EXACT
+        left = frozenset({first[0]})
+        while left:
+            left = await adapters.retire([client], keep=[second[0]], deadline_s=ADMIN_S)
+        assert [path.name.rsplit("-", 1)[0] for path in received.iterdir()] == [adapters.adapter_name(second[0])]
+    finally:
+        with trio.CancelScope(shield=True):
+            await adapters.retire([client], keep=(), deadline_s=ADMIN_S)
+            await client.aclose()
