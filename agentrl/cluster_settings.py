@@ -55,6 +55,7 @@ class Cluster(Section):
     workers: WorkerPlaces = WorkerPlaces()
     place_deadline_s: Positive = 300.0  # until Ray has found a node for a process: its autoscaler may start one
     lease_s: Positive = 20.0  # cut off from the run, a process ends itself
+    store_deadline_s: Positive = 120.0  # the run waits so long for a database that does not answer, then it ends
 
     @property
     def on_ray(self) -> bool:

@@ -20,7 +20,8 @@ AgentRLError
 │   ├── HostBusy               this machine did not have a slot in time
 │   ├── RankLost               a rank of the learner died, or did not come to a collective in time
 │   └── StoreError             ├── LeaseLost           ├── DiskFull
-│                              ├── StoreBusy           └── StoreDamaged
+│                              ├── StoreBusy           ├── StoreDamaged
+│                              └── StoreAway
 └── PolicyFault                the policy could have caused it: stays in loss and baseline
     ├── ParseError             ├── StructuralParseError   ├── ContentParseError
     ├── SandboxPathError       a path in a box: missing, of the wrong kind, leading out, no space
@@ -167,6 +168,14 @@ class StoreBusy(StoreError):
     """Another process held the store's write lock past the deadline: a person has to end that process."""
 
 
+class StoreAway(StoreError):
+    """The database of the store does not answer, and nothing was written: the same call may be made again.
+    `given_up`: it was, for as long as the settings allow."""
+
+    exit_code = 6
+    given_up = False
+
+
 class StoreDamaged(StoreError):
     """The store's file was damaged after it was written: a person has to replace it by a copy."""
 
@@ -262,7 +271,7 @@ def _place(error: BaseException) -> str:
 def matters(error: BaseException) -> BaseException:
     """The most important error of a group, nested groups included: first one that the user can mend, then one that ends
     the run, then any other of ours, then the rest. An error that is not a group is returned as it is."""
-    ranks = (UsageError, (RunFailed, StoreBusy, StoreDamaged), AgentRLError)
+    ranks = (UsageError, (RunFailed, StoreBusy, StoreDamaged, StoreAway), AgentRLError)
 
     def rank(leaf: BaseException) -> int:
         return next((at for at, kind in enumerate(ranks) if isinstance(leaf, kind)), len(ranks))

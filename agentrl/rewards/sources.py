@@ -19,7 +19,7 @@ import trio
 
 from agentrl.columns import NONE
 from agentrl.engine.scoring import ScoringClient
-from agentrl.errors import DiskFull, ScoreError
+from agentrl.errors import DiskFull, ScoreError, StoreAway
 from agentrl.records import LARGEST, StopReason, Trajectory
 from agentrl.registry import load_reference
 from agentrl.rewards.box_tests import ArtifactsOf, BoxTests
@@ -143,7 +143,7 @@ class Scorer:
     async def _serve_one(self, turn: str) -> None:
         try:
             await self.score(turn)
-        except (ScoreError, LookupError, DiskFull) as error:
+        except (ScoreError, LookupError, DiskFull, StoreAway) as error:
             self._failed[turn] = trio.current_time() + self.settings.deadline_s
             log.warning("reward source %r: turn %s: %s", self.settings.source, turn, error)
         finally:

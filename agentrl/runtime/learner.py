@@ -54,7 +54,7 @@ def learn(path: Path) -> None:
     """Train the run at `path` from its newest checkpoint to its last step. Exits at once when its owner is gone."""
     watch_lifeline(lambda: os._exit(70))
     run = RunDir.open(path)
-    store = RunStore.open(run.store_path)
+    store = RunStore.open(run.store_path, away_s=run.config().cluster.store_deadline_s)
     try:
         _Learning(run, store).run()
     finally:

@@ -28,7 +28,7 @@ import trio
 from agentrl.clock import HostClock
 from agentrl.config import RunConfig
 from agentrl.engine.objects import Folder
-from agentrl.errors import DiskFull, RunFailed, UsageError, WeightSyncError, matters
+from agentrl.errors import DiskFull, RunFailed, StoreAway, UsageError, WeightSyncError, matters
 from agentrl.records import GroupState
 from agentrl.rollout.admitter import Admitter, bounds_of
 from agentrl.rollout.pivot import Pivots
@@ -96,23 +96,25 @@ class Supervisor:
         await self._with_space(_clock("train_started_s"))
         async with trio.open_nursery() as admission:
             tasks = task_source(self.config)
-            bounds, max_lag = bounds_of(self.config), partial(self.store.meta, "max_lag")
+            bounds = bounds_of(self.config)
             admitter = await self.writes(
-                lambda store: Admitter(store, tasks, bounds, max_lag, Pivots.of(self.config, store))
+                lambda store: Admitter(
+                    store, tasks, bounds, partial(store.meta, "max_lag"), Pivots.of(self.config, store)
+                )
             )
             admission.start_soon(admitter.run, self.writes)
             progress = _Progress(self.config.train.stall_deadline_s)
             while not learned.is_set():
                 await self._with_space(self._schedule_during)
-                if tasks.size is not None and self._played(tasks.size):
+                if tasks.size is not None and await self.writes(partial(self._played, tasks.size)):
                     await self._with_space(_enter("drain"))
-                progress.saw(self.store.progress(), processes=self.processes)
+                progress.saw(await self.writes(_progress), processes=self.processes)
                 await self._tick()
             admission.cancel_scope.cancel()
         await self._with_space(_clock("train_ended_s"))
         await self._with_space(lambda store: store.end_late())
         await self._with_space(_enter("eval"))
-        self.phase = f"evaluating after {self.store.current_version().step} steps"
+        self.phase = f"evaluating after {await self.writes(lambda store: store.current_version().step)} steps"
         await self.evaluate("after")
 
     async def measure(self) -> None:
@@ -130,8 +132,8 @@ class Supervisor:
             schedule = partial(evaluation.schedule, config=self.config, held_out=held_out, when=when, n=held_out.n)
             purposes.append(await self._with_space(schedule))
         progress = _Progress(self.config.train.stall_deadline_s)
-        while not all(evaluation.finished(self.store, purpose) for purpose in purposes):
-            progress.saw(self.store.progress(), processes=self.processes)
+        while not await self.writes(lambda store: all(evaluation.finished(store, purpose) for purpose in purposes)):
+            progress.saw(await self.writes(_progress), processes=self.processes)
             await self._tick()
 
     def _schedule_during(self, store: ControlStore) -> None:
@@ -176,14 +178,15 @@ class Supervisor:
     async def _tick(self) -> None:
         await self._follow_the_clock()
         await self._with_space(self._expire)
-        self._check_failures()
-        self.on_tick(self)
+        await self.writes(self._check_failures)
+        with suppress(StoreAway):  # it reads in the loop, by `store`, which waits for nothing
+            self.on_tick(self)
         await trio.sleep(_TICK_S)
 
-    def _check_failures(self) -> None:
+    def _check_failures(self, store: ReadStore) -> None:
         """Stop when infrastructure fails too often: more outages than the budget allows, or too many failures in a row
         without an episode that ended well. The message has the latest cause."""
-        failures, budget = self.store.failures(), self.config.rollout.failure_budget
+        failures, budget = store.failures(), self.config.rollout.failure_budget
         if failures.in_a_row > _MIN_FAILURES:
             raise RunFailed(
                 f"{failures.failed} of {failures.ended} episodes failed through no doing of the policy, and since "
@@ -195,12 +198,16 @@ class Supervisor:
                 f"{failures.outages} different times (rollout.failure_budget = {budget:g}); the last: {failures.detail}"
             )
 
-    def _played(self, tasks: int) -> bool:
+    def _played(self, tasks: int, store: ReadStore) -> bool:
         """Whether this many training tasks were all played, late members and replays included."""
-        counts = self.store.counts()
+        counts = store.counts()
         unfinished = counts.get(GroupState.WAITING, 0) + counts.get(GroupState.RUNNING, 0)
-        again = self.store.replays(self.config.rollout.max_replays).waiting
-        return not unfinished and self.store.tasks_started() >= tasks and not self.store.late_open() and not again
+        again = store.replays(self.config.rollout.max_replays).waiting
+        return not unfinished and store.tasks_started() >= tasks and not store.late_open() and not again
+
+
+def _progress(store: ReadStore) -> tuple[int, ...]:
+    return store.progress()
 
 
 def _enter(phase: str) -> Callable[[ControlStore], None]:
@@ -243,8 +250,8 @@ async def supervise(
     config, heartbeat = run.config(), Heartbeat.of_process()
     live_with_parent()
     with run.lock() as lock, run.owned_scratch(lock) as mark:
-        store = RunStore.open(run.store_path)
-        reader = RunStore.read(run.store_path)
+        store = RunStore.open(run.store_path, away_s=config.cluster.store_deadline_s)
+        reader = RunStore.read(run.store_path, away_s=0)
         try:
             heartbeat.mark_while(lambda: store.waits)
             start = start_point(run, store)

@@ -19,7 +19,7 @@ from typing import TypeVar
 import trio
 
 from agentrl.config import RunConfig
-from agentrl.errors import AgentRLError, DiskFull, RunFailed, StoreError, UsageError, WornOut
+from agentrl.errors import AgentRLError, DiskFull, RunFailed, StoreAway, StoreError, UsageError, WornOut
 from agentrl.ports import free_port
 from agentrl.records import WeightVersion
 from agentrl.runtime import league
@@ -36,7 +36,8 @@ from agentrl.runtime.watch import Watch
 from agentrl.store.aside import Aside
 from agentrl.store.roles import ControlStore, ReadStore
 
-_DISK_S = 2.0  # until a child that found the disk full is started again
+_DISK_S = 2.0  # until a child that found the disk full, or the database away, is started again
+_PAUSES = (DiskFull.exit_code, StoreAway.exit_code)
 
 _T = TypeVar("_T")
 _PINNED = {
@@ -254,9 +255,9 @@ class RunProcesses:
             why = child.failure(status)
             if status in (UsageError.exit_code, ENDS_THE_RUN):
                 raise RunFailed(why)
-            if status == DiskFull.exit_code:
-                await trio.sleep(_DISK_S)  # the supervisor's stall deadline bounds how often
-            innocent = status in (WornOut.exit_code, DiskFull.exit_code)
+            if status in _PAUSES:
+                await trio.sleep(_DISK_S)  # the supervisor's own deadlines bound how often
+            innocent = status in (WornOut.exit_code, *_PAUSES)
             if innocent or (died is not None and await died(child, budget)):
                 self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
                 child.start()

@@ -25,6 +25,7 @@ from agentrl.errors import (
     ConfigError,
     EnvError,
     ModelError,
+    StoreAway,
     UsageError,
     WeightSyncError,
     boundary,
@@ -123,9 +124,12 @@ class Trainer:
 
 
 def began(run: RunDir) -> bool:
-    """Whether the run got as far as playing episodes: its engines were up."""
-    with RunStore.read(run.store_path) as store:
-        return store.meta("phase") is not None
+    """Whether the run got as far as playing episodes: its engines were up. If its database is away, it may have."""
+    try:
+        with RunStore.read(run.store_path) as store:
+            return store.meta("phase") is not None
+    except StoreAway:
+        return True
 
 
 def _pinned(config: RunConfig) -> RunConfig:

@@ -10,7 +10,7 @@ If weights go from memory to memory, the learner sends them. It never starts a p
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import trio
 from agentrl.config import RunConfig
 from agentrl.engine.adapters import AdapterClient
 from agentrl.engine.client import EngineClient
-from agentrl.errors import AgentRLError, EngineError
+from agentrl.errors import AgentRLError, EngineError, StoreAway
 from agentrl.runtime.engines import PAUSES, Weights, WrongWeights, fit, version_below
 from agentrl.store.roles import Versions
 
@@ -52,8 +52,9 @@ class Watch:
                 now = trio.current_time()
                 if version is not None:
                     heard = now
-                    if not self._fits(version) or await self._halted(client):
-                        await self._fit(version)
+                    with suppress(StoreAway):  # then nobody knows which weights are current
+                        if not self._fits(version) or await self._halted(client):
+                            await self._fit(version)
                 elif hangs is not None and now - heard >= deadline_s:
                     hangs(f"did not answer for {deadline_s:g} s (engine.liveness_deadline_s)")
                     heard = now

@@ -25,7 +25,7 @@ from agentrl.engine.fleet import Fleet
 from agentrl.engine.policies import Policies
 from agentrl.engine.renderer import Renderer
 from agentrl.env import as_async
-from agentrl.errors import DiskFull, StoreError
+from agentrl.errors import DiskFull, StoreAway, StoreError
 from agentrl.protocols import AsyncEnv, Engine, Rewarder
 from agentrl.records import Task
 from agentrl.rollout.episode import RolloutContext
@@ -72,7 +72,8 @@ def serve(path: Path, index: int) -> None:
 
 async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> None:
     sharing.configure(config.sandbox.arguments())
-    opened, reader = RunStore.open(run.store_path), RunStore.read(run.store_path)
+    opened = RunStore.open(run.store_path, away_s=config.cluster.store_deadline_s)
+    reader = RunStore.read(run.store_path, away_s=0)
     store = AsyncStore(opened, reader, disk_wait_s=config.train.stall_deadline_s)  # then the run ends
     renderer = renderer_of(config)
     fleet = _fleet(config, reader, renderer)
@@ -155,14 +156,18 @@ def _client(config: RunConfig, store: ReadStore, url: str, *, role: str | None =
     """Speaks to one engine. If only adapters are sent, a turn begins with the newest one that the learner confirmed."""
     key, tokens = config.engine.api_key(), vocabulary(model_dir(config.model_of(role)))
 
+    current = store.current_version()
+
     def adapter() -> int | None:
-        current = store.current_version()
+        nonlocal current
+        with suppress(StoreAway):  # then the last one that it named
+            current = store.current_version()
         return current.version if current.step else None  # before the first step there is none
 
     if config.sync == "adapter":
         below = version_below(config, store)
         return AdapterClient(url, current=adapter, below=below, api_key=key, vocabulary=tokens)
-    return EngineClient(url, version=store.current_version().version, api_key=key, vocabulary=tokens)
+    return EngineClient(url, version=current.version, api_key=key, vocabulary=tokens)
 
 
 def fits(store: Versions, version: int) -> bool:

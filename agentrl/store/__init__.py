@@ -171,34 +171,41 @@ class RunStore(
         return cls(db)
 
     @classmethod
-    def open(cls, path: str | Path, *, clock: Callable[[], float] = time.time) -> Self:
-        """The store at `path`, its schema brought up to date. Raises UsageError if there is none, StoreVersionError if
-        a newer agentrl wrote it, StoreError if the file is something else."""
+    def open(cls, path: str | Path, *, clock: Callable[[], float] = time.time, away_s: float | None = None) -> Self:
+        """The store at `path`, its schema brought up to date. `away_s`: how long a call waits for a database that is
+        away, in seconds; opening it never does. Raises UsageError if there is none, StoreVersionError if a newer
+        agentrl wrote it, StoreAway if the database does not answer, StoreError if the file is something else."""
         db = connect(Path(path), clock=clock)
         try:
             db.prepare(create=False)
         except BaseException:
             db.close()
             raise
-        return cls(db)
+        return cls(db)._waiting(away_s)
+
+    def _waiting(self, away_s: float | None) -> Self:
+        self._db.away_s = self._db.away_s if away_s is None else away_s
+        return self
 
     def hurry(self, busy_s: float) -> None:
-        """From now on wait no longer than `busy_s` seconds for another process's write lock; a wait under way
-        ends soon, too."""
+        """From now on wait no longer than `busy_s` seconds for another process's write lock, or for a database that is
+        away; a wait under way ends soon, too."""
         self._db.hurry(busy_s)
 
     @property
     def waits(self) -> bool:
-        """Whether a thread of this process waits for another process's write lock now (for two minutes at most)."""
-        return self._db.waits
+        """Whether a thread of this process waits for another process's write lock now (for two minutes at most), or for
+        a database that is away (for `away_s` at most)."""
+        return self._db.waits or self._db.away > 0
 
     @classmethod
-    def read(cls, path: str | Path, *, clock: Callable[[], float] = time.time) -> Self:
+    def read(cls, path: str | Path, *, clock: Callable[[], float] = time.time, away_s: float | None = None) -> Self:
         """The store at `path`, to look at: nothing of it is written or migrated, and no writer waits. A store of an
-        older agentrl is read from a private copy, which does not change any more.
+        older agentrl is read from a private copy, which does not change any more. `away_s` as for `open`; 0 for reads
+        in a loop of tasks, which would all wait.
 
-        Raises UsageError if there is none, StoreVersionError if a newer agentrl wrote it."""
-        return cls(look(Path(path), clock=clock))
+        Raises UsageError if there is none, StoreVersionError if a newer agentrl wrote it, StoreAway."""
+        return cls(look(Path(path), clock=clock))._waiting(away_s)
 
     def together(self, calls: Sequence[Callable[[], Any]], *, shared: bool = False) -> list[Result]:
         """Make calls of this handle, in one transaction for all their writes; each has its own result. A call that

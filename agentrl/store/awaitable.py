@@ -2,7 +2,8 @@
 
 The thread takes all writes that are queued and commits them in one transaction, each a savepoint of its own: an error
 of one undoes that one alone. If another process holds the write lock, or the disk is slow, callers wait; all other
-tasks, deadlines and cancellation go on. Reads have a read-only connection in the loop, and wait for nobody.
+tasks, deadlines and cancellation go on. Reads have a read-only connection in the loop, and wait for nobody. A database
+that is away is waited for by the thread alone: so it makes the reads, too, that fail meanwhile.
 
 Writes are committed in the order in which they were asked for; if the store lets processes journal at once, those of
 the journal go before others that were asked for at the same moment, and have a transaction of their own. A write whose
@@ -20,12 +21,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import trio
 
 from agentrl.columns import NONE, Columns
-from agentrl.errors import DiskFull, StoreError
+from agentrl.errors import DiskFull, StoreAway, StoreError
 from agentrl.records import Json, Messages, Step, StopReason, Trajectory, Turn, WeightVersion
 from agentrl.store import Claim, Partial, RunStore, Snapshot
 from agentrl.store.database import Result
@@ -33,6 +34,7 @@ from agentrl.store.roles import ReadStore
 from agentrl.store.signal import Role
 from agentrl.store.waiting import wait_for_work
 
+_T = TypeVar("_T")
 _LAST_WORD_S = 4.0  # less than a supervisor leaves a child to end
 _DISK_S = 1.0  # between two tries to write on a full disk
 _TOGETHER = 256  # writes of one transaction at most: other processes wait for its end
@@ -136,10 +138,10 @@ class AsyncStore:
         await self._write(partial(self._store.keep_artifacts, episode_id, fence, turn, files), shared=True)
 
     async def meta(self, key: str) -> str | None:
-        return self._reader.meta(key)
+        return await self._read(lambda store: store.meta(key))
 
     async def current_version(self) -> WeightVersion:
-        return self._reader.current_version()
+        return await self._read(lambda store: store.current_version())
 
     async def record(self, kind: str, step: int, values: Mapping[str, Json]) -> None:
         await self._once(partial(self._store.record, kind, step, values))
@@ -150,10 +152,11 @@ class AsyncStore:
     # --- what a reward source does
 
     async def awaiting(self, source: str, limit: int, *, skip: Iterable[str] = (), settled: bool = False) -> list[str]:
-        return self._reader.awaiting(source, limit, skip=skip, settled=settled)
+        skip = list(skip)
+        return await self._read(lambda store: store.awaiting(source, limit, skip=skip, settled=settled))
 
     async def trajectory(self, episode_id: int) -> Trajectory:
-        return self._reader.trajectory(episode_id)
+        return await self._read(lambda store: store.trajectory(episode_id))
 
     def artifacts(self, turn: str) -> dict[str, bytes] | None:
         return self._reader.artifacts(turn)
@@ -172,6 +175,12 @@ class AsyncStore:
         said = {"version": version, "took_s": took_s, "cost": cost, "columns": columns}
         call = partial(self._store.score, turn, source, value, **said)
         return await self._write(call)
+
+    async def _read(self, call: Callable[[ReadStore], _T]) -> _T:
+        try:
+            return call(self._reader)
+        except StoreAway:
+            return await self._once(partial(call, self._store))
 
     # --- writes
 

@@ -18,7 +18,7 @@ from agentrl.errors import StoreError
 from agentrl.records import Group, GroupState, StopReason
 from agentrl.store.closing import FULL, ClosePolicy
 from agentrl.store.codec import unpack_record, unpack_task
-from agentrl.store.database import Database, Part
+from agentrl.store.database import Database, Part, outlasting
 from agentrl.store.groups import LATE, TRAIN, close, close_if_ended, enough, scored
 from agentrl.store.journal import end_episode
 from agentrl.store.leading import check_lead
@@ -128,11 +128,18 @@ class Buffer(Part):
                 "UPDATE groups SET state = 'taken', taken_step = ? WHERE id = ?",
                 [(step, group_id) for group_id in taken],
             )
+        return self._of_step(step, [(taken[pick.group_id], pick.weight) for pick in picks], offer.late)
+
+    @outlasting
+    def _of_step(
+        self, step: int, taken: Sequence[tuple[Sequence[_Ended], float]], late_members: Sequence[_Ended]
+    ) -> list[Group]:
+        """The groups of a step: those `taken` with their weights, those of late members, those that were skipped."""
         late: defaultdict[int, list[_Ended]] = defaultdict(list)
-        for member in offer.late:
+        for member in late_members:
             late[member.group_id].append(member)
         with self._db.read():
-            groups = [replace(self._taken(taken[pick.group_id]), weight=pick.weight) for pick in picks]
+            groups = [replace(self._taken(members), weight=weight) for members, weight in taken]
             groups += [self._taken(members) for members in late.values()]
             groups += skipped_for(self._db, step)
         return [group for group in groups if group.trajectories or group.left_out]

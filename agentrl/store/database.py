@@ -4,32 +4,42 @@ Owns the connection of one process; never knows a table. Every write is a transa
 at its start, so a killed process leaves either the whole transaction or nothing, and two processes never deadlock
 halfway. Every error of the driver and every unreadable row is raised as a `StoreError` of one line.
 
+A database on another machine may go away, and come back. Whoever raises StoreAway has left nothing in the store, so the
+call is made again from its start, whole, until the database answers or `away_s` has passed (`outlast`).
+
 Statements are in the SQL that both databases read, with `?` for a parameter; `postgres` names what it translates.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import struct
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import zstandard
 
-from agentrl.errors import StoreBusy, StoreDamaged, StoreError
+from agentrl.errors import StoreAway, StoreBusy, StoreDamaged, StoreError
 
 BUSY_S = 120.0
 """How long a write waits for another process's write lock before it fails, seconds. Our own writes take well under a
 millisecond; a backup, or somebody's shell, may hold the lock for longer, and the run waits for it."""
 
+PAUSE_S = 0.2
+"""Between two attempts to reach a database that is away, seconds."""
+
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
 _UNREADABLE = (zstandard.ZstdError, struct.error, json.JSONDecodeError, UnicodeDecodeError)
 
 Row = tuple[Any, ...]
@@ -82,8 +92,8 @@ class Database(ABC):
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self.path = path
         self.clock = clock
-        self._lock = threading.RLock()
-        self._busy_s = BUSY_S
+        self._lock = _Turn()
+        self._busy_s = self.away_s = BUSY_S  # `away_s`: how long a call waits for a database that is away
         self._together = False  # whether writes are parts of one transaction
         self._shared = False  # whether that transaction is of writes that others may go on beside
         self._begun = False  # whether that transaction was begun
@@ -91,6 +101,7 @@ class Database(ABC):
         self._torn = False  # whether one of those failed
         self.leads: int | None = None  # which of the run's learners this handle is of (see `leading`); None: of none
         self.waits = False  # True while a thread waits for another process's write lock
+        self.away = 0  # how many threads wait for a database that is away
 
     # --- what a database does its own way -------------------------------------------------------------------------
 
@@ -126,8 +137,9 @@ class Database(ABC):
         agentrl wrote it."""
 
     def hurry(self, busy_s: float) -> None:
-        """From now on wait no longer than `busy_s` for another process's write lock, also if a thread waits already."""
-        self._busy_s = busy_s
+        """From now on wait no longer than `busy_s` for another process's write lock, or for a database that is away,
+        also if a thread waits already."""
+        self._busy_s, self.away_s = busy_s, min(busy_s, self.away_s)
 
     @abstractmethod
     def close(self) -> None:
@@ -245,6 +257,16 @@ class Database(ABC):
         each `write` is a part of it. A call that raises is undone alone. If the transaction cannot begin or
         commit, or the database undoes it (a full disk), every call has that error, and nothing was written. `shared`:
         all their writes are."""
+        whole = partial(self._all, calls, shared)
+        try:
+            try:
+                return whole()
+            except StoreAway as error:
+                return self.outlast(whole, error)
+        except Exception as error:  # all that wait for a call have to hear of it
+            return [Result(error=copy(error)) for _ in calls]
+
+    def _all(self, calls: Sequence[Callable[[], Any]], shared: bool) -> list[Result]:
         with self._lock:
             self._together, self._shared, self._begun = True, shared, False
             try:
@@ -252,12 +274,32 @@ class Database(ABC):
                 if self._in_transaction:
                     with self._naming():
                         self._commit()
-            except Exception as error:  # all that wait for a call have to hear of it
-                done = [Result(error=copy(error)) for _ in calls]
+                return done
             finally:
                 self._together = False
                 self._roll_back()
-        return done
+
+    def outlast(self, call: Callable[[], _T], error: StoreAway) -> _T:
+        """What a call returns once the database answers; before, it raised `error`, and left nothing. Raises StoreAway
+        after `away_s`, and at once if the call is a part of a transaction, which is made again as a whole."""
+        if self._lock.mine or error.given_up or not self.away_s:
+            raise error
+        began = time.monotonic()
+        print(f"agentrl: {error}; it is waited for, {self.away_s:g} s at most", file=sys.stderr, flush=True)
+        self.away += 1
+        try:
+            while time.monotonic() - began < self.away_s:
+                time.sleep(PAUSE_S)
+                try:
+                    return call()
+                except StoreAway as again:
+                    error = again
+        finally:
+            self.away -= 1
+        waited = f"it was waited for, {self.away_s:g} s (cluster.store_deadline_s)"
+        given_up = StoreAway(f"{error}; {waited}; go on with agentrl train --resume {self.path.parent}")
+        given_up.given_up = True
+        raise given_up from error
 
     def _at_once(self, calls: Sequence[Callable[[], Any]]) -> list[Result] | None:
         """What came of calls, if none failed and their transaction may commit; None if they are to be made one by one,
@@ -269,6 +311,8 @@ class Database(ABC):
                 self._settle()
             if not self._torn:
                 return done
+        except StoreAway:
+            raise
         except Exception as error:  # one of them failed: which, and what of it, is found one by one
             if self._begun and not self._in_transaction:
                 raise
@@ -288,6 +332,8 @@ class Database(ABC):
     def _one(self, call: Callable[[], Any]) -> Result:
         try:
             return Result(value=call())
+        except StoreAway:
+            raise
         except Exception as error:  # it belongs to whoever asked for this call
             if self._begun and not self._in_transaction:  # what earlier calls wrote is gone as well
                 raise
@@ -366,11 +412,64 @@ class _Write(AbstractContextManager[None]):
         self._leave(self._whole, error)
 
 
+class _Turn:
+    """A lock that its thread may take again, and that knows whether the asking thread has it."""
+
+    def __init__(self) -> None:
+        self._lock, self._depth, self._thread = threading.RLock(), 0, 0
+
+    def acquire(self) -> None:
+        self._lock.acquire()
+        self._depth, self._thread = self._depth + 1, threading.get_ident()
+
+    def release(self) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._thread = 0
+        self._lock.release()
+
+    @property
+    def mine(self) -> bool:
+        return self._thread == threading.get_ident()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
 class Part:
-    """A part of the store's methods. All parts share one database, which holds the state."""
+    """A part of the store's methods. All parts share one database, which holds the state.
+
+    A public method is made again from its start if the database went away under it, so it has no transaction after one
+    that wrote, unless that is of a method which is `outlasting` by itself."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
+
+    def __init_subclass__(cls) -> None:
+        for name, method in list(vars(cls).items()):
+            if name.startswith("_") or inspect.isgeneratorfunction(method):
+                continue
+            if inspect.isfunction(method):
+                setattr(cls, name, outlasting(method))
+            elif isinstance(method, property) and method.fget is not None:
+                setattr(cls, name, property(outlasting(method.fget)))
+
+
+def outlasting(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
+    """A method of a `Part` that is made again as a whole if the database goes away under it."""
+
+    @wraps(method)
+    def call(self: Any, *arguments: _P.args, **named: _P.kwargs) -> _T:
+        try:
+            return method(self, *arguments, **named)
+        except StoreAway as error:
+            database: Database = self._db
+            return database.outlast(partial(method, self, *arguments, **named), error)
+
+    return call
 
 
 def damaged(path: Path, error: Exception) -> StoreDamaged:

@@ -11,8 +11,12 @@ are asked for, and the end, wait for the server.
 
 The server ends a session that is silent within a transaction for `_SILENT_S`, and one whose host no longer answers; one
 that is silent between two statements is ended by whoever waits for its lock. So a process that hangs, or is cut off,
-gives the lock up and leaves nothing of its transaction. A connection that was lost between two transactions is made
-anew, for as long as a write may wait for the lock; one that is lost within a transaction fails that call.
+gives the lock up and leaves nothing of its transaction.
+
+A connection that is lost within a transaction fails it with StoreAway, and nothing of it is left. If it was lost while
+the transaction ended, that is not known yet: so each transaction writes its number to a row of its connection's own in
+`last_writes`, and a new connection reads there, under the run's lock, whether it was committed. The numbers of the
+server's own transactions do not serve for this: a crash may give one of them away twice.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import math
 import os
 import re
 import time
+import uuid
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,15 +41,14 @@ from psycopg.pq import TransactionStatus
 from psycopg.types.numeric import Int8Dumper
 from psycopg.types.string import StrDumper
 
-from agentrl.errors import DiskFull, StoreBusy, StoreError, StoreVersionError, UsageError
+from agentrl.errors import DiskFull, StoreAway, StoreBusy, StoreError, StoreVersionError, UsageError
 from agentrl.store import schema
-from agentrl.store.database import Cursor, Database, Row, Watch
+from agentrl.store.database import PAUSE_S, Cursor, Database, Row, Watch
 from agentrl.store.postgres_session import Pipeline, Session
 from agentrl.store.postgres_sql import OURS, definition, translated, with_id
 
 CONNECT_S = 10.0
 _SILENT_S = 30.0
-_PAUSE_S = 0.2
 _MOST_NUMBERS = 32
 _LOOK_S = 1.0  # the longest that a lost notification delays anybody
 _MOMENT_S = 1.0  # one try for the write lock; `Database` tries again
@@ -129,12 +133,18 @@ _EXAMPLE = "give postgresql://user@host/database"
 _PASSES = "~/.pgpass"
 
 
+_LOST = ("08", "57P", "25P03")
+"""How the states of errors begin with which a server ends a session: it stops, or somebody was silent for too long."""
+
 _END_SILENT = b"""
 SELECT pg_terminate_backend(l.pid) FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid
 WHERE l.locktype = 'advisory' AND l.granted AND a.datname = current_database()
     AND (l.classid::bigint << 32 | l.objid::bigint) = $1 AND l.objsubid = 1
     AND a.wait_event = 'ClientRead' AND a.state_change < clock_timestamp() - make_interval(secs => $2)
 """
+
+
+_NUMBERED = b"INSERT INTO last_writes VALUES ($1, $2) ON CONFLICT (writer) DO UPDATE SET number = excluded.number"
 
 
 class _Number(Loader):
@@ -158,8 +168,14 @@ class Postgres(Database):
         self._lock_id = 0
         self._shares_lock = False  # whether the open write transaction does
         self._numbers, self._asked = list[int](), 1  # of turns: reserved for this transaction; how many to reserve
-        with self._naming():
+        self._writer, self._written = uuid.uuid4().hex[:16], 0  # how many write transactions it has begun
+        self._prepared = False  # whether there is a table for their numbers
+        if reads:
+            self.away_s = CONNECT_S
+        try:
             self._connection = self._dial()
+        except psycopg.Error as error:
+            raise self._away(error) from error
 
     def _dial(self) -> Session:
         connection = self._address.connect(reads=self._reads)
@@ -179,7 +195,8 @@ class Postgres(Database):
                 self._connection.execute(names.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(name))
                 self._connection.close()
                 self._connection = self._dial()
-        elif self._version() == schema.SCHEMA_VERSION:
+        elif self._version() == schema.SCHEMA_VERSION and self._table("last_writes"):
+            self._prepared = True
             return
         with self.write():
             self._settle()  # several statements at once go through no pipeline
@@ -193,9 +210,11 @@ class Postgres(Database):
                     if (text := definition(statement, empty=version < _BORN_WITH)) is not None:
                         self._connection.execute(text)
                 self.execute("UPDATE schema_version SET version = ?", (schema.SCHEMA_VERSION,))
+            self._run("CREATE TABLE IF NOT EXISTS last_writes (writer TEXT PRIMARY KEY, number BIGINT NOT NULL)")
             if create:
                 self._run("CREATE TRIGGER tell AFTER INSERT ON unscored FOR EACH ROW EXECUTE FUNCTION tell()")
                 first()
+        self._prepared = True
 
     def look(self) -> None:
         """See that there is a store of this version. Raises UsageError, StoreVersionError."""
@@ -212,10 +231,13 @@ class Postgres(Database):
         with self.read():
             return self._read_version()
 
+    def _table(self, name: str) -> bool:
+        """Whether there is such a table."""
+        with self.read():
+            return self.row("SELECT to_regclass(?)", (f"{self._address.schema}.{name}",)) != (None,)
+
     def _read_version(self) -> int:
-        found = self.row("SELECT to_regclass(?) IS NOT NULL", (f"{self._address.schema}.schema_version",))
-        assert found is not None
-        if not found[0]:
+        if not self._table("schema_version"):
             if self._lock_id:
                 return 0
             raise UsageError(f"{self.path}: the database has no schema {self._address.schema}: the run was removed")
@@ -244,25 +266,26 @@ class Postgres(Database):
         self._start("BEGIN", lambda: f"SELECT pg_advisory_xact_lock{how}({self._lock_id})")
         self._shares_lock = shared
         self._pipeline.enter()
+        self._written += 1
+        if self._prepared:
+            self._pipeline.send(_NUMBERED, (self._writer, self._written))
 
     def _start(self, begin: str, lock: Callable[[], str] | None = None) -> None:
         """Begin a transaction; on a new connection if the old one was lost."""
-        began = time.monotonic()
-        while True:
+        for first in (True, False):
             try:
                 if self._connection.closed:
                     self._connection = self._dial()
                 self._run(begin if lock is None else f"{begin}; {lock()}")
                 return
-            except (psycopg.OperationalError, psycopg.InterfaceError):
-                if not self._connection.closed:
+            except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+                if not self._lost(error):
                     self._roll_back()
                     self._end_silent()
                     raise
-                most_s = CONNECT_S if self._reads else self._busy_s  # reads may stand in a loop of tasks
-                if time.monotonic() - began > most_s:
+                self._connection.close()
+                if not first:
                     raise
-            time.sleep(_PAUSE_S)
 
     def _end_silent(self) -> None:
         """End sessions that hold the run's lock and have said nothing for too long. The server does that by itself, but
@@ -277,7 +300,32 @@ class Postgres(Database):
         """A notification locks out all other commits of the database until this one is on the disk, so the journal goes
         without: nobody waits for it but reward sources, whose turns notify them by a trigger."""
         self._settle()
-        self._run("COMMIT" if self._shares_lock else f"NOTIFY {self._address.schema}; COMMIT")
+        try:
+            self._run("COMMIT" if self._shares_lock else f"NOTIFY {self._address.schema}; COMMIT")
+        except psycopg.Error as error:
+            if not self._lost(error) or not self._committed():
+                raise
+
+    def _committed(self) -> bool:
+        """Whether the last transaction was committed, whose connection was lost meanwhile. Raises StoreError if the
+        database does not say in time."""
+        began, error = time.monotonic(), None
+        self.away += 1
+        self._connection.close()
+        try:
+            while self._prepared and (error is None or time.monotonic() - began < self.away_s):
+                try:
+                    self._start("BEGIN", lambda: f"SELECT pg_advisory_xact_lock({self._lock_id})")  # so it has ended
+                    found = self.row("SELECT number FROM last_writes WHERE writer = ?", (self._writer,))
+                    self._roll_back()
+                    return found == (self._written,)
+                except psycopg.Error as again:
+                    error = again
+                time.sleep(PAUSE_S)
+        finally:
+            self.away -= 1
+        why = f"{self.path}: the database does not answer, and may have kept the last write or not"
+        raise StoreError(f"{why}: start it, then go on with agentrl train --resume {self.path.parent}") from error
 
     def _settle(self) -> None:
         """Wait for all statements so far, and leave the pipeline. Raises psycopg.Error for the first that failed."""
@@ -300,6 +348,14 @@ class Postgres(Database):
             except psycopg.OperationalError:  # it was lost: the server has rolled back
                 self._connection.close()
 
+    def _lost(self, error: Exception) -> bool:
+        """Whether the connection was lost."""
+        state = getattr(error, "sqlstate", None) or ""
+        return self._connection.closed or state.startswith(_LOST)
+
+    def _away(self, error: Exception) -> StoreAway:
+        return StoreAway(f"{self.path}: the database does not answer ({_line(error)}): start it")
+
     def _named(self, error: Exception) -> StoreError:
         state = getattr(error, "sqlstate", None) or ""
         if state == "53100":
@@ -308,6 +364,8 @@ class Postgres(Database):
             who = f"another session has held the run's write lock for over {self._busy_s:g} s"
             hint = "find it in pg_stat_activity and end it with pg_terminate_backend"
             return StoreBusy(f"{self.path}: {who}: {hint}; then go on with agentrl train --resume {self.path.parent}")
+        if self._lost(error):
+            return self._away(error)
         if state in ("3F000", "42P01"):
             return StoreError(f"{self.path}: the database has no such run any more ({_line(error)})")
         return StoreError(f"{self.path}: the database says: {_line(error)}")
@@ -346,7 +404,7 @@ class Postgres(Database):
         found: dict[str, tuple[str, ...]] = {}
         for table, column in self.rows(
             "SELECT table_name, column_name FROM information_schema.columns WHERE table_schema = current_schema()"
-            " AND table_name <> 'schema_version' ORDER BY table_name, ordinal_position"
+            " AND table_name NOT IN ('schema_version', 'last_writes') ORDER BY table_name, ordinal_position"
         ):
             found[table] = (*found.get(table, ()), column)
         return found
@@ -392,7 +450,7 @@ class Notices:
     def _notified(self) -> bool:
         try:
             if self._connection is None or self._connection.closed:
-                if time.monotonic() < self._dialled_s + _PAUSE_S:
+                if time.monotonic() < self._dialled_s + PAUSE_S:
                     return True
                 self._dialled_s = time.monotonic()
                 self._connection = self._address.connect(reads=True)

@@ -349,9 +349,9 @@ async def test_a_finite_source_is_not_played_while_a_lost_task_waits_to_be_and_t
         play_all(one.store, stop=StopReason.ENGINE_FAILED, outcome=None)
 
     lose()
-    assert not one._played(1)  # pyright: ignore[reportPrivateUsage]
+    assert not one._played(1, one.store)  # pyright: ignore[reportPrivateUsage]
     lose()
-    assert one._played(1)  # pyright: ignore[reportPrivateUsage]
+    assert one._played(1, one.store)  # pyright: ignore[reportPrivateUsage]
     summary = summarise(one.run, one.config, one.store, restarts={})
     assert summary["replays"] == {"played": 1, "waiting": 0, "given_up": 1}
     show(Console(width=200), one.run.path, summary)
