@@ -13,6 +13,9 @@ _SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a s
 _RESTART_GROUPS = Annotated[
     bool, typer.Option(help="Interrupted groups start anew; with --compare, in a further run with the same faults")
 ]
+_RESTART_DATABASE = Annotated[
+    str, typer.Option(help="The shell's command that restarts the PostgreSQL server of the run's store")
+]
 _ONLY = Annotated[list[str] | None, typer.Option(help="Only this fault, as kill:worker; may be given again")]
 
 
@@ -26,6 +29,7 @@ def chaos(
     disk_mb: Annotated[int, typer.Option(min=0, help="Size of the disk that is filled; 0: none is")] = 512,
     compare: Annotated[bool, typer.Option(help="Run it undisturbed as well, and show both")] = False,
     restart_groups: _RESTART_GROUPS = False,
+    restart_database: _RESTART_DATABASE = "",
     settings: _SETTINGS = None,
 ) -> None:
     """Hurt a run on purpose (kill, stop, slow down, cut off, fill its disk …) and audit it; exit code 1 if it does not
@@ -44,6 +48,7 @@ def chaos(
         settings=tuple(settings or ()),
         compare=compare,
         restart_groups=restart_groups,
+        restart_database=restart_database,
     )
     load(file, settings)  # before anything is made: a mistyped setting leaves no folder behind
     if not 0 < every_s < math.inf:

@@ -71,6 +71,12 @@ RULES = (
         LEARNING,
     ),
     Rule("only runtime/ray*.py imports ray", OURS, ("ray",), unless=("agentrl.runtime.ray*",)),
+    Rule(
+        "only store/postgres* and testing/postgres* import psycopg",
+        OURS,
+        ("psycopg",),
+        unless=("agentrl.store.postgres*", "agentrl.testing.postgres*", "agentrl.store.choice"),
+    ),
     Rule("only sandbox/docker.py imports docker", OURS, ("docker",), unless=("agentrl.sandbox.docker",)),
     Rule("nothing imports the command line", OURS, ("agentrl.cli",), unless=("agentrl.cli", "agentrl.__main__")),
 )
@@ -301,6 +307,7 @@ def test_a_relative_import_of_a_package_starts_at_itself() -> None:
         ("agentrl.store.journal", "def f():\n import torch.nn", "rollout, store, env"),
         ("agentrl.train.learner", "if TYPE_CHECKING:\n from agentrl.env import Env", "train never imports"),
         ("agentrl.train.learner", "import httpx", "train never imports"),
+        ("agentrl.testing.outside_audit", "import psycopg", "only store/postgres* and testing"),
         ("agentrl_tools.shell", "import agentrl.rollout.worker", "environments and tools"),
         ("agentrl.runtime.local", "import ray", "only runtime/ray"),
         ("agentrl.sandbox.pool", "from docker.errors import APIError", "only sandbox/docker.py"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from agentrl.errors import RunFailed, UsageError
+from agentrl.testing import store_rows
 from agentrl.testing.chaos_run import EVERY, LEFT_OUT, ChaosReport, ChaosRun, Fault
 
 _DISK = "AGENTRL_CHAOS_DISK"  # a descriptor of the folder that lies under the small disk
@@ -44,6 +44,7 @@ class Hurts:
     settings: tuple[str, ...]
     compare: bool
     restart_groups: bool = False
+    restart_database: str = ""
 
     @property
     def among(self) -> list[Fault]:
@@ -98,7 +99,7 @@ class Pace:
     @classmethod
     def of(cls, run: Path) -> Pace:
         """Read it from a store."""
-        with closing(sqlite3.connect(f"file:{run / 'store.sqlite'}?mode=ro", uri=True)) as db:
+        with closing(store_rows.opened(store_rows.place(run))) as db:
             rows = "SELECT time_s FROM metrics WHERE kind = 'step' AND undone_attempt IS NULL ORDER BY step"
             ends = [at for (at,) in db.execute(rows)]
             meta: dict[str, str] = dict(db.execute("SELECT key, value FROM meta WHERE key LIKE 'train_%_s'"))
@@ -160,6 +161,7 @@ def _hurt_one(run: Run, below: Path | None, console: Console) -> ChaosReport:
     """Hurt one run, and bring what it wrote out of its small disk into `below`."""
     what = run.what
     chaos = ChaosRun(run.words, run.out, faults=what.faults, seed=what.seed, every_s=what.every_s, among=what.among)
+    chaos.restart = what.restart_database
     try:
         report = chaos.run(lambda line: console.print(line, markup=False, highlight=False))
     finally:

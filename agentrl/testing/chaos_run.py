@@ -2,7 +2,7 @@
 
     report = ChaosRun(["run.toml"], Path("runs/chaos"), faults=10, seed=0).run(print)
 
-It knows only the run's processes, its folder and its store's file: `/proc`, signals, sockets, locks. A fault shows
+It knows only the run's processes, its folder and its store's rows: `/proc`, signals, sockets, locks. A fault shows
 that it was real (`agentrl.testing.faults`), or it counts as a violation. After each fault the part has to work and the
 run to advance again; then an auditor that shares no code with the store checks it. Linux only. `LEFT_OUT` lists the
 faults that it does not inject, and why.
@@ -28,27 +28,32 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from agentrl.errors import RunFailed
-from agentrl.testing import faults
+from agentrl.testing import faults, store_rows
 from agentrl.testing.faults import JUNK, NoEffect, WallClock
 from agentrl.testing.outside_audit import OutsideAuditor
 
 LEFT_OUT = {
     "reward server, docker engine": "the run does not own them: only the connections to reward servers are cut",
+    "lock of a store in PostgreSQL": "the server ends a session that holds it silently; tests/store has it",
     "loss of power": "the kernel keeps what a killed process wrote; tests/store/test_power_loss.py has it",
 }
 PARTS = ("worker", "engine", "learner", "supervisor")
 _SHORT_S, _LOCKED_S, _SLOW_S, _FULL_S, _JUMP_S, _AHEAD_S = 3.0, 8.0, 6.0, 10.0, 10.0, 3600.0
+_RESTART_S = 300.0  # for the command that restarts the database
 _POLL_S = 0.1
 _READY_S = 600.0
 _PRESENT_S = 20.0  # how long a fault waits for a part that comes and goes
 _MARKS = {"worker": "child\0worker", "learner": "child\0learner", "engine": "engine", "box": "bwrap"}
+_MARKS["rank"] = "agentrl.train.parallel.worker"
+_ABOVE = {"box": "worker", "rank": "learner"}  # whose children they are; all others are the supervisor's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """A kind of fault and its part. `kill`, `stop` (for good), `pause` (stopped for some seconds), `slow` (stopped two
     thirds of the time); `lock` (the store's write lock is held), `cut` (connections to the part end), `garbage` (bytes
-    in the part's answers), `jump` (the wall clock goes ahead by an hour, and back), `full` (no space on the disk)."""
+    in the part's answers), `jump` (the wall clock goes ahead by an hour, and back), `full` (no space on the disk),
+    `restart` (of the server of a store in PostgreSQL, by a command of the user's)."""
 
     kind: str
     part: str
@@ -67,6 +72,8 @@ EVERY = (
     Fault(kind="full", part="disk"),
     Fault(kind="cut", part="rewards"),
     Fault(kind="kill", part="box"),
+    Fault(kind="kill", part="rank"),
+    Fault(kind="restart", part="database"),
 )
 
 
@@ -114,10 +121,14 @@ def plan(number: int, seed: int, among: Sequence[Fault] = EVERY) -> list[Fault]:
     return found[:number]
 
 
-def possible(folder: Path, config: dict[str, Any]) -> list[Fault]:
-    """The faults that a run with this configuration, in this folder, can have."""
+def possible(folder: Path, config: dict[str, Any], *, restarts: bool = False) -> list[Fault]:
+    """The faults that a run with this configuration, in this folder, can have; `restarts`: there is a command that
+    restarts its database."""
     small = folder.stat().st_dev != folder.parent.stat().st_dev
-    needs = {"disk": small, "rewards": any(one.get("url") for one in config.get("rewards", ()))}
+    file = config.get("cluster", {}).get("store") is None
+    needs = {"disk": small, "store": file, "database": restarts and not file}
+    needs |= {"rewards": any(one.get("url") for one in config.get("rewards", ()))}
+    needs["rank"] = config.get("train", {}).get("parallel", {}).get("ranks", 1) > 1
     needs["box"] = "bubblewrap" in json.dumps(config.get("env", {}))
     return [fault for fault in EVERY if needs.get(fault.part, True)]
 
@@ -126,7 +137,8 @@ def possible(folder: Path, config: dict[str, Any]) -> list[Fault]:
 class ChaosRun:
     """A run of `agentrl train WORDS --keep-alive --out FOLDER`. `every_s` is the mean pause between two faults, `among`
     the faults to choose from (default: all that are possible). After a fault the run must advance within
-    `recovery_deadline_s`, which is longer than any deadline in its settings."""
+    `recovery_deadline_s`, which is longer than any deadline in its settings. `restart` is the shell's command that
+    restarts the database of its store."""
 
     words: Sequence[str]
     folder: Path
@@ -135,6 +147,7 @@ class ChaosRun:
     every_s: float = 60.0
     recovery_deadline_s: float = 900.0
     among: Sequence[Fault] = ()
+    restart: str = ""
     _auditor: OutsideAuditor = field(init=False)
     _process: subprocess.Popen[bytes] = field(init=False)
     _clock: WallClock = field(init=False)
@@ -142,7 +155,7 @@ class ChaosRun:
 
     def run(self, say: Callable[[str], None] = lambda _: None) -> ChaosReport:
         """Start the run, inject faults, wait for its end. Raises RunFailed if it does not advance again in time."""
-        self._auditor = OutsideAuditor(self.folder / "store.sqlite")
+        self._auditor = OutsideAuditor(store_rows.place(self.folder))
         self._chance, started = random.Random(f"{self.seed}/when"), time.monotonic()
         self._clock = WallClock()
         try:
@@ -183,9 +196,10 @@ class ChaosRun:
     def _hurt_it(self, say: Callable[[str], None], started: float) -> tuple[list[Outcome], list[str]]:
         outcomes, skipped = list[Outcome](), list[str]()
         self._advance("", set(), _READY_S)
+        self._auditor.path = store_rows.place(self.folder)
         if not self._auditor.path.exists():
             raise RunFailed(f"the run did not start; read {self._log}")
-        among = self.among or possible(self.folder, self._config())
+        among = self.among or possible(self.folder, self._config(), restarts=bool(self.restart))
         for fault in plan(self.faults, self.seed, among):
             self._rest(self._chance.expovariate(1 / self.every_s))
             if self._process.poll() is not None:
@@ -202,14 +216,15 @@ class ChaosRun:
     def _hurt(self, fault: Fault, at_s: float) -> Outcome:
         self._auditor.look()
         before, at_stake, began = self._auditor.abandoned, self._auditor.at_stake, time.monotonic()
-        pids = self._pids(fault.part) if fault.part in _MARKS or fault.part == "supervisor" else set[int]()
+        part = "learner" if fault.part == "rank" else fault.part  # which then starts again, with all its ranks
+        pids, old = self._pids_if_any(fault.part), self._pids_if_any(part)
         proof, unreal = "", list[str]()
         try:
             proof = self._inject(fault, max(pids, default=0))
         except NoEffect as error:
             unreal = [f"{fault} had no effect: {error}"]
-        dies = fault.kind in ("kill", "stop") and fault.part in PARTS
-        self._advance(fault.part if dies else "", pids, self.recovery_deadline_s)
+        dies = fault.kind in ("kill", "stop") and part in PARTS
+        self._advance(part if dies else "", old, self.recovery_deadline_s)
         recovery_s = time.monotonic() - began
         found = unreal + self._auditor.look()
         return Outcome(
@@ -252,6 +267,8 @@ class ChaosRun:
                 return self._garble(pid)
             case "jump":
                 return self._jump()
+            case "restart":
+                return self._restart_database()
             case _:
                 with faults.full_disk(self.folder):
                     time.sleep(_FULL_S)
@@ -292,6 +309,18 @@ class ChaosRun:
             self._clock.set(0.0)
         return f"{_AHEAD_S:g} s ahead, and back"
 
+    def _restart_database(self) -> str:
+        since = "SELECT CAST(extract(epoch FROM pg_postmaster_start_time()) AS double precision)"
+        before, began = self._ask(since), time.monotonic()
+        if before is None or not self.restart:
+            raise NoEffect("give the command that restarts the server of a store in PostgreSQL")
+        try:
+            subprocess.run(self.restart, shell=True, timeout=_RESTART_S, check=True, capture_output=True)
+        except subprocess.SubprocessError as error:
+            raise NoEffect(f"{self.restart}: {error}") from None
+        self._until(lambda: (self._ask(since) or before) > before, 60.0, "the server is the one that was there before")
+        return f"away for {time.monotonic() - began:.1f} s at most"
+
     def _until(self, done: Callable[[], bool], deadline_s: float, otherwise: str) -> None:
         deadline = time.monotonic() + deadline_s
         while not done():
@@ -328,13 +357,7 @@ class ChaosRun:
 
     def _ask(self, sql: str, *arguments: object) -> Any:
         """One value of the store, None if it cannot be read now."""
-        with (
-            suppress(sqlite3.Error),
-            closing(sqlite3.connect(f"file:{self._auditor.path}?mode=ro", uri=True, timeout=5.0)) as db,
-        ):
-            row = db.execute(sql, arguments).fetchone()
-            return None if row is None else row[0]
-        return None
+        return store_rows.ask(store_rows.place(self.folder), sql, *arguments)
 
     @property
     def _log(self) -> Path:
@@ -362,8 +385,19 @@ class ChaosRun:
             supervisor = int((self.folder / "run.lock").read_text().partition(".")[0])
         if part == "supervisor" or not supervisor:
             return {supervisor} - {0}
-        owners = self._pids("worker") if part == "box" else {supervisor}
-        return {pid for pid, parent, words in faults.processes() if parent in owners and _MARKS[part] in words}
+        owners = self._pids(_ABOVE[part]) if part in _ABOVE else {supervisor}
+        return {
+            pid
+            for pid, parent, words in faults.processes()
+            if _MARKS[part] in words and (parent in owners or (part in PARTS and self._on_ray(words)))
+        }
+
+    def _on_ray(self, words: str) -> bool:
+        """Whether a process with this command line is one of the run's that Ray's processes started, here."""
+        return str(self.folder) in words and "\0train\0" not in words and self._config()["cluster"]["launcher"] == "ray"
+
+    def _pids_if_any(self, part: str) -> set[int]:
+        return self._pids(part) if part in _MARKS or part == "supervisor" else set()
 
     def _there(self, part: str) -> bool:
         """Wait for a process of a part. False if there is none for a while; raises RunFailed if the run cannot be

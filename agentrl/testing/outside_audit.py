@@ -1,9 +1,10 @@
-"""An auditor of a run's store that shares no code with the store: it uses sqlite3, struct, zstandard and its own SQL.
+"""An auditor of a run's store that shares no code with the store: it uses sqlite3, struct, zstandard and its own SQL;
+for a store in PostgreSQL, on a copy of its tables in SQLite's memory.
 
 It audits one run again and again, also while it goes on, and remembers: a token of one audit must be there unchanged
 at the next, also if its turn was still under way; a score and a group's record must not change, and a fence must not
 decrease. It computes from the raw rows what a step may have trained, and what a group's members are judged against.
-Reads only; never imports anything from `agentrl`.
+Reads only; of `agentrl` it imports only who opens the store's rows, which imports nothing of it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 
 import zstandard
 
-_BUSY_S = 120.0
+from agentrl.testing import store_rows
+
 _Place = tuple[int, int, int]  # episode, trial, index of a turn
 _Tokens = tuple[tuple[int, ...], tuple[float, ...]]  # ids, log-probs
 _Told = dict[tuple[str, str, int], float]  # member, role, number of its turn, 0 for the outcome -> reward
@@ -50,8 +52,7 @@ class OutsideAuditor:
     def look(self, *, ended: bool = False) -> list[str]:
         """The violations of laws, one line each. `ended`: the run is over, no episode may still run without a lease."""
         self._found = []
-        with closing(sqlite3.connect(f"file:{self.path}?mode=ro", uri=True, timeout=_BUSY_S)) as db:
-            db.execute("BEGIN")
+        with closing(store_rows.opened(self.path)) as db:
             self._law_1(db)
             self._turns_under_way(db)
             self._law_2(db)

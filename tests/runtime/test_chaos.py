@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from store.server import running
 
 from agentrl.runtime.chaos import Hurts, hurt
 from agentrl.store import RunStore
 from agentrl.testing import chaos_run
-from agentrl.testing.chaos_run import ChaosReport, ChaosRun, Fault, Outcome
+from agentrl.testing.chaos_run import ChaosReport, ChaosRun, Fault, Outcome, possible
+from agentrl.testing.faults import NoEffect
 from agentrl.testing.outside_audit import OutsideAuditor
 
 from .test_run import ENVS, command, run_file
@@ -90,6 +94,26 @@ def test_a_fault_that_silently_does_nothing_is_a_violation(
         outcome = one._hurt(Fault(kind=kind, part="engine"), 0.0)
     assert len(outcome.violations) == 1 and outcome.violations[0].startswith(f"{kind}:engine had no effect: ")
     assert not ChaosReport(outcomes=(outcome,), status=0, wall_s=0.0, violations=(), left=()).ok
+
+
+@pytest.mark.postgres
+def test_a_database_that_was_not_restarted_is_no_fault(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="agentrl-pg-") as folder, running(Path(folder)) as server:
+        with RunStore.create(tmp_path / "store.address", "{}", url=server.url):
+            pass
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+            one = ChaosRun([], tmp_path, faults=1)
+            one._process, one.restart = process, "exit 1"
+            with pytest.raises(NoEffect, match="exit status 1"):
+                one._restart_database()
+            here, python = Path(__file__).parent.parent, sys.executable
+            again = f"s = Server(Path({folder!r})); s.stop('immediate'); s.start()"
+            code = f"from pathlib import Path; from store.server import Server; {again}"
+            one.restart = f"PYTHONPATH={here} {python} -c {shlex.quote(code)}"
+            assert "away for" in one._restart_database()
+        config = {"cluster": {"store": server.url}}
+        assert not {fault.part for fault in possible(tmp_path, config)} & {"store", "database", "rank"}
+        assert "database" in {fault.part for fault in possible(tmp_path, config, restarts=True)}
 
 
 def finished(folder: Path, step_s: float, success: float) -> None:

@@ -1,9 +1,12 @@
-"""A whole run whose store is in PostgreSQL: played, stopped, moved to a file and gone on with."""
+"""A whole run whose store is in PostgreSQL: the server crashes under it, it is stopped, moved, and gone on with."""
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -15,26 +18,58 @@ from agentrl.store import RunStore
 from agentrl.store.audit import audit
 from agentrl.testing.outside_audit import OutsideAuditor
 
-from .test_run import DEADLINE_S, command, run_file
+from .test_run import DEADLINE_S, child, command, run_file, started, wait_for_step
 
 pytestmark = [pytest.mark.postgres, pytest.mark.slow]
+NAMES = ("learner", "engine", "worker")
 
 
-def test_a_run_trains_from_the_server_and_goes_on_from_a_file(tmp_path: Path) -> None:
+def last_step(run: RunDir) -> int:
+    return max(row.get("step", 0) for row in map(json.loads, run.metrics.read_text().splitlines()))
+
+
+def wait_until_it_waits(run: RunDir, name: str) -> None:
+    """Until the log of a child says that it waits for the database."""
+    deadline = time.monotonic() + DEADLINE_S
+    while "it is waited for" not in (run.logs / f"{name}.log").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_law_2_a_run_outlasts_a_crash_of_the_server_and_goes_on_from_a_file(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     with tempfile.TemporaryDirectory(prefix="agentrl-pg-") as folder, running(Path(folder)) as server:
-        file = run_file(tmp_path, "agentrl/Calculator-v0", cluster={"store": server.url}, eval={"sets": []})
-        arguments = ["train", file, "--out", run.path, "--set", "train.steps=2"]
-        subprocess.run(command(*arguments), check=True, capture_output=True, timeout=DEADLINE_S)
-        assert run.store_path.name == "store.address"
+        file = run_file(
+            tmp_path,
+            "agentrl/Calculator-v0",
+            cluster={"store": server.url},
+            train={"steps": 5000, "checkpoint_every": 1},
+            eval={"sets": [], "every": 0},
+        )
+        with started("train", file, "--out", run.path) as process:
+            wait_for_step(run.path, 1, process)
+            outside = OutsideAuditor(run.store_path)
+            assert run.store_path.name == "store.address" and outside.look() == [] and outside.tokens
+            there = {child(run, name) for name in NAMES}
+            server.stop("immediate")
+            wait_until_it_waits(run, "learner")
+            wait_until_it_waits(run, "worker-0")
+            server.start()
+            wait_for_step(run.path, last_step(run) + 2, process)
+            assert {child(run, name) for name in NAMES} == there, "a process did not outlast it"
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=DEADLINE_S)
+            assert process.returncode == 130, errors + output
+            assert "the database does not answer" in errors and "it is waited for, 120 s at most" in errors
+        assert outside.look(ended=True) == []
         with RunStore.read(run.store_path) as store:
             assert audit(store, run.checkpoints).violations == []
-            assert store.counts()[GroupState.TRAINED] >= 4
         moved = command("store", "copy", run.path, "--to", "sqlite")
         subprocess.run(moved, check=True, capture_output=True, timeout=DEADLINE_S)
-    more = command("train", "--resume", run.path, "--set", "train.steps=3")
+    steps = last_step(run) + 1
+    more = command("train", "--resume", run.path, "--set", f"train.steps={steps}")
     subprocess.run(more, check=True, capture_output=True, timeout=DEADLINE_S)
     with RunStore.read(run.store_path) as store:
         assert audit(store, run.checkpoints).violations == []
-        assert store.counts()[GroupState.TRAINED] >= 6
+        assert store.counts()[GroupState.TRAINED] >= 2 * steps
     assert OutsideAuditor(run.store_path).look() == []

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,14 @@ import pytest
 from agentrl.store import RunStore
 
 from .play import Clock, serve
+from .server import Server, running
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """A PostgreSQL server, for the tests marked postgres."""
+    with tempfile.TemporaryDirectory(prefix="agentrl-pg-") as folder, running(Path(folder)) as server:
+        yield server
 
 
 @pytest.fixture
