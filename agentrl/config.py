@@ -45,6 +45,7 @@ from agentrl.settings import (
 )
 from agentrl.settings import Section as _Section
 from agentrl.train_settings import Train as Train
+from agentrl.train_settings import check_experts
 
 MAX_LORA_RANK = 512  # that vLLM takes
 
@@ -374,8 +375,7 @@ class RunConfig(WithRoles, WithCluster, _Section):
         if rollout.resume != "tokens" and self.engine.preempt:
             raise ConfigError("rollout.resume", rollout.resume, "preempted turns go on from tokens: take 'tokens'")
         check_sync(self.engine.kind, self.engine.sync, self.engine.weights_url)
-        if self.engine.routed_experts and self.engine.kind == "embedded":
-            raise ConfigError("engine.routed_experts", True, "the embedded engine has no mixtures: take 'vllm'")
+        check_experts(self.engine.kind, self.engine.routed_experts, self.train.routing_replay)
         check_temperatures(self.engine.kind, rollout=rollout.temperature, eval=self.eval.temperature)
         fleet_settings.check(self.engine.shared, self.engine.urls, self.engine.sync, self.train.lora_rank)
         cluster_settings.check(self.cluster, self.engine, device=self.train.device, sync=self.sync)

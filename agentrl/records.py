@@ -209,9 +209,9 @@ class Turn:
     it starts anew; `prompt_ids` are the tokens between the parent's end and the first sampled token. `step` is None
     after the action was journaled until the environment has answered. `role` is the role that acted; `learns` is False
     if a given policy played it (a frozen opponent): its versions are not the run's, and the turn is context only.
-    `experts` begin at the last token of `parent`, so that a chain has no gap. `columns` holds more about each sampled
-    token (`agentrl.columns`). `scores` are the scores of the reward
-    sources other than the environment, and `score` is their sum, weighted as in the run file."""
+    `experts` begin where those of the turns before end, at the last token of `parent` unless it has none, so that a
+    chain has no gap. `columns` holds more about each sampled token (`agentrl.columns`). `scores` are the scores of the
+    reward sources other than the environment, and `score` is their sum, weighted as in the run file."""
 
     index: int
     parent: int | None

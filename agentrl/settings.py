@@ -236,7 +236,7 @@ class HeldOut(Section):
 
 
 Action = Literal["warn", "lower_lag", "stop"]
-Watched = Literal["mismatch", "ess", "kl", "entropy", "clip", "non_finite"]
+Watched = Literal["mismatch", "ess", "kl", "entropy", "clip", "non_finite", "routing"]
 
 
 class Alarms(Section):

@@ -32,6 +32,17 @@ def check_divides(key: str, ranks: int, model: Mapping[str, Any], counts: Sequen
             raise ConfigError(f"train.parallel.{key}", ranks, hint)
 
 
+RoutingReplay = Literal["auto", "on", "off"]
+
+
+def check_experts(engine: str, routed: bool, replay: RoutingReplay) -> None:
+    """Raises ConfigError for an engine that has no experts to tell, and for a replay of what none tells."""
+    if routed and engine == "embedded":
+        raise ConfigError("engine.routed_experts", True, "the embedded engine has no mixtures: take 'vllm'")
+    if replay == "on" and not routed:
+        raise ConfigError("train.routing_replay", "on", "no experts are journaled: set engine.routed_experts = true")
+
+
 class ParallelPlan(Section):
     """The learner over ranks: processes of its machine, each with a device of its own. Weights, gradients and the state
     of the optimizer are cut into a shard for each rank (FSDP2), the passes of an update are divided among them: each
@@ -87,6 +98,8 @@ class Train(Section):
     master_weights: bool = True  # of bfloat16 weights, in float32; false: each update is rounded up or down at random
     minibatches: Count = 1  # optimizer updates that share a step's groups
     epochs: Count = 1  # how often a step goes over its groups
+    routing_replay: RoutingReplay = "auto"  # compute tokens with journaled experts; on: the run ends where one has none
+    balance_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of the loss that evens a mixture's load
     peak_tflops: Positive | None = None  # of the learner's device, for the metric mfu; default: as its vendor states it
     gradient_checkpointing: bool = False  # recompute activations in the backward pass instead of keeping them
     offload_activations: bool = False  # keep what layers began with in host memory until the backward pass

@@ -60,6 +60,7 @@ def test_a_missing_model_is_required() -> None:
         ({"train": {"lora_rank": 1024}, "engine": {"kind": "vllm"}}, "train.lora_rank"),
         ({"engine": {"sync": "delta"}}, "engine.sync"),
         ({"engine": {"routed_experts": True}}, "engine.routed_experts"),
+        ({"train": {"routing_replay": "on"}}, "train.routing_replay"),
         ({"engine": {"sync": "nccl"}, "train": {"device": "cuda"}}, "engine.sync"),
         ({"engine": {"sync": "ipc"}, "train": {"device": "cuda"}}, "engine.sync"),
         ({"train": {"device": "tpu"}}, "train.device"),

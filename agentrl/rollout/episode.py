@@ -48,7 +48,7 @@ from agentrl.rollout.guard import Guard, TimeUp, one_line, reason_of
 from agentrl.rollout.opponents import Opponents
 from agentrl.rollout.replay import replay, replay_after
 from agentrl.rollout.resuming import resumed
-from agentrl.rollout.sampling import sample
+from agentrl.rollout.sampling import sample, untold
 from agentrl.rollout.saving import keep_artifacts, keep_snapshot, prepare
 from agentrl.store import TRAIN, Claim, Partial
 from agentrl.store.roles import RolloutStore
@@ -382,7 +382,6 @@ class _Episode:
         learns = prompt.role not in self._given
         trains = claim.purpose == TRAIN
         sampling = context.settings.sampling if trains else context.eval_sampling or context.settings.sampling
-        told = 0 if prompt.parent is None else len(prompt.context) - len(prompt.prompt_ids) - 1
         request = GenerateRequest(
             request_id=f"{claim.episode_id}-{claim.fence}-{index}",
             session=str(claim.group_id),
@@ -391,7 +390,7 @@ class _Episode:
             deadline_s=context.settings.turn_deadline_s,
             policy=prompt.role if prompt.role in context.adapted else None,
             version=await context.opponents.version(context.store, claim, prompt.role, self._turns, self._begun),
-            experts_from=told if context.experts and learns else None,
+            experts_from=untold(self._turns, prompt.parent) if context.experts and learns else None,
             kept=trains and learns and sampling.cuts,
         )
         begun = self._begun or Partial(

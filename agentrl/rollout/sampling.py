@@ -6,7 +6,7 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from agentrl import columns, kept
@@ -14,7 +14,7 @@ from agentrl.engine.stitching import joined
 from agentrl.engine.turn import Decode, finish_of
 from agentrl.errors import DiskFull, EngineError, StoreError
 from agentrl.protocols import Chunk, Engine, GenerateRequest
-from agentrl.records import Generation, VersionSpan
+from agentrl.records import Generation, Turn, VersionSpan
 from agentrl.store import Partial
 from agentrl.store.roles import Posted
 
@@ -24,6 +24,16 @@ class BrokenOff(Exception):
 
 
 Keep = Callable[[Partial], Posted]
+
+
+def untold(turns: Sequence[Turn], parent: int | None) -> int:
+    """The first token of a context, which extends the turn `parent`, whose experts no turn before tells. One that ended
+    with the tokens of an interrupted request tells none."""
+    while parent is not None:
+        if (experts := turns[parent].experts) is not None:
+            return experts.end
+        parent = turns[parent].parent
+    return 0
 
 
 async def sample(

@@ -53,6 +53,10 @@ def raised(row: Mapping[str, Any], alarms: Alarms) -> list[Raised]:
     if skipped := row.get("skipped_updates"):
         text = f"skipped_updates = {skipped}: their gradient was not finite"
         found.append(Raised("non_finite", alarms.action("non_finite"), text))
+    routing: Mapping[str, Any] | None = row.get("routing")
+    if routing is not None and (missing := routing["missing"]):
+        text = f"routing.missing = {missing}: tokens without journaled experts, whose experts the learner chose itself"
+        found.append(Raised("routing", alarms.action("routing"), text))
     for metric in _NUMBERS:
         value = row.get(metric)
         if value is not None and not math.isfinite(value):

@@ -29,6 +29,7 @@ _MAY_CHANGE = (
     "train.logits_mb",
     "train.offload_activations",
     "train.max_skipped",
+    "train.routing_replay",
     "*.*_deadline_s",
     "rollout.failure_budget",
     "rollout.max_running",

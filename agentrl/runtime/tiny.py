@@ -54,8 +54,11 @@ def shrunk(config: RunConfig, folder: Path) -> RunConfig:
     rollout |= {"max_tokens_per_turn": _TURN, "max_context": _CONTEXT}
     if template := rollout.pop("template", None):
         rollout["template"] = _known(template, folder)
-    for name in ("urls", "gpus", "vllm", "replicas", "api_key_env", "sync", "routed_experts", "hedge_after"):
+    for name in ("urls", "gpus", "vllm", "replicas", "api_key_env", "sync", "hedge_after"):
         engine.pop(name, None)
+    if not mixture:
+        engine.pop("routed_experts", None)
+        train.pop("routing_replay", None)
     kind = "vllm" if mixture else "embedded"
     engine |= {"kind": kind, "dtype": "float32", "max_batch": 8, "kv_cache_mb": 64}
     train |= {"steps": _STEPS, "device": "cpu", "dtype": "float32", "compile": False, "tokens_per_batch": _CONTEXT}

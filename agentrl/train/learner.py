@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -50,6 +51,8 @@ from agentrl.train.parallel.ranks import ALONE, Ranks
 from agentrl.train.parallel.shards import whole
 from agentrl.train.parallel.shares import Pass, divided, laid, moved
 from agentrl.train.report import Seen, StepReport, Stopwatch, Tally, seen, summarise
+from agentrl.train.routed import Routed, prepared, pulled, routed
+from agentrl.train.routing import Routers, listening
 from agentrl.train.samples import GroupRows, Row, StepOf, Undone, group_rows, weigh
 from agentrl.train.snapshot import Snapshot, take
 
@@ -137,6 +140,7 @@ class Learner:
             for group in groups
         ]
         updates = self._lay(self._minibatches([one for one in ready if not one.skipped]))
+        updates = [prepared(part, self._routers, self.config.train.routing_replay) for part in updates]
         watch.lap("pack")
         updates = self._looked_ahead(updates, every=len(updates) * self.config.train.epochs > 1)
         updates = self._judged(updates)
@@ -159,7 +163,16 @@ class Learner:
             dtype=self.model.dtype,
             peak_tflops=self.config.train.peak_tflops,
         )
-        return summarise(self.step_index, ready, passes, tally, lr=lr, use=used, seconds=watch.seconds)
+        return summarise(
+            self.step_index,
+            ready,
+            passes,
+            tally,
+            lr=lr,
+            use=used,
+            seconds=watch.seconds,
+            replays=self.config.engine.routed_experts and self.config.train.routing_replay != "off",
+        )
 
     def _minibatches(self, ready: Sequence[GroupRows]) -> list[list[GroupRows]]:
         """The step's groups divided into updates; shuffled if there are several, the same way under the same seed."""
@@ -209,6 +222,7 @@ class Learner:
 
     def _update(self, part: Sequence[Pack], tally: Tally) -> None:
         """One optimizer update from the summed gradients of its passes."""
+        part = pulled(part, self._routers, self.config.train.balance_weight, self._heard)
         found = self._divided(self.passed, part)
         for at, pack in enumerate(part):
             tally.passed(pack, found[at])
@@ -246,6 +260,14 @@ class Learner:
         """What computes a pass."""
         return self.models.of(pack.policy).module
 
+    def _routers(self, pack: Pack) -> Routers | None:
+        return self.models.of(pack.policy).routers
+
+    def _heard(self, part: Sequence[Pack]) -> list[Routed]:
+        """What the routers say in passes without gradients."""
+        found = self._divided(self.routed, part)
+        return [found[at] for at in range(len(part))]
+
     def _here(self, one: Pass) -> Pack:
         return one.pack if self.ranks.size == 1 else moved(one.pack, self.model.device)
 
@@ -257,18 +279,34 @@ class Learner:
             found.append(moved(self.models.ahead(self._here(one)), self._place))
         return found
 
+    @torch.no_grad()
+    def routed(self, share: list[Pass]) -> list[Routed]:
+        """What the routers say in each pass under the models as they are now."""
+        found: list[Routed] = []
+        for one in share:
+            with listening(self._routers(one.pack)) as heard:
+                self.models.forward(self._here(one), trained=())
+            assert heard is not None, "only passes of mixtures"
+            found.append(moved(routed(heard), self._place))
+            self._progress()
+        return found
+
     def passed(self, share: list[Pass]) -> list[Seen]:
         """Add the gradients of some passes to those at hand."""
         found: list[Seen] = []
         for one in share:
             pack = self._here(one)
             others = {} if "proximal" in pack.columns else self.models.others(pack)
-            outputs = self.models.forward(pack, trained=pack.algo.trained(self.step_index))
+            trained = pack.algo.trained(self.step_index)
+            with listening(self._routers(pack)) as heard:
+                outputs = self.models.forward(pack, trained=trained)
             tokens = {"proximal": outputs.logprobs_K.detach(), **pack.columns, **others}
             if self.on_pass is not None:
                 self.on_pass(pack, tokens, outputs)
             loss = pack.algo.loss(tokens, outputs, self.step_index)
-            found.append(moved(seen(tokens, outputs, loss), self._place))
+            if heard is not None and pack.routes and pack.routes.pull_ME is not None and "policy" in trained:
+                loss = replace(loss, total=loss.total + heard.pulled(pack.routes.pull_ME))
+            found.append(moved(seen(tokens, outputs, loss, heard), self._place))
             self._watch.lap("forward")
             self._progress()
             # The loss is a sum over passes, and gradients are one over ranks: who shares a pass has a part of its loss.

@@ -13,6 +13,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -36,6 +37,8 @@ from agentrl.train.parallel.portions import Portion
 from agentrl.train.parallel.ranks import ALONE, Ranks
 from agentrl.train.parallel.shards import local, reshard, settled
 from agentrl.train.ragged import normalised
+from agentrl.train.routes import Routes
+from agentrl.train.routing import Routers, routers
 from agentrl.train_settings import Train
 
 ATTENTION = "agentrl_tree"
@@ -53,8 +56,9 @@ class PolicyModel:
     """A causal language model over packs. `module` is the transformers model; `dtype` is what a pass
     computes in. Trained parameters are float32; of the others, matrices are held in `dtype`, to which a pass would
     round them anyway. `folder` is where tokenizer and configuration came from. `obstacle` says why it cannot compute
-    prefix trees, if it cannot: then each branch is the end of a row that is computed alone. Under torch's
-    FakeTensorMode the model is made from its config.json alone, and its tensors have no numbers."""
+    prefix trees, if it cannot: then each branch is the end of a row that is computed alone. `routers` are those of a
+    mixture. Under torch's FakeTensorMode the model is made from its config.json alone, and its tensors have no numbers.
+    """
 
     def __init__(
         self,
@@ -81,7 +85,7 @@ class PolicyModel:
         a folder that cannot be trained; ConfigError where `compiled` finds no compiler, or `attention` (of
         `train.attention`) does not work here."""
         self.folder, self.device, self.dtype = folder, torch.device(device), dtype
-        self._offloading, self._ranks = offloading, ranks
+        self._offloading, self._ranks, self._logits_bytes = offloading, ranks, logits_mb << 20
         self.module = load(folder, ranks, ATTENTION)
         wide = held if held is not None and held.weights == "bfloat16" else None
         self._narrow = dtype != torch.float32 and (frozen or adapter is not None or wide is not None)
@@ -103,7 +107,7 @@ class PolicyModel:
         ranks.cut(self.module)
         with lora.switched_off(self.module):
             self.obstacle = _obstacle(self.module)
-            self._head, self._logits_bytes = _check(self.module, folder, self.obstacle), logits_mb << 20
+            self._head, self.routers = _check(self.module, folder, self.obstacle)
         reshard(self.module)
         if self.obstacle and ranks.team > ranks.tensor:
             hint = f"the model is computed row by row ({self.obstacle}): give 1"
@@ -132,8 +136,9 @@ class PolicyModel:
         return self.module.config.get_text_config().vocab_size
 
     def hidden(self, pack: Pack) -> Tensor:
-        """The input of the output layer [P, H] at `predictors_P`, computed in `dtype`: of those that this rank has."""
-        computing, portion = _computing(self.device, self.dtype), self._ranks.portion(pack)
+        """The input of the output layer [P, H] at `predictors_P`, computed in `dtype`, of those that this rank has. No
+        experts are replayed."""
+        computing, portion = _computing(self.device, self.dtype), self._ranks.portion(replace(pack, routes=None))
         with settled(self.module), computing, self._keeping(), overheard(self._layer, _nothing) as heard:
             self._run(portion)
         return _joined(heard)[portion.rows]
@@ -180,7 +185,7 @@ class PolicyModel:
         tokens_N = torch.tensor(token_ids, device=self.device)
         numbers_N = torch.arange(len(token_ids), device=self.device)
         branch = Branch(0, len(token_ids), numbers_N)
-        run = partial(_logits, self.module, tokens_N, numbers_N, Paths([branch]), numbers_N[:-1])
+        run: Callable[[], Tensor] = partial(_logits, self.module, tokens_N, numbers_N, Paths([branch]), numbers_N[:-1])
         if self.obstacle:
             run = partial(_logits_of_rows, self.module, tokens_N, [branch], numbers_N[:-1])
         next_, none = Places(numbers_N[:-1], tokens_N[1:]), Places(numbers_N[:0], tokens_N[:0])
@@ -190,11 +195,14 @@ class PolicyModel:
         return tuple(logprobs_T.tolist())
 
     def _run(self, portion: Portion) -> Tensor:
-        pack = portion.pack
+        pack, routes = portion.pack, None if self.routers is None else portion.routes
         if self.obstacle:
-            return _logits_of_rows(self.module, pack.token_ids_N, pack.branches, pack.predictors_P)
+            return _logits_of_rows(self.module, pack.token_ids_N, pack.branches, pack.predictors_P, routes)
         layout, gather = self.layout(portion.branches), None if portion.node_n is None else portion.gather
-        return _logits(self.module, portion.token_ids_n, portion.depth_n, layout, portion.keep_c, gather)
+        found = _logits(self.module, portion.token_ids_n, portion.depth_n, layout, portion.keep_c, gather, routes)
+        if self.routers is not None and portion.meshes is not None:
+            self.routers.join(portion.meshes.context)
+        return found
 
     def _read(
         self,
@@ -296,7 +304,13 @@ def _rounded(module: Any, dtype: torch.dtype) -> Generator[None]:
 
 
 def _logits(
-    module: Any, token_ids_N: Tensor, depth_N: Tensor, layout: Layout, keep_P: Tensor, gather: Gather | None = None
+    module: Any,
+    token_ids_N: Tensor,
+    depth_N: Tensor,
+    layout: Layout,
+    keep_P: Tensor,
+    gather: Gather | None = None,
+    routes: Routes | None = None,
 ) -> Tensor:
     output = module(
         input_ids=token_ids_N[None],
@@ -305,11 +319,14 @@ def _logits(
         logits_to_keep=keep_P,
         layout=layout,
         gather=gather,
+        **({} if routes is None else {"routes": routes}),
     )
     return output.logits[0]
 
 
-def _logits_of_rows(module: Any, token_ids_N: Tensor, branches: Sequence[Branch], keep_P: Tensor) -> Tensor:
+def _logits_of_rows(
+    module: Any, token_ids_N: Tensor, branches: Sequence[Branch], keep_P: Tensor, routes: Routes | None = None
+) -> Tensor:
     """By the model's own attention: a node's logits in the row that ends with its branch."""
     found: list[Tensor] = []
     for branch in branches:
@@ -317,7 +334,8 @@ def _logits_of_rows(module: Any, token_ids_N: Tensor, branches: Sequence[Branch]
         if len(own):
             place = own + (len(branch.path) - branch.stop)
             row = token_ids_N[branch.path][None]
-            found.append(module(input_ids=row, use_cache=False, logits_to_keep=place).logits[0])
+            given = {} if routes is None else {"routes": routes.at(branch.path)}
+            found.append(module(input_ids=row, use_cache=False, logits_to_keep=place, **given).logits[0])
     return torch.cat(found)
 
 
@@ -395,11 +413,12 @@ def _obstacle(module: Any) -> str | None:
 
 
 @torch.no_grad()
-def _check(module: Any, folder: Path, obstacle: str | None) -> Head | None:
-    """How the model's logits are made, if we can do the same. Raises ModelError if it computes nothing."""
+def _check(module: Any, folder: Path, obstacle: str | None) -> tuple[Head | None, Routers | None]:
+    """How the model's logits are made, if we can do the same, and its routers. Raises ModelError if it computes
+    nothing."""
     if detect_fake_mode() is not None:
         layer = module.get_output_embeddings()
-        return Head(layer) if type(layer) is nn.Linear else None
+        return Head(layer) if type(layer) is nn.Linear else None, None
     name, n = type(module).__name__, 4 * _SHORT
     run = partial(module, input_ids=_tokens(module, n)[None], use_cache=False)
     if obstacle:
@@ -413,7 +432,8 @@ def _check(module: Any, folder: Path, obstacle: str | None) -> Head | None:
         if not obstacle:
             run = partial(run, layout=Paths([Branch(0, n, numbers)]))
         with _rounded(module, torch.float32):
-            return head_of(module, lambda: run(logits_to_keep=numbers[1:]).logits[0], n - 1)
+            head = head_of(module, lambda: run(logits_to_keep=numbers[1:]).logits[0], n - 1)
+            return head, routers(module, lambda routes: run(logits_to_keep=numbers[:1], routes=routes), n)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ModelError(f"{name} in {str(folder)!r} cannot be computed: {error}") from error
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -211,8 +212,10 @@ class Models:
 
     @torch.no_grad()
     def others(self, pack: Pack) -> dict[str, Tensor]:
-        """The log-probs of a pass under each frozen and each moving model that it needs, by its name."""
+        """The log-probs of a pass under each frozen and each moving model that it needs, by its name. Their own routers
+        choose the experts: they are other policies."""
         columns: dict[str, Tensor] = {}
+        pack = replace(pack, routes=None)
         self._play(pack)
         policy, role = self.of(pack.policy), pack.policy if pack.policy in self.own else None
         for name in pack.algo.slots.frozen:

@@ -28,7 +28,9 @@ import torch
 from torch import Tensor
 
 from agentrl.algos.algorithm import Algorithm
+from agentrl.train import routes
 from agentrl.train.ragged import Ragged
+from agentrl.train.routes import Routes
 from agentrl.train.samples import Row
 
 
@@ -74,6 +76,7 @@ class Pack:
     observed_O: Tensor  # token ids
     observed_weight_O: Tensor  # shares of the loss on observations
     ragged: Mapping[str, Ragged] = field(default_factory=dict[str, Ragged])  # those of the rows
+    routes: Routes | None = None  # which experts compute the nodes of a mixture; None: its routers choose
 
     def having(self, columns: Mapping[str, Tensor]) -> Pack:
         """The pack with these columns, [K, ...] each."""
@@ -183,6 +186,7 @@ def _pack(trees: Sequence[Tree], device: torch.device | str) -> Pack:
     target_K: list[Tensor] = []
     before_O: list[Tensor] = []
     observed_O: list[Tensor] = []
+    routed: list[tuple[Tensor, int, Tensor | None]] = []
     for tree in trees:
         first = len(token_ids)
         token_ids += tree.token_ids_N
@@ -193,6 +197,7 @@ def _pack(trees: Sequence[Tree], device: torch.device | str) -> Pack:
             target_K.append(torch.tensor(row.token_ids)[row.place_S])
             before_O.append(path[row.observed_O - 1] + first)
             observed_O.append(torch.tensor(row.token_ids)[row.observed_O])
+            routed.append((path + first, int(row.place_S[-1]), row.chosen))
     rows = [row for tree in trees for row in tree.rows]
     predictors_P, predictor_KO = torch.unique(torch.cat([*before_K, *before_O]), return_inverse=True)
     scored = sum(map(len, before_K))
@@ -209,6 +214,7 @@ def _pack(trees: Sequence[Tree], device: torch.device | str) -> Pack:
         policy=rows[0].policy,
         row_tokens=sum(len(row.token_ids) for row in rows),
         ragged={name: Ragged.joined([row.ragged[name] for row in rows]).to(device) for name in rows[0].ragged},
+        routes=routes.joined(routed, len(token_ids)).to(device),
         observer_O=predictor_KO[scored:].to(device),
         observed_O=torch.cat(observed_O).to(device),
         observed_weight_O=torch.cat(weight_O).to(device),

@@ -24,6 +24,8 @@ from agentrl.train.environments import Computed, EnvironmentReport, by_environme
 from agentrl.train.machine import Use
 from agentrl.train.packing import Pack
 from agentrl.train.played import group_spread
+from agentrl.train.routed import Routed, Routing, routed, summary
+from agentrl.train.routing import Heard
 from agentrl.train.samples import GroupRows, Row
 
 
@@ -85,6 +87,7 @@ class StepReport:
     by_turn: Mapping[str, Measures]  # and by the index of their turn
     ratios: Mapping[str, Ratios]  # of tokens, sequences and geometric means of these
     group_spread: float | None  # mean over groups of the deviation of their members' rewards
+    routing: Routing | None  # of the policy's mixtures of experts
     use: Use  # of the learner's device
     algorithm: Mapping[str, float]  # what the algorithm itself measures, a mean over the updates; see `Tally.told`
     environments: Mapping[str, EnvironmentReport]  # by the environment's id
@@ -117,10 +120,11 @@ class Seen:
     importance: Tensor | None
     gauges: Mapping[str, float]
     gauged: float
+    routed: Routed | None
 
 
-def seen(tokens: Mapping[str, Tensor], outputs: Outputs, loss: Loss) -> Seen:
-    """Of a pass with these columns, which its loss saw."""
+def seen(tokens: Mapping[str, Tensor], outputs: Outputs, loss: Loss, heard: Heard | None) -> Seen:
+    """Of a pass with these columns, which its loss saw, and what was `heard` of the routers of a mixture."""
     cut_K, log_ratio_K = loss.clipped_K.detach(), loss.log_ratio_K
     kept = {name: tokens[name] for name in _MEASURED if name in tokens}
     kept["clip"] = cut_K * (1 if log_ratio_K is None else log_ratio_K.sign())
@@ -134,6 +138,7 @@ def seen(tokens: Mapping[str, Tensor], outputs: Outputs, loss: Loss) -> Seen:
         importance=None if loss.importance_K is None else loss.importance_K.detach(),
         gauges={name: float(value.detach()) for name, value in loss.gauges.items()},
         gauged=0.0 if loss.gauged is None else float(loss.gauged),
+        routed=routed(heard) if heard and heard.load else None,
     )
 
 
@@ -149,6 +154,7 @@ class Tally:
     tokens: list[Mapping[str, Tensor]] = field(default_factory=list[Mapping[str, Tensor]])
     clipped: list[Tensor] = field(default_factory=list[Tensor])
     importance: list[Tensor] = field(default_factory=list[Tensor])
+    routed: list[Routed | None] = field(default_factory=list["Routed | None"])
     gauges: defaultdict[tuple[str, str], float] = field(
         default_factory=lambda: defaultdict[tuple[str, str], float](float)
     )
@@ -159,6 +165,7 @@ class Tally:
         self.packs.append(pack)
         self.tokens.append(seen.tokens)
         self.clipped.append(seen.clipped)
+        self.routed.append(seen.routed)
         if seen.importance is not None:
             self.importance.append(seen.importance)
         of = next(of for of, algo in self.algorithms.items() if algo == pack.algo)
@@ -205,8 +212,9 @@ def summarise(
     lr: float,
     use: Use,
     seconds: Mapping[str, float],
+    replays: bool,
 ) -> StepReport:
-    """The report of step number `step`. `laid` are the step's passes."""
+    """The report of step number `step`. `laid` are the step's passes; `replays`: all tokens should have experts."""
     groups = [group for group in ready if not group.taken_before]
     skipped = [group for group in ready if group.skipped]
     stale = sum((group.stale for group in ready), Counter[int]())
@@ -269,6 +277,7 @@ def summarise(
         by_turn=by_number(tokens, "turn") if tokens else {},
         ratios=ratios_by_level(tally.columns(len(laid))) if tokens else {},
         group_spread=_mean([spread for group in ready if (spread := group_spread(group)) is not None]),
+        routing=summary(tally.packs, tally.routed, asked=replays),
         use=use,
         algorithm=tally.told(),
         environments=by_environment(ready, laid, tally.computed()),

@@ -32,6 +32,7 @@ from agentrl.algos.corrections import Origin
 from agentrl.algos.losses import Normalise, token_weights
 from agentrl.columns import KEPT, Column, column, filled, known
 from agentrl.records import ENV, UNKNOWN, Group, GroupState, MemberRecord, StopReason, Trajectory, Turn, VersionSpan
+from agentrl.train import routes
 from agentrl.train.ragged import Ragged
 
 StepOf = Callable[[int], int]
@@ -80,6 +81,7 @@ class Row:
     place_S: Tensor  # int64
     columns: Mapping[str, Tensor]  # [S, ...] by name: `BUILT_IN`, the algorithm's, those of `agentrl.columns`
     ragged: Mapping[str, Ragged] = field(default_factory=dict[str, Ragged])  # the ragged ones of `agentrl.columns`
+    chosen: Tensor | None = None  # [T, L, K], the experts of each token if a turn told them, see `routes.told`
     observed_O: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     observed_weight: float = 1.0  # share of the loss on observations that each of them has
 
@@ -397,6 +399,7 @@ def _rows(
                         name: _tensor(name, numbers, named) for name, numbers in values.items() if name not in ragged
                     },
                     ragged={name: Ragged.of(values[name]) for name in ragged},
+                    chosen=routes.told((turn.experts for turn in _path(turns, leaf)), place[-1] + 1),
                     observed_O=torch.tensor(observed, dtype=torch.int64),
                 )
             )
@@ -440,4 +443,5 @@ def _within(row: Row, max_lag: int, stale: Counter[int]) -> Row | None:
         observed_O=row.observed_O[row.observed_O < place_S[-1]],
         columns={name: column[keep_S] for name, column in row.columns.items()},
         ragged={name: column.only(keep_S) for name, column in row.ragged.items()},
+        chosen=None if row.chosen is None else row.chosen[: int(place_S[-1]) + 1],
     )

@@ -12,8 +12,9 @@ from trio.testing import MockClock
 
 from agentrl.engine.renderer import Renderer
 from agentrl.errors import EngineUnavailable, LeaseLost, PolicyFault, SandboxError, ScoreError, ToolError
-from agentrl.records import StopReason, Trajectory, context_ids
+from agentrl.records import RoutedExperts, StopReason, Trajectory, Turn, context_ids
 from agentrl.rollout.episode import play
+from agentrl.rollout.sampling import untold
 from agentrl.store import Claim, RunStore
 from agentrl.testing.engine import Failure, FakeEngine
 
@@ -68,6 +69,17 @@ async def test_the_experts_of_a_chain_join_without_a_gap(store: RunStore, claim_
         assert told[0].start == 0
         assert [one.start for one in told[1:]] == [one.end for one in told[:-1]]
         assert b"".join(one.data for one in told) == bytes(token % 256 for token in tokens[:-1])
+
+
+def test_a_turn_asks_for_the_experts_that_its_parent_does_not_tell() -> None:
+    """The parent had all its tokens when its request broke off: no engine was asked again."""
+    told = RoutedExperts(start=0, layers=1, per_token=1, width=1, data=bytes(7))
+    none = {"prompt_ids": (), "token_ids": (), "logprobs": (), "spans": (), "text": ""}
+    turns = [
+        Turn(index=index, parent=parent, finish="stop", experts=experts, **none)  # pyright: ignore[reportArgumentType]
+        for index, (parent, experts) in enumerate([(None, told), (0, None), (1, None), (None, None)])
+    ]
+    assert [untold(turns, parent) for parent in (None, 0, 1, 2, 3)] == [0, 7, 7, 7, 0]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Generator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,6 +27,8 @@ from agentrl.train.ragged import Ragged
 from .making import mixture, random_group, run_config, tiny_qwen3
 from .test_kept import rows_with_sets
 from .test_packing import row
+from .test_routing import after as routed_step
+from .test_routing import all_groups, largest, other_choice
 
 STEP_OF = {1: 0, 2: 0}.__getitem__
 SHORT = Rollout(max_context=30, max_tokens_per_turn=16)
@@ -172,6 +174,24 @@ def test_log_probs_over_kept_sets_and_their_gradients_are_those_of_one_rank(
     torch.testing.assert_close(found_K, logprobs_K, atol=1e-5, rtol=0)
     for name, tensor in weights.items():
         torch.testing.assert_close(others[name], tensor, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("replayed", "plan"), [(True, {"expert": 2}), (False, {"expert": 2}), (True, {"context": 2, "expert": 2})]
+)
+def test_replay_and_balance_of_a_mixture_are_those_of_one_rank(
+    replayed: bool, plan: dict[str, int], two: Leader, mixture_dir: Path, tmp_path: Path
+) -> None:
+    made = all_groups(other_choice if replayed else None)
+    settings = {"balance_weight": 0.5, "gradient_checkpointing": True}
+    one, weights = routed_step(mixture_dir, tmp_path, made, **settings)
+    other, others = routed_step(mixture_dir, tmp_path, made, two, **settings, parallel={"ranks": 2, **plan})
+    assert (other.loss, asdict(other.routing)) == (
+        pytest.approx(one.loss, abs=1e-6),
+        pytest.approx(asdict(one.routing)),
+    )
+    assert (other.routing.replayed > 60, other.routing.missing) == (replayed, 0 if replayed else other.routing.missing)
+    assert largest(weights, others) < 1e-6
 
 
 class Memory(ctypes.Structure):

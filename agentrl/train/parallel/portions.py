@@ -35,6 +35,7 @@ from agentrl.train.parallel.collectives import named
 from agentrl.train.parallel.layers import added_up
 from agentrl.train.parallel.meshes import Meshes
 from agentrl.train.parallel.shards import ALL_GATHER, REDUCE_SCATTER
+from agentrl.train.routes import Routes
 
 _RUNS = (2, 4, 8)  # of each rank: as few as will do, since in most layouts each has a copy of its path
 _UNEVEN = 1.03  # what a rank may see more than the mean
@@ -74,6 +75,16 @@ class Portion:
     def depth_n(self) -> Tensor:
         depth_N = self.pack.depth_N
         return depth_N if self.node_n is None else depth_N[self.node_n]
+
+    @property
+    def routes(self) -> Routes | None:
+        """Those of its nodes. One that it computes for nobody is in no row."""
+        routes = self.pack.routes
+        if routes is None or self.node_n is None or self.place_N is None or self.meshes is None:
+            return routes
+        own_n = self.place_N[self.node_n] // self.most == distributed.get_rank(self.meshes.context)
+        found = routes.at(self.node_n)
+        return replace(found, rows_N=found.rows_N * own_n)
 
     def gather(self, key: Tensor, value: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """Those of all nodes [1, H_kv, N, D] from those of this rank's [1, H_kv, n, D]: `attention.Gather`."""
