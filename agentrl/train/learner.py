@@ -43,10 +43,10 @@ from agentrl.train import checkpoint, lora
 from agentrl.train.checkpoint import CheckpointState
 from agentrl.train.export import WeightFile, checkpoint_tensors, write_weights
 from agentrl.train.hashes import hash_of
-from agentrl.train.machine import operations, use
+from agentrl.train.machine import Prices, operations, prices, use
 from agentrl.train.models import Models, policy_of
 from agentrl.train.optimizers import lr_of
-from agentrl.train.packing import Pack
+from agentrl.train.packing import Pack, Tree
 from agentrl.train.parallel.ranks import ALONE, Ranks
 from agentrl.train.parallel.shards import whole
 from agentrl.train.parallel.shares import Pass, divided, laid, moved
@@ -191,10 +191,19 @@ class Learner:
             episodes = set(matter.values())
             return [row for row in rows if id(row) in matter or (row.algo.ahead and row.episode_id in episodes)]
 
+        @cache
+        def priced(policy: str | None) -> Prices:
+            return prices(self.models.of(policy).module)
+
+        def cost(tree: Tree) -> float:
+            """Of the nodes that predict, those that rows share count for each."""
+            predictors = sum(len(row.place_S) + len(row.observed_O) for row in tree.rows)
+            return priced(tree.rows[0].policy).of(len(tree.token_ids_N), predictors, tree.branches)
+
         budget, size = self.config.train.tokens_per_batch, self._at_once
         shared = not any(model.obstacle for model in self.models.policies())
         kept_rows = [[kept(group) for group in part] for part in weigh(parts)]
-        return [laid(rows, budget, size, self._place, shared=shared) for rows in kept_rows]
+        return [laid(rows, budget, size, self._place, cost=cost, shared=shared) for rows in kept_rows]
 
     def _looked_ahead(self, updates: Sequence[Sequence[Pack]], *, every: bool) -> list[list[Pack]]:
         """The passes with what the models say of them before the first update: of `every` pass, or if its algorithm

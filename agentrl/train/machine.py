@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from agentrl.train import lora
-from agentrl.train.packing import Pack
+from agentrl.train.packing import Branch, Pack
 
 PEAKS: Final = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H200": 989.0, "A100": 312.0}
 """Dense bfloat16 in TFLOP/s as the vendor states it, by a part of the device's name; the first that fits counts."""
@@ -64,10 +64,23 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
     return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
-def operations(module: Any, pack: Pack) -> float:
-    """Floating-point operations of a pass forward and backward. Under an adapter, frozen weights have no gradient."""
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Floating-point operations forward and backward of a model, for each node of a pass, each of these that predicts,
+    and each pair of a query and a key that it sees."""
+
+    node: float
+    predictor: float
+    pair: float
+
+    def of(self, nodes: int, predictors: int, branches: Iterable[Branch]) -> float:
+        seen = sum(pairs(branch.stop - branch.start, len(branch.path)) for branch in branches)
+        return self.node * nodes + self.predictor * predictors + self.pair * seen
+
+
+def prices(module: Any) -> Prices:
+    """Under an adapter, frozen weights have no gradient."""
     config = module.config.get_text_config()
-    nodes = len(pack.token_ids_N)
     head = module.get_output_embeddings().weight.numel()
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     active = config.num_experts_per_tok / experts if experts else 1.0
@@ -80,10 +93,13 @@ def operations(module: Any, pack: Pack) -> float:
     width = config.num_attention_heads * (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
-    seen = sum(pairs(branch.stop - branch.start, len(branch.path)) for branch in pack.branches)
-    products = 2 * (body * nodes + head * len(pack.predictors_P))
-    attention = 4 * config.num_hidden_layers * width * seen
-    return products * (2 if lora.has_adapter(module) else 3) + 3 * attention
+    product = 2 * (2 if lora.has_adapter(module) else 3)
+    return Prices(product * body, product * head, 3 * 4 * config.num_hidden_layers * width)
+
+
+def operations(module: Any, pack: Pack) -> float:
+    """Floating-point operations of a pass forward and backward."""
+    return prices(module).of(len(pack.token_ids_N), len(pack.predictors_P), pack.branches)
 
 
 def pairs(queries: int, keys: int) -> int:

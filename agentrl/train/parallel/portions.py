@@ -4,7 +4,8 @@ Owns how the nodes of a pass, and the rows of its logits, are divided among thes
 comes together. Never knows models or losses.
 
 context   Each rank computes some of the nodes, as queries of every layer. Before attention the ranks gather the keys
-          and values of all nodes: 2 N H_kv D numbers of one layer at a time, however many ranks there are.
+          and values of all nodes: 2 N H_kv D numbers of each layer, however many ranks there are, which stay for the
+          backward pass unless layers are computed again.
 tensor    The ranks of a row have the same nodes, and each the logits of some.
 
 The log-probs of all tokens are on all of these ranks in the end, and each has an equal part of the loss: gradients add

@@ -64,10 +64,16 @@ def moved(value: Any, device: torch.device | str) -> Any:
 
 
 def laid(
-    groups: Sequence[Sequence[Row]], budget: int, size: int, device: torch.device | str, *, shared: bool = True
+    groups: Sequence[Sequence[Row]],
+    budget: int,
+    size: int,
+    device: torch.device | str,
+    *,
+    cost: Callable[[Tree], float],
+    shared: bool = True,
 ) -> list[Pack]:
     """The passes over the rows of some groups, of at most `budget` nodes, for `size` ranks: as `packs` lays them for
-    one rank; for several, of equal numbers of nodes, a multiple of `size` of them where there are so many rows.
+    one rank; for several, of equal cost, a multiple of `size` of them where there are so many rows.
 
     Trees share less where a group has to be divided, so that one is divided only while a rank would be idle."""
     if size == 1:
@@ -81,28 +87,32 @@ def laid(
         own = [[row for row in rows if row.algo == algo] for rows in groups]
         own = own if shared else [[row] for rows in own for row in rows]
         trees = [tree for rows in own if rows for tree in forest(rows, budget)]
-        for together in _bins(trees, budget, size):
+        for together in _bins(trees, budget, size, cost):
             found += packs(together, budget, device, shared=shared)
     return found
 
 
-def _bins(trees: Sequence[Tree], budget: int, size: int) -> list[list[Sequence[Row]]]:
-    """The rows of the trees of each pass: the largest trees first, each to where there is least (Graham 1969)."""
+def _bins(trees: Sequence[Tree], budget: int, size: int, cost: Callable[[Tree], float]) -> list[list[Sequence[Row]]]:
+    """The rows of the trees of each pass: the dearest trees first, each to the cheapest with room (Graham 1969)."""
     trees = list(trees)
     while len(trees) < size and (parts := [tree for tree in trees if len(tree.rows) > 1]):
-        tree = max(parts, key=lambda tree: len(tree.token_ids_N))
+        tree = max(parts, key=cost)
         trees.remove(tree)
         half = len(tree.rows) // 2
         trees += [build_tree(tree.rows[:half]), build_tree(tree.rows[half:])]
     rounds = -(-sum(len(tree.token_ids_N) for tree in trees) // (budget * size))
     bins: list[list[Sequence[Row]]] = [[] for _ in range(rounds * size)]
-    nodes = [0] * len(bins)
-    for tree in sorted(trees, key=lambda tree: -len(tree.token_ids_N)):
-        at = min(range(len(bins)), key=nodes.__getitem__)
-        if nodes[at] and nodes[at] + len(tree.token_ids_N) > budget:
-            at = len(bins)
+    nodes, costs = [0] * len(bins), [0.0] * len(bins)
+    for own, tree in sorted(((cost(tree), tree) for tree in trees), key=lambda one: -one[0]):
+        count = len(tree.token_ids_N)
+        room = [at for at, had in enumerate(nodes) if not had or had + count <= budget]
+        if not room:
+            room = [len(bins)]
             bins += [[] for _ in range(size)]
             nodes += [0] * size
+            costs += [0.0] * size
+        at = min(room, key=costs.__getitem__)
         bins[at].append(tree.rows)
-        nodes[at] += len(tree.token_ids_N)
+        nodes[at] += count
+        costs[at] += own
     return [rows for rows in bins if rows]
