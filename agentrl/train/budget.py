@@ -154,7 +154,7 @@ def _shallow(described: dict[str, Any], layers: int, folder: Path) -> Path:
 
 
 def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: bool) -> Held:
-    with _hollow():
+    with hollow():
         models = Models(config, folder, "cpu", reference_dir=folder, folder_of=lambda _: folder)
     if on_gpu:
         for model in models.language_models():
@@ -197,7 +197,7 @@ def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: boo
 
 
 @contextmanager
-def _hollow() -> Generator[None]:
+def hollow() -> Generator[None]:
     """Inside, modules are made of tensors without numbers. Torch's own way to convert a module cannot swap these."""
 
     def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -31,7 +31,10 @@ def load(folder: Path, ranks: Ranks, attention: str) -> Any:
     if not (folder / "config.json").is_file():
         raise ModelError(f"no model in {str(folder)!r}: it holds no config.json")
     if detect_fake_mode() is not None:
-        return _hollow(folder, attention)
+        module = _hollow(folder, attention)
+        if ranks.size > 1:
+            ranks.spread(module)
+        return module
     bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:

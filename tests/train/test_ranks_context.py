@@ -19,6 +19,7 @@ from .test_attention import forked_rows
 from .test_packing import row
 from .test_ranks import stepped, with_sets
 from .test_ranks_reshard import started
+from .test_traffic import apart
 
 
 def long_row() -> Pack:
@@ -42,6 +43,7 @@ def test_four_ranks_that_compute_passes_together_do_what_one_does(qwen3_dir: Pat
         (tiny_llama(tmp_path / "llama"), forks(), [{"context": 4}, {"context": 2}, by_two]),
         (mixture(tmp_path / "mixture", layers=2, kv_heads=2), with_sets(60), [{"context": 4}, {**by_two, "expert": 4}]),
     ]
+    counted = apart({"ranks": 4, **by_two}, qwen3_dir, 20, gradient_checkpointing=True)
     with started(4) as four:
         for folder, pack, plans in cases:
             logprobs_K, weights = stepped(pack, folder, ALONE)
@@ -51,6 +53,8 @@ def test_four_ranks_that_compute_passes_together_do_what_one_does(qwen3_dir: Pat
                 torch.testing.assert_close(found_K, logprobs_K, atol=1e-5, rtol=0)
                 for of, tensor in weights.items():
                     torch.testing.assert_close(others[of], tensor, atol=1e-5, rtol=0, msg=f"{of}: {plan}")
+                if folder == qwen3_dir and plan is by_two:
+                    assert "\n".join(one.name for one in counted) in "\n".join(four.ledger.names(0))
         assert len({tuple(four.ledger.names(rank)) for rank in range(4)}) == 1
         assert "keys and values of layer 0, backward" in four.ledger.names(0)
 

@@ -10,5 +10,6 @@ layers        such layers: heads and neurons divided (tensor parallel), experts 
 portions      which tokens, and logits, of a pass each of the ranks has that compute it together
 shards        FSDP2: how a model is cut, gathered and filled
 shares        which rank computes which pass
+traffic       what ranks of any number would send each other, without them
 collectives   where each rank stands, in memory that all of them share
 """
