@@ -49,7 +49,7 @@ ENTRY_POINT_GROUPS = {f"agentrl.{kind}" for kind in get_args(registry.Kind)}
 PYTHON_DEADLINE_S = 500
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\n]*)\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.M | re.S)
-NOTE = re.compile(r"<!-- (?P<kind>file: (?P<path>\S+)|tree|pyproject|sft|fleet) -->\s*\Z")
+NOTE = re.compile(r"<!-- (?P<kind>file: (?P<path>\S+)|tree|pyproject|sft|fleet|tried) -->\s*\Z")
 LINK = re.compile(r"\[[^\]\n]*\]\((?P<target>[^)\s]+)\)")
 INLINE = re.compile(r"`(?P<code>[^`\n]+)`")
 HEADING = re.compile(r"^#+ +(?P<title>.+)$", re.M)
@@ -113,6 +113,9 @@ def wrong_command(line: str) -> str:
         "pip": lambda arguments: "" if arguments[:1] == ["install"] else f"unknown pip command {line!r}",
         "git": lambda arguments: "" if arguments[:1] == ["clone"] else f"unknown git command {line!r}",
         "ray": lambda arguments: "" if arguments[:1] in (["start"], ["stop"]) else f"unknown ray command {line!r}",
+        "docker": lambda arguments: "" if arguments[:1] in (["build"], ["push"]) else f"unknown: {line!r}",
+        "kubectl": lambda arguments: "" if {"apply", "create", "logs"} & {*arguments} else f"unknown: {line!r}",
+        "sbatch": lambda arguments: wrong_script(arguments[-1:]),
         "cd": lambda _: "",
         "ruff": lambda _: "",
     }
