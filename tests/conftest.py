@@ -69,6 +69,12 @@ def _ray() -> str | None:
     return None if importlib.util.find_spec("ray") else "ray is not installed"
 
 
+def _netns() -> str | None:
+    from runtime.network import missing
+
+    return missing()
+
+
 def _gpu() -> str | None:
     import torch
 
@@ -105,6 +111,7 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "vllm": _vllm,
     "adapters": _adapters,
     "ray": _ray,
+    "netns": _netns,
     "compiler": _compiler,
     "gpu": _gpu,
 }

@@ -49,7 +49,7 @@ ENTRY_POINT_GROUPS = {f"agentrl.{kind}" for kind in get_args(registry.Kind)}
 PYTHON_DEADLINE_S = 500
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\n]*)\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.M | re.S)
-NOTE = re.compile(r"<!-- (?P<kind>file: (?P<path>\S+)|tree|pyproject|sft|fleet|tried) -->\s*\Z")
+NOTE = re.compile(r"<!-- (?P<kind>file: (?P<path>\S+)|tree|pyproject|sft|fleet) -->\s*\Z")
 LINK = re.compile(r"\[[^\]\n]*\]\((?P<target>[^)\s]+)\)")
 INLINE = re.compile(r"`(?P<code>[^`\n]+)`")
 HEADING = re.compile(r"^#+ +(?P<title>.+)$", re.M)

@@ -7,7 +7,7 @@ import os
 import pwd
 import shutil
 import subprocess
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 _DEADLINE_S = 120
@@ -24,11 +24,12 @@ def programs() -> Path | None:
 class Server:
     """One server. It listens on a socket in its folder and nowhere else."""
 
-    def __init__(self, folder: Path, *, durable: bool = False) -> None:
-        """`durable`: it waits for its disk, as a server should; tests need not."""
+    def __init__(self, folder: Path, *, durable: bool = False, on: Sequence[str] = ()) -> None:
+        """`durable`: it waits for its disk, as a server should; tests need not. `on`: what runs its programs elsewhere,
+        in a network that may reach it."""
         found = programs()
         assert found is not None
-        self._programs, self.folder, self._durable = found, folder, durable
+        self._programs, self.folder, self._durable, self._on = found, folder, durable, list(on)
         self.url = f"postgresql://agentrl@/agentrl?host={folder}"
 
     def make(self) -> None:
@@ -38,12 +39,16 @@ class Server:
         self._run(
             "initdb", "-D", f"{self.folder}/data", "-U", "agentrl", "-A", "trust", "-N", "--locale=C", "-E", "UTF8"
         )
+        if self._on:
+            with Path(self.folder, "data", "pg_hba.conf").open("a") as rules:
+                rules.write("host all all samenet trust\n")
         self.start()
         self._run("createdb", "-h", f"{self.folder}", "-U", "agentrl", "agentrl")
 
     def start(self, *more: str) -> None:
         """Start it, with settings on top as `name=value`."""
-        settings = f"-k {self.folder} -c listen_addresses='' -c max_connections=40"
+        listens = "*" if self._on else ""
+        settings = f"-k {self.folder} -c listen_addresses='{listens}' -c max_connections=40"
         settings += "".join(f" -c {setting}" for setting in more)
         settings += "" if self._durable else " -c fsync=off -c shared_buffers=32MB"
         self._run("pg_ctl", "-D", f"{self.folder}/data", "-w", "-l", f"{self.folder}/log", "-o", settings, "start")
@@ -56,15 +61,16 @@ class Server:
         command = [str(self._programs / program), *arguments]
         if os.geteuid() == 0:
             command = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups", *command]
+        command = [*self._on, *command]
         environment = {"PATH": os.environ["PATH"], "HOME": str(self.folder), "LC_ALL": "C"}
         done = subprocess.run(command, cwd="/", env=environment, capture_output=True, timeout=_DEADLINE_S, check=False)
         assert done.returncode == 0, f"{command}: {done.stdout!r} {done.stderr!r}"
 
 
 @contextlib.contextmanager
-def running(folder: Path, *, durable: bool = False) -> Generator[Server]:
+def running(folder: Path, *, durable: bool = False, on: Sequence[str] = ()) -> Generator[Server]:
     """A server that runs until the end of the block."""
-    server = Server(folder, durable=durable)
+    server = Server(folder, durable=durable, on=on)
     server.make()
     try:
         yield server
