@@ -26,7 +26,7 @@ from agentrl.fleet_cli import fleet
 from agentrl.plan_cli import advise, plan
 from agentrl.retrain_cli import retrain
 from agentrl.rewards_cli import rescore, rewards
-from agentrl.run_cli import logs, status, stop
+from agentrl.run_cli import logs, scale, status, stop
 from agentrl.sft_cli import sft
 from agentrl.simulate_cli import simulate
 from agentrl.store_cli import store
@@ -44,7 +44,22 @@ app = typer.Typer(
 _new = typer.Typer(no_args_is_help=True, help="Start a package of your own.")
 app.add_typer(_new, name="new")
 add_commands(app)
-for command in (status, logs, stop, rewards, rescore, simulate, plan, advise, chaos, retrain, sft, export, fleet):
+for command in (
+    status,
+    logs,
+    scale,
+    stop,
+    rewards,
+    rescore,
+    simulate,
+    plan,
+    advise,
+    chaos,
+    retrain,
+    sft,
+    export,
+    fleet,
+):
     app.command()(command)
 app.add_typer(store, name="store")
 _UNWRAPPED = 10_000  # columns

@@ -1,4 +1,4 @@
-"""The commands `agentrl status`, `logs` and `stop`, as `agentrl.cli` offers them. Nothing heavy is imported before."""
+"""The commands `agentrl status`, `logs`, `scale` and `stop`, as `agentrl.cli` offers them. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -73,6 +73,19 @@ def stop(
     from agentrl.runtime.status import stop as end
 
     print(end(RunDir.open(path), deadline_s))
+
+
+def scale(
+    path: _RUN,
+    engines: Annotated[int | None, typer.Option(help="Engines of each model that learns, at least 1")] = None,
+    workers: Annotated[int | None, typer.Option(help="Rollout workers, at least 1")] = None,
+) -> None:
+    """Change how many engines and workers a run has, while it goes on. Nothing sampled is lost, and a run that is
+    resumed keeps the numbers."""
+    from agentrl.runtime.rundir import RunDir
+    from agentrl.runtime.status import scale as ask
+
+    print(ask(RunDir.open(path), engines=engines, workers=workers))
 
 
 def _chosen(run: RunDir, part: str | None) -> list[Path]:

@@ -45,6 +45,7 @@ from agentrl.records import (
     turn_id,
 )
 from agentrl.rollout.guard import Guard, TimeUp, one_line, reason_of
+from agentrl.rollout.leaving import HandedBack, Leaving
 from agentrl.rollout.opponents import Opponents
 from agentrl.rollout.replay import replay, replay_after
 from agentrl.rollout.resuming import resumed
@@ -72,7 +73,7 @@ class RolloutContext:
     experts: bool = False  # journal those that a mixture of experts chose for sampled tokens
     eval_sampling: SamplingParams | None = None  # of turns that only measure the policy; None: as in training
     artifacts: bool = False  # keep the files that a reward source tests
-    leaving: trio.Event = field(default_factory=trio.Event)  # set: no episode begins another turn
+    leaving: Leaving = field(default_factory=Leaving)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ async def play(claim: Claim, context: RolloutContext) -> Ending:
     Failures of engine, sandbox, environment and rewarder end the episode with a reason that keeps it out of the loss
     (law 3); a PolicyFault that the environment does not answer ends it, and it is scored.
     Raises LeaseLost when another worker has the episode by now, or its group starts anew; StoreError when the journal
-    cannot be written; HandedBack between two turns once the worker is leaving."""
+    cannot be written; HandedBack once the worker is leaving."""
     return await resumed(claim, context.store, context.settings, partial(_play, context))
 
 
@@ -118,10 +119,6 @@ async def _play(context: RolloutContext, claim: Claim, unbroken: bool) -> Ending
     ending = await episode.score(ending)
     await episode.finish(ending)
     return ending
-
-
-class HandedBack(Exception):
-    """The worker gives its episodes back: this one goes on elsewhere, from the journal."""
 
 
 class _Episode:
@@ -396,15 +393,17 @@ class _Episode:
         begun = self._begun or Partial(
             index=index, parent=prompt.parent, role=prompt.role, prompt_ids=prompt.prompt_ids, started_s=time.time()
         )
-        generation = await sample(
+        every = context.settings.checkpoint_tokens
+        sampled = sample(
             context.frozen.get(prompt.role, context.engine),
             request,
             begun,
             decode=context.renderer.decode,
             keep=partial(context.store.post_partial, claim.episode_id, claim.fence),
-            every=context.settings.checkpoint_tokens,
+            every=every,
             unbroken=self._unbroken,
         )
+        generation = await (context.leaving.during(sampled) if every else sampled)
         self._begun = None
         return Turn(
             id=turn_id(claim.episode_id, self._trial, index),

@@ -16,7 +16,8 @@ import trio
 from agentrl.config import RunConfig
 from agentrl.env import bridge
 from agentrl.errors import DiskFull, WornOut
-from agentrl.rollout.episode import HandedBack, RolloutContext, play
+from agentrl.rollout.episode import RolloutContext, play
+from agentrl.rollout.leaving import HandedBack
 from agentrl.store import Claim, LeaseLost
 from agentrl.store.roles import RolloutStore
 
@@ -27,13 +28,15 @@ _AT_ONCE = 16  # episodes that start before the loop's other tasks run again
 
 @dataclass(slots=True)
 class Worker:
-    """Runs episodes until `stop` is set in the store. `now` is the wall clock of its leases."""
+    """Runs episodes until `stop` is set in the store, or it has to `leave`. `now` is the wall clock of its leases;
+    `sharing` is the number of workers that share `rollout.max_running`, if it is not that of the run file."""
 
     name: str
     config: RunConfig
     store: RolloutStore
     context: RolloutContext
     now: Callable[[], float] = time.time
+    sharing: int | None = None
     _running: dict[int, Claim] = field(default_factory=dict[int, Claim])
     _scopes: dict[int, trio.CancelScope] = field(default_factory=dict[int, trio.CancelScope])
     _idle: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the wait for work
@@ -42,27 +45,34 @@ class Worker:
     @property
     def capacity(self) -> int:
         """Episodes this worker runs at once: its share of `rollout.max_running`."""
-        return math.ceil(self.config.rollout.max_running / self.config.rollout.workers)
+        return math.ceil(self.config.rollout.max_running / (self.sharing or self.config.rollout.workers))
+
+    def leave(self) -> None:
+        """Have `run` hand its episodes back and return: others go on with them at once, from the tokens they have."""
+        self.context.leaving.break_off()
+        self._idle.cancel()
 
     async def run(self) -> None:
-        """Claim and play until the store's phase is `stop`. Raises StoreError when the journal stays unwritable, and
-        WornOut once environments hang in half of its threads: its episodes are handed back first."""
-        worn_out = False
+        """Claim and play until the store's phase is `stop`, or `leave` was called. Raises StoreError when the journal
+        stays unwritable, and WornOut once environments hang in half of its threads. A worker that leaves or is worn out
+        hands its episodes back first."""
+        worn_out = leaves = False
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep_leases)
             while await self.store.meta("phase") != "stop":
-                if worn_out := bridge.worn_out():
-                    await self._leave()
+                worn_out, leaves = bridge.worn_out(), self.context.leaving.is_set()
+                if worn_out or leaves:
+                    await self._end_turns()
                     break
                 if not await self._fill(nursery):
                     with trio.CancelScope() as self._idle:
                         await self.store.wait_for_work("rollout", _LOOK_S)
             nursery.cancel_scope.cancel()
+        back = await self.store.hand_back(self.name) if worn_out or leaves else 0
         if worn_out:
-            back = await self.store.hand_back(self.name)
             raise WornOut(f"{self.name}: environments hang in half of its threads; {back} episodes go on elsewhere")
 
-    async def _leave(self) -> None:
+    async def _end_turns(self) -> None:
         """Have every episode stop before its next turn. Steps under way end first, by their own deadlines at the
         latest: an episode whose environment hangs fails here, and cannot hang another worker."""
         self.context.leaving.set()

@@ -123,6 +123,22 @@ class Replica:
         await self._start()
         await fit(self.child.name, self.url, self.weights, self.config, self.scratch / LOCKS)
 
+    async def join(self) -> None:
+        """As `up`, but an engine that nobody asks yet has time to get the weights, while the learner makes newer ones,
+        and nothing is left unproved: EngineError if it is not well within `engine.mending_deadline_s`."""
+        await self._start()
+        deadline = trio.current_time() + self.config.engine.mending_deadline_s
+        while True:
+            try:
+                if await fit(self.child.name, self.url, self.weights, self.config, self.scratch / LOCKS):
+                    return
+                late = EngineTimeout(f"{self.child.name}: its canary was not answered in time")
+            except EngineError as error:
+                late = error
+            if self.child.poll() is not None or trio.current_time() > deadline:
+                raise late
+            await trio.sleep(_POLL_S)
+
     async def again(self) -> None:
         """As `up`, but if the engine does not get its weights here, its `Watch` sends them later."""
         with suppress(EngineError):
@@ -185,10 +201,10 @@ async def fit(
     fits: Callable[[int], bool] | None = None,
     *,
     fresh: bool = False,
-) -> None:
+) -> bool:
     """Give a running engine the current weights, unless the version that it serves `fits` (default: the current or a
     newer one) and it is not paused; then check the canary. `weights` is called, and its files are read, while nobody
-    else sends to the engine. Raises as `attach`, and WrongWeights."""
+    else sends to the engine. Returns as `prove`. Raises as `attach`, and WrongWeights."""
     deadline_s, key = config.engine.admin_deadline_s, config.engine.api_key()
     async with exclusive(locks, url, deadline_s=deadline_s):
         found = weights()
@@ -200,17 +216,17 @@ async def fit(
             halted = config.sync in PAUSES and await client.paused(deadline_s=deadline_s)  # its pusher has died
         if halted or not (served >= found.current.version if fits is None else fits(served)):
             await attach(url, found, config, fresh=fresh)
-        await prove(name, url, found, config)
+        return await prove(name, url, found, config)
 
 
-async def prove(name: str, url: str, weights: Weights, config: RunConfig) -> None:
+async def prove(name: str, url: str, weights: Weights, config: RunConfig) -> bool:
     """Repeat the canary of the current version on an engine that was given this version once more. Raises WrongWeights
     if the engine does not pass it.
 
     If the learner has sent the next version meanwhile, or the engine has died again, nothing is proved here: another
-    part of the run takes care of it."""
+    part of the run takes care of it, and the result is False."""
     if weights.canary is None:
-        return
+        return True
     version, key = weights.current.version, config.engine.api_key()
     client = EngineClient(url, api_key=key)
     if weights.adapter is not None:
@@ -222,9 +238,11 @@ async def prove(name: str, url: str, weights: Weights, config: RunConfig) -> Non
             try:
                 most = canary.allowed(weights.canary.dtype, config.engine)
                 await canary.check([client], weights.canary, update_info=info, tolerance=most, deadline_s=deadline_s)
+                return True
             except CanaryMismatch as error:
                 if await client.served_version(deadline_s=deadline_s) == version:
                     raise WrongWeights(f"{name} was started again: {error}") from error
+    return False
 
 
 def server_of(

@@ -13,7 +13,7 @@ from typing import Any, cast
 from agentrl import config as configuration
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.runtime import evaluation
+from agentrl.runtime import evaluation, scaling
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.store.roles import ControlStore, ReadStore
@@ -63,6 +63,9 @@ def change(run: RunDir, overrides: list[str]) -> None:
         if config.train.steps > before.train.steps:
             _reopen(before, store)
         run.write_config(config, store)
+        said = [override.partition("=")[0].strip() for override in overrides]
+        engines = any(key in said for key in ("engine.replicas", "engine.gpus", "engine.urls"))
+        scaling.forget(store, engines=engines, workers="rollout.workers" in said)
 
 
 def _check(before: RunConfig, after: RunConfig, store: ReadStore) -> None:

@@ -15,15 +15,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import trio
 
 from agentrl.engine.launch import end_group
 from agentrl.runtime import heartbeat
-
-if TYPE_CHECKING:
-    pass
 
 NODE_TMP = "AGENTRL_NODE_TMP"
 """Names the folder for temporary files of a child on a node that shares no scratch space with the others."""
@@ -78,7 +75,14 @@ class Launcher(Protocol):
         Raises RunFailed if no place for it is found in time."""
         ...
 
+    async def reserve(self, name: str) -> None:
+        """Find a place for the child `name`. Raises as `place`."""
+        ...
+
     def start(self, name: str, command: Command) -> Process: ...
+    def release(self, name: str) -> None:
+        """Give back the place of a child that has ended, and is not started again."""
+        ...
 
 
 @dataclass(slots=True)
@@ -119,6 +123,9 @@ class Local:
     async def place(self, name: str, port: int) -> tuple[str, int]:
         return "127.0.0.1", port
 
+    async def reserve(self, name: str) -> None:
+        await trio.lowlevel.checkpoint()
+
     def start(self, name: str, command: Command) -> LocalProcess:
         beat = {} if command.beat is None else heartbeat.prepare(command.beat)
         with command.log.open("ab") as log:
@@ -131,6 +138,8 @@ class Local:
                 process_group=0,
             )
         return LocalProcess(process, command.beat)
+
+    def release(self, name: str) -> None: ...
 
 
 LOCAL = Local()

@@ -41,6 +41,7 @@ from agentrl.runtime.policies import objects_of
 from agentrl.runtime.processes import RunProcesses
 from agentrl.runtime.room import check_room
 from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.scaling import Size, wanted
 from agentrl.runtime.scoring import declare
 from agentrl.runtime.sources import task_source
 from agentrl.store import RunStore, close_policy
@@ -87,7 +88,8 @@ class Supervisor:
         await self.writes(partial(declare, self.config))
         await self.processes.start_engines(self.start)
         await self._with_space(_enter("eval"))
-        self.processes.start_workers()
+        await self.processes.start_workers()
+        self.processes.follow_size()
         learned = self.processes.start_learner()
         self.phase = "evaluating before"
         await self.evaluate("before")
@@ -121,7 +123,7 @@ class Supervisor:
         """Evaluate only, under the label `now`: no learner is started."""
         await self.processes.start_engines(self.start)
         await self._with_space(_enter("eval"))
-        self.processes.start_workers()
+        await self.processes.start_workers()
         self.phase = "evaluating"
         await self.evaluate("now")
 
@@ -257,8 +259,9 @@ async def supervise(
             start = start_point(run, store)
             store.release_all()
             writes = Aside[ControlStore](store)
-            async with _launcher_of(run, config) as launcher, trio.open_nursery() as nursery:
-                processes = RunProcesses(run, config, reader, writes, nursery, mark, launcher)
+            size = Size.of(config).at_most(wanted(config, store.meta))  # a run that grew grows again
+            async with _launcher_of(run, config, size) as launcher, trio.open_nursery() as nursery:
+                processes = RunProcesses(run, config, reader, writes, nursery, mark, launcher, size)
                 telemetry = Telemetry(store, run.metrics, "supervisor")
                 nursery.start_soon(_interrupt, run.path)
                 nursery.start_soon(heartbeat.beat)
@@ -308,8 +311,9 @@ def run_to_end(
 
 
 @asynccontextmanager
-async def _launcher_of(run: RunDir, config: RunConfig) -> AsyncGenerator[Launcher]:
-    """The launcher that the run file names. Raises UsageError if it cannot start anything."""
+async def _launcher_of(run: RunDir, config: RunConfig, size: Size) -> AsyncGenerator[Launcher]:
+    """The launcher that the run file names, with places for a run of this size. Raises UsageError if it cannot start
+    anything."""
     if not config.cluster.on_ray:
         yield LOCAL
         return
@@ -317,5 +321,5 @@ async def _launcher_of(run: RunDir, config: RunConfig) -> AsyncGenerator[Launche
         from agentrl.runtime import ray_launcher
     except ImportError as error:
         raise UsageError(f"cluster.launcher = 'ray' needs Ray ({error}): pip install 'agentrl[ray]'") from None
-    async with ray_launcher.connected(run, config) as launcher:
+    async with ray_launcher.connected(run, config, size) as launcher:
         yield launcher

@@ -1,5 +1,5 @@
 """The children of one run: engine, workers, learner. Started, watched, restarted within a budget, ended together.
-A child that hangs is killed and then counts as dead.
+A child that hangs is killed and then counts as dead. Engines and workers also come and go while the run goes on.
 
 It owns processes and nothing else: no task, no token, no weight. A dead worker is simply started again (its leases
 expire, its episodes go on from the journal); an engine comes back on its port with the store's current weights; a
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -19,7 +19,9 @@ from typing import TypeVar
 import trio
 
 from agentrl.config import RunConfig
-from agentrl.errors import AgentRLError, DiskFull, RunFailed, StoreAway, StoreError, UsageError, WornOut
+from agentrl.engine.client import EngineClient
+from agentrl.engine.concurrency import RUNNING, WAITING
+from agentrl.errors import AgentRLError, DiskFull, EngineError, RunFailed, StoreAway, StoreError, UsageError, WornOut
 from agentrl.ports import free_port
 from agentrl.records import WeightVersion
 from agentrl.runtime import league
@@ -31,6 +33,7 @@ from agentrl.runtime.launch import LOCAL, Launcher
 from agentrl.runtime.models import given_model_dir
 from agentrl.runtime.policies import ROLE_URLS
 from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.scaling import WORKERS, Kind, NoRoom, Scaler, Size
 from agentrl.runtime.supervise import Child, RestartBudget
 from agentrl.runtime.watch import Watch
 from agentrl.store.aside import Aside
@@ -38,6 +41,9 @@ from agentrl.store.roles import ControlStore, ReadStore
 
 _DISK_S = 2.0  # until a child that found the disk full, or the database away, is started again
 _PAUSES = (DiskFull.exit_code, StoreAway.exit_code)
+_LEFT_S = 3.0  # in which workers see that an engine leaves, and ask another
+_STEPS = 4  # deadlines of a step: a worker that leaves has ended its own after so many
+_POLL_S = 0.1
 
 _T = TypeVar("_T")
 _PINNED = {
@@ -46,6 +52,14 @@ _PINNED = {
     # learner one fifteenth of its time. Only glibc reads it.
     "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
 }
+
+
+@dataclass(slots=True)
+class _Keeper:
+    """The task that watches a child and starts it again."""
+
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    done: trio.Event = field(default_factory=trio.Event)
 
 
 @dataclass(slots=True)
@@ -59,61 +73,74 @@ class RunProcesses:
     nursery: trio.Nursery
     mark: Mapping[str, str]
     launcher: Launcher = LOCAL
+    size: Size | None = None  # to start with: that of the run file
     restarts: dict[str, int] = field(default_factory=dict[str, int])
     _children: list[Child] = field(default_factory=list[Child])
     _watches: dict[str, Watch] = field(default_factory=dict[str, Watch])  # by child, or by the URL of an attached one
-    _replicas: list[Replica] = field(default_factory=list[Replica])  # those that learn
-    _own: dict[str, list[Replica]] = field(default_factory=dict[str, list[Replica]])  # by role with its own model
+    _learning: dict[str | None, dict[int, Replica]] = field(default_factory=dict[str | None, dict[int, Replica]])
+    """By role with a model of its own (None: of all others), and by number; those of a number are on the same GPUs."""
+    _workers: dict[int, Child] = field(default_factory=dict[int, Child])
+    _start: StartPoint | None = None
     _given: dict[str, Replica] = field(default_factory=dict[str, Replica])  # by the model that plays a role
     _away: set[str] = field(default_factory=set[str])  # children that are being started again
+    _keepers: dict[str, _Keeper] = field(default_factory=dict[str, "_Keeper"])
     _closing: bool = False
 
     async def start_engines(self, start: StartPoint) -> None:
         """Start (or attach to) the engines with the current weights, and write their URLs into the store."""
-
-        def weights(role: str | None = None) -> Weights:
-            found = current_weights(self.config, self.store, where_it_stands(start, self.run, self.store), role)
-            return replace(found, past=league.folders(self.run)) if self.config.league_roles else found
-
-        settings = self.config.engine
-        for url in settings.urls:
+        self._start = start
+        weights = partial(self._weights, None)
+        for url in self.config.engine.urls:
             await attach(url, weights(), self.config)
             self.nursery.start_soon(self._watch(url, url, weights).run)
-        await self._start_learning("engine", weights, self._replicas)
-        for role in self.config.role_models:
-            own = self._own[role] = list[Replica]()
-            await self._start_learning(f"engine-role-{role}", partial(weights, role), own)
+        for role in self._policies:
+            own = self._learning[role] = dict[int, Replica]()
+            for index in range(self._size.engines):
+                own[index] = self._replica(role, index)
+                await self._serve(own[index])
         await self._start_frozen()
         await self._name_engines()
 
-    async def _start_learning(self, name: str, weights: Callable[[], Weights], replicas: list[Replica]) -> None:
-        """The replicas of one policy that learns; those of each are on the same GPUs."""
-        for index, gpus in enumerate([] if self.config.engine.urls else self._places()):
-            replica = Replica(
-                child=self._child(f"{name}-{index}", [], self.config.engine.threads),
-                port=free_port(),
-                scratch=self.run.scratch,
-                config=self.config,
-                weights=weights,
-                gpus=gpus,
-            )
-            await self._serve(replica)
-            replicas.append(replica)
+    @property
+    def _size(self) -> Size:
+        return self.size or Size.of(self.config)
 
-    def _places(self) -> list[list[int]]:
-        """The GPUs of each replica: those of the run file, or as many as Ray shows to its process."""
-        cluster = self.config.cluster
-        shown = [list(range(cluster.engine.gpus))] * self.config.engine.replicas
-        return shown if cluster.on_ray else [list(own) for own in self.config.engine.places]
+    @property
+    def _policies(self) -> tuple[str | None, ...]:
+        return (None, *self.config.role_models)
+
+    def _weights(self, role: str | None) -> Weights:
+        assert self._start is not None
+        start = where_it_stands(self._start, self.run, self.store)
+        found = current_weights(self.config, self.store, start, role)
+        return replace(found, past=league.folders(self.run)) if self.config.league_roles else found
+
+    def _replica(self, role: str | None, index: int) -> Replica:
+        """One of a policy that learns."""
+        name = "engine" if role is None else f"engine-role-{role}"
+        return Replica(
+            child=self._child(f"{name}-{index}", [], self.config.engine.threads),
+            port=free_port(),
+            scratch=self.run.scratch,
+            config=self.config,
+            weights=partial(self._weights, role),
+            gpus=self._gpus(index),
+        )
+
+    def _gpus(self, index: int) -> list[int]:
+        """Those of the run file, or as many as Ray shows to its process."""
+        cluster, named = self.config.cluster, self.config.engine.gpus
+        if cluster.on_ray:
+            return list(range(cluster.engine.gpus))
+        return list(named[index]) if named else []
 
     async def _name_engines(self) -> None:
         """Write where the engines serve into the store: workers and learner follow it."""
-        urls = [*self.config.engine.urls, *(replica.url for replica in self._replicas)]
+        urls = {role: [replica.url for replica in own.values()] for role, own in self._learning.items()}
         given = {policy: replica.url for policy, replica in self._given.items()}
-        await self._set("engine_urls", json.dumps(urls))
+        await self._set("engine_urls", json.dumps([*self.config.engine.urls, *urls.pop(None, [])]))
         await self._set("given_urls", json.dumps(given))
-        own = {role: [replica.url for replica in replicas] for role, replicas in self._own.items()}
-        await self._set(ROLE_URLS, json.dumps(own))
+        await self._set(ROLE_URLS, json.dumps(urls))
 
     async def _start_frozen(self) -> None:
         """An engine for each model that plays a role and does not learn; no weights are ever pushed to it."""
@@ -132,6 +159,9 @@ class RunProcesses:
 
     async def _serve(self, replica: Replica, *, learns: bool = True) -> None:
         await replica.up()
+        self._keep_serving(replica, learns=learns)
+
+    def _keep_serving(self, replica: Replica, *, learns: bool = True) -> None:
         watch = self._watch(replica.child.name, replica.url, replica.weights if learns else None)
 
         async def again() -> None:
@@ -141,21 +171,43 @@ class RunProcesses:
                 watch.url = replica.url
                 await self._name_engines()
 
-        self.nursery.start_soon(self._keep, replica.child, again, watch)
+        self._start_keeping(replica.child, again, watch)
 
     def _watch(self, name: str, url: str, weights: Callable[[], Weights] | None) -> Watch:
         watch = Watch(url=url, config=self.config, store=self.store, weights=weights, locks=self.run.locks)
         self._watches[name] = watch
         return watch
 
-    def start_workers(self) -> None:
+    async def start_workers(self) -> None:
+        """Start the workers."""
+        for index in range(self._size.workers):
+            self._workers[index] = self._worker(index)
+        await self._name_workers()
+        for child in self._workers.values():
+            self._keep_working(child)
+
+    def follow_size(self) -> None:
+        """From now on engines and workers come and go as it is asked for."""
+        self._start_keeper("scaling", Scaler(self.config, self.store.meta, self, self._set).run)
+
+    def _worker(self, index: int) -> Child:
+        argv = ["-m", "agentrl.runtime.child", "worker", str(self.run.path), str(index)]
+        return self._child(f"worker-{index}", argv, 1)
+
+    async def _name_workers(self) -> None:
+        """Write which workers there are into the store: they share the episodes, and one that is not named leaves."""
+        await self._set(WORKERS, json.dumps(sorted(self._workers)))
+
+    def _keep_working(self, child: Child) -> None:
         silent_s, setting = self.config.rollout.hang_deadline_s, "rollout.liveness_deadline_s"
-        for index in range(self.config.rollout.workers):
-            name = f"worker-{index}"
-            child = self._child(name, ["-m", "agentrl.runtime.child", "worker", str(self.run.path), str(index)], 1)
-            pulse = self._pulse(child, silent_s, silent_s, (setting, setting))
+
+        async def again() -> None:
+            await self.launcher.reserve(child.name)
             child.start()
-            self.nursery.start_soon(self._keep, child, None, pulse, None, self._buried)
+
+        pulse = self._pulse(child, silent_s, silent_s, (setting, setting))
+        child.start()
+        self._start_keeping(child, again, pulse, None, self._buried)
 
     def start_learner(self) -> trio.Event:
         """Start the learner; the event is set when all steps are done."""
@@ -166,12 +218,97 @@ class RunProcesses:
         pulse = self._pulse(child, settings.progress_deadline_s, settings.liveness_deadline_s, names)
         child.start()
         done = trio.Event()
-        self.nursery.start_soon(self._keep, child, None, pulse, done)
+        self._start_keeping(child, None, pulse, done)
         return done
+
+    # --- engines and workers that come and go: `scaling.Elastic`
+
+    def present(self, kind: Kind) -> set[int]:
+        """Those that serve or work, or are being started again."""
+        if kind == "worker":
+            return set(self._workers)
+        return set(self._learning[None]) if not self.config.engine.urls else set()
+
+    async def join(self, kind: Kind, index: int) -> None:
+        """Start one more. An engine has the current weights, and has passed the canary, before anybody asks it.
+
+        Raises NoRoom if there is no place for it in time, or the error of its start; nothing of it is left then."""
+        new: dict[str | None, Replica] = {}
+        if kind == "worker":
+            child = self._worker(index)
+            try:
+                await self.launcher.reserve(child.name)
+            except BaseException:
+                await self._end(child)
+                raise
+            self._workers[index] = child
+            await self._name_workers()
+            self._keep_working(child)
+            return
+        try:
+            for role in self._policies:
+                new[role] = self._replica(role, index)
+                await new[role].join()
+        except BaseException:
+            for replica in new.values():
+                await self._end(replica.child)
+            raise
+        for role, replica in new.items():
+            self._learning[role][index] = replica
+            self._keep_serving(replica)
+        await self._name_engines()
+
+    async def leave(self, kind: Kind, index: int) -> None:
+        """End one. Others have gone on with its turns or episodes, from the tokens they have."""
+        if kind == "worker":
+            child = self._workers.pop(index)
+            await self._let_go(child.name)
+            await self._name_workers()
+            with trio.move_on_after(_STEPS * self.config.rollout.step_deadline_s):
+                await child.wait()
+            await self._end(child)
+            await self._buried(child, RestartBudget())  # of one that did not hand them back
+            return
+        replicas = [own.pop(index) for own in self._learning.values()]
+        await self._name_engines()
+        for replica in replicas:
+            await self._let_go(replica.child.name)
+            await self._emptied(replica.url)
+            await self._end(replica.child)
+
+    async def _emptied(self, url: str) -> None:
+        """Wait until nobody asks an engine any more."""
+        await trio.sleep(_LEFT_S)
+        key, deadline_s = self.config.engine.api_key(), self.config.engine.admin_deadline_s
+        async with aclosing(EngineClient(url, api_key=key)) as client:
+            with trio.move_on_after(deadline_s), suppress(EngineError):
+                busy = True
+                while busy:
+                    now = await client.metrics()
+                    busy = bool(now.get(RUNNING) or now.get(WAITING))
+                    await trio.sleep(_POLL_S)
+
+    async def _let_go(self, name: str) -> None:
+        """End the task of that name, if there is one."""
+        keeper = self._keepers.pop(name, None)
+        if keeper is not None:
+            keeper.scope.cancel()
+            await keeper.done.wait()
+        self._away.discard(name)
+
+    async def _end(self, child: Child) -> None:
+        """End it, and give back its place."""
+        with trio.CancelScope(shield=True):
+            await child.stop()
+            self.launcher.release(child.name)
+        self._children.remove(child)
+        self._watches.pop(child.name, None)
 
     async def stop(self) -> None:
         """End every child, engines last, so that nobody sees a dead engine as a failure."""
         self._closing = True
+        with trio.CancelScope(shield=True):
+            await self._let_go("scaling")  # nothing comes any more
         with trio.CancelScope(shield=True), suppress(StoreError):  # children are ended below in any case
             await self._set("phase", "stop")
         for group in ([c for c in self._children if not c.name.startswith("engine")], self._children):
@@ -187,7 +324,7 @@ class RunProcesses:
     @property
     def engines_start(self) -> bool:
         """Whether all engines of a policy that learns are restarting, so that none can sample for it."""
-        own = [{replica.child.name for replica in replicas} for replicas in self._own.values()]
+        own = [{replica.child.name for replica in one.values()} for role, one in self._learning.items() if role]
         learning = {name for name, watch in self._watches.items() if watch.weights is not None}
         return any(names and self._away.issuperset(names) for names in (learning.difference(*own), *own))
 
@@ -229,6 +366,28 @@ class RunProcesses:
             budget.forgive()  # gives back the earlier death, before the episode was known as its cause
         return released.foretold
 
+    def _start_keeping(
+        self,
+        child: Child,
+        again: Callable[[], Awaitable[None]] | None,
+        watch: Watch | Pulse,
+        done: trio.Event | None = None,
+        died: Callable[[Child, RestartBudget], Awaitable[bool]] | None = None,
+    ) -> None:
+        self._start_keeper(child.name, partial(self._keep, child, again, watch, done, died))
+
+    def _start_keeper(self, name: str, body: Callable[[], Awaitable[None]]) -> None:
+        keeper = self._keepers[name] = _Keeper()
+
+        async def keep() -> None:
+            try:
+                with keeper.scope:
+                    await body()
+            finally:
+                keeper.done.set()
+
+        self.nursery.start_soon(keep)
+
     async def _keep(
         self,
         child: Child,
@@ -263,8 +422,13 @@ class RunProcesses:
                 child.start()
                 continue
             self._away.add(child.name)
-            await self._mend(child, again, budget, why)
-            self._away.remove(child.name)
+            try:
+                await self._mend(child, again, budget, why)
+            except NoRoom:
+                await self._lose(child)
+                return
+            finally:
+                self._away.discard(child.name)
 
     async def _mend(
         self, child: Child, again: Callable[[], Awaitable[None]] | None, budget: RestartBudget, why: str
@@ -284,5 +448,30 @@ class RunProcesses:
             except WrongWeights:
                 raise
             except AgentRLError as error:
+                if isinstance(error, NoRoom) and self._spares(child):
+                    raise
                 why = str(error)
                 await child.end()
+
+    def _spares(self, child: Child) -> bool:
+        """Whether the run goes on without it: others of its kind are there, and it has no duty of its own."""
+        engines = self._learning.get(None, {})
+        engine = len(engines) > 1 and not self.config.role_models
+        return any(
+            child in ours and others
+            for ours, others in (
+                ([replica.child for replica in engines.values()], engine),
+                ([own for index, own in self._workers.items() if index], True),
+            )
+        )
+
+    async def _lose(self, child: Child) -> None:
+        """Nothing has room for it any more: from now on it is one that is wanted and yet to come."""
+        self._keepers.pop(child.name)
+        self._workers = {index: own for index, own in self._workers.items() if own is not child}
+        for own in self._learning.values():
+            for index in [index for index, replica in own.items() if replica.child is child]:
+                del own[index]
+        await self._end(child)
+        await self._name_engines()
+        await self._name_workers()

@@ -1,9 +1,13 @@
 """Starts a run's children on the nodes of a Ray cluster. The only module that imports ray.
 
-    supervisor ── RayLauncher ── one placement group: a bundle for each child
+    supervisor ── RayLauncher ── one placement group: a bundle for each child that no run is without
+                     │           (learner, engine-0, worker-0 …); a demand of its own for each other one
                      │ looks (0.5 s), which renew its lease
                      ▼
                  Seat (actor on a node) ── child (a process of its own group, output in the run's folder)
+
+So the least run is placed whole or not at all, and children that come and go take and give back their own resources:
+Ray's autoscaler sees each that waits for a node.
 
 A `Seat` keeps the child of one name. It outlives the child, which is started again in place; if the seat or its node is
 lost, another seat is placed. The child cannot outlive its seat (its lifeline, and a janitor on its node), and a seat
@@ -21,7 +25,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,6 +46,7 @@ from agentrl.ports import free_port
 from agentrl.runtime.ending import ENDS_THE_RUN
 from agentrl.runtime.launch import NODE_TMP, Command, Local, LocalProcess
 from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.scaling import NoRoom, Size
 from agentrl.store.choice import ADDRESS
 
 _LOOK_S = 0.5
@@ -179,12 +184,13 @@ class RayProcess:
 
 
 class RayLauncher:
-    """Starts children by name in the bundles of one placement group. `nursery` looks after them."""
+    """Starts children by name, with places for a run of `size` to begin with. `nursery` looks after them."""
 
-    def __init__(self, run: RunDir, config: RunConfig, nursery: trio.Nursery) -> None:
+    def __init__(self, run: RunDir, config: RunConfig, size: Size, nursery: trio.Nursery) -> None:
         self._run, self._cluster, self._nursery = run, config.cluster, nursery
         self._config = config
-        self._bundles = bundles(config)
+        self._first = bundles(config, size)
+        self._bundles = {name: need for name, need in self._first.items() if _always(name)}
         self._group: Any = None
         self._seats: dict[str, Any] = {}
         self._nodes: dict[str, str] = {}  # the ids of their nodes
@@ -200,10 +206,16 @@ class RayLauncher:
         try:
             await _result(self._group.ready(), self._cluster.place_deadline_s)
         except trio.TooSlowError:
-            raise UsageError(self._too_small()) from None
+            raise UsageError(f"{self._no_place(list(self._bundles.values()))}; {self._mend}") from None
         async with trio.open_nursery() as nursery:
-            for name in self._bundles:
-                nursery.start_soon(self._seat, name)
+            for name in self._first:
+                nursery.start_soon(self._seat_first, name)
+
+    async def _seat_first(self, name: str) -> None:
+        try:
+            await self._seat(name)
+        except NoRoom as error:
+            raise UsageError(f"{error}; {self._mend}") from None
 
     async def _renew(self) -> None:
         """Renew the leases of seats without a child, too."""
@@ -213,23 +225,26 @@ class RayLauncher:
                 seat.look.remote()
 
     def _reserve(self) -> None:
-        wanted = [dict(one) for one in self._bundles.values()]
-        if self._run.store_path.name != ADDRESS:
-            wanted = [{**one, f"node:{_host()}": 0.001} for one in wanted]
-        self._group = _UTIL.placement_group(wanted, strategy="PACK")
+        self._group = _UTIL.placement_group([one | self._here for one in self._bundles.values()], strategy="PACK")
 
-    def _too_small(self) -> str:
-        need = {kind: sum(one.get(kind, 0.0) for one in self._bundles.values()) for kind in ("CPU", "GPU")}
+    @property
+    def _here(self) -> dict[str, float]:
+        """What keeps a child on this node, if another one could not write the store."""
+        return {} if self._run.store_path.name == ADDRESS else {f"node:{_host()}": 0.001}
+
+    def _no_place(self, asked: Sequence[Mapping[str, float]]) -> str:
+        need = {kind: sum(one.get(kind, 0.0) for one in asked) for kind in ("CPU", "GPU")}
         nodes = [node for node in _RAY.nodes() if node["Alive"]]
         there = [f"{node['NodeManagerAddress']}: {_told(node['Resources'])}" for node in nodes]
         within = f"within {self._cluster.place_deadline_s:g} s (cluster.place_deadline_s)"
-        if self._run.store_path.name != ADDRESS:
-            hint = (
-                "a store in SQLite keeps all of them on this node: give cluster.store = 'postgresql://USER@HOST/NAME'"
-            )
-        else:
-            hint = "add a node (ray start --address=HEAD:6379), or lower cluster.workers.replicas and the like"
-        return f"Ray found no place for {_told(need)} {within}; nodes: {'; '.join(there)}; {hint}"
+        free = _told(_RAY.available_resources())
+        return f"Ray found no place for {_told(need)} {within}; nodes: {'; '.join(there)}; free now: {free}"
+
+    @property
+    def _mend(self) -> str:
+        if self._here:
+            return "a store in SQLite keeps all on this node: give cluster.store = 'postgresql://USER@HOST/NAME'"
+        return "add a node (ray start --address=HEAD:6379), or lower cluster.workers.replicas and the like"
 
     async def place(self, name: str, port: int) -> tuple[str, int]:
         """As `Launcher.place`: the address of the node of the seat."""
@@ -239,6 +254,12 @@ class RayLauncher:
         except (trio.TooSlowError, ray.exceptions.RayError) as error:
             self._drop(name)
             raise RunFailed(f"{name}: its node was lost before it began ({_line(error)})") from None
+
+    async def reserve(self, name: str) -> None:
+        await self._seat(name)
+
+    def release(self, name: str) -> None:
+        self._drop(name)
 
     def start(self, name: str, command: Command) -> RayProcess:
         """Start the child in its seat, or in a new one if that is lost; returns at once."""
@@ -263,26 +284,36 @@ class RayLauncher:
 
     async def _seat(self, name: str) -> Any:
         """The seat of that name, a new one if there is none. Raises UsageError for a node without the run's folder,
-        RunFailed if none is placed in time."""
+        NoRoom if none is placed in time."""
         if name in self._seats:
             return self._seats[name]
-        at, deadline_s = list(self._bundles).index(name), self._cluster.place_deadline_s
-        resources = self._bundles[name]
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=at)
-        remote = _RAY.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(Seat).options(
+        need, chosen = demand(self._config, name), dict[str, Any]()
+        if name in self._bundles:
+            at = list(self._bundles).index(name)
+            chosen["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=at
+            )
+        else:
+            chosen["resources"] = self._here
+        remote = _RAY.remote(num_cpus=need["CPU"], num_gpus=need.get("GPU", 0))(Seat).options(
             name=f"{name}.{secrets.token_hex(3)}",
-            scheduling_strategy=strategy,
+            **chosen,
             # Else Ray's worker kills the janitor, before it has ended what the child left.
             runtime_env={"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}},
         )
         seat = await trio.to_thread.run_sync(partial(remote.remote, self._cluster.lease_s))
         try:
-            node, host, sees = await _result(seat.sees.remote(str(self._marker), self._text), deadline_s)
-        except (trio.TooSlowError, ray.exceptions.RayError) as error:
+            asked = seat.sees.remote(str(self._marker), self._text)
+            node, host, sees = await _result(asked, self._cluster.place_deadline_s)
+        except BaseException as error:
             _RAY.kill(seat)
-            why = f"within {deadline_s:g} s (cluster.place_deadline_s; {_line(error)})"
-            raise RunFailed(f"{name}: Ray found no node for it {why}") from None
+            if isinstance(error, trio.TooSlowError):
+                raise NoRoom(f"{name}: {self._no_place([need])}") from None
+            if isinstance(error, ray.exceptions.RayError):
+                raise RunFailed(f"{name}: its node was lost before it began ({_line(error)})") from None
+            raise
         if not sees:
+            _RAY.kill(seat)
             hint = "put --out on a file system that all nodes mount at the same path"
             raise UsageError(f"node {host} does not see the run's folder {self._marker.parent}: {hint}")
         self._seats[name], self._nodes[name] = seat, node
@@ -322,23 +353,35 @@ class RayLauncher:
                 _RAY.kill(seat)
 
 
-def bundles(config: RunConfig) -> dict[str, dict[str, float]]:
-    """What Ray reserves, by the child's name."""
-    cluster, ranks = config.cluster, config.train.parallel.ranks
-    engine = {"CPU": cluster.engine.cpus} | ({"GPU": float(cluster.engine.gpus)} if cluster.engine.gpus else {})
-    learner = {"CPU": ranks * cluster.learner.cpus}
-    if cluster.learner.gpus:
-        learner["GPU"] = float(ranks * cluster.learner.gpus)
-    engines = 0 if config.engine.urls else config.engine.replicas
-    found = {f"engine-{at}": engine for at in range(engines)}
-    found |= {f"engine-given-{at}": engine for at in range(len(config.rollout.given_models()))}
-    found |= {f"worker-{at}": {"CPU": cluster.workers.cpus} for at in range(config.rollout.workers)}
-    return found | {"learner": learner}
+def bundles(config: RunConfig, size: Size) -> dict[str, dict[str, float]]:
+    """What Ray reserves for a run of that size, by the child's name."""
+    engines = [f"engine-{at}" for at in range(size.engines)]
+    engines += [f"engine-role-{role}-{at}" for role in config.role_models for at in range(size.engines)]
+    engines += [f"engine-given-{at}" for at in range(len(config.rollout.given_models()))]
+    names = [*engines, *(f"worker-{at}" for at in range(size.workers)), "learner"]
+    return {name: demand(config, name) for name in names}
+
+
+def demand(config: RunConfig, name: str) -> dict[str, float]:
+    """What Ray reserves for the child of that name."""
+    cluster, times = config.cluster, 1
+    if name == "learner":
+        part, times = cluster.learner, config.train.parallel.ranks
+    else:
+        part = cluster.engine if name.startswith("engine") else cluster.workers
+    gpus = getattr(part, "gpus", 0)
+    return {"CPU": times * part.cpus} | ({"GPU": float(times * gpus)} if gpus else {})
+
+
+def _always(name: str) -> bool:
+    """Whether no run is without it, however small it becomes."""
+    return name == "learner" or name.endswith("-0") or name.startswith("engine-given-")
 
 
 @asynccontextmanager
-async def connected(run: RunDir, config: RunConfig) -> AsyncGenerator[RayLauncher]:
-    """A launcher on the cluster at `cluster.address`; all that it placed is given back at the end.
+async def connected(run: RunDir, config: RunConfig, size: Size) -> AsyncGenerator[RayLauncher]:
+    """A launcher on the cluster at `cluster.address`, for a run that begins with `size`; all that it placed is given
+    back at the end.
 
     Raises UsageError if there is no such cluster, or no room in it."""
     ours = not _RAY.is_initialized()
@@ -346,7 +389,7 @@ async def connected(run: RunDir, config: RunConfig) -> AsyncGenerator[RayLaunche
         await trio.to_thread.run_sync(_connect, config.cluster.address)
     try:
         async with trio.open_nursery() as nursery:
-            launcher = RayLauncher(run, config, nursery)
+            launcher = RayLauncher(run, config, size, nursery)
             try:
                 await launcher.open()
                 yield launcher

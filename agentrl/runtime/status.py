@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 from agentrl.errors import UsageError
 from agentrl.owner import runs_here
 from agentrl.records import GroupState
-from agentrl.runtime import heartbeat, report
+from agentrl.runtime import heartbeat, report, scaling
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 
@@ -62,6 +62,7 @@ def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
         rows = store.metrics("step")
         counts, phase = store.counts(), store.meta("phase") or ""
         during, drops = list(report.during(store, config)), store.drops()
+        size = scaling.told(config, store.meta, live=held.kind != "nobody")
         checkpoint, quarantined = store.latest_checkpoint(), [task.reason for task in store.quarantined()]
     recent = [row.values for row in rows[-_RECENT:]]
     gaps = [after.time_s - before.time_s for before, after in zip(rows[-_RECENT - 1 :], rows[-_RECENT:], strict=False)]
@@ -81,6 +82,7 @@ def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
         "success": fmean(_numbers(recent, "success_mean")) if _numbers(recent, "success_mean") else None,
         "held_out": dict(during),
         "lag_mean": fmean(_numbers(recent, "lag_mean")) if _numbers(recent, "lag_mean") else None,
+        "size": size,
         "groups": {state.value: counts[state] for state in GroupState if counts.get(state)},
         "dropped": drops,
         "quarantined": quarantined,
@@ -106,11 +108,24 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     groups = [f"{count} {name}" for name, count in found["groups"].items() if name != GroupState.EXPIRED]
     groups += [f"{count} dropped ({why})" for why, count in found["dropped"].items()]
     yield f"groups    {', '.join(groups) or 'none'}"
+    if "present" in found["size"]:
+        yield f"size      {scaling.line(found['size'])}"
+    for name, why in found["size"].get("trouble", {}).items():
+        yield f"trouble   {name}: {why}"
     for reason in found["quarantined"][-3:]:
         yield f"a task    not played again: {reason}"
     for alarm in found["alarms"]:
         yield f"alarm     {alarm}"
     yield f"next      {_next(found)}"
+
+
+def scale(run: RunDir, *, engines: int | None, workers: int | None) -> str:
+    """Ask for another number of engines or workers. Returns what to tell. Raises as `scaling.ask`."""
+    size = scaling.ask(run, engines=engines, workers=workers)
+    asked = " and ".join(f"{size.count(kind)} {kind}s" for kind in scaling.KINDS if size.count(kind))
+    if holder(run).kind == "nobody":
+        return f"{run.path} is not under way; it will have {asked}: agentrl train --resume {run.path}"
+    return f"{run.path} shall have {asked}; see them come with agentrl status {run.path}"
 
 
 def stop(run: RunDir, deadline_s: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import sys
@@ -40,6 +39,7 @@ from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import model_dir, renderer_of, vocabulary
 from agentrl.runtime.policies import urls_of
 from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.scaling import workers_of
 from agentrl.sandbox import sharing
 from agentrl.store import RunStore
 from agentrl.store.awaitable import AsyncStore
@@ -67,10 +67,10 @@ def serve(path: Path, index: int) -> None:
     spare_old_objects()
     sys.setswitchinterval(_SWITCH_S)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a worker tokenizes one text at a time
-    trio.run(_serve, run, config, name, index == 0, clock=HostClock())
+    trio.run(_serve, run, config, name, index, clock=HostClock())
 
 
-async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> None:
+async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
     sharing.configure(config.sandbox.arguments())
     opened = RunStore.open(run.store_path, away_s=config.cluster.store_deadline_s)
     reader = RunStore.read(run.store_path, away_s=0)
@@ -93,7 +93,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> Non
         eval_sampling=config.eval_sampling,
         artifacts=any(one.measure == "tests" for one in config.rewards),
     )
-    worker = Worker(name, config, store, context)
+    worker = Worker(name, config, store, context, sharing=len(workers_of(config, reader.meta)))
     telemetry = Telemetry(opened, run.metrics, name)
     heartbeat = Heartbeat.of_process()
     heartbeat.mark_while(lambda: opened.waits)
@@ -106,7 +106,8 @@ async def _serve(run: RunDir, config: RunConfig, name: str, scores: bool) -> Non
                 nursery.start_soon(partial(one.control, start=_concurrency(config)))
             nursery.start_soon(report, fleet, telemetry, store)
             nursery.start_soon(_follow, config, reader, {None: fleet, **own}, context.frozen)
-            if scores:  # one worker scores for all: a source limits its concurrent calls
+            nursery.start_soon(_follow_others, config, reader, worker, index)
+            if index == 0:  # one worker scores for all: a source limits its concurrent calls
                 nursery.start_soon(scoring.serve, config, store)
             await worker.run()
             nursery.cancel_scope.cancel()
@@ -134,6 +135,18 @@ async def _follow(
                 other = frozen.get(role)
                 if policy in given and isinstance(other, Fleet):
                     other.follow([given[policy]], EngineClient)
+
+
+async def _follow_others(config: RunConfig, store: ReadStore, worker: Worker, index: int) -> None:
+    """Share the episodes with workers that come and go, and leave if the run wants this one no more."""
+    while True:
+        with suppress(StoreError):
+            there = workers_of(config, store.meta)
+            worker.sharing = len(there)
+            if index not in there:
+                worker.leave()
+                return
+        await trio.sleep(_FOLLOW_S)
 
 
 async def report(fleet: Fleet, telemetry: Telemetry, store: RolloutStore) -> None:
@@ -193,11 +206,11 @@ def _maker(config: RunConfig, renderer: Renderer) -> partial[Fleet]:
 
 
 def _concurrency(config: RunConfig) -> Aimd | None:
-    """The limit of a worker's requests at one vLLM server: first the server's batch, at most its share of the run."""
+    """The limit of a worker's requests at one vLLM server: first the server's batch, at most all of the run."""
     if config.engine.kind != "vllm":
         return None
-    share = math.ceil(config.rollout.max_running / config.rollout.workers)
-    return Aimd(limit=min(share, config.engine.max_batch), ceiling=share)
+    most = config.rollout.max_running  # others may leave: then this worker has their share
+    return Aimd(limit=min(most, config.engine.max_batch), ceiling=most)
 
 
 def _frozen(config: RunConfig, store: ReadStore, renderer: Renderer) -> dict[str, Engine]:

@@ -10,12 +10,14 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from agentrl.config import parse
 from agentrl.engine.client import EngineClient
 from agentrl.engine.fleet import Fleet
 from agentrl.errors import DiskFull, LeaseLost
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import POLICY, Generation, StopReason, Turn, VersionSpan
 from agentrl.rollout.episode import RolloutContext, play
+from agentrl.rollout.worker import Worker
 from agentrl.store import Claim, Partial, RunStore
 from agentrl.testing.engine import FakeEngine
 from agentrl.testing.vllm_server import FakeVLLM, spell
@@ -360,3 +362,26 @@ async def test_law_1_a_later_turn_goes_on_in_the_conversation_that_it_belongs_to
     turns, expected = (store.trajectory(claim.episode_id).turns for claim in (first, whole))
     assert [same(turn) for turn in turns] == [same(turn) for turn in expected]
     assert len(fake.requests) == 1 and turns[1].spans == (VersionSpan(1, 0, 9), VersionSpan(2, 9, LENGTH))
+
+
+async def test_law_1_a_worker_that_leaves_hands_its_turns_on_with_all_tokens_and_no_lease_is_waited_for(
+    store: RunStore, at: Any, fleet: Any, claim_one: Callable[..., Claim], autojump_clock: MockClock
+) -> None:
+    expected = await whole_turn(claim_one, at(fleet(server(stream_tokens=1))))
+    leaver = at(fleet(server(stream_tokens=1, token_s=1.0)))
+    config = parse({"model": "m", "env": {"id": "test/Env"}, "rollout": {"max_running": 8}})
+    worker = Worker("leaver", config, leaver.store, leaver, now=trio.current_time)
+    with trio.fail_after(15):  # far less than the turn takes
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(worker.run)
+            await trio.sleep(10.5)
+            worker.leave()
+    (second,) = store.claim("second", 2, lease_s=10, now=trio.current_time())
+    assert second.partial is not None
+    kept = len(second.partial.token_ids)
+    assert 5 <= kept < LENGTH, "it was in the middle of its turn"
+    await play(second, at(fleet(server(2))))
+    (turn,) = store.trajectory(second.episode_id).turns
+    assert same(turn) == same(expected)
+    assert turn.spans == (VersionSpan(1, 0, kept), VersionSpan(2, kept, LENGTH))
+    assert store.restarts(second.episode_id) == []

@@ -191,7 +191,7 @@ async def test_workers_and_learner_that_are_stopped_are_started_again_within_the
         with RunStore.open(run.store_path) as store, trio.fail_after(DEADLINE_S):
             async with trio.open_nursery() as nursery:
                 processes = RunProcesses(run, config, store, Aside(store), nursery, mark={})
-                processes.start_workers()
+                await processes.start_workers()
                 processes.start_learner()
                 for name in ("worker-0", "learner"):
                     child = next(one for one in processes._children if one.name == name)

@@ -52,7 +52,7 @@ async def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenera
             with trio.fail_after(DEADLINE_S):
                 async with trio.open_nursery() as nursery:
                     processes = RunProcesses(run, config, reader, Aside[ControlStore](store), nursery, mark={})
-                    processes.start_workers()
+                    await processes.start_workers()
                     processes.start_learner()
                     for child in processes._children:
                         await until(lambda child=child: child.beat is not None and heartbeat.read(child.beat))
