@@ -30,6 +30,7 @@ from agentrl.run_cli import logs, scale, status, stop
 from agentrl.sft_cli import sft
 from agentrl.simulate_cli import simulate
 from agentrl.store_cli import store
+from agentrl.submit_cli import submit
 
 if TYPE_CHECKING:
     from agentrl.runtime.evaluation import EvalResult
@@ -49,6 +50,7 @@ for command in (
     logs,
     scale,
     stop,
+    submit,
     rewards,
     rescore,
     simulate,

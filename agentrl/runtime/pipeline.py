@@ -28,7 +28,7 @@ import trio
 from agentrl.clock import HostClock
 from agentrl.config import RunConfig
 from agentrl.engine.objects import Folder
-from agentrl.errors import DiskFull, RunFailed, StoreAway, UsageError, WeightSyncError, matters
+from agentrl.errors import DiskFull, RunFailed, StoreAway, StoreError, UsageError, WeightSyncError, matters
 from agentrl.records import GroupState
 from agentrl.rollout.admitter import Admitter, bounds_of
 from agentrl.rollout.pivot import Pivots
@@ -44,6 +44,7 @@ from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.scaling import Size, wanted
 from agentrl.runtime.scoring import declare
 from agentrl.runtime.sources import task_source
+from agentrl.runtime.status import STOP
 from agentrl.store import RunStore, close_policy
 from agentrl.store.aside import Aside
 from agentrl.store.roles import ControlStore, ReadStore
@@ -51,6 +52,7 @@ from agentrl.telemetry import Telemetry
 
 _T = TypeVar("_T")
 _TICK_S = 0.25
+_ASKED_S = 1.0  # between two looks at whether somebody wants the run to end
 _JUMP_S = 5.0  # by which two clocks differ between two looks, if one of them jumped
 _LAST_WORD_S = 2.0  # how long the end of a run waits for the store's lock
 _STORE_S = 10.0  # how long the end of a run waits for an object store
@@ -264,6 +266,7 @@ async def supervise(
                 processes = RunProcesses(run, config, reader, writes, nursery, mark, launcher, size)
                 telemetry = Telemetry(store, run.metrics, "supervisor")
                 nursery.start_soon(_interrupt, run.path)
+                nursery.start_soon(_stop_when_asked, run, reader)
                 nursery.start_soon(heartbeat.beat)
                 try:
                     yield Supervisor(run, config, reader, writes, telemetry, processes, start, on_tick)
@@ -290,6 +293,16 @@ async def _interrupt(path: Path) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async for number in signals:
             raise Interrupted(f"stopped by {signal.Signals(number).name}; go on with agentrl train --resume {path}")
+
+
+async def _stop_when_asked(run: RunDir, store: ReadStore) -> None:
+    """Somebody on another machine can send no signal."""
+    ours = run.lock_path.read_text()
+    while True:
+        with suppress(StoreError):
+            if store.meta(STOP) == ours:
+                raise Interrupted(f"stopped by agentrl stop; go on with agentrl train --resume {run.path}")
+        await trio.sleep(_ASKED_S)
 
 
 def run_to_end(

@@ -1,6 +1,7 @@
 """What a run does now, and how to end it: read from its folder, its lock and its store, by a process beside it.
 
-Never knows a part of the run in memory, and changes nothing but for the signal that `stop` sends.
+Never knows a part of the run in memory. It changes nothing: `stop` sends a signal, or asks a run of another machine
+through its store, as `scale` does.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from agentrl.store import RunStore
 
 STEPS_COME = ("train", "drain")
 """The supervisor's phases in which a step that does not come is late."""
+STOP = "stop_wanted"
+"""The run's lock, as it stands there, of the supervisor that shall end."""
 _RECENT = 10  # steps in a mean
 _SLOW = 10  # times the median step: then a step is called late
 _LATE_S = 60.0  # but never before
@@ -129,14 +132,15 @@ def scale(run: RunDir, *, engines: int | None, workers: int | None) -> str:
 
 
 def stop(run: RunDir, deadline_s: float) -> str:
-    """End the run in order, as Ctrl-C does. Returns what to tell. Raises UsageError if nothing of it runs on this
-    machine, or if it has not ended after `deadline_s`."""
+    """End the run in order, as Ctrl-C does: by a signal, or through its store if it runs on another machine. Returns
+    what to tell. Raises UsageError if it has not ended after `deadline_s`."""
     held = holder(run)
     if held.kind == "nobody":
         return f"{run.path} is not under way; go on with agentrl train --resume {run.path}"
     if held.pid is None:
-        hint = "type this on the machine on which it was started"
-        raise UsageError(f"{run.path} is held by a process of another container or machine, or still cleans up: {hint}")
+        with RunStore.open(run.store_path) as store:  # its supervisor, on whatever machine, looks there
+            store.set_meta(STOP, run.lock_path.read_text())
+        return _ended(run, deadline_s, "if it hangs, type this on the machine on which it was started")
     try:
         os.kill(held.pid, signal.SIGTERM)
         os.kill(held.pid, signal.SIGCONT)  # one that a signal has stopped would never take the other
@@ -144,11 +148,15 @@ def stop(run: RunDir, deadline_s: float) -> str:
         raise UsageError(f"process {held.pid} of {run.path} is another user's: ask them to stop it") from None
     except ProcessLookupError:
         pass
+    return _ended(run, deadline_s, f"wait, or end it with kill -9 {held.pid}")
+
+
+def _ended(run: RunDir, deadline_s: float, hint: str) -> str:
     deadline = time.monotonic() + deadline_s
     while holder(run).kind != "nobody":
         if time.monotonic() > deadline:
-            hint = f"look at agentrl logs {run.path}, wait, or end it with kill -9 {held.pid}"
-            raise UsageError(f"{run.path} has not ended within {deadline_s:g} s: {hint}; it can be resumed in any case")
+            late = f"{run.path} has not ended within {deadline_s:g} s: look at agentrl logs {run.path}"
+            raise UsageError(f"{late}; {hint}; it can be resumed in any case")
         time.sleep(_POLL_S)
     return f"{run.path} is stopped; go on with agentrl train --resume {run.path}"
 

@@ -138,6 +138,8 @@ def test_a_run_of_another_machine_is_not_called_dead_nor_signalled(run: RunDir) 
         assert status.holder(run) == status.Holder("elsewhere")
         with pytest.raises(AgentRLError, match="on the machine on which it was started"):
             status.stop(run, 0)
+        with RunStore.read(run.store_path) as store:
+            assert store.meta(status.STOP) == run.lock_path.read_text(), "it is asked through its store"
     assert status.holder(run) == status.Holder("nobody")
 
 
