@@ -19,11 +19,15 @@ def submit(
 ) -> None:
     """Start a run on a Ray cluster, as a job of its own that nobody's terminal ends."""
     from agentrl import config as configuration
+    from agentrl.errors import UsageError
     from agentrl.runtime import submitting
+    from agentrl.runtime.rundir import RunDir
 
     given = settings or []
     config = configuration.load(file, ["cluster.launcher=ray", *given])
     place = (out or Path("runs") / config.name).absolute()
+    if RunDir(place).store_path.exists():
+        raise UsageError(f"{place} holds a run: give another --out, or agentrl train --resume {place} on the cluster")
     job = submitting.submit(address, submitting.entrypoint(file, place, given), deadline_s=deadline_s)
     print(f"job {job} of {address} trains in {place}")
     print(f"next      agentrl status {place}; agentrl logs {place} --follow; agentrl stop {place}")

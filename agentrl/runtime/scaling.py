@@ -57,6 +57,10 @@ class Size:
     def count(self, kind: Kind) -> int:
         return self.engines if kind == "engine" else self.workers
 
+    def __str__(self) -> str:
+        named = ((self.engines, "engine"), (self.workers, "worker"))
+        return " and ".join(f"{n} {name}{'' if n == 1 else 's'}" for n, name in named if n)
+
     def at_most(self, other: Size) -> Size:
         return Size(min(self.engines, other.engines), min(self.workers, other.workers))
 
@@ -242,10 +246,12 @@ def told(config: RunConfig, meta: Meta, *, live: bool) -> dict[str, Any]:
 def line(found: Mapping[str, Any]) -> str:
     """The same for a person, in one line."""
     there = cast("dict[str, int] | None", found.get("present"))
-    counts = [
-        f"{count} {name}" if there is None or there[name] == count else f"{there[name]} of {count} {name}"
-        for name, count in found["wanted"].items()
-    ]
+    counts = list[str]()
+    for name, count in found["wanted"].items():
+        if there and there[name] != count:
+            counts.append(f"{there[name]} of {count} {name}")
+        elif count:
+            counts.append(f"{count} {name if count != 1 else name[:-1]}")
     moves = [f"{', '.join(found[key])} {verb}" for key, verb in _MOVES if found.get(key)]
     return "; ".join([", ".join(counts), *moves])
 

@@ -125,10 +125,9 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
 def scale(run: RunDir, *, engines: int | None, workers: int | None) -> str:
     """Ask for another number of engines or workers. Returns what to tell. Raises as `scaling.ask`."""
     size = scaling.ask(run, engines=engines, workers=workers)
-    asked = " and ".join(f"{size.count(kind)} {kind}s" for kind in scaling.KINDS if size.count(kind))
     if holder(run).kind == "nobody":
-        return f"{run.path} is not under way; it will have {asked}: agentrl train --resume {run.path}"
-    return f"{run.path} shall have {asked}; see them come with agentrl status {run.path}"
+        return f"{run.path} is not under way; it will have {size}: agentrl train --resume {run.path}"
+    return f"{run.path} shall have {size}; see them come with agentrl status {run.path}"
 
 
 def stop(run: RunDir, deadline_s: float) -> str:

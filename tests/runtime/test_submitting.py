@@ -136,6 +136,8 @@ def test_the_command_checks_the_file_and_says_what_to_type_next(
     given.clear()
     wrong = typed("submit", file, "--address", HEAD, "--set", "rollout.workers=0")
     assert isinstance(wrong.exception, UsageError) and not given, "nothing is sent that cannot run"
+    there = typed("submit", file, "--address", HEAD, "--out", made(tmp_path).path)
+    assert isinstance(there.exception, UsageError) and "holds a run" in str(there.exception) and not given
 
 
 async def test_a_run_of_another_machine_ends_when_its_store_asks_for_it(
