@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from agentrl.config import parse
 from agentrl.errors import AgentRLError, ConfigError, EngineBroke, EngineTimeout, UsageError
 from agentrl.runtime import engines, extending, scaling, status
 from agentrl.runtime.engines import Replica, Weights, WrongWeights
+from agentrl.runtime.launch import Local
 from agentrl.runtime.processes import RunProcesses
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.scaling import Kind, NoRoom, Part, Scaler, Size
@@ -263,27 +266,66 @@ while True:
 """
 
 
-async def test_real_children_come_and_go_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that mark and know no store: one that does not leave by itself is ended."""
-    monkeypatch.setattr(RunProcesses, "_child", _runs(MARKS, RunProcesses._child))
-    run = made(tmp_path, engine=URLS, rollout={"step_deadline_s": 0.05})
+class Full(Local):
+    """A cluster that has no room when it is asked for the `full`-th time."""
+
+    def __init__(self, full: int) -> None:
+        self.asked, self.full, self.released = 0, full, list[str]()
+
+    async def reserve(self, name: str) -> None:
+        self.asked += 1
+        if self.asked == self.full:
+            raise NoRoom(f"{name}: no place")
+
+    def release(self, name: str) -> None:
+        self.released.append(name)
+
+
+@asynccontextmanager
+async def family(folder: Path, patch: pytest.MonkeyPatch, full: int = 0) -> AsyncIterator[Any]:
+    """Processes whose workers mark and know no store, and their launcher."""
+    patch.setattr(RunProcesses, "_child", _runs(MARKS, RunProcesses._child))
+    run, launcher = made(folder, engine=URLS, rollout={"step_deadline_s": 0.05}), Full(full)
     run.make_scratch()
     try:
         with RunStore.open(run.store_path) as store, trio.fail_after(60):
             async with trio.open_nursery() as nursery:
-                processes = RunProcesses(run, run.config(), store, Aside(store), nursery, mark={})
+                processes = RunProcesses(run, run.config(), store, Aside(store), nursery, {}, launcher)
                 await processes.start_workers()
                 processes.follow_size()
-                first = processes.pids()["worker-0"]
-                scaling.ask(run, engines=None, workers=2)
-                await until(lambda: store.meta(scaling.WORKERS) == "[0, 1]" and len(processes.pids()) == 2)
-                second = processes.pids()["worker-1"]
-                scaling.ask(run, engines=None, workers=1)
-                await until(lambda: list(processes.pids().values()) == [first])
-                assert store.meta(scaling.WORKERS) == "[0]"
-                with pytest.raises(ProcessLookupError):
-                    os.kill(second, 0)
+                yield processes
                 await processes.stop()
                 nursery.cancel_scope.cancel()
     finally:
         run.clear_scratch()
+
+
+def there(processes: RunProcesses) -> list[int]:
+    return json.loads(processes.store.meta(scaling.WORKERS) or "")
+
+
+async def test_real_children_come_and_go_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not leave by itself is ended."""
+    async with family(tmp_path, monkeypatch) as processes:
+        first = processes.pids()["worker-0"]
+        scaling.ask(processes.run, engines=None, workers=2)
+        await until(lambda: there(processes) == [0, 1] and len(processes.pids()) == 2)
+        second = processes.pids()["worker-1"]
+        scaling.ask(processes.run, engines=None, workers=1)
+        await until(lambda: list(processes.pids().values()) == [first])
+        assert there(processes) == [0] and processes.launcher.released == ["worker-1"]
+        with pytest.raises(ProcessLookupError):
+            os.kill(second, 0)
+
+
+async def test_a_worker_whose_node_is_lost_is_awaited_while_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with family(tmp_path, monkeypatch, full=2) as processes:
+        first = processes.pids()["worker-0"]
+        scaling.ask(processes.run, engines=None, workers=2)
+        await until(lambda: there(processes) == [0, 1] and len(processes.pids()) == 2)
+        os.kill(processes.pids()["worker-1"], signal.SIGKILL)  # to start it again, a place is asked for once more
+        await until(lambda: processes.launcher.released == ["worker-1"])
+        await until(lambda: there(processes) == [0, 1] and len(processes.pids()) == 2)
+        assert processes.launcher.asked == 3 and processes.pids()["worker-0"] == first
