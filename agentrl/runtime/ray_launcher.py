@@ -386,7 +386,14 @@ async def connected(run: RunDir, config: RunConfig, size: Size) -> AsyncGenerato
     Raises UsageError if there is no such cluster, or no room in it."""
     ours = not _RAY.is_initialized()
     if ours:
-        await trio.to_thread.run_sync(_connect, config.cluster.address)
+        address, deadline_s = config.cluster.address, config.cluster.place_deadline_s
+        with trio.move_on_after(deadline_s) as waited:  # Ray itself tries for many minutes
+            await trio.to_thread.run_sync(_connect, address, abandon_on_cancel=True)
+        if waited.cancelled_caught:
+            hint = (
+                f"the head does not answer within {deadline_s:g} s (cluster.place_deadline_s): look with `ray status`"
+            )
+            raise UsageError(f"no Ray cluster at cluster.address = {address!r}: {hint}")
     try:
         async with trio.open_nursery() as nursery:
             launcher = RayLauncher(run, config, size, nursery)

@@ -35,7 +35,7 @@ session = pytest.importorskip("agentrl.store.postgres_session")
 pytestmark = [pytest.mark.netns, pytest.mark.postgres, pytest.mark.slow]
 
 T = TypeVar("T")
-ONE_WAY_S, AWAY_S = 0.01, 4.0  # of a frame, and of a partition
+ONE_WAY_S, AWAY_S = 0.01, 3.0  # of a frame, and of a partition
 PORT = 7001
 
 

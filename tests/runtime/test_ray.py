@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
 
-from .test_run import DEADLINE_S, assert_nothing_remains, child, run_file, started, wait_for_step
+from .test_run import DEADLINE_S, assert_nothing_remains, child, command, run_file, started, wait_for_step
 
 pytestmark = pytest.mark.ray
 
@@ -100,6 +101,14 @@ def test_law_2_a_run_on_ray_survives_a_killed_child_and_a_lost_node(tmp_path: Pa
         assert audit(store, run.checkpoints).violations == []
         assert not re.search(r"127\.0\.0\.1", store.meta("engine_urls") or ""), "engines serve at their node's address"
     assert_nothing_remains(run)
+
+
+def test_law_4_a_head_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts, and nobody ever answers
+        cluster = {"launcher": "ray", "address": f"127.0.0.1:{silent.getsockname()[1]}", "place_deadline_s": 1.0}
+        file = run_file(tmp_path, "agentrl/Calculator-v0", cluster=cluster)
+        done = subprocess.run(command("train", file, "--out", tmp_path / "run"), capture_output=True, timeout=120)
+    assert done.returncode == 2 and b"its head does not answer in 1 s" in done.stderr, done
 
 
 def test_without_a_cluster_the_message_says_how_to_start_one(tmp_path: Path) -> None:
