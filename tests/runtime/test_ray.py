@@ -18,6 +18,7 @@ import pytest
 from agentrl import config as configuration
 from agentrl.errors import UsageError
 from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.scaling import Size
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
 
@@ -31,7 +32,8 @@ def test_ray_reserves_a_place_for_every_child() -> None:
 
     cluster = {"launcher": "ray", "engine": {"replicas": 2}, "workers": {"replicas": 2, "cpus": 3}}
     cluster["learner"] = {"ranks": 2, "gpus": 1}
-    found = bundles(configuration.parse({"model": "m", "env": {"id": "test/none"}, "cluster": cluster}))
+    config = configuration.parse({"model": "m", "env": {"id": "test/none"}, "cluster": cluster})
+    found = bundles(config, Size.of(config))
     assert found == {
         "engine-0": {"CPU": 1.0},
         "engine-1": {"CPU": 1.0},
@@ -108,7 +110,7 @@ def test_law_4_a_head_that_never_answers_is_given_up(tmp_path: Path) -> None:
         cluster = {"launcher": "ray", "address": f"127.0.0.1:{silent.getsockname()[1]}", "place_deadline_s": 1.0}
         file = run_file(tmp_path, "agentrl/Calculator-v0", cluster=cluster)
         done = subprocess.run(command("train", file, "--out", tmp_path / "run"), capture_output=True, timeout=120)
-    assert done.returncode == 2 and b"its head does not answer in 1 s" in done.stderr, done
+    assert done.returncode == 2 and b"the head does not answer within 1 s" in done.stderr, done
 
 
 def test_without_a_cluster_the_message_says_how_to_start_one(tmp_path: Path) -> None:
