@@ -111,6 +111,7 @@ class Train(Section):
     checkpoint_every: Count = 20  # steps, or
     checkpoint_every_s: Positive = 600.0  # seconds, whichever is over first: a learner that dies loses no more
     keep_checkpoints: Count = 2  # the newest ones; older ones are removed
+    async_checkpoints: bool = True  # copy the state to host memory, where there is room, and write it beside next steps
     hash_every: Annotated[int, Field(ge=0)] = 1  # steps between records of the weights' hash, for retrain; 0: none
     liveness_deadline_s: Positive = 60.0  # a learner stopped for so long is started again; so is a kept supervisor
     progress_deadline_s: Positive = 300.0  # so is one that ends no pass, and writes no file, for so long

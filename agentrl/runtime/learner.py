@@ -3,13 +3,15 @@
 It is the only process that loads torch besides the engine. A push overlaps the next step, on a thread: neither side
 waits for the other (law 6). A push therefore sends a file, or a copy in memory, made between two steps. The time in
 which the learner waits for groups, or for the push before, is measured as idle time; the run's trainer idle share is
-computed from it.
+computed from it. A checkpoint is written beside the next steps too, from a copy. Its episodes count as trained once it
+is durable, and the next one waits for that: a kill in between costs the steps since the one before.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -47,6 +49,7 @@ from agentrl.train.sender import Sender
 
 _WAIT_S = 0.25  # the longest wait for members before the learner looks at its push again
 _WATCH_S = 1.0  # between two checks of the engines' versions while the learner waits
+_Write = Callable[[Callable[[], None]], Path]
 _PROBE = 128  # number of tokens that the canary compares
 
 
@@ -62,9 +65,11 @@ def learn(path: Path) -> None:
 
 
 class _Learning:
-    """The loop and its state. `learner.step_index` is the step of its weights; at most one push is under way."""
+    """The loop and its state. `learner.step_index` is the step of its weights; at most one push and one checkpoint are
+    under way."""
 
     _league: League | None = None  # of a run without past selves
+    _write: Future[None] | None = None  # the checkpoint under way
 
     def __init__(self, run: RunDir, store: LearnerStore) -> None:
         self._run, self._store = run, store
@@ -97,8 +102,9 @@ class _Learning:
         self._bound = LagBound(full, self._config.alarms.calm_steps, now=min(full, int(bound or full)))
         self._saved_at = time.monotonic()
         self._watch_at = time.monotonic() if sender is not None else math.inf
-        self._pushes = ThreadPoolExecutor(1, "push")
+        self._pushes, self._writes = ThreadPoolExecutor(1, "push"), ThreadPoolExecutor(1, "checkpoint")
         self._push: Future[None] | None = None
+        self._progress = threading.Event()  # a part of the checkpoint was written
         store.set_meta("model_params", str(sum(p.numel() for p in self._learner.model.parameters())))
 
     def run(self) -> None:
@@ -106,6 +112,7 @@ class _Learning:
         try:
             self._learn()
         except (NotDelivered, Diverged) as error:
+            self._written()
             if self._learner.trained:
                 self._learner.save(self._run.checkpoints)  # `start_point` makes it known to the store
             if not isinstance(error, Diverged):
@@ -113,6 +120,9 @@ class _Learning:
             more = f"train.max_skipped={2 * max(1, self._config.train.max_skipped)}"
             hint = f"this one is saved and goes on with agentrl train --resume {self._run.path} --set {more}"
             raise RunFailed(f"{error}; {hint}") from error
+        finally:
+            if self._write is not None:  # another error ends the learner: what it saved counts
+                wait([self._write])
 
     def _learn(self) -> None:
         learner, config = self._learner, self._config
@@ -143,11 +153,15 @@ class _Learning:
             self._heartbeat.mark()
             if stopping := [alarm for alarm in alarms if alarm.action == "stop"]:
                 self._checkpoint(version)
+                self._settle()
+                self._written()
                 raise RunFailed(f"step {learner.step_index}: {advice(stopping, self._run.path)}")
             if self._is_time(learner.step_index):
                 self._checkpoint(version)
         if version is not None and learner.trained:
             self._checkpoint(version)
+        self._settle()
+        self._written()
 
     def _take(self) -> tuple[list[Group], float] | None:
         """The next batch and how long the learner waited for it, in seconds; None if no task is left. The last one
@@ -300,18 +314,46 @@ class _Learning:
         )
 
     def _checkpoint(self, version: WeightVersion) -> None:
-        """Folder first, then the store: `start_point` mends a kill in between."""
-        self._settle()
-        folder = self._learner.save(self._run.checkpoints)
+        """Save the state of this step: a copy of it, on a thread, once the checkpoint before is durable. If there is no
+        room for a copy, or past selves are to join from the folder, nothing goes on meanwhile."""
+        self._written()
+        write = None
+        if self._config.train.async_checkpoints and self._league is None:
+            write = self._learner.copy(self._run.checkpoints)
+            self._heartbeat.mark()
+        if write is not None:
+            self._write = self._writes.submit(self._save, version, write, self._push)
+        else:
+            self._settle()
+            self._record(version, self._learner.save(self._run.checkpoints))
         self._saved_at = time.monotonic()
-        self._store.checkpoint(self._learner.step_index, version, folder)
+
+    def _save(self, version: WeightVersion, write: _Write, push: Future[None] | None) -> None:
+        """Write a copy, unless its push finds that engines compute with other weights: then the learner ends, as it
+        settles, and the checkpoint before stays the newest."""
+        error = None if push is None else push.exception()
+        if error is None or isinstance(error, NotDelivered):
+            self._record(version, write(self._progress.set))
+
+    def _record(self, version: WeightVersion, folder: Path) -> None:
+        """Folder first, then the store: `start_point` mends a kill in between."""
+        self._store.checkpoint(version.step, version, folder)
         if self._league is not None and self._league.is_due(version.step):
             self._league.join(version, folder)
         self._store.retain(
-            self._learner.step_index,
-            keep_steps=self._config.buffer.keep_steps,
-            keep_sample=self._config.buffer.keep_sample,
+            version.step, keep_steps=self._config.buffer.keep_steps, keep_sample=self._config.buffer.keep_sample
         )
+
+    def _written(self) -> None:
+        """Wait until the checkpoint under way is durable and recorded; only its progress is a mark. Re-raises its
+        error."""
+        write, self._write = self._write, None
+        while write is not None and wait([write], timeout=BEAT_S).not_done:
+            if self._progress.is_set():
+                self._progress.clear()
+                self._heartbeat.mark()
+        if write is not None:
+            write.result()
 
 
 def device_of(config: RunConfig) -> torch.device:

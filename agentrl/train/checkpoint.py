@@ -22,7 +22,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
@@ -33,9 +34,9 @@ from torch import Tensor
 
 from agentrl.checkpoint_folders import STATE, complete, name_of, of_role
 from agentrl.errors import RunFailed
-from agentrl.train import lora
+from agentrl.train import lora, masters
 from agentrl.train.export import checkpoint_tensors, write_weights
-from agentrl.train.parallel.shards import gathered, gathered_state, load_state
+from agentrl.train.parallel.shards import gathered, gathered_state, is_sharded, load_state, local
 
 ADAPTER, CRITIC = "adapter", "critic"
 """The folders in a checkpoint that hold the adapter and the critic, where one is trained."""
@@ -89,11 +90,13 @@ def save(
     optimizers: Mapping[str, torch.optim.Optimizer],
     parts: Mapping[str, Part] = _NO_PARTS,
     own: Mapping[str, Model] = _NO_MODELS,
+    found: Iterable[tuple[str, Any]] | None = None,
     keep: int,
     progress: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write a checkpoint under `root`, make it durable, drop all but the newest `keep`. Returns its folder. `own` are
-    the models of roles with their own, by role.
+    the models of roles with their own, by role. With `found`, which `copied` returned, it may run on any thread while
+    the models go on: of these it only reads their names.
 
     It is built in a hidden folder and appears by one rename: a torn write is never read. `progress` is called after
     every file. Raises RunFailed if the step already has a checkpoint, which would be another lineage's."""
@@ -110,16 +113,16 @@ def save(
         of_role(draft, role).mkdir(parents=True)
         _describe(model.folder, of_role(draft, role))
     progress()
-    for name, found in contents(module, optimizers, parts, own):
+    for name, one in contents(module, optimizers, parts, own) if found is None else found:
         if Path(name).name == WEIGHTS:
-            write_weights(found, draft / name)
+            write_weights(one, draft / name)
         elif name == ADAPTER:
-            lora.write(module, found, draft / name)
+            lora.write(module, one, draft / name)
         elif name in parts:
             (draft / name).mkdir()
-            save_file({key: tensor.contiguous() for key, tensor in found.items()}, draft / name / parts[name].file)
+            save_file({key: tensor.contiguous() for key, tensor in one.items()}, draft / name / parts[name].file)
         else:
-            torch.save(found, draft / name)
+            torch.save(one, draft / name)
         progress()
     (draft / STATE).write_text(json.dumps(asdict(state), indent=2))
     for file in draft.rglob("*"):
@@ -151,6 +154,72 @@ def contents(
     rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
     states = {name: gathered_state(optimizer) for name, optimizer in optimizers.items()}
     yield OPTIMIZER, {"optimizers": states, "rng": rng}
+
+
+def copied(
+    module: Any,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    parts: Mapping[str, Part],
+    own: Mapping[str, Model] = _NO_MODELS,
+) -> list[tuple[str, Any]]:
+    """`contents` in host memory, where no later step changes them. Numbers that were gathered, or came from a GPU, are
+    copies already."""
+    modules = [module, *(model.module for model in own.values())]
+    live: list[Any] = [*(masters.state(one) for one in modules), *(dict(one.tensors()) for one in parts.values())]
+    live += [optimizer.state_dict()["state"] for optimizer in optimizers.values()]
+    places = {local(one).untyped_storage().data_ptr() for one in _tensors(live)}
+    return [(name, _kept(found, places)) for name, found in contents(module, optimizers, parts, own)]
+
+
+def size_bytes(module: Any, optimizers: Mapping[str, torch.optim.Optimizer], own: Mapping[str, Model]) -> int:
+    """About what `copied` takes: weights whole, and what optimizers remember."""
+    held = [*(masters.state(one) for one in (module, *(model.module for model in own.values())))]
+    return sum(one.nbytes for one in _tensors([held, [one.state_dict()["state"] for one in optimizers.values()]]))
+
+
+def free_bytes() -> int:
+    """Host memory that is free, of this machine and of this process's container."""
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 1 << 62)
+    with suppress(OSError, ValueError):  # no limit, or none that can be read
+        most, now = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, most - now)
+    return free
+
+
+def _tensors(found: Any) -> Iterator[Tensor]:
+    """All tensors in nested containers, and the parts of those that consist of several."""
+    if isinstance(found, Tensor):
+        names = _parts_of(found)
+        yield from (getattr(found, name) for name in names) if names else [found]
+    elif isinstance(found, Mapping):
+        for one in cast("Mapping[Any, Any]", found).values():
+            yield from _tensors(one)
+    elif isinstance(found, list | tuple):
+        for one in cast("Sequence[Any]", found):
+            yield from _tensors(one)
+
+
+def _kept(found: Any, places: Set[int]) -> Any:
+    """The same in host memory, copied if it lies at one of `places`."""
+    if isinstance(found, Tensor):
+        if names := _parts_of(found):  # of several, such as codes and scales
+            inner = {name: _kept(getattr(found, name), places) for name in names}
+            flat = cast("Any", found)
+            return flat.__tensor_unflatten__(inner, flat.__tensor_flatten__()[1], found.size(), found.stride())
+        return found.to("cpu", copy=found.untyped_storage().data_ptr() in places)
+    if isinstance(found, dict):
+        return {key: _kept(one, places) for key, one in cast("dict[Any, Any]", found).items()}
+    if isinstance(found, list | tuple):
+        made = [_kept(one, places) for one in cast("Sequence[Any]", found)]
+        return made if isinstance(found, list) else tuple(made)
+    return found
+
+
+def _parts_of(tensor: Tensor) -> list[str]:
+    """The names of what a tensor consists of that has no storage of its own; a sharded one has its shard."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    return [] if flatten is None or is_sharded(tensor) else flatten()[0]
 
 
 def read_state(folder: Path) -> CheckpointState:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
@@ -367,15 +367,27 @@ class Learner:
             for _ in checkpoint.contents(module, optimizers, parts, self.models.own):
                 pass
             return None
+        return self._write(*given, None, self._progress)
+
+    def copied(self, _: None) -> list[tuple[str, Any]]:
+        """See `checkpoint.copied`; other ranks than 0 only give their shards."""
+        found = checkpoint.copied(self.model.module, self.models.optimizers, self.models.parts(), self.models.own)
+        return found if self.ranks.rank == 0 else []
+
+    def _write(
+        self, root: Path, state: CheckpointState, found: list[tuple[str, Any]] | None, progress: Callable[[], None]
+    ) -> Path:
         return checkpoint.save(
-            *given,
-            module=module,
+            root,
+            state,
+            module=self.model.module,
             model_folder=self.model.folder,
-            optimizers=optimizers,
-            parts=parts,
+            optimizers=self.models.optimizers,
+            parts=self.models.parts(),
             own=self.models.own,
+            found=found,
             keep=self.config.train.keep_checkpoints,
-            progress=self._progress,
+            progress=progress,
         )
 
     def loaded(self, folder: Path) -> CheckpointState:
@@ -430,11 +442,24 @@ class Learner:
         last = newest(root)
         if last is not None and self.checkpoint_step == self.step_index and not self.trained:
             return last
-        state = CheckpointState(step=self.step_index, previous_step=self.checkpoint_step, episodes=tuple(self.trained))
-        folder = self._all(self.saved, (root, state))
+        folder = self._all(self.saved, (root, self._state()))
         assert folder is not None, "rank 0 writes it"
         self.checkpoint_step, self.trained = self.step_index, []
         return folder
+
+    def copy(self, root: Path) -> Callable[[Callable[[], None]], Path] | None:
+        """Copy the state of this step to host memory; None if there is no room for it. The call that is returned writes
+        it as a checkpoint under `root`, as `save` does, on any thread and while the learner goes on; it is given what
+        to call after every file, and it is called once, before there is another checkpoint. The episodes in `trained`
+        are recorded in it, and forgotten: if it is not written, the learner has to go on from the one before."""
+        if checkpoint.size_bytes(self.model.module, self.models.optimizers, self.models.own) > checkpoint.free_bytes():
+            return None
+        write = partial(self._write, root, self._state(), self._all(self.copied, None))
+        self.checkpoint_step, self.trained = self.step_index, []
+        return write
+
+    def _state(self) -> CheckpointState:
+        return CheckpointState(step=self.step_index, previous_step=self.checkpoint_step, episodes=tuple(self.trained))
 
     def load(self, folder: Path) -> CheckpointState:
         """Go on from a checkpoint: weights, critic, moving models, optimizers, random state, step. Frozen models stay

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -37,7 +39,11 @@ class Scene:
         self.saved, self.recorded, self.published, self.hashed = list[int](), list[int](), list[int](), list[int]()
         self.deliver: Callable[[], None] = lambda: None
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s, perf_counter=lambda: 0.0))
-        self.learner = SimpleNamespace(step_index=0, trained=[], step=self._step, save=self._save, hashes=dict)
+        self.gate, self.began, self.room = threading.Event(), threading.Event(), True
+        self.gate.set()
+        self.learner = SimpleNamespace(
+            step_index=0, trained=[], step=self._step, save=self._save, copy=self._copy, hashes=dict
+        )
         self.learning: Any = object.__new__(module._Learning)
         self.learning.__dict__.update(
             _run=SimpleNamespace(checkpoints=folder, path=folder),
@@ -58,6 +64,9 @@ class Scene:
             _take=lambda: ([], 0.0),
             _publish=self._publish,
             _settle=self._settle,
+            _push=None,
+            _writes=ThreadPoolExecutor(1),
+            _progress=threading.Event(),
         )
 
     def run(self, **train: Any) -> None:
@@ -75,6 +84,22 @@ class Scene:
         self.saved.append(self.learner.step_index)
         self.learner.trained.clear()
         return folder
+
+    def _copy(self, folder: Path) -> Callable[[Callable[[], None]], Path] | None:
+        """Its write waits for the gate."""
+        if not self.room:
+            return None
+        step = self.learner.step_index
+        self.learner.trained.clear()
+
+        def write(progress: Callable[[], None]) -> Path:
+            self.began.set()
+            assert self.gate.wait(60)
+            progress()
+            self.saved.append(step)
+            return folder
+
+        return write
 
     def _publish(self, row: object) -> WeightVersion:
         self.published.append(self.learner.step_index)
@@ -98,6 +123,69 @@ def test_a_checkpoint_is_due_after_so_many_steps_or_so_much_time(scene: Scene) -
     scene.step_s = 100.0
     scene.run(steps=20, checkpoint_every=8, checkpoint_every_s=300)
     assert scene.recorded == [3, 6, 8, 11, 14, 16, 19, 20]
+
+
+def test_steps_go_on_beside_a_write_and_the_next_checkpoint_waits_for_it(scene: Scene) -> None:
+    """No step counts as trained before its checkpoint is durable."""
+    scene.gate.clear()
+    seen: list[tuple[int, list[int]]] = []
+    step, copy = scene.learner.step, scene.learner.copy
+
+    def stepping(groups: object, **given: object) -> Report:
+        assert scene.learner.step_index < 2 or scene.began.wait(60)
+        seen.append((scene.learner.step_index + 1, list(scene.recorded)))
+        return step(groups, **given)
+
+    def copied(folder: Path) -> object:
+        seen.append((-scene.learner.step_index, list(scene.recorded)))
+        return copy(folder)
+
+    def opened() -> None:  # as long as nobody waits for the write, it does not end
+        scene.gate.set()
+        module._Learning._written(scene.learning)
+        scene.gate.clear()
+
+    scene.learner.step, scene.learner.copy, scene.learning._written = stepping, copied, opened
+    scene.run(steps=5, checkpoint_every=2)
+    assert seen[:6] == [(1, []), (2, []), (-2, []), (3, []), (4, []), (-4, [2])], "3 and 4 ran beside the write of 2"
+    assert scene.saved == scene.recorded == [2, 4, 5]
+
+
+def test_without_room_for_a_copy_or_if_asked_the_step_waits(scene: Scene) -> None:
+    scene.room = False
+    scene.run(steps=3, checkpoint_every=2)
+    assert scene.saved == scene.recorded == [2, 3]
+    scene.room, scene.learner.copy, scene.learner.step_index = True, None, 0
+    scene.run(steps=1, async_checkpoints=False)
+    assert scene.recorded == [2, 3, 1]
+
+
+def test_a_write_that_fails_ends_the_learner_and_records_nothing(scene: Scene) -> None:
+    def full(folder: Path) -> object:
+        def write(progress: object) -> Path:
+            raise OSError(28, "No space left on device")
+
+        return write
+
+    scene.learner.copy = full
+    with pytest.raises(OSError, match="No space left"):
+        scene.run(steps=9, checkpoint_every=2)
+    assert scene.recorded == [] and scene.learner.step_index < 9
+
+
+@pytest.mark.parametrize(("error", "saved"), [(RunFailed("canary"), []), (NotDelivered("none took it"), [1])])
+def test_a_copy_is_written_unless_its_weights_were_found_wrong(
+    scene: Scene, error: RunFailed, saved: list[int]
+) -> None:
+    push = Future[None]()
+    scene.learning._push = push
+    scene.learner.step_index = 1
+    scene.learning._config = RunConfig(model="unused", env=EnvSource(id="test/none"))
+    scene.learning._checkpoint(WeightVersion(version=10, step=1))
+    assert scene.saved == []
+    push.set_exception(error)
+    scene.learning._written()
+    assert scene.saved == scene.recorded == saved
 
 
 def test_steps_that_take_long_do_not_wait_for_their_number(scene: Scene) -> None:

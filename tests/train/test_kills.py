@@ -80,7 +80,9 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(rank: int, qwen3
             killer = Killer(patch, at, torn=torn)
             learner.trained, learner.checkpoint_step = trained, before
             try:
-                learner.save(root)
+                write = learner.copy(root)
+                assert write is not None and not killer.done
+                write(lambda: None)
             except Killed:
                 return killer.done[-1]
             return ""
