@@ -177,13 +177,22 @@ def test_log_probs_over_kept_sets_and_their_gradients_are_those_of_one_rank(
 
 
 @pytest.mark.parametrize(
-    ("replayed", "plan"), [(True, {"expert": 2}), (False, {"expert": 2}), (True, {"context": 2, "expert": 2})]
+    ("replayed", "plan", "rank"),
+    [
+        (True, {"expert": 2}, 0),
+        (False, {"expert": 2}, 0),
+        (True, {"context": 2, "expert": 2}, 0),
+        (True, {"expert": 2}, 2),
+    ],
+    ids=["replayed", "own choice", "context", "adapter"],
 )
 def test_replay_and_balance_of_a_mixture_are_those_of_one_rank(
-    replayed: bool, plan: dict[str, int], two: Leader, mixture_dir: Path, tmp_path: Path
+    replayed: bool, plan: dict[str, int], rank: int, two: Leader, mixture_dir: Path, tmp_path: Path
 ) -> None:
     made = all_groups(other_choice if replayed else None)
-    settings = {"balance_weight": 0.5, "gradient_checkpointing": True}
+    settings: dict[str, Any] = {"balance_weight": 0.5, "gradient_checkpointing": True}
+    if rank:  # its B begins at 0: two steps
+        settings |= {"steps": 2, "lora_rank": rank, "lora_targets": ["experts", "gate", "q_proj"]}
     one, weights = routed_step(mixture_dir, tmp_path, made, **settings)
     other, others = routed_step(mixture_dir, tmp_path, made, two, **settings, parallel={"ranks": 2, **plan})
     assert (other.loss, asdict(other.routing)) == (
@@ -192,6 +201,10 @@ def test_replay_and_balance_of_a_mixture_are_those_of_one_rank(
     )
     assert (other.routing.replayed > 60, other.routing.missing) == (replayed, 0 if replayed else other.routing.missing)
     assert largest(weights, others) < 1e-6
+    expert = "model.layers.1.mlp.experts.{}.up_proj.weight"
+    begun = load_file(mixture_dir / "model.safetensors")
+    moved = [float((weights[name] - begun[name]).abs().max()) for name in map(expert.format, range(4))]
+    assert min(moved) > 1e-5
 
 
 class Memory(ctypes.Structure):
@@ -268,8 +281,9 @@ def moments(folder: Path) -> dict[Any, torch.Tensor]:
         (config(GRPO(kl_weight=0.1, reference_every=2), lora_rank=2), False),
         (config(GRPO(kl_weight=0.1, reference_every=2), parallel=TENSOR), False),
         (config(PPO(critic="own"), parallel={**TENSOR, "expert": 2}), True),
+        (config(lora_rank=2, parallel={"ranks": 2, "expert": 2}), True),
     ],
-    ids=["critic", "adapter", "tensor", "tensor and expert"],
+    ids=["critic", "adapter", "tensor", "tensor and expert", "adapter and expert"],
 )
 def test_a_checkpoint_of_two_ranks_is_that_of_one(
     settings: RunConfig, mixed: bool, two: Leader, qwen3_dir: Path, mixture_dir: Path, tmp_path: Path
@@ -287,7 +301,9 @@ def test_a_checkpoint_of_two_ranks_is_that_of_one(
     alone.load(write(lambda: None))
     assert alone.hashes() == hashes
     assert alone.score(probe) == pytest.approx(scores, abs=1e-5)
-    assert alone.score(probe, torch.bfloat16) == pytest.approx(rounded, abs=1e-5)
+    apart = settings.train.lora_rank and settings.train.parallel.expert > 1
+    if not apart:  # alone, PEFT hides the weights below an adapter of experts, and they are not rounded
+        assert alone.score(probe, torch.bfloat16) == pytest.approx(rounded, abs=1e-5)
     assert rounded != pytest.approx(scores, abs=1e-5)
     assert alone.snapshot(torch.bfloat16).fingerprints() == sent
     again = Learner(settings, model, ranks=two)

@@ -105,12 +105,12 @@ def all_groups(choose: Choice | None) -> list[Group]:
 
 
 def after(
-    folder: Path, tmp_path: Path, groups: Sequence[Group], ranks: Any = None, **train: Any
+    folder: Path, tmp_path: Path, groups: Sequence[Group], ranks: Any = None, *, steps: int = 1, **train: Any
 ) -> tuple[StepReport, dict[str, Tensor]]:
-    """The report of a step, and the weights after it: a step of 1 against the gradient."""
+    """The report of the last of some steps, and the weights after it: each is one of 1 against the gradient."""
     given = {} if ranks is None else {"ranks": ranks}
     learner = Learner(config(**train), folder, **given)
-    report = learner.step(groups, step_of=STEP_OF)
+    report = [learner.step(groups, step_of=STEP_OF) for _ in range(steps)][-1]
     return report, load_file(learner.export(tmp_path / "now.safetensors").path)
 
 

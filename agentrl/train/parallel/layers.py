@@ -22,7 +22,7 @@ has the sum of their gradients, as FSDP adds them up.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -127,7 +127,8 @@ def _planned(module: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, 
         if isinstance(layer, GradientCheckpointingLayer):
             for name, part in (*layer.named_modules(), *layer.named_parameters()):
                 path = f"{above}.{name}"
-                if style := plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path)):
+                plain = re.sub(r"\.base_layer(?=\.|$)", "", path)  # below an adapter
+                if style := plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", plain)):
                     yield path, part, style
 
 
@@ -146,7 +147,15 @@ def install(module: nn.Module, meshes: Meshes, cut: Cuts) -> None:
         found = _planned(module, getattr(module, "tp_plan", None) or {})
         stacks |= {part for path, part, _ in found if path.endswith(".experts") and isinstance(part, nn.Module)}
     for part in stacks:
-        setattr(part, "forward", Experts(part, names[part], meshes, apart=part in apart))  # noqa: B010
+        above = [layer for layer in names if layer is not part and _below(layer) is part]
+        setattr(part, "forward", Experts(part, names[part], meshes, apart=part in apart, adapters=above))  # noqa: B010
+
+
+def _below(layer: nn.Module) -> nn.Module:
+    """What lies below the adapters of PEFT that are nested around it."""
+    while isinstance(base := getattr(layer, "base_layer", None), nn.Module):
+        layer = base
+    return layer
 
 
 def _linear(part: nn.Linear, group: Any, name: str, states: Tensor) -> Tensor:
@@ -166,13 +175,17 @@ class Experts:
     """Stands for the forward method of a stack of experts: `states` [T, H], the experts `index` [T, K] of each token
     and their weights [T, K] give [T, H]."""
 
-    def __init__(self, part: Any, name: str, meshes: Meshes, *, apart: bool) -> None:
-        """If they are kept `apart`, this rank has some of them."""
+    def __init__(self, part: Any, name: str, meshes: Meshes, *, apart: bool, adapters: Sequence[Any]) -> None:
+        """If they are kept `apart`, this rank has some of them. `adapters` are PEFT's around their parameters, whole on
+        every rank. PEFT adds them to parameters that are whole too: here each rank adds the part of its experts."""
         self._part, self._name, self._forward = part, name, part.forward
         self._row = None if meshes.tensor is None else meshes.tensor["tensor"]
         self._owners = meshes.expert["expert"] if apart and meshes.expert is not None else None
+        self._adapters = list(adapters) if self._owners is not None else []
         if self._owners is not None:
             part.num_experts //= self._owners.size()
+        for adapter in self._adapters:
+            adapter.forward = adapter.base_layer.__call__
 
     def __call__(self, states_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
         size = len(states_TH)
@@ -213,11 +226,23 @@ class Experts:
         index_R1 = functional.pad(index_R, (0, 1))[:, None]
         padded_RH = functional.pad(rows_RH, (0, 0, 0, 1))
         whole = dict(part._parameters)
-        part._parameters |= {name: _own(one) for name, one in whole.items() if one is not None}
+        part._parameters |= {name: self._adapted(name, _own(one)) for name, one in whole.items() if one is not None}
         try:
             return self._forward(padded_RH, index_R1, torch.ones_like(index_R1, dtype=rows_RH.dtype))[:-1]
         finally:
             part._parameters |= whole
+
+    def _adapted(self, name: str, own_EOI: Tensor) -> Tensor:
+        """A parameter of this rank's experts, with the adapters around it."""
+        for adapter in self._adapters:
+            if adapter.parameter_name == name and not adapter.disable_adapters and self._owners is not None:
+                first = self._owners.get_local_rank() * len(own_EOI)
+                for active in adapter.active_adapters:
+                    up, down, scale = adapter.get_delta_factors(active)
+                    up, down = up[first : first + len(own_EOI)], down[first : first + len(own_EOI)]
+                    with torch.autocast(own_EOI.device.type, enabled=False):
+                        own_EOI = torch.baddbmm(own_EOI, up, down, alpha=scale)
+        return own_EOI
 
 
 # --- collectives with gradients ---------------------------------------------------------------------------------------
