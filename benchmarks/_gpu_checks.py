@@ -6,13 +6,14 @@ import platform
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from _gpu_case import Bench, Row
-from _gpu_shapes import config_of, save_random
+from _gpu_shapes import config_of, save_mixture, save_random
 from torch import Tensor
 
 from agentrl.algos.gigpo import GiGPO
@@ -23,7 +24,7 @@ from agentrl.algos.presets import DAPO
 from agentrl.algos.reinforce import Reinforce
 from agentrl.config import Train
 from agentrl.kept import encode
-from agentrl.records import Group, GroupState, Step, StopReason, Task, Trajectory, Turn, VersionSpan
+from agentrl.records import Group, GroupState, RoutedExperts, Step, StopReason, Task, Trajectory, Turn, VersionSpan
 from agentrl.train.learner import Learner
 
 FLOAT32_GRADIENT = 2e-4
@@ -131,6 +132,23 @@ def random_groups(count: int, *, members: int, seed: int = 0, cut: bool = False)
     return groups
 
 
+def routed(groups: list[Group]) -> list[Group]:
+    """The same groups, with experts that an engine might have chosen: any two of four, in each of two layers."""
+    rng = random.Random(7)
+
+    def of(member: Trajectory) -> Trajectory:
+        turns: list[Turn] = []
+        size = 0
+        for turn in member.turns:
+            start, size = max(0, size - 1), size + len(turn.prompt_ids) + len(turn.token_ids)
+            data = bytes(expert for _ in range(2 * (size - 1 - start)) for expert in rng.sample(range(4), 2))
+            experts = RoutedExperts(start=start, layers=2, per_token=2, width=1, data=data)
+            turns.append(replace(turn, experts=experts))
+        return replace(member, turns=tuple(turns))
+
+    return [replace(group, trajectories=tuple(map(of, group.trajectories))) for group in groups]
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "grpo, reference, entropy": {"algo": GRPO(kl_weight=0.1, entropy_weight=0.05)},
@@ -147,6 +165,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "reinforce++": {"algo": Reinforce()},
     "lora": {"train": {"lora_rank": 4}, "steps": 2},
     "lora, reference": {"algo": GRPO(kl_weight=0.1), "train": {"lora_rank": 4}, "steps": 2},
+    "mixture, replayed and balanced": {"mixed": True, "train": {"balance_weight": 0.1}},
     "gradient checkpointing": {"train": {"gradient_checkpointing": True}},
     "activations on the host": {"train": {"gradient_checkpointing": True, "offload_activations": True}},
 }
@@ -186,10 +205,13 @@ def apart(one: Tensor, other: Tensor) -> float:
 
 def parity(bench: Bench) -> Iterator[Row]:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    model = save_random(bench.work / "parity", "tiny", vocab=VOCAB, device="cpu")
+    dense = save_random(bench.work / "parity", "tiny", vocab=VOCAB, device="cpu")
     for name, kind in KINDS.items():
-        settings = {key: value for key, value in kind.items() if key != "cut"}
+        settings = {key: value for key, value in kind.items() if key not in ("cut", "mixed")}
         groups = random_groups(2 if bench.tiny else 6, members=4, cut=kind.get("cut", False))
+        model = dense
+        if kind.get("mixed"):
+            model, groups = save_mixture(bench.work / "parity-mixture", vocab=VOCAB), routed(groups)
         loss, gradient, update = stepped(model, "cpu", "float32", groups, **settings)
         dtypes = ("float32",) if bench.tiny else ("float32", "bfloat16")
         for dtype in dtypes:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl.algos.algorithm import Algorithm
 from agentrl.config import EnvSource, Rollout, RunConfig, Train
@@ -61,6 +61,17 @@ def save_random(folder: Path, shape: str, *, vocab: int = VOCABULARY, device: st
     del model
     if device == "cuda":
         torch.cuda.empty_cache()
+    return folder
+
+
+def save_mixture(folder: Path, *, vocab: int) -> Path:
+    """A folder with a tiny mixture of random weights: two of four experts for a token. Made once."""
+    if (folder / "config.json").exists():
+        return folder
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    outer = {"vocab_size": vocab, "initializer_range": 0.2, "eos_token_id": None, "bos_token_id": None}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY, **experts, **outer)).save_pretrained(folder)
     return folder
 
 
