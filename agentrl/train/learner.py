@@ -51,7 +51,7 @@ from agentrl.train.parallel.ranks import ALONE, Ranks
 from agentrl.train.parallel.shards import whole
 from agentrl.train.parallel.shares import Pass, divided, laid, moved
 from agentrl.train.report import Seen, StepReport, Stopwatch, Tally, seen, summarise
-from agentrl.train.routed import Routed, prepared, pulled, routed
+from agentrl.train.routed import Routed, check, prepared, pulled, routed
 from agentrl.train.routing import Routers, listening
 from agentrl.train.samples import GroupRows, Row, StepOf, Undone, group_rows, weigh
 from agentrl.train.snapshot import Snapshot, take
@@ -97,6 +97,7 @@ class Learner:
             self.models = Models(
                 config, model_dir, device, reference_dir=reference_dir, folder_of=folder_of, ranks=ranks
             )
+            check(config.train, self.models.policies(), routed=config.engine.routed_experts)
         self.model, self.optimizer = self.models.policy, self.models.optimizers["policy"]
         self.step_index = 0
         self.checkpoint_step = 0

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from agentrl.errors import RunFailed
+from agentrl.errors import ModelError, RunFailed
+from agentrl.train.model import PolicyModel
 from agentrl.train.packing import Pack
 from agentrl.train.routes import Routes, fitted, known, load
 from agentrl.train.routing import Heard, Routers
-from agentrl.train_settings import RoutingReplay
+from agentrl.train_settings import RoutingReplay, Train
 
 RoutersOf = Callable[[Pack], Routers | None]
 """Those of the policy of a pass."""
@@ -53,6 +54,18 @@ class Routing:
     load_max: float
     load_mean: float
     unused: float
+
+
+def check(train: Train, policies: Sequence[PolicyModel], *, routed: bool) -> None:
+    """Raises ModelError if the engine's experts are to be replayed by a model that cannot, which would show nowhere, or
+    if a model has no load that could be evened. `routed`: experts are journaled."""
+    for model in policies:
+        if model.routers is None and (train.routing_replay == "on" or (routed and train.routing_replay == "auto")):
+            hint = "it is no mixture whose experts can be replayed: set train.routing_replay = 'off'"
+            raise ModelError(f"the model in {str(model.folder)!r}: {hint}")
+        if train.balance_weight and not (model.routers and model.routers.probable):
+            hint = "it has no routers that choose by a softmax over all experts: set train.balance_weight = 0"
+            raise ModelError(f"the model in {str(model.folder)!r}: {hint}")
 
 
 def routed(of: Heard) -> Routed:

@@ -20,7 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from agentrl.algos.grpo import GRPO
 from agentrl.config import EngineSettings, Rollout, RunConfig, Train
-from agentrl.errors import RunFailed
+from agentrl.errors import ModelError, RunFailed
 from agentrl.records import Group, RoutedExperts, Trajectory
 from agentrl.runtime.alarms import raised
 from agentrl.settings import Alarms
@@ -29,9 +29,11 @@ from agentrl.train.model import PolicyModel
 from agentrl.train.packing import Pack, packs
 from agentrl.train.report import StepReport
 from agentrl.train.routed import Routing, prepared
+from agentrl.train.routes import Shape
 from agentrl.train.samples import group_rows
 
-from .making import episode, group_of, mixture, random_group, run_config, turn
+from .making import episode, group_of, mixture, random_group, run_config, tiny_qwen3, turn
+from .test_lora_mixture import shared_and_dense, stacked
 
 LAYERS, EXPERTS, PER_TOKEN = 2, 4, 2
 STEP_OF = {1: 0, 2: 0}.__getitem__
@@ -133,6 +135,28 @@ def test_a_replay_of_the_routers_own_choice_changes_no_bit(recomputed: bool, fol
     assert largest(weights, others) == 0.0
     assert (of(plain).replayed, of(plain).missing, of(replayed).missing) == (0, 0, 0)
     assert of(replayed).replayed > 60 and of(replayed).agreement == 1.0
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "message"),
+    [
+        (tiny_qwen3, {}, r"no mixture whose experts can be replayed: set train\.routing_replay = 'off'"),
+        (tiny_qwen3, {"routed": False, "balance_weight": 0.1}, r"no routers .* set train\.balance_weight = 0"),
+        (stacked, {"balance_weight": 0.1}, r"no routers .* set train\.balance_weight = 0"),
+    ],
+    ids=["dense", "dense, balance", "a softmax over the chosen"],
+)
+def test_a_model_that_cannot_is_refused_with_what_to_set(
+    make: Any, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        Learner(config(**settings), make(tmp_path / "model"))
+
+
+def test_dense_layers_among_mixtures_have_no_routers(tmp_path: Path) -> None:
+    routers = PolicyModel(shared_and_dense(tmp_path / "model")).routers
+    assert routers is not None
+    assert routers.shape == Shape(layers=2, mixed=(1,), experts=EXPERTS, per_token=PER_TOKEN)
 
 
 # --- a second implementation, in loops --------------------------------------------------------------------------------
