@@ -200,10 +200,13 @@ async def staged(client: EngineClient, method: str, *args: Json) -> dict[str, An
     return state
 
 
+@pytest.mark.parametrize("served", ["client", "mixture_client"])
 async def test_tokens_sampled_beside_a_second_copy_are_the_old_version_s_until_the_swap(
-    client: EngineClient, policy: Policy
+    served: str, client: EngineClient, policy: Policy, mixture_client: EngineClient, mixture: Policy
 ) -> None:
-    """Tied embeddings, and LoRA around the layers."""
+    """Tied embeddings, and LoRA around the layers; or packed experts."""
+    if served == "mixture_client":
+        client, policy = mixture_client, mixture
     before, file = policy.update()
     await push([client], file.path, before, sha256=file.sha256, deadline_s=ADMIN_S, clear_cache=True)
     version, file = policy.update()
@@ -220,8 +223,8 @@ async def test_tokens_sampled_beside_a_second_copy_are_the_old_version_s_until_t
         [client], file.path, version, sha256=file.sha256, deadline_s=ADMIN_S, clear_cache=True, stage=True
     )
     assert 0 < report.pause_s < report.total_s
-    for served, generation in zip((before, before, version), [*sampled, await client.generate(ask())], strict=True):
-        assert {span.version for span in generation.spans} == {served}
+    for version_of, generation in zip((before, before, version), [*sampled, await client.generate(ask())], strict=True):
+        assert {span.version for span in generation.spans} == {version_of}
         assert policy.error(ask().token_ids, generation) <= EXACT
     assert await canary.check([client], probe_of(policy, version, marked=True)) <= EXACT
     assert (await canary.untaken(client, update_info(file.path, file.sha256), deadline_s=ADMIN_S)) == []

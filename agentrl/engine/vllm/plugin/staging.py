@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from agentrl.engine import fingerprint
-from agentrl.engine.vllm.plugin import diagnosis
+from agentrl.engine.vllm.plugin import diagnosis, mending
 from agentrl.errors import WeightSyncError
 
 _OWN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -62,8 +62,8 @@ def room(device: Any) -> int:
 
 def obstacle(model: Any, device: Any) -> str | None:
     """Why no second copy of the weights can be made, as a line."""
-    if any(hasattr(layer, "w13_weight") for layer in model.modules()):
-        return "the model is a mixture, whose packed experts were not swapped in any test"
+    if device.type != "cpu" and any(hasattr(layer, "w13_weight") for layer in model.modules()):
+        return "the model is a mixture, whose packed experts were not swapped on a GPU in any test"
     need, free = int(size(model) * _SPARE), room(device)
     if need > free:
         return f"a second copy of the weights takes {need >> 20} MiB, and {free >> 20} MiB are free"
@@ -203,6 +203,7 @@ def build(
     with _stream_of(device):
         second = Second(model)
         second.ready_for_load()
+        mending.ready_for_update(second.model)  # its experts are packed anew, and their kernel is made anew
         initialize_layerwise_reload(second.model)
         try:
             with _marks(second.model, model_config.dtype) as marks:
