@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import trio
 
+from agentrl.config import EngineSettings, EnvSource, RunConfig, Train
 from agentrl.engine.client import EngineClient
 from agentrl.protocols import GenerateRequest
-from agentrl.records import RoutedExperts, SamplingParams
+from agentrl.records import Group, GroupState, RoutedExperts, SamplingParams, StopReason, Task, Trajectory, Turn
+from agentrl.train.learner import Learner
 
-from .policy import Policy, text_of
+from .policy import Policy, text_of, with_tokenizer
 
 pytestmark = pytest.mark.vllm
 
 SHARED = [(5 * i) % 120 + 3 for i in range(70)]
 ANSWER = (7, 40, 11)
 LAYERS, PER_TOKEN = 2, 2
+TASK = Task(index=0, env="test/none", seed=0)
 
 
 async def test_the_experts_that_come_back_are_those_of_transformers(
@@ -78,3 +82,40 @@ async def test_the_experts_of_a_turn_that_a_text_ended_are_complete(mixture_clie
     assert whole.experts is not None and stopped.experts is not None
     assert stopped.experts.end == len(SHARED) + len(stopped.token_ids) - 1
     assert stopped.experts.data == whole.experts.data[: len(stopped.experts.data)]
+
+
+async def test_the_learner_computes_with_the_engines_experts_and_no_token_falls_back(
+    mixture_client: EngineClient, mixture: Policy, tmp_path: Path
+) -> None:
+    """Two turns of two members; a step on their tokens refuses any whose experts are not journaled."""
+    version = await mixture_client.served_version()
+    mixture.model.load_state_dict(mixture.states[version])
+    folder = with_tokenizer(mixture.model, tmp_path / "model")
+    members: list[Trajectory] = []
+    for member in range(2):
+        turns: list[Turn] = []
+        context: tuple[int, ...] = ()
+        for index, prompt in enumerate((tuple(SHARED), ANSWER)):
+            request = GenerateRequest(
+                request_id=f"learnt-{member}-{index}",
+                session="learnt",
+                token_ids=context + prompt,
+                sampling=SamplingParams(max_tokens=20),
+                experts_from=max(0, len(context) - 1),
+            )
+            told = await mixture_client.generate(request)
+            context += prompt + told.token_ids
+            said = {name: getattr(told, name) for name in ("token_ids", "logprobs", "spans", "finish", "experts")}
+            turns.append(Turn(index=index, parent=index - 1 if index else None, prompt_ids=prompt, text="", **said))
+        made = {"episode_id": member, "group_id": 0, "member": member, "task": TASK, "start": (), "success": None}
+        outcome = float(member)
+        members.append(Trajectory(turns=tuple(turns), stop_reason=StopReason.DONE, outcome=outcome, **made))
+    engine = EngineSettings(kind="vllm", routed_experts=True)
+    train = Train(routing_replay="on")
+    config = RunConfig(model=str(folder), env=EnvSource(id=TASK.env), engine=engine, train=train)
+    group = Group(id=0, task=TASK, state=GroupState.TAKEN, size=2, trajectories=tuple(members))
+    report = Learner(config, folder).step([group], step_of=lambda _: 0)
+    assert report.routing is not None and report.routing.missing == 0
+    sizes = [sum(len(turn.prompt_ids + turn.token_ids) for turn in member.turns) for member in members]
+    assert report.routing.replayed == sum(sizes) - len(sizes)  # a row's last token predicts nothing
+    assert report.mismatch_max is not None and report.mismatch_max < 1e-4
