@@ -125,10 +125,12 @@ def plan(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Plan:
     if work.row > config.rollout.max_context:
         raise UsageError(f"--row {work.row}: rollout.max_context is {config.rollout.max_context}")
     folder = model_dir(config.model)
-    bytes_, tensor = _held(config, folder, work), config.train.parallel.tensor
+    bytes_, together = _held(config, folder, work), _together(config)
     ways = _ways(config, n)
     if not ways:
-        raise UsageError(f"--n {n}: train.parallel.tensor = {tensor} GPUs learn together: give {tensor + 1} or more")
+        settings = " x ".join(f"train.parallel.{name} = {width}" for name, width in together.items())
+        least = math.prod(together.values()) + 1
+        raise UsageError(f"--n {n}: {settings} GPUs learn together: give {least} or more")
     splits = tuple(_split(config, folder, bytes_, gpu, work, *way) for way in ways)
     sampled = config.buffer.groups_per_step * config.rollout.group_size * work.answer
     return Plan(gpu=gpu, n=n, held=bytes_, splits=splits, tokens_per_step=sampled)
@@ -197,16 +199,24 @@ def _described(folder: Path) -> dict[str, Any]:
 
 def _ways(config: RunConfig, n: int) -> list[tuple[int, int]]:
     """How many of `n` GPUs may be for engines, and how many for the learner; 0 and 0: one for both."""
-    tensor = config.train.parallel.tensor
+    team = math.prod(_together(config).values())
     ways = [(0, 0)] if n == 1 else [(mine, n - mine) for mine in range(1, n)]
-    return [(mine, others) for mine, others in ways if max(1, others) % tensor == 0]
+    return [(mine, others) for mine, others in ways if max(1, others) % team == 0]
+
+
+def _together(config: RunConfig) -> dict[str, int]:
+    """The settings by which GPUs compute each pass together."""
+    plan = config.train.parallel
+    return {name: width for name, width in (("tensor", plan.tensor), ("context", plan.context)) if width > 1}
 
 
 def _held(config: RunConfig, folder: Path, work: Work) -> Held:
     """What a learner holds. If ranks compute a pass together, its activations are those of one of them: of a model with
-    so much fewer heads and neurons. Raises ConfigError if they cannot divide the heads."""
-    rows, tensor = rows_of(config, work), config.train.parallel.tensor
+    so much fewer heads and neurons, and of its share of the tokens; of what comes and goes all tokens are counted.
+    Raises ConfigError if they cannot divide the heads."""
+    rows, tensor, context = rows_of(config, work), config.train.parallel.tensor, config.train.parallel.context
     whole = held(config, folder, rows, on_gpu=True)
+    whole = replace(whole, activations=whole.activations / context)
     if tensor == 1:
         return whole
     described = _described(folder)
@@ -216,7 +226,7 @@ def _held(config: RunConfig, folder: Path, work: Work) -> Held:
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "config.json").write_text(json.dumps({**described, **shares, "head_dim": width}))
         part = held(config, Path(scratch), rows, on_gpu=True)
-    return replace(whole, activations=part.activations, temporary=part.temporary)
+    return replace(whole, activations=part.activations / context, temporary=part.temporary)
 
 
 def of_rank(bytes_: Held, ranks: int, layers: int, tensor: int = 1) -> float:

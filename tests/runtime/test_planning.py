@@ -204,3 +204,14 @@ def test_ranks_that_compute_a_pass_together_are_planned_with_their_part_of_it(co
         planning.plan(of(2), gpu, 1, WORK)
     with pytest.raises(ConfigError, match=r"train\.parallel\.tensor = 4: the model.s num_key_value_heads = 2"):
         planning.plan(of(4), gpu, 8, WORK)
+
+
+def test_ranks_that_share_the_tokens_of_a_pass_are_planned_with_their_share(config: RunConfig) -> None:
+    parallel = config.train.parallel.model_copy(update={"ranks": 4, "context": 4})
+    shared = config.model_copy(update={"train": config.train.model_copy(update={"parallel": parallel})})
+    gpu, whole = planning.GPUS["h100"], planning.plan(config, planning.GPUS["h100"], 1, WORK).held
+    found = planning.plan(shared, gpu, 6, WORK)
+    assert [(one.engines, one.learners) for one in found.splits] == [(2, 4)]
+    assert (found.held.activations, found.held.temporary) == (whole.activations / 4, whole.temporary)
+    with pytest.raises(UsageError, match=r"--n 3: train\.parallel\.context = 4 GPUs learn together: give 5 or more"):
+        planning.plan(shared, gpu, 3, WORK)

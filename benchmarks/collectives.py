@@ -1,0 +1,86 @@
+"""What 64 or 512 ranks send each other in a pass: the shapes and bytes of every collective, counted without them.
+
+    agentrl bench collectives
+    agentrl bench collectives --shape Qwen3-0.6B --tokens 8192 --ranks 8 --tensor 2 --context 2
+
+One process runs the learner's own code on tensors without numbers (`agentrl.train.parallel.traffic`): a model of a
+known shape, gradient checkpointing, one row of so many tokens, of which the second half is scored. Prints a table for
+each number of ranks. Collectives of equal shape in several layers are one line; the last column is what a rank sends
+in all of them, in a ring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config
+
+from agentrl.algos.grpo import GRPO
+from agentrl.config import EnvSource, Rollout, RunConfig, Train
+from agentrl.train.parallel.traffic import Collective, traffic
+from agentrl.train.samples import Row
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from _gpu_shapes import SHAPES, VOCABULARY
+
+MIB = 2**20
+
+
+def counted(shape: str, tokens: int, ranks: int, context: int, tensor: int) -> list[Collective]:
+    """In a process of its own."""
+    heads = {"num_key_value_heads": 8, "head_dim": 128}
+    described = Qwen3Config(vocab_size=VOCABULARY, tie_word_embeddings=True, **heads, **SHAPES[shape])
+    plan = {"ranks": ranks, "context": context, "tensor": tensor}
+    train = {"parallel": plan, "gradient_checkpointing": True, "dtype": "bfloat16", "tokens_per_batch": tokens}
+    config = RunConfig(
+        model=shape,
+        env=EnvSource(id="none"),
+        algo=GRPO(),
+        rollout=Rollout(max_context=tokens),
+        train=Train.model_validate(train),
+    )
+    place_S = torch.arange(tokens // 2, tokens)
+    row = Row(group_id=0, episode_id=0, algo=GRPO(), token_ids=(0,) * tokens, place_S=place_S, columns={})
+    with tempfile.TemporaryDirectory() as folder:
+        described.save_pretrained(folder)
+        return traffic(config, Path(folder), [row])
+
+
+def table(found: list[Collective]) -> list[str]:
+    lines = ["| collective | kind | ranks | whole tensor | times | MiB each | MiB sent |", f"|{'---|' * 7}"]
+    times: Counter[tuple[str, str, int, str, float, float]] = Counter()
+    for one in found:
+        name = re.sub(r"(?<=layers\.)\d+|(?<=layer )\d+", "*", one.name)
+        what = f"{'x'.join(map(str, one.shape))} {str(one.dtype).removeprefix('torch.')}"
+        times[name, one.kind, one.size, what, one.nbytes / MIB, one.sent / MIB] += 1
+    for (name, kind, size, what, each, sent), count in times.items():
+        lines.append(f"| {name} | {kind} | {size} | {what} | {count} | {each:.2f} | {sent * count:.1f} |")
+    return [*lines, f"| all | | | | {len(found)} | | {sum(one.sent for one in found) / MIB:.0f} |"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shape", default="Qwen3-4B", choices=SHAPES)
+    parser.add_argument("--tokens", type=int, default=32_768)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512])
+    parser.add_argument("--context", type=int, default=4)
+    parser.add_argument("--tensor", type=int, default=2)
+    chosen = parser.parse_args()
+    for ranks in chosen.ranks:
+        given = (chosen.shape, chosen.tokens, ranks, chosen.context, chosen.tensor)
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            found = pool.submit(counted, *given).result()
+        print(f"\n{chosen.shape}, {chosen.tokens} tokens, ranks = {ranks}, context = {chosen.context}, ", end="")
+        print(f"tensor = {chosen.tensor}\n", *table(found), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
