@@ -2,7 +2,8 @@
 
 One model of random weights, one row of so many tokens, each of them scored. Chunks are those of `train.logits_mb`; the
 other way is plain torch, as the learner computed before. Both take turns; times are medians. On a GPU the memory is
-what the allocator had at most, beyond what lay there before the pass; on a CPU it is the tensors that live at once. One
+what the allocator had at most, beyond what lay there before the pass; on a CPU it is the tensors that live at once.
+With `--ranks`, also the share of one of so many ranks that divide the rows of the logits (`train.parallel.tensor`). One
 line of JSON for each way.
 
     python benchmarks/logits.py [--tokens 512] [--vocab 151936] [--hidden 64] [--layers 2] [--logits-mb 64]
@@ -17,10 +18,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.train.budget import Tracker
@@ -29,12 +33,13 @@ from agentrl.train.packing import Branch, Pack
 
 TEMPERATURE = 0.7
 Way = Callable[[PolicyModel, Pack], tuple[torch.Tensor, torch.Tensor]]
-SIZES = {"tokens": 512, "vocab": 151_936, "hidden": 64, "layers": 2, "logits-mb": 64, "rounds": 3}
+SIZES = {"tokens": 512, "vocab": 151_936, "hidden": 64, "layers": 2, "logits-mb": 64, "rounds": 3, "ranks": 1}
 
 
 def measure(**given: Any) -> dict[str, dict[str, float]]:
-    """By way, `chunks` or `whole`: `peak_mb` and `seconds`, and how far its gradients are from those of `whole`, norm
-    of the difference over the norm. `given` are the arguments of the command line, `logits_mb` for `--logits-mb`."""
+    """By way, `chunks`, `whole` or `share`: `peak_mb`, `gflops` and `seconds`, and how far its gradients are from those
+    of `whole`, norm of the difference over the norm. `given` are the arguments of the command line, `logits_mb` for
+    `--logits-mb`."""
     sizes = {name.replace("-", "_"): size for name, size in SIZES.items()} | given
     device, dtype = torch.device(sizes.get("device", "cpu")), getattr(torch, sizes.get("dtype", "float32"))
     with tempfile.TemporaryDirectory() as folder:
@@ -42,13 +47,18 @@ def measure(**given: Any) -> dict[str, dict[str, float]]:
         policy = PolicyModel(Path(folder), device=device, dtype=dtype, logits_mb=sizes["logits_mb"])
     pack = _pack(sizes["tokens"], sizes["vocab"], device)
     ways: dict[str, Way] = {"chunks": _chunks, "whole": _whole}
-    peaks = dict[str, float]()
+    if sizes["ranks"] > 1:
+        ways["share"] = partial(_share, sizes["ranks"])
+    peaks, flops = dict[str, float](), dict[str, float]()
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     gradients: dict[str, torch.Tensor] = {}
     for round_ in range(sizes["rounds"] + 1):
         for name, way in ways.items():
             if round_ == 0:  # to warm up, too: to count tensors takes time
                 peaks[name] = _peak(way, policy, pack)
+                with Flops() as counter:
+                    _step(way, policy, pack)
+                flops[name] = counter.total / 1e9
             else:
                 started = time.perf_counter()
                 _step(way, policy, pack)
@@ -60,15 +70,34 @@ def measure(**given: Any) -> dict[str, dict[str, float]]:
     return {
         name: {
             "peak_mb": round(peaks[name], 1),
+            "gflops": round(flops[name], 1),
             "seconds": round(statistics.median(seconds[name]), 4),
-            "apart": float((gradients[name] - whole).norm() / whole.norm()),
+            **({} if name == "share" else {"apart": float((gradients[name] - whole).norm() / whole.norm())}),
         }
         for name in ways
     }
 
 
+class Flops(TorchDispatchMode):
+    """Inside, counts the floating-point operations of matrix products; attention's do not count."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            self.total += 2 * args[0].numel() * args[1].shape[1]
+        return made
+
+
 def _chunks(policy: PolicyModel, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
     return policy.logprobs(pack, temperature=TEMPERATURE, entropy_grad=True)
+
+
+def _share(ranks: int, policy: PolicyModel, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
+    own = slice(len(pack.predictors_P) // ranks)
+    parts = {name: getattr(pack, name)[own] for name in ("predictors_P", "predictor_K", "target_K")}
+    return _chunks(policy, replace(pack, **parts))
 
 
 def _whole(policy: PolicyModel, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
