@@ -42,6 +42,8 @@ _MAY_CHANGE = (
     "engine.max_batch",
     "engine.kv_cache_mb",
     "buffer.keep_*",
+    "cluster.address",
+    "cluster.lease_s",
     "alarms.*",
     "eval.every",
     "eval.n_during",

@@ -224,7 +224,7 @@ class ChaosRun:
         except NoEffect as error:
             unreal = [f"{fault} had no effect: {error}"]
         dies = fault.kind in ("kill", "stop") and part in PARTS
-        self._advance(part if dies else "", old, self.recovery_deadline_s)
+        self._recover(part if dies else "", old)
         recovery_s = time.monotonic() - began
         found = unreal + self._auditor.look()
         return Outcome(
@@ -236,6 +236,9 @@ class ChaosRun:
             proof=proof,
             violations=tuple(found),
         )
+
+    def _recover(self, part: str, old: set[int]) -> None:
+        self._advance(part, old, self.recovery_deadline_s)
 
     def _inject(self, fault: Fault, pid: int) -> str:
         """Do it. Returns what shows that it was real; raises NoEffect."""
@@ -331,14 +334,14 @@ class ChaosRun:
             time.sleep(_POLL_S / 4)
 
     def _advance(self, part: str, old: set[int], deadline_s: float) -> None:
-        """Wait until the part has a process whose id is not in `old`, and works; without a part, until the run goes on;
-        in both cases, at most until the run is over."""
+        """Wait until the part has a process whose id is not in `old`, and works (an engine: for clients); without a
+        part, until the run goes on; in both cases, at most until the run is over."""
         deadline, before = time.monotonic() + deadline_s, None
         while self._process.poll() is None:
             if time.monotonic() > deadline:
                 raise RunFailed(f"the run did not go on within {deadline_s:g} s; read {self.folder / 'logs'}")
             new = max(self._pids(part) - old, default=0) if part else 0
-            if new or not part:
+            if not part or (new and (part != "engine" or faults.serves(new, self._engine_ports()))):
                 work = self._work(part, new)
                 before = -1 if part == "worker" else before
                 if before is not None and work is not None and work > before:

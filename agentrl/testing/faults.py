@@ -143,6 +143,15 @@ def garble(pid: int, ports: Collection[int], junk: bytes) -> list[Connection]:
     return sent
 
 
+def serves(pid: int, ports: Collection[int]) -> bool:
+    """Whether somebody is connected to `pid` on one of `ports`."""
+    found = False
+    for connection, end in _ends(pid):
+        with end:
+            found = found or connection.local in ports
+    return found
+
+
 def still_open(garbled: Collection[Connection]) -> list[Connection]:
     """Those whose other end still uses them."""
     used = {(one.remote, one.local) for one in connections().values()}
