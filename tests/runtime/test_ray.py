@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from store.server import running
 
 from agentrl import config as configuration
 from agentrl.errors import UsageError
@@ -21,8 +23,20 @@ from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.scaling import Size
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
+from agentrl.testing.faults import processes
+from agentrl.testing.outside_audit import OutsideAuditor
 
-from .test_run import DEADLINE_S, assert_nothing_remains, child, command, run_file, started, wait_for_step
+from .test_on_postgres import last_step
+from .test_run import (
+    DEADLINE_S,
+    assert_nothing_remains,
+    children,
+    command,
+    command_line,
+    run_file,
+    started,
+    wait_for_step,
+)
 
 pytestmark = pytest.mark.ray
 
@@ -52,16 +66,20 @@ def test_a_remote_client_of_ray_is_refused() -> None:
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
-    """Two nodes on this machine, of which neither has room for a whole run."""
+    """Three nodes on this machine, which a run of two engines, two workers and two ranks fills. `room` adds one."""
     patch = pytest.MonkeyPatch()
     patch.setenv("RAY_worker_niceness", "0")
     patch.setenv("RAY_AUTH_MODE", "disabled")
     from ray.cluster_utils import Cluster
 
-    node = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args=node)
-    cluster.room = lambda: cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
-    cluster.second = cluster.room()
+    node = {"num_cpus": 2, "object_store_memory": 100 << 20}
+    quiet = {
+        "include_dashboard": False,
+        "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
+    }
+    cluster = Cluster(initialize_head=True, head_node_args={**node, **quiet})
+    cluster.room = lambda: cluster.add_node(**node)
+    cluster.others = [cluster.room(), cluster.room()]
     try:
         yield cluster
     finally:
@@ -69,39 +87,79 @@ def cluster() -> Iterator[Any]:
         patch.undo()
 
 
-NAMES = ("learner", "engine", "worker")
+def lives(run: RunDir) -> dict[str, int]:
+    """The process ids of the run's children, and of the ranks besides the learner itself."""
+    found: dict[str, int] = {}
+    for pid in children(run):
+        words = command_line(pid).split("\0")
+        for name in ("engine-0", "engine-1", "learner"):
+            if any(f"{name}.ready" in word for word in words) or words[3:4] == [name]:
+                found[name] = pid
+        if words[3:4] == ["worker"]:
+            found[f"worker-{words[5]}"] = pid
+    learner = found.get("learner")
+    ranks = [pid for pid, parent, words in processes() if parent == learner and "parallel.worker" in words]
+    return found | dict(zip(["rank"], ranks, strict=False))
 
 
-def last_step(run: RunDir) -> int:
-    return max(row.get("step", 0) for row in map(json.loads, (run.path / "metrics.jsonl").read_text().splitlines()))
+def above(pid: int) -> int:
+    """The parent of a process: Ray's actor of a child, the node (its raylet) of an actor."""
+    return next(parent for one, parent, _ in processes() if one == pid)
+
+
+def raylet(node: Any) -> int:
+    return node.all_processes["raylet"][0].process.pid
+
+
+def wait_for_others(run: RunDir, before: dict[str, int], names: Collection[str]) -> None:
+    """Until each of these has another process than `before`."""
+    deadline, left = time.monotonic() + DEADLINE_S, set(names)
+    while left:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.5)
+        left -= {name for name, pid in lives(run).items() if pid != before[name]}
 
 
 @pytest.mark.slow
-def test_law_2_a_run_on_ray_survives_a_killed_child_and_a_lost_node(tmp_path: Path, cluster: Any) -> None:
+@pytest.mark.postgres
+def test_law_2_a_run_on_ray_with_its_store_in_postgresql_survives_what_dies_there(tmp_path: Path, cluster: Any) -> None:
+    """At once the database crashes, an actor and a rank of the learner are killed, a node is lost with its children."""
     run = RunDir(tmp_path / "run")
-    sections = {"launcher": "ray", "address": cluster.address, "lease_s": 20.0}
-    file = run_file(
-        tmp_path,
-        "agentrl/Calculator-v0",
-        cluster=sections,
-        train={"steps": 5000, "checkpoint_every": 5},
-        eval={"sets": [], "every": 0},
-    )
-    with started("train", file, "--out", run.path) as process:
-        wait_for_step(run.path, 1, process)
-        os.kill(child(run, "worker"), signal.SIGKILL)
-        cluster.room()
-        wait_for_step(run.path, last_step(run) + 8, process)  # more than are possible without a worker
-        there = {child(run, name) for name in NAMES}
-        cluster.remove_node(cluster.second, allow_graceful=False)
-        wait_for_step(run.path, last_step(run) + 12, process)
-        assert {child(run, name) for name in NAMES} != there, "the lost node held none of them"
-        process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=DEADLINE_S)
-        assert process.returncode == 130, errors + output
-    with RunStore.read(run.store_path) as store:
-        assert audit(store, run.checkpoints).violations == []
-        assert not re.search(r"127\.0\.0\.1", store.meta("engine_urls") or ""), "engines serve at their node's address"
+    with tempfile.TemporaryDirectory(prefix="agentrl-pg-") as folder, running(Path(folder)) as server:
+        sections = {"launcher": "ray", "address": cluster.address, "lease_s": 10.0, "store": server.url}
+        sections |= {"engine": {"replicas": 2}, "workers": {"replicas": 2}, "learner": {"ranks": 2}}
+        file = run_file(
+            tmp_path,
+            "agentrl/Calculator-v0",
+            cluster=sections,
+            train={"steps": 5000, "checkpoint_every": 1},
+            eval={"sets": [], "every": 0},
+        )
+        with started("train", file, "--out", run.path) as process:
+            wait_for_step(run.path, 1, process)
+            outside, there = OutsideAuditor(run.store_path), lives(run)
+            assert outside.look() == [] and len(there) == 6, there
+            nodes = {name: above(above(pid)) for name, pid in there.items() if name != "rank"}
+            node = next(one for one in cluster.others if raylet(one) != nodes["learner"])
+            lost = {name for name in nodes if nodes[name] == raylet(node)}
+            actor = next(name for name in nodes if name != "learner" and name not in lost)
+            server.stop("immediate")
+            os.kill(above(there[actor]), signal.SIGKILL)
+            os.kill(there["rank"], signal.SIGKILL)
+            cluster.remove_node(node, allow_graceful=False)
+            cluster.room()
+            server.start()
+            hurt = {*lost, actor, "learner", "rank"}
+            wait_for_others(run, there, hurt)
+            wait_for_step(run.path, last_step(run) + 2, process)
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=DEADLINE_S)
+            assert process.returncode == 130, errors + output
+        assert outside.look(ended=True) == []
+        with RunStore.read(run.store_path) as store:
+            assert audit(store, run.checkpoints).violations == []
+            urls = store.meta("engine_urls") or ""
+            assert not re.search(r"127\.0\.0\.1", urls), "engines serve at their node's address"
     assert_nothing_remains(run)
 
 

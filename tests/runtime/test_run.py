@@ -107,13 +107,14 @@ def _lines(path: Path) -> list[str]:
 def children(run: RunDir) -> list[int]:
     """Process ids whose command line names the run or its scratch space."""
     found: list[int] = []
+    names = str(run.path), str(run.scratch)  # the second reads the run's configuration
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
                 words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
             except OSError:
                 continue
-            if any(str(run.path) in word or str(run.scratch) in word for word in words):
+            if any(name in word for word in words for name in names):
                 found.append(int(entry.name))
     return found
 
