@@ -173,6 +173,7 @@ def test_law_4_a_head_that_never_answers_is_given_up(tmp_path: Path) -> None:
 
 def test_without_a_cluster_the_message_says_how_to_start_one(tmp_path: Path) -> None:
     code = (
+        "from ray._private import services\nservices.find_gcs_addresses = set\n"  # that of another test
         "from agentrl.runtime.ray_launcher import _connect\nfrom agentrl.errors import UsageError\n"
         "try:\n    _connect('auto')\nexcept UsageError as error:\n    print(error)"
     )
