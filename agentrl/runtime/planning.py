@@ -2,8 +2,8 @@
 
 Bytes of the learner are counted on its own code (`agentrl.train.budget`); those of engines are weights and keys and
 values. Seconds are a roofline: operations over the vendor's peak times a stated efficiency, and, for sampling, bytes
-read over the bandwidth times another. Tools, rewards and evaluation take no time here, nor does a prompt's first pass.
-Loads torch.
+read over the bandwidth times another; the experts of a mixture are chosen evenly. Tools, rewards and evaluation take no
+time here, nor does a prompt's first pass. Loads torch.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -26,7 +26,7 @@ from agentrl.errors import UsageError
 from agentrl.runtime.models import model_dir
 from agentrl.train.budget import Held, held
 from agentrl.train.samples import Row
-from agentrl.train_settings import HEADS, check_divides
+from agentrl.train_settings import EXPERTS, HEADS, check_divides
 
 GB: Final = 1e9
 _RESERVED = 0.92  # of a GPU's memory that a process may fill: the rest is its context, and what its allocator loses
@@ -128,8 +128,8 @@ def plan(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Plan:
     bytes_, together = _held(config, folder, work), _together(config)
     ways = _ways(config, n)
     if not ways:
-        settings = " x ".join(f"train.parallel.{name} = {width}" for name, width in together.items())
-        least = math.prod(together.values()) + 1
+        settings = ", ".join(f"train.parallel.{name} = {width}" for name, width in together.items())
+        least = _team(config) + 1
         raise UsageError(f"--n {n}: {settings} GPUs learn together: give {least} or more")
     splits = tuple(_split(config, folder, bytes_, gpu, work, *way) for way in ways)
     sampled = config.buffer.groups_per_step * config.rollout.group_size * work.answer
@@ -163,16 +163,18 @@ def _split(config: RunConfig, folder: Path, bytes_: Held, gpu: Gpu, work: Work, 
     width = described.get("head_dim") or described["hidden_size"] // heads
     kv = 2 * layers * (described.get("num_key_value_heads") or heads) * width * 2  # bytes of a token, in bfloat16
     ranks, served = max(1, learners), max(1, engines)
-    parameters = bytes_.parameters
-    learner = of_rank(bytes_, ranks, layers, config.train.parallel.tensor)
+    parameters, of_experts = bytes_.parameters, _used(described)
+    learner = of_rank(bytes_, ranks, layers, config.train.parallel.tensor, config.train.parallel.expert)
     room = _RESERVED * gpu.memory_gb * GB
     weights = 2 * parameters
     second = weights if config.engine.stage == "auto" and config.sync in ("full", "delta") else 0  # of new ones, staged
     left = room - weights - second - (0 if engines else learner)
     at_once = min(config.rollout.max_running, served * max(0, int(left / (kv * work.row))))
     batch = max(1, at_once // served)
-    reads = (weights + batch * kv * work.row / 2) / (gpu.gb_per_s * GB * work.mbu)
-    token_s = max(reads, 2 * parameters * batch / (gpu.tflops * 1e12 * work.mbu))
+    asleep = 2 * bytes_.experts * (1 - of_experts) ** batch  # of experts that no token of the batch is sent to
+    reads = (weights - asleep + batch * kv * work.row / 2) / (gpu.gb_per_s * GB * work.mbu)
+    active = parameters - bytes_.experts * (1 - of_experts)
+    token_s = max(reads, 2 * active * batch / (gpu.tflops * 1e12 * work.mbu))
     groups, size = config.buffer.groups_per_step, config.rollout.group_size
     of_pass = sum(1 for row in rows_of(config, work) if row.group_id == 0)
     passes = groups * max(1.0, size / of_pass) / len({row.group_id for row in rows_of(config, work)})
@@ -191,6 +193,12 @@ def _split(config: RunConfig, folder: Path, bytes_: Held, gpu: Gpu, work: Work, 
     )
 
 
+def _used(described: dict[str, Any]) -> float:
+    """The share of a mixture's experts that a token is sent to; 1 without experts."""
+    experts = next((described[name] for name in EXPERTS if described.get(name)), None)
+    return (described.get("num_experts_per_tok") or experts) / experts if experts else 1.0
+
+
 def _described(folder: Path) -> dict[str, Any]:
     """The configuration of a model's text part."""
     described = json.loads((folder / "config.json").read_text())
@@ -199,15 +207,22 @@ def _described(folder: Path) -> dict[str, Any]:
 
 def _ways(config: RunConfig, n: int) -> list[tuple[int, int]]:
     """How many of `n` GPUs may be for engines, and how many for the learner; 0 and 0: one for both."""
-    team = math.prod(_together(config).values())
+    team = _team(config)
     ways = [(0, 0)] if n == 1 else [(mine, n - mine) for mine in range(1, n)]
     return [(mine, others) for mine, others in ways if max(1, others) % team == 0]
 
 
 def _together(config: RunConfig) -> dict[str, int]:
-    """The settings by which GPUs compute each pass together."""
+    """The settings by which GPUs compute layers together."""
     plan = config.train.parallel
-    return {name: width for name, width in (("tensor", plan.tensor), ("context", plan.context)) if width > 1}
+    named = (("tensor", plan.tensor), ("context", plan.context), ("expert", plan.expert))
+    return {name: width for name, width in named if width > 1}
+
+
+def _team(config: RunConfig) -> int:
+    """What divides the number of the learner's GPUs: those that compute a pass, or keep a layer's experts, together."""
+    plan = config.train.parallel
+    return math.lcm(plan.tensor * plan.context, plan.expert)
 
 
 def _held(config: RunConfig, folder: Path, work: Work) -> Held:
@@ -229,10 +244,11 @@ def _held(config: RunConfig, folder: Path, work: Work) -> Held:
     return replace(whole, activations=part.activations / context, temporary=part.temporary)
 
 
-def of_rank(bytes_: Held, ranks: int, layers: int, tensor: int = 1) -> float:
-    """What each of so many ranks holds: its shard, two layers that are whole at a time, or of which each of `tensor`
-    ranks has its part, and a pass."""
-    whole = 2 * bytes_.weights / layers / tensor if ranks > 1 else 0.0
+def of_rank(bytes_: Held, ranks: int, layers: int, tensor: int = 1, expert: int = 1) -> float:
+    """What each of so many ranks holds: its shard, two layers that are whole at a time, and a pass. Each of `tensor`
+    ranks has its part of these layers, and each of `expert` ranks its experts."""
+    apart = bytes_.experts / bytes_.parameters * (1 / expert - 1 / tensor)
+    whole = 2 * bytes_.weights / layers * (1 / tensor + apart) if ranks > 1 else 0.0
     return bytes_.static / ranks + whole + bytes_.activations + bytes_.temporary
 
 
@@ -240,7 +256,7 @@ def changes(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Iterator[str]:
     """Settings with which a run that does not fit does."""
     folder = model_dir(config.model)
     for change in _CHANGES:
-        if "lora_rank" in change and config.train.parallel.tensor * config.train.parallel.expert > 1:
+        if "lora_rank" in change and config.train.parallel.tensor > 1:
             continue  # its layers are not cut
         train = config.train.model_copy(update=change)
         changed = config.model_copy(update={"train": train})
@@ -256,7 +272,7 @@ def refusal(config: RunConfig, memory_bytes: int) -> str | None:
     folder = model_dir(config.model)
     layers: int = _described(folder)["num_hidden_layers"]
     parallel = config.train.parallel
-    needs = of_rank(_held(config, folder, work), parallel.ranks, layers, parallel.tensor)
+    needs = of_rank(_held(config, folder, work), parallel.ranks, layers, parallel.tensor, parallel.expert)
     if needs <= (1 + (_FUSED if config.train.compile else _OFF)) * memory_bytes:
         return None
     return (

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from agentrl.config import RunConfig
 from agentrl.errors import ModelError
-from agentrl.train.machine import operations
+from agentrl.train.machine import EXPERTS, operations
 from agentrl.train.models import Models
 from agentrl.train.packing import Branch, packs
 from agentrl.train.samples import Row
@@ -54,6 +54,7 @@ class Held:
     temporary: float
     operations: float
     parameters: float  # of the policy, however many bytes one takes
+    experts: float  # of these, those of a mixture's experts
 
     @property
     def total(self) -> float:
@@ -105,9 +106,15 @@ class Tracker(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        made = (_grouped if func is torch.ops.aten._grouped_mm.default else func)(*args, **(kwargs or {}))
         self.add(leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor))
         return made
+
+
+def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: object, **__: object) -> Tensor:
+    """What torch gives for grouped matrix products of any dtype; without numbers it refuses all but bfloat16."""
+    groups = () if a.ndim != b.ndim else (len(b) if offs is None else len(offs),)
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1])
 
 
 def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -193,6 +200,7 @@ def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: boo
         temporary=tracker.peak - static - activations,
         operations=operations(models.policy.module, pack),
         parameters=sum(parameter.numel() for parameter in models.policy.module.parameters()),
+        experts=sum(part.numel() for name, part in models.policy.module.named_parameters() if EXPERTS in name),
     )
 
 

@@ -23,6 +23,9 @@ from agentrl.train.packing import Branch, Pack
 PEAKS: Final = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H200": 989.0, "A100": 312.0}
 """Dense bfloat16 in TFLOP/s as the vendor states it, by a part of the device's name; the first that fits counts."""
 
+EXPERTS: Final = ".experts."
+"""In the names of the parameters of a mixture's experts."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
@@ -86,7 +89,7 @@ def prices(module: Any) -> Prices:
     active = config.num_experts_per_tok / experts if experts else 1.0
     outer = {id(module.get_input_embeddings().weight), id(module.get_output_embeddings().weight)}
     body = sum(
-        parameter.numel() * (active if ".experts." in name else 1.0)
+        parameter.numel() * (active if EXPERTS in name else 1.0)
         for name, parameter in module.named_parameters()
         if id(parameter) not in outer
     )

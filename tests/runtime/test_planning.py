@@ -206,6 +206,32 @@ def test_ranks_that_compute_a_pass_together_are_planned_with_their_part_of_it(co
         planning.plan(of(4), gpu, 8, WORK)
 
 
+def test_a_mixture_is_planned_with_the_experts_that_a_token_uses(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    mixture = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    shape = {**SHAPE, **mixture, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
+    parallel = config.train.parallel.model_copy(update={"ranks": 2, "expert": 2})
+    train = config.train.model_copy(update={"parallel": parallel})
+    apart = config.model_copy(update={"model": str(tmp_path / "model"), "train": train})
+    gpu = Gpu(memory_gb=1, tflops=1e-3, gb_per_s=1)
+    found = planning.plan(apart, gpu, 3, WORK)
+    of_experts, others = 2 * 8 * 3 * 64 * 32, PARAMETERS - 2 * 3 * 64 * 128 + 2 * 64 * 8  # experts, and with routers
+    assert (found.held.experts, found.held.parameters) == (of_experts, of_experts + others)
+    ((engines, learners),) = ((one.engines, one.learners) for one in found.splits)
+    assert (engines, learners) == (1, 2), "two ranks keep experts apart: the learner has two GPUs"
+    (split,) = found.splits
+    layer = 4 * (others + of_experts / 2)  # two of two layers, of which a rank has half of the experts
+    needs = found.held.static / 2 + layer + found.held.activations + found.held.temporary
+    assert split.learner_bytes == pytest.approx(needs, rel=1e-3)  # rotary's few frequencies again
+    kv = 2 * 2 * 2 * 16 * 2
+    read = 2 * others + 2 * of_experts * (1 - 0.75**64)  # of 64 tokens that each use two of eight experts
+    token_s = max((read + 64 * kv * 100) / 0.5e9, 2 * (others + of_experts / 4) * 64 / 0.5e9)
+    assert split.at_once == 64 and split.episode_s == pytest.approx(40 * token_s)
+    with pytest.raises(UsageError, match=r"--n 2: train\.parallel\.expert = 2 GPUs learn together: give 3 or more"):
+        planning.plan(apart, gpu, 2, WORK)
+
+
 def test_ranks_that_share_the_tokens_of_a_pass_are_planned_with_their_share(config: RunConfig) -> None:
     parallel = config.train.parallel.model_copy(update={"ranks": 4, "context": 4})
     shared = config.model_copy(update={"train": config.train.model_copy(update={"parallel": parallel})})
