@@ -23,6 +23,7 @@ from agentrl.runtime.engines import WrongWeights
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import RestartBudget
 from agentrl.store import RunStore
+from agentrl.store.roles import ControlStore
 
 WANTED = "wanted_size"
 WORKERS = "workers"
@@ -104,7 +105,7 @@ def ask(run: RunDir, *, engines: int | None, workers: int | None) -> Size:
         return wanted(config, store.meta)
 
 
-def forget(store: RunStore, *, engines: bool, workers: bool) -> None:
+def forget(store: ControlStore, *, engines: bool, workers: bool) -> None:
     """The run file says the numbers again."""
     gone = {name for name, told in (("engines", engines), ("workers", workers)) if told}
     kept = {name: value for name, value in _asked(store.meta).items() if name not in gone}

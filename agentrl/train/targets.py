@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules.conv import _ConvNd  # pyright: ignore[reportPrivateUsage]
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -82,16 +83,17 @@ def pieces(module: Any, stacks: Mapping[str, torch.Size]) -> dict[str, tuple[Pie
     keeps the stack. Transformers divides numbered rows to find them, so no architecture needs to be known here."""
     rows: dict[str, torch.Tensor] = {}
     owner: list[str] = []
-    for name, (experts, out, _) in stacks.items():
-        rows[name] = (len(owner) + torch.arange(experts * out)).view(experts, out, 1).expand(-1, -1, 2)
-        owner += [name] * (experts * out)
     found: dict[str, list[Piece]] = {name: [] for name in stacks}
-    for name, numbers in revert_weight_conversion(module, rows).items():
-        if numbers.ndim != 2:
-            continue
-        stack = owner[first := int(numbers[0, 0])]
-        expert, start = divmod(first - int(rows[stack][0, 0, 0]), stacks[stack][1])
-        found[stack].append(Piece(name.removesuffix(".weight"), expert, start, start + len(numbers)))
+    with unset_fake_temporarily():  # numbers of rows, also for a model that has none
+        for name, (experts, out, _) in stacks.items():
+            rows[name] = (len(owner) + torch.arange(experts * out)).view(experts, out, 1).expand(-1, -1, 2)
+            owner += [name] * (experts * out)
+        for name, numbers in revert_weight_conversion(module, rows).items():
+            if numbers.ndim != 2:
+                continue
+            stack = owner[first := int(numbers[0, 0])]
+            expert, start = divmod(first - int(rows[stack][0, 0, 0]), stacks[stack][1])
+            found[stack].append(Piece(name.removesuffix(".weight"), expert, start, start + len(numbers)))
     return {name: tuple(sorted(of, key=lambda piece: (piece.expert, piece.start))) for name, of in found.items()}
 
 

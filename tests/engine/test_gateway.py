@@ -280,7 +280,7 @@ async def test_each_gets_its_weight_while_both_have_work(autojump_clock: MockClo
             served = [there.gauges(name)["served_tokens_total"] for name in ("alice", "bob")]
             nursery.cancel_scope.cancel()
         assert sum(served) == 4 * 30 * 15  # no place is ever empty
-        assert served[0] / served[1] == pytest.approx(3, rel=0.1)
+        assert abs(served[0] - 1350) <= 60, "three quarters, but for a turn of each"
 
 
 async def test_too_long_a_queue_is_answered_429_and_the_runs_fleet_asks_again(autojump_clock: MockClock) -> None:

@@ -170,7 +170,7 @@ def scene_of(tmp_path: Path, policy: Policy) -> Iterator[Callable[[Server], Scen
 
 async def names(url: str) -> set[str]:
     async with aclosing(AdapterClient(url, current=lambda: None)) as client:
-        return {name for name in await adapters._names(client, ADMIN_S) if "-" in name}  # pyright: ignore[reportPrivateUsage]
+        return {name for name in await adapters._places(client, ADMIN_S) if "-" in name}  # pyright: ignore[reportPrivateUsage]
 
 
 async def empty(url: str) -> None:

@@ -59,8 +59,9 @@ def far(near: RunStore, tmp_path: Path, proxy: Proxy) -> Generator[RunStore]:
 
 
 @pytest.fixture(autouse=True)
-def folders(tmp_path: Path) -> None:
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "near").mkdir()
+    monkeypatch.setattr(postgres, "CONNECT_S", 2.0)  # libpq takes no less
 
 
 def test_law_2_a_connection_that_is_cut_between_two_writes_costs_nothing(far: RunStore, proxy: Proxy) -> None:
@@ -77,7 +78,7 @@ def test_law_2_a_connection_that_is_cut_between_two_writes_costs_nothing(far: Ru
 
 def test_law_2_a_connection_that_is_cut_within_a_write_leaves_nothing_of_it(far: RunStore, proxy: Proxy) -> None:
     db = far._db  # pyright: ignore[reportPrivateUsage]
-    with pytest.raises(StoreError, match=r"the database says"), db.write():
+    with pytest.raises(StoreError, match=r"the database does not answer"), db.write():
         db.execute("UPDATE meta SET value = 'half' WHERE key = 'config'")
         db.rows("SELECT 1")
         proxy.cut()
@@ -107,7 +108,7 @@ def test_law_4_a_network_that_swallows_everything_holds_no_call_for_longer_than_
     if what != "commit":
         proxy.swallow()
     far.hurry(0.1)
-    with pytest.raises(StoreError, match=r"it has not answered for 0\.2 s"):
+    with pytest.raises(StoreError, match=r"the database does not answer \(.*start it"):
         {"read": far.counts, "write": lambda: far.set_meta("a", "b"), "together": together, "commit": commit}[what]()
     assert time.monotonic() - began < 60
     proxy.carry()
