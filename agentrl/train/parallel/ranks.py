@@ -36,6 +36,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import debug
 
 from agentrl.errors import AgentRLError, RankLost
 from agentrl.train.packing import Pack
@@ -347,6 +348,7 @@ class Leader:
         collectives.keep(None)
         if distributed.is_initialized():
             distributed.destroy_process_group()
+            debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]  # it answers with dead meshes
 
     @contextmanager
     def _working(self) -> Generator[None]:
