@@ -28,6 +28,7 @@ from agentrl.runtime.heartbeat import Pulse
 from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import RestartBudget
+from agentrl.runtime.unread import waiting_for_no_reader
 
 ERROR_FILE = "AGENTRL_ERROR_FILE"
 """Names the file in which a process leaves the one line that it failed with on purpose."""
@@ -72,7 +73,7 @@ def keep_alive(command: Callable[[], Sequence[str]], *, path: Path, settings: Ru
     Raises RunFailed, which gives the last failure, when the budget of restarts is spent."""
     live_with_parent()
     hang_s, start_s = settings.train.liveness_deadline_s, settings.engine.start_deadline_s
-    with closing(OwnedFolder(patience_s=_PATIENCE_S)) as owner:
+    with waiting_for_no_reader(), closing(OwnedFolder(patience_s=_PATIENCE_S)) as owner:
         kept = _Kept(command, owner.path, owner.mark)
         pulse = Pulse(process=kept, start_s=start_s, silent_s=hang_s, stopped_s=hang_s, names=(_NAME, _NAME))
         try:

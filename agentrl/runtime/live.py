@@ -6,6 +6,7 @@ It reads the store and draws; without a terminal it prints one line per step ins
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import fmean
 from types import TracebackType
@@ -22,6 +23,7 @@ from agentrl.records import GroupState
 from agentrl.runtime import report
 from agentrl.runtime.pipeline import Supervisor
 from agentrl.runtime.signal import moved, no_signal
+from agentrl.runtime.unread import waiting_for_no_reader
 
 _WINDOW = 10  # number of steps in a displayed mean
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -33,12 +35,14 @@ class LiveView:
 
     console: Console = field(default_factory=Console)
     _live: Live | None = None
+    _printing: ExitStack = field(default_factory=ExitStack)
     _printed: int = 0
     _phase: str = ""
     _rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # since the weights moved
     _warned: int = 0
 
     def __enter__(self) -> Self:
+        self._printing.enter_context(waiting_for_no_reader())
         if self.console.is_terminal:
             self._live = Live(console=self.console, refresh_per_second=4, transient=False)
             self._live.start()
@@ -49,6 +53,7 @@ class LiveView:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+        self._printing.close()
 
     def tick(self, supervisor: Supervisor) -> None:
         """Draw the current state."""
