@@ -12,5 +12,8 @@ import typer
 def fleet(file: Annotated[Path, typer.Argument(help="The fleet file (TOML), see docs/fleet.md")]) -> None:
     """Serve engines that several runs share through adapters, until Ctrl-C. Prints each tenant's lines for its run."""
     from agentrl.runtime import shared_fleet
+    from agentrl.runtime.unread import waiting_for_no_reader
 
-    shared_fleet.run(shared_fleet.load(file), partial(print, flush=True))
+    config = shared_fleet.load(file)
+    with waiting_for_no_reader():
+        shared_fleet.run(config, partial(print, flush=True))

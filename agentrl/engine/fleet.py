@@ -136,7 +136,8 @@ class Fleet:
     async def control(self, *, period_s: float = 1.0, start: Aimd | None = None) -> None:
         """Check the replicas for ever: start it in the nursery that owns the fleet. Idle ones are asked whether they
         live, broken ones whether they are back: without it broken ones are asked only when no other is ready. With
-        `start`, this rule adapts each replica's limit to its metrics."""
+        `start`, this rule adapts each replica's limit to its metrics. Replicas that left are closed after their last
+        request."""
         looked_after: list[Replica] = []
         async with trio.open_nursery() as nursery:
             while True:
@@ -145,6 +146,9 @@ class Fleet:
                         rule = None if start is None else replace(start)
                         nursery.start_soon(self._look_after, replica, rule, period_s)
                 looked_after = list(self.replicas)
+                for replica in [one for one in self._gone if not one.running]:
+                    self._gone.remove(replica)
+                    await replica.client.aclose()
                 await trio.sleep(period_s)
 
     async def _look_after(self, replica: Replica, rule: Aimd | None, period_s: float) -> None:

@@ -341,3 +341,4 @@ async def test_law_1_a_fleet_follows_an_engine_that_moved_and_its_turns_go_on_th
     assert results == [tuple(range(3, 11))]
     assert [request.token_ids for request in new.requests] == [(1, 2, 3, 3, 4, 5, 6)]
     assert fleet.gauges()["state"] == ["ready"] and len(old.requests) == 1
+    assert old.closed and not new.closed
