@@ -155,9 +155,6 @@ class Train(Section):
         if self.parallel.ranks > 1 and self.compile:
             hint = f"train.parallel.ranks = {self.parallel.ranks} gathers the layers that it compiles: give false"
             raise ConfigError("train.compile", True, hint)
-        if self.lora_rank and self.parallel.tensor > 1:
-            hint = f"an adapter (train.lora_rank = {self.lora_rank}) is over layers that are not cut: give 1"
-            raise ConfigError("train.parallel.tensor", self.parallel.tensor, hint)
         return self
 
     @model_validator(mode="after")

@@ -256,8 +256,6 @@ def changes(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Iterator[str]:
     """Settings with which a run that does not fit does."""
     folder = model_dir(config.model)
     for change in _CHANGES:
-        if "lora_rank" in change and config.train.parallel.tensor > 1:
-            continue  # its layers are not cut
         train = config.train.model_copy(update=change)
         changed = config.model_copy(update={"train": train})
         bytes_ = _held(changed, folder, work)

@@ -58,8 +58,23 @@ def inject(module: Any, train: Train, folder: Path) -> None:
     )
     shell = nn.Module()  # hides the architecture: PEFT would put targets and ranks of its own in the place of ours
     shell.add_module("model", module)
-    inject_adapter_in_model(config, shell)
+    with _as_if_whole(module):
+        inject_adapter_in_model(config, shell)
     module.peft_config = shell.peft_config
+
+
+@contextmanager
+def _as_if_whole(module: Any) -> Generator[None]:
+    """Inside, linear layers that are sharded look as large as they are whole: PEFT would make an adapter for a part of
+    one that ranks compute together. They are frozen afterwards."""
+    own = [(part, part.weight) for part in module.modules() if isinstance(part, nn.Linear) and is_sharded(part.weight)]
+    for part, weight in own:
+        part.weight = nn.Parameter(torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape))
+    try:
+        yield
+    finally:
+        for part, weight in own:
+            part.weight = weight.requires_grad_(False)
 
 
 def add_roles(module: Any, roles: Sequence[str]) -> None:

@@ -46,7 +46,7 @@ def tiny_qwen3(
     return folder
 
 
-def tiny_llama(folder: Path) -> Path:
+def tiny_llama(folder: Path, *, biases: bool = False) -> Path:
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -57,8 +57,14 @@ def tiny_llama(folder: Path) -> Path:
         num_key_value_heads=4,
         tie_word_embeddings=False,
         initializer_range=0.3,
+        attention_bias=biases,
+        mlp_bias=biases,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):  # they begin at 0
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
     return folder
 
 

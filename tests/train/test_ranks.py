@@ -24,7 +24,7 @@ from agentrl.train.parallel.ranks import ALONE, Leader, Ranks
 from agentrl.train.parallel.shares import Pass
 from agentrl.train.ragged import Ragged
 
-from .making import mixture, random_group, run_config, tiny_qwen3
+from .making import mixture, random_group, run_config, tiny_llama, tiny_qwen3
 from .test_kept import rows_with_sets
 from .test_packing import row
 from .test_routing import after as routed_step
@@ -183,8 +183,9 @@ def test_log_probs_over_kept_sets_and_their_gradients_are_those_of_one_rank(
         (False, {"expert": 2}, 0),
         (True, {"context": 2, "expert": 2}, 0),
         (True, {"expert": 2}, 2),
+        (True, {"tensor": 2, "expert": 2}, 2),
     ],
-    ids=["replayed", "own choice", "context", "adapter"],
+    ids=["replayed", "own choice", "context", "adapter", "adapter, tensor"],
 )
 def test_replay_and_balance_of_a_mixture_are_those_of_one_rank(
     replayed: bool, plan: dict[str, int], rank: int, two: Leader, mixture_dir: Path, tmp_path: Path
@@ -205,6 +206,33 @@ def test_replay_and_balance_of_a_mixture_are_those_of_one_rank(
     begun = load_file(mixture_dir / "model.safetensors")
     moved = [float((weights[name] - begun[name]).abs().max()) for name in map(expert.format, range(4))]
     assert min(moved) > 1e-5
+
+
+def test_an_adapter_over_layers_that_two_ranks_compute_together_is_that_of_one(two: Leader, tmp_path: Path) -> None:
+    """Every linear layer has a bias too, which is added once."""
+    folder = tiny_llama(tmp_path / "model", biases=True)
+    settings = {**STEEP, "lora_rank": 2}
+
+    def adapter(ranks: Ranks, name: str, **parallel: Any) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]]:
+        learner = Learner(config(**settings, **parallel), folder, ranks=ranks)
+        files = [learner.export_adapter(tmp_path / f"{name} before")]
+        report = [learner.step(groups(3, seed), step_of=STEP_OF) for seed in range(2)][-1]  # its B begins at 0
+        files.append(learner.export_adapter(tmp_path / name))
+        before, after = (load_file(file / "adapter_model.safetensors") for file in files)
+        return report, before, after
+
+    one, begun, alone = adapter(ALONE, "alone")
+    other, same, shared = adapter(two, "shared", parallel=TENSOR)
+    assert other.loss == pytest.approx(one.loss, abs=1e-5)
+    assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+    assert begun.keys() == same.keys() == alone.keys() == shared.keys()
+    for name, tensor in alone.items():
+        assert torch.equal(begun[name], same[name])
+        assert not torch.equal(begun[name], tensor)
+        torch.testing.assert_close(shared[name], tensor, atol=1e-5, rtol=0)
+    layer = "model.layers.1.self_attn.o_proj"
+    names = [name.partition(",")[0] for name in two.ledger.names(0)]
+    assert f"adding up {layer}" in names and not any("lora" in name or "base_layer" in name for name in names)
 
 
 class Memory(ctypes.Structure):
@@ -282,8 +310,9 @@ def moments(folder: Path) -> dict[Any, torch.Tensor]:
         (config(GRPO(kl_weight=0.1, reference_every=2), parallel=TENSOR), False),
         (config(PPO(critic="own"), parallel={**TENSOR, "expert": 2}), True),
         (config(lora_rank=2, parallel={"ranks": 2, "expert": 2}), True),
+        (config(GRPO(kl_weight=0.1), lora_rank=2, parallel=TENSOR, gradient_checkpointing=True), False),
     ],
-    ids=["critic", "adapter", "tensor", "tensor and expert", "adapter and expert"],
+    ids=["critic", "adapter", "tensor", "tensor and expert", "adapter and expert", "adapter and tensor"],
 )
 def test_a_checkpoint_of_two_ranks_is_that_of_one(
     settings: RunConfig, mixed: bool, two: Leader, qwen3_dir: Path, mixture_dir: Path, tmp_path: Path

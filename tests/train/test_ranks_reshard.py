@@ -20,6 +20,7 @@ PLANS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "shards": ({"ranks": 2}, {"ranks": 4}),
     "tensor": ({"ranks": 2, "tensor": 2}, {"ranks": 4, "tensor": 2}),
     "context": ({"ranks": 2, "context": 2}, {"ranks": 4, "tensor": 2, "context": 2}),
+    "adapter": ({"ranks": 2, "tensor": 2}, {"ranks": 4, "tensor": 2}),
     "experts": ({"ranks": 2, "expert": 2}, {"ranks": 4, "tensor": 2, "expert": 4}),
 }
 """Of two ranks, and of four."""
@@ -38,6 +39,7 @@ def started(size: int) -> Generator[Leader]:
 def test_a_checkpoint_goes_from_two_ranks_to_four_to_one_bit_for_bit(qwen3_dir: Path, tmp_path: Path) -> None:
     mixed = mixture(tmp_path / "mixture", layers=2, kv_heads=2)
     models = {**dict.fromkeys(PLANS, qwen3_dir), "experts": mixed}
+    settings: dict[str, dict[str, Any]] = {kind: {"lora_rank": 2 if kind == "adapter" else 0} for kind in PLANS}
     saved: dict[str, list[Path]] = {}
     hashes: dict[str, list[dict[str, str]]] = {}
     stepped: dict[str, Any] = {}
@@ -49,19 +51,19 @@ def test_a_checkpoint_goes_from_two_ranks_to_four_to_one_bit_for_bit(qwen3_dir: 
 
     with started(2) as two:
         for kind, (plan, _) in PLANS.items():
-            learner = Learner(config(parallel=plan), models[kind], ranks=two)
+            learner = Learner(config(**settings[kind], parallel=plan), models[kind], ranks=two)
             learner.step(groups(3), step_of=STEP_OF)
             save(kind, learner)
     with started(4) as four:
         for kind, (_, plan) in PLANS.items():
-            learner = Learner(config(parallel=plan), models[kind], ranks=four)
+            learner = Learner(config(**settings[kind], parallel=plan), models[kind], ranks=four)
             learner.load(saved[kind][0])
             save(kind, learner)
             stepped[kind] = learner.step(groups(3, 1), step_of=STEP_OF)
         steep = {"optimizer": "sgd", "lr": 1.0, "grad_clip": None}  # weights differ as gradients do
         (report,), apart = after(config(**steep, parallel={"ranks": 4, "expert": 4}), mixed, four, steps=1)
     for kind, model in models.items():
-        alone = Learner(config(), model)
+        alone = Learner(config(**settings[kind]), model)
         alone.load(saved[kind][1])
         assert alone.hashes() == hashes[kind][0] == hashes[kind][1]
         two_s, four_s = (moments(folder) for folder in saved[kind])

@@ -5,14 +5,18 @@ of a mesh what is cut over them beside this; nor losses.
 
 tensor    A model's own plan (transformers' `tp_plan`) names the linear layers. The rows of a "colwise" weight are cut,
           so that each rank has some heads, or some neurons; the columns of the "rowwise" one behind it, whose outputs
-          the ranks add up. All else is computed by every rank alike, but the experts of a mixture: each rank of a row
-          sends them its share of the tokens.
+          the ranks add up, each with a part of the bias. All else is computed by every rank alike, but the experts of a
+          mixture: each rank of a row sends them its share of the tokens.
 expert    A model's own plan (`ep_plan`) names the stacks of experts. A token goes to the ranks that have its experts
           and comes back, all to all.
 
+Adapters of linear layers that are cut are small, and whole on every rank: one multiplies with the rows of B that belong
+to its outputs, or the columns of A that belong to its inputs. What a "rowwise" layer and its adapter make of a rank's
+inputs is added up over the ranks together.
+
 Gradients need no rules of their own. The loss of a step is the sum over all ranks, of which each in a row of `tensor`
-has an equal part. The sum of outputs is a sum of gradients as well, and what all ranks of a row have, a norm's weight,
-has the sum of their gradients, as FSDP adds them up.
+has an equal part. The sum of outputs is a sum of gradients as well, and what all ranks of a row have, a norm's weight
+or an adapter, has the sum of their gradients, as FSDP adds them up.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -22,7 +26,7 @@ has the sum of their gradients, as FSDP adds them up.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -88,17 +92,16 @@ def _tensor_cuts(module: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], C
     check_divides("tensor", width, module.config.get_text_config().to_dict(), HEADS)
     found: dict[tuple[nn.Module, str], Cut] = {}
     for path, part, style in _planned(module, plan):
-        if "experts" in path.split(".") or style in _AS_IT_IS:
+        if "experts" in path.split(".") or style in _AS_IT_IS or hasattr(part, "base_layer"):
             continue
         if style not in _WAYS or type(part) is not nn.Linear:
             raise ConfigError("train.parallel.tensor", width, f"{name} cuts {path} by {style!r}, we cannot: give 1")
-        dim = _WAYS[style]
-        if part.weight.shape[dim] % width:
-            hint = f"{path} of {name} is {part.weight.shape[dim]} wide: give a number that divides it, or 1"
-            raise ConfigError("train.parallel.tensor", width, hint)
-        found[part, "weight"] = Cut(mesh, dim)
-        if dim == 0 and "bias" in dict(part.named_parameters()):
-            found[part, "bias"] = Cut(mesh, dim)
+        for at, parameter in part.named_parameters():
+            dim = _WAYS[style] if at == "weight" else 0
+            if parameter.shape[dim] % width:
+                hint = f"{path} of {name} is {parameter.shape[dim]} wide: give a number that divides it, or 1"
+                raise ConfigError("train.parallel.tensor", width, hint)
+            found[part, at] = Cut(mesh, dim)
     if not found:
         raise ConfigError("train.parallel.tensor", width, f"{name} has no plan for it in transformers: give 1")
     return found
@@ -127,25 +130,29 @@ def _planned(module: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, 
         if isinstance(layer, GradientCheckpointingLayer):
             for name, part in (*layer.named_modules(), *layer.named_parameters()):
                 path = f"{above}.{name}"
-                plain = re.sub(r"\.base_layer(?=\.|$)", "", path)  # below an adapter
-                if style := plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", plain)):
+                if style := plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", _plain(path))):
                     yield path, part, style
+
+
+def _plain(path: str) -> str:
+    """A name without the layers that adapters put in between."""
+    return re.sub(r"\.base_layer(?=\.|$)", "", path)
 
 
 def install(module: nn.Module, meshes: Meshes, cut: Cuts) -> None:
     """Have the parts of a model compute with cut parameters, which FSDP has gathered over the columns."""
-    names = {part: name for name, part in module.named_modules()}
+    names = {part: _plain(name) for name, part in module.named_modules()}
+    adapters = {_below(layer): layer for layer in names if hasattr(layer, "base_layer")}
     for (part, name), how in cut.items():
         if isinstance(part, nn.Linear) and name == "weight":
-            group = how.row.get_group() if how.dim else None
-            setattr(part, "forward", partial(_linear, part, group, f"adding up {names[part]}"))  # noqa: B010
+            _install_linear(part, adapters.get(part), how, f"adding up {names[part]}")
     if not hasattr(module, "config"):
         return
     apart = {part for part, _ in cut if not isinstance(part, nn.Linear)}
     stacks = set(apart)
     if meshes.tensor is not None:  # their tokens are divided, however experts are cut
         found = _planned(module, getattr(module, "tp_plan", None) or {})
-        stacks |= {part for path, part, _ in found if path.endswith(".experts") and isinstance(part, nn.Module)}
+        stacks |= {_below(part) for path, part, _ in found if path.endswith(".experts") and isinstance(part, nn.Module)}
     for part in stacks:
         above = [layer for layer in names if layer is not part and _below(layer) is part]
         setattr(part, "forward", Experts(part, names[part], meshes, apart=part in apart, adapters=above))  # noqa: B010
@@ -158,13 +165,35 @@ def _below(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def _linear(part: nn.Linear, group: Any, name: str, states: Tensor) -> Tensor:
-    """A linear layer of which this rank has some rows or, if it adds up with `group`, some columns."""
+def _install_linear(part: nn.Linear, adapter: Any, how: Cut, name: str) -> None:
+    """Have a linear layer, and PEFT's around it, compute with the rows or the columns that this rank has."""
+    setattr(part, "forward", partial(_linear, part, how.row if how.dim else None))  # noqa: B010
+    if adapter is not None:
+        for small in (adapter.lora_A if how.dim else adapter.lora_B).values():
+            small.forward = partial(_part, small, how.row, how.dim)
+    if how.dim:
+        outer: Any = part if adapter is None else adapter
+        outer.forward = partial(_added_up, outer.forward, how.row.get_group(), name)
+
+
+def _linear(part: nn.Linear, row: DeviceMesh | None, states: Tensor) -> Tensor:
+    """What some rows of a weight make of states; or what some columns do, whose ranks in `row` are added up: each adds
+    a part of the bias."""
     weight, bias = _own(part.weight), None if (given := cast("Tensor | None", part.bias)) is None else _own(given)
-    if group is None:
+    if bias is None or row is None:
         return functional.linear(states, weight, bias)
-    whole = added_up(functional.linear(states, weight), group, name)
-    return whole if bias is None else whole + bias
+    at, found = len(bias) * row.get_local_rank(), functional.linear(states, weight)
+    return found + functional.pad(bias, (at, len(weight) - at - len(bias))).to(found.dtype)
+
+
+def _part(small: nn.Linear, row: DeviceMesh, dim: int, states: Tensor) -> Tensor:
+    """The same of an adapter's matrix, which is whole."""
+    share = small.weight.shape[dim] // row.size()
+    return functional.linear(states, small.weight.narrow(dim, share * row.get_local_rank(), share))
+
+
+def _added_up(forward: Callable[[Tensor], Tensor], group: Any, name: str, states: Tensor) -> Tensor:
+    return added_up(forward(states), group, name)
 
 
 def _own(tensor: Tensor) -> Tensor:
