@@ -125,9 +125,9 @@ async def test_the_ratio_is_1_for_tokens_that_the_same_weights_sampled(client: E
         with torch.no_grad():
             ours_K, _ = learner.logprobs(pack, temperature=asked.sampling.temperature)
             whole_K, _ = learner.logprobs(replace(pack, ragged={}), temperature=asked.sampling.temperature)
-        torch.testing.assert_close(ours_K, pack.columns["behaviour"], atol=1e-5, rtol=0)
+        torch.testing.assert_close(ours_K, pack.columns["behaviour"], atol=3e-5, rtol=0)
         off = float((whole_K - pack.columns["behaviour"]).abs().max())
-        assert off > 0.01 if asked.sampling.top_k != 5000 else off < 1e-5  # the check sees sets that are lost
+        assert off > 0.01 if asked.sampling.top_k != 5000 else off < 3e-5  # the check sees sets that are lost
 
 
 async def test_such_a_server_is_known_by_a_probe_and_scores_prompts(client: EngineClient) -> None:
