@@ -1,11 +1,12 @@
 """The same run file on one machine without Ray and with it: does it learn the same, and what does the cluster cost?
 
-    agentrl bench launchers [--seeds 1 2 3] [--set SECTION.KEY=VALUE] [--out FILE.json]
+    agentrl bench launchers [--seeds 1 2 3] [--apart] [--set SECTION.KEY=VALUE] [--out FILE.json]
 
 A run is that of `agentrl bench learning`, the tiny coder with everything in it. Locally its store is SQLite; on Ray it
 is PostgreSQL, which waits for its disk, and each process is an actor's on the only node of a test cluster. The runs
 take turns, each seed in the other order, so that a slow minute of the machine hits both. Wall time is that of the
-whole command; "between steps" is from the first step's end to the last's, without starts and evaluations.
+whole command; "between steps" is from the first step's end to the last's, without starts and evaluations. `--apart`
+runs each launcher with each store, which says what either costs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +28,37 @@ from loop import run
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
-ARMS = ("local, SQLite", "Ray, PostgreSQL")
+ARMS = ("local, SQLite", "Ray, PostgreSQL", "local, PostgreSQL", "Ray, SQLite")
 
 
 @contextmanager
-def cluster() -> Iterator[tuple[str, ...]]:
-    """The settings of a run on a new cluster of one node, with a new server of its own."""
+def ray_cluster() -> Iterator[list[str]]:
+    """The settings of a run on a new cluster of one node."""
     from ray.cluster_utils import Cluster
 
+    node = {"num_cpus": 4, "object_store_memory": 100 << 20, "include_dashboard": False}
+    made = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        yield ["cluster.launcher=ray", f"cluster.address={made.address}"]
+    finally:
+        made.shutdown()
+
+
+@contextmanager
+def postgresql() -> Iterator[list[str]]:
+    """The settings of a run with its store in a new server."""
     sys.path.insert(0, str(TESTS))
     from store.server import running  # pyright: ignore[reportMissingImports]
 
     with tempfile.TemporaryDirectory(prefix="agentrl-launchers-") as name:
-        folder = Path(name)
-        folder.chmod(0o755)
-        (folder / "server").mkdir()
-        node = {"num_cpus": 4, "object_store_memory": 100 << 20, "include_dashboard": False}
-        with running(folder / "server", durable=True) as server:
-            made = Cluster(initialize_head=True, head_node_args=node)
-            try:
-                yield "cluster.launcher=ray", f"cluster.address={made.address}", f"cluster.store={server.url}"
-            finally:
-                made.shutdown()
+        folder = Path(name) / "server"
+        folder.parent.chmod(0o755)
+        folder.mkdir()
+        with running(folder, durable=True) as server:
+            yield [f"cluster.store={server.url}"]
+
+
+PARTS = {"Ray": ray_cluster, "PostgreSQL": postgresql}
 
 
 def measure(folder: Path, settings: Sequence[str]) -> dict[str, Any]:
@@ -73,35 +84,36 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         numbers = f"{row['before']:.3f} | {row['after']:.3f} | {row['wall_s']:.0f} | {row['steps_s']:.0f}"
         yield f"| {row['seed']} | {row['arm']} | {numbers} |"
     yield ""
-    for key, what in (("wall_s", "wall"), ("steps_s", "between steps")):
-        yield f"- {what}, Ray over local: median {statistics.median(ratios(rows, key)):.2f} of the pairs."
-    means = [statistics.fmean(row["after"] for row in rows if row["arm"] == arm) for arm in ARMS]
-    yield f"- held-out success, mean: {means[0]:.3f} locally, {means[1]:.3f} on Ray."
+    for arm in sorted({row["arm"] for row in rows}, key=ARMS.index):
+        held_out = statistics.fmean(row["after"] for row in rows if row["arm"] == arm)
+        wall, steps = (statistics.median(ratios(rows, arm, key)) for key in ("wall_s", "steps_s"))
+        over = f"over {ARMS[0]}, median of the pairs: wall {wall:.2f}, between steps {steps:.2f}"
+        yield f"- {arm}: held-out success {held_out:.3f} in the mean; {over}."
 
 
-def ratios(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
-    """Of each seed: what Ray's run took over what the local one took."""
+def ratios(rows: Sequence[dict[str, Any]], arm: str, key: str) -> list[float]:
+    """Of each seed: what the arm's run took over what the plain one took."""
     by = {(row["seed"], row["arm"]): row[key] for row in rows}
-    return [by[seed, ARMS[1]] / by[seed, ARMS[0]] for seed in sorted({row["seed"] for row in rows})]
+    return [by[seed, arm] / by[seed, ARMS[0]] for seed in sorted({row["seed"] for row in rows})]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--apart", action="store_true", help="each launcher with each store")
     parser.add_argument("--set", action="append", default=[], help="a setting of all runs: section.key=value")
     parser.add_argument("--out", type=Path, help="write the JSON here too")
     chosen = parser.parse_args()
     os.environ |= {"RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled"}
+    arms = ARMS if chosen.apart else ARMS[:2]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="agentrl-launchers-") as name:
         for at, seed in enumerate(chosen.seeds):
-            for arm in ARMS if at % 2 == 0 else ARMS[::-1]:
-                settings, folder = [f"seed={seed}", *chosen.set], Path(name) / f"{seed}-{ARMS.index(arm)}"
-                if arm == ARMS[0]:
-                    found = measure(folder, settings)
-                else:
-                    with cluster() as where:
-                        found = measure(folder, [*settings, *where])
+            for arm in arms if at % 2 == 0 else arms[::-1]:
+                with ExitStack() as stack:
+                    parts = [stack.enter_context(part()) for what, part in PARTS.items() if what in arm]
+                    settings = [f"seed={seed}", *chain(*parts), *chosen.set]
+                    found = measure(Path(name) / f"{seed}-{ARMS.index(arm)}", settings)
                 rows.append({"seed": seed, "arm": arm, **found})
                 print(rows[-1], file=sys.stderr, flush=True)
     print("\n".join(table(rows)))
