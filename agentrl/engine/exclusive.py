@@ -2,35 +2,85 @@
 engine again. Interleaved, their calls could leave the weights of the one under the version of the other.
 
 Owns a lock file for each engine, which the kernel lets go with its holder, however that ends. Never asks the engine.
+If engine and learner take turns on one GPU (`engine.colocated`), one lock is for the GPU: whoever has it may change who
+is there. So a learner's turn is a lease. If the learner dies in it, the supervisor gets the lock, and wakes the engine.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import IO
 
 import trio
 
 from agentrl.errors import WeightSyncError
 
 _POLL_S = 0.05
+_GPU = "the shared GPU"
+
+
+def name_of(url: str, *, colocated: bool) -> str:
+    """What the lock for an engine is named by."""
+    return _GPU if colocated else url.rstrip("/")
+
+
+class Held:
+    """A lock that this process holds until it lets go, on any thread."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    @property
+    def held(self) -> bool:
+        return not self._file.closed
+
+    def let_go(self) -> None:
+        """Safe to repeat."""
+        self._file.close()
+
+    @asynccontextmanager
+    async def last(self) -> AsyncGenerator[None]:
+        """Let go at the end of the block."""
+        try:
+            yield
+        finally:
+            self.let_go()
+
+
+def hold(folder: Path, name: str, *, deadline_s: float, waits: Callable[[], None]) -> Held:
+    """Get a lock, without trio; `waits` is called again and again meanwhile. Raises WeightSyncError if somebody else
+    holds it for `deadline_s`."""
+    file, deadline = _open(folder, name), time.monotonic() + deadline_s
+    while not _taken(file.fileno()):
+        if time.monotonic() > deadline:
+            file.close()
+            raise WeightSyncError(f"{name} was somebody else's for {deadline_s:g} s")
+        waits()
+        time.sleep(_POLL_S)
+    return Held(file)
 
 
 @asynccontextmanager
 async def exclusive(folder: Path, url: str, *, deadline_s: float) -> AsyncGenerator[None]:
     """Hold the engine at `url`, whose lock file lies in `folder`, for as long as the block runs. Raises WeightSyncError
     if somebody else holds it for `deadline_s`."""
-    name = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
-    with (folder / name).open("a") as file:
+    with _open(folder, url.rstrip("/")) as file:
         with trio.move_on_after(deadline_s) as scope:
             while not _taken(file.fileno()):  # noqa: ASYNC110 - of a lock that another process lets go nobody tells us
                 await trio.sleep(_POLL_S)
         if scope.cancelled_caught:
-            raise WeightSyncError(f"{url} was being given other weights for {deadline_s:g} s")
+            doing = "was the learner's" if url == _GPU else "was being given other weights"
+            raise WeightSyncError(f"{url} {doing} for {deadline_s:g} s")
         yield
+
+
+def _open(folder: Path, name: str) -> IO[str]:
+    return (folder / hashlib.sha256(name.encode()).hexdigest()[:16]).open("a")
 
 
 def _taken(descriptor: int) -> bool:

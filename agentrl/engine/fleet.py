@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 
 import trio
@@ -53,7 +53,8 @@ class Fleet:
     `decode` gives the text of tokens: requests with stop texts need it. `fits` says whether a weight version may be
     sampled from (default: none older than the newest seen). After `hedge_after` times the median time to a first token
     a turn without one asks a second replica as well. With `preempt` a running turn leaves its engine when its
-    weight version no longer `fits`, and goes on under one that does: the engine computes its context anew."""
+    weight version no longer `fits`, and goes on under one that does: the engine computes its context anew. If engines
+    sleep while a learner has their GPU (`sleeps`), a turn's wait for one that is paused counts against no deadline."""
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class Fleet:
         slack: float = 1.5,
         preempt: bool = False,
         hedge_after: float | None = None,
+        sleeps: bool = False,
     ) -> None:
         if not clients:
             raise ValueError("a fleet needs at least one engine")
@@ -77,7 +79,7 @@ class Fleet:
         self._decode, self._fits = decode, fits or self._is_newest
         self._stall_s, self._probe_s, self._outage_deadline_s = stall_s, probe_s, outage_deadline_s
         self._retry_s, self._retry_max_s, self._max_faults, self._slack = retry_s, retry_max_s, max_faults, slack
-        self._preempt, self.hedges = preempt, Hedges(hedge_after)
+        self._preempt, self.hedges, self._sleeps = preempt, Hedges(hedge_after), sleeps
         self._gone: list[Replica] = []
         self._homes: OrderedDict[str, Replica] = OrderedDict()
         self._newest = max(client.version for client in clients)
@@ -404,7 +406,7 @@ class Fleet:
         self, chunks: AsyncGenerator[Chunk, None], replica: Replica, turn: Turn, wait: Wait, *, sampling: bool
     ) -> Chunk | None:
         """The next chunk; None if the replica hangs, is drained, or has no time left."""
-        wait.replica, wait.since = replica, trio.current_time()
+        wait.replica, wait.since, wait.asleep_s = replica, trio.current_time(), 0.0
         left_s = min(self._outage_deadline_s - turn.waited_s, self._outage_deadline_s / 2)
         # Each wait has its own scope, cancelled when its replica hangs or is drained.
         wait.scope = trio.CancelScope(deadline=wait.since + left_s)
@@ -419,7 +421,7 @@ class Fleet:
         now = trio.current_time()
         spent_s = replica.pace.sampling(now - wait.since) if sampling and chunk is not None else 0.0
         turn.spent_s += spent_s
-        turn.waited_s += now - wait.since - spent_s
+        turn.waited_s += max(0.0, now - wait.since - spent_s - wait.asleep_s)
         if chunk is not None:
             replica.heard_at = now
             if replica.failures and chunk.token_ids:
@@ -448,12 +450,22 @@ class Fleet:
             if replica is None or wait.since != since:
                 continue
             if await self._lives(replica):
+                await self._forgive(wait, replica)
                 await trio.sleep(self._stall_s)
                 continue
             self._broke(replica, _MUTE)
             for other in list(replica.waits):
                 if other.since <= since:
                     other.scope.cancel()
+
+    async def _forgive(self, wait: Wait, replica: Replica) -> None:
+        """Do not count a wait until now in which the replica sleeps."""
+        since = wait.since
+        with suppress(EngineError):
+            if self._sleeps and await replica.client.paused(deadline_s=self._probe_s) and wait.since == since:
+                slept_s = trio.current_time() - since
+                wait.scope.deadline += slept_s - wait.asleep_s
+                wait.asleep_s = slept_s
 
     async def _lives(self, replica: Replica) -> bool:
         """Whether a replica lives: it showed so recently, or it answers now. Others assume so until then."""

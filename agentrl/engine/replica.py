@@ -23,6 +23,7 @@ class Servable(Protocol):
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]: ...
     async def alive(self, *, deadline_s: float) -> bool: ...
+    async def paused(self, *, deadline_s: float) -> bool: ...
     async def served_version(self) -> int: ...
     async def metrics(self) -> Mapping[str, float]: ...
     async def aclose(self) -> None: ...
@@ -64,9 +65,10 @@ class Replica:
 @dataclass(slots=True, eq=False)
 class Wait:
     """A turn's wait for its next chunk: the replica, None while it waits at none, and the start of the wait. The tasks
-    in `watchers`, if there are any, ask whether a silent replica lives."""
+    in `watchers`, if there are any, ask whether a silent replica lives. `asleep_s` of it the replica slept."""
 
     replica: Replica | None = None
     since: float = 0.0
+    asleep_s: float = 0.0
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     watchers: trio.Nursery | None = None

@@ -3,6 +3,8 @@
     stage ──► second copy ready ─► swap, between two passes ───────────────────────────────────► served?
           └─► else: pause ► start ► update ► finish ► resume ────────────────────────────────────┘
 
+    sleep ► wake weights ► start ► update ► finish ► wake kv_cache ──────────────────► served?     (colocated)
+
 Owns the order of the calls, their deadline and the confirmation. An engine whose update failed half-way stays paused:
 waiting is better than sampling from half-loaded weights, and pushing again repairs it (every call may be repeated).
 """
@@ -17,7 +19,7 @@ from typing import Any
 
 import trio
 
-from agentrl.engine import objects, weightfile
+from agentrl.engine import objects, sleeping, weightfile
 from agentrl.engine.client import EngineClient
 from agentrl.engine.wire import parse_json
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
@@ -48,6 +50,7 @@ async def push(
     second: bool = True,
     deadline_s: float = 30.0,
     clear_cache: bool = False,
+    asleep: bool = False,
 ) -> PushReport:
     """Have every engine load the safetensors file at `path`, or several that hold the weights together, and serve it
     as `version`; all at once. In the place of a path, the URL of an entry in an object store (`objects`) will do for
@@ -58,7 +61,8 @@ async def push(
     (vLLM with our plugin) read and check it while it generates, and with `second` also make a second copy of its
     weights of it where there is room, so that the pause is a swap. With `base_sha256` the file is a delta (see
     `weightfile`) against the weights of that digest, which the engines must have kept: `keep_base` tells them to, from
-    the push of the base on.
+    the push of the base on. With `asleep` engines take the weights in their sleep, which they are put to if they are
+    awake, and wake with them: weights first, then room for keys and values.
 
     Raises WeightSyncError naming the engines that did not confirm within `deadline_s`; the others have the new
     weights, and the call may be repeated."""
@@ -79,10 +83,10 @@ async def push(
         )
         ahead = bool(parse_json(said).get("reads_ahead"))
         paused = None
-        if stage and await _stage(client, infos[0], second and len(infos) == 1, deadline_s):
+        if stage and not asleep and await _stage(client, infos[0], second and len(infos) == 1, deadline_s):
             paused = await _swap(client, infos[0], version, deadline_s, clear_cache)
         if paused is None:
-            paused = await _load(client, infos, version, deadline_s, clear_cache, ahead)
+            paused = await _load(client, infos, version, deadline_s, clear_cache, ahead, asleep)
         served = await client.served_version(deadline_s=deadline_s)
         if served != version:
             raise WeightSyncError(f"it serves version {served} after the update")
@@ -188,9 +192,10 @@ async def _load(
     deadline_s: float,
     clear_cache: bool,
     ahead: bool,
+    asleep: bool,
 ) -> float:
-    """Pause the engine and have it load the files, which it reads before where it can (`ahead`: the embedded engine).
-    Returns the seconds from the pause's call to the last answer."""
+    """Pause the engine and have it load the files, which it reads before where it can (`ahead`: the embedded engine),
+    or have it load them in its sleep. Returns the seconds from the pause's call to the last answer."""
 
     async def call(path: str, json: dict[str, Json] | None = None, params: dict[str, str] | None = None) -> None:
         await client.call("POST", path, deadline_s=deadline_s, json=json, params=params)
@@ -204,12 +209,21 @@ async def _load(
         for info in infos:
             await call("/update_weights", {"update_info": info})
 
+    finish: dict[str, Json] = {"weight_version": str(version)}
+    if asleep:
+        started = trio.current_time()
+        await sleeping.sleep(client, level=2, deadline_s=deadline_s)  # whatever it does
+        await sleeping.wake(client, "weights", deadline_s=deadline_s)
+        await update()
+        await call("/finish_weight_update", finish)
+        await sleeping.wake(client, "kv_cache", deadline_s=deadline_s)
+        return trio.current_time() - started
     if ahead:
         await update()
     started = trio.current_time()
     await call("/pause", params={"mode": "keep", "clear_cache": "true" if clear_cache else "false"})
     if not ahead:
         await update()
-    await call("/finish_weight_update", {"weight_version": str(version)})
+    await call("/finish_weight_update", finish)
     await call("/resume")
     return trio.current_time() - started

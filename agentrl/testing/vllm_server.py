@@ -91,6 +91,8 @@ class FakeVLLM(httpx.AsyncBaseTransport):
     core: Literal["alive", "hung", "dead"] = "alive"
     down: bool = False
     paused: bool = False
+    sleeps: bool = False  # whether it was started to give its memory back on demand
+    asleep: set[str] = field(default_factory=set[str])  # what of its memory it has given back, by tag
     running: int = 0
     adapters: dict[str, str] = field(default_factory=dict[str, str])
     answers: dict[str, Answer] = field(default_factory=dict[str, Answer])
@@ -130,6 +132,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
         """Restart as a server without a supervisor does: running generations are cut off, weights and adapters that it
         was sent are gone, its version is "default"."""
         self.version, self.weights, self.paused, self._update, self._staged = "default", "base", False, None, None
+        self.asleep.clear()
         self.adapters.clear()
         self._life += 1
         self.mend()
@@ -211,7 +214,14 @@ class FakeVLLM(httpx.AsyncBaseTransport):
             case "/update_weight_version":
                 self.version = body["new_version"]
                 return _json({"success": True})
+            case "/sleep" | "/wake_up":
+                return self._sleep(path, params)
+            case "/is_sleeping":
+                return _json({"is_sleeping": self.paused or bool(self.asleep)})
             case "/pause" | "/resume":
+                if path == "/resume" and self.asleep:  # it computes with memory that is not there
+                    self.core = "dead"
+                    return _refusal(500, _DEAD)
                 self.paused = path == "/pause"
                 if params.get("mode") == "abort":
                     self._life += 1
@@ -221,6 +231,22 @@ class FakeVLLM(httpx.AsyncBaseTransport):
                 return self._worker(body["method"], body.get("args", []))
             case _:
                 return self._transfer(path, body)
+
+    def _sleep(self, path: str, params: Mapping[str, str]) -> Answer:
+        """As vLLM does it: a wake of what is awake already resumes a pause, and so does the last tag."""
+        if path == "/sleep" and not self.sleeps:
+            return _refusal(500, "Sleep mode is not enabled")
+        if path == "/sleep":
+            assert params.get("mode") == "keep", "other modes end requests"
+            self.paused = True
+            if params["level"] == "2" and "weights" not in self.asleep:
+                self.weights = "garbage"
+            self.asleep = {"weights", "kv_cache"}
+        else:
+            self.asleep -= {params["tags"]} if "tags" in params else set(self.asleep)
+            self.paused = bool(self.asleep)
+        self.changed()
+        return _json({"status": "sleeping" if self.asleep else "awake"})
 
     def _worker(self, method: str, args: list[Any]) -> Answer:
         if method == "agentrl_stage" and len(args) > 1 and args[1] and self.room:
@@ -258,7 +284,7 @@ class FakeVLLM(httpx.AsyncBaseTransport):
             case "/update_weights" | "/finish_weight_update" if self._update is None:
                 return _refusal(500, "no weight update is open")
             case "/update_weights":
-                if not self.paused:
+                if not self.paused or "weights" in self.asleep:
                     self.core = "dead"
                     return _refusal(500, _DEAD)
                 assert self._update is not None

@@ -162,6 +162,18 @@ class Batcher:
         """Drop every kept key and value, those of running requests too: they are computed anew in the next steps."""
         self.slots.forget(busy=True)
 
+    def rest(self, *, weights: bool) -> None:
+        """Give back the memory of keys and values, and of the weights if asked. Running requests keep their tokens. No
+        `step` or `score` may come before `model.load`, if the weights are gone, and `wake`."""
+        self.forget()
+        self.slots.kv.free()
+        if weights:
+            self.model.free()
+
+    def wake(self) -> None:
+        """Have room for keys and values again: they are computed anew in the next steps."""
+        self.slots.kv.renew()
+
     def load(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Swap all weights. Running requests go on with the keys and values they have (see `forget`); cached
         prefixes of older versions are never used again. Raises ModelError and changes nothing if they do not fit."""

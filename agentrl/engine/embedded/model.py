@@ -101,8 +101,17 @@ class KVStore:
 
     def __init__(self, architecture: Architecture, slots: int, length: int) -> None:
         a = architecture
-        self.keys = torch.zeros(a.layers, slots, a.kv_heads, a.head_dim, length)
-        self.values = torch.zeros(a.layers, slots, a.kv_heads, length, a.head_dim)
+        heads = a.layers, slots, a.kv_heads
+        self._shapes = (*heads, a.head_dim, length), (*heads, length, a.head_dim)
+        self.renew()
+
+    def renew(self) -> None:
+        """Hold zeros again."""
+        self.keys, self.values = (torch.zeros(shape) for shape in self._shapes)
+
+    def free(self) -> None:
+        """Give the memory back. Nothing may be computed until `renew`."""
+        self.keys = self.values = torch.zeros(0)
 
     @staticmethod
     def bytes_per_token(architecture: Architecture) -> int:
@@ -142,6 +151,15 @@ class Model:
         head = embedding if self.architecture.tied else weights["lm_head.weight"].contiguous()
         self._embedding, self._head, self._layers = embedding, head, layers
         self._norm = weights["model.norm.weight"]
+
+    def free(self) -> None:
+        """Give the memory of the weights back. Nothing may be computed until `load`."""
+        self._layers = list[_Layer]()
+        self._embedding = self._head = self._norm = torch.zeros(0)
+
+    @property
+    def loaded(self) -> bool:
+        return bool(self._layers)
 
     def forward(self, rows: Rows, kv: KVStore) -> torch.Tensor:
         """Write the rows' keys and values into `kv` and return the wanted rows' logits, [wanted, vocab]."""

@@ -42,6 +42,8 @@ class EngineServer:
         self._batcher, self._name = batcher, name
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._paused = False
+        self._asleep, self._awake = set[str](), asyncio.Event()  # what of it sleeps; whether nothing does
+        self._awake.set()
         self._updating = False
         self._staged: dict[str, torch.Tensor] = {}
         self._base: tuple[str, weightfile.Bytes] | None = None  # of the last weights from a store: deltas change it
@@ -60,6 +62,9 @@ class EngineServer:
                 Route("/pause", self._guard(self._pause), methods=["POST"]),
                 Route("/resume", self._guard(self._resume), methods=["POST"]),
                 Route("/is_paused", self._is_paused),
+                Route("/sleep", self._guard(self._sleep), methods=["POST"]),
+                Route("/wake_up", self._guard(self._wake_up), methods=["POST"]),
+                Route("/is_sleeping", self._is_sleeping),
                 Route("/init_weight_transfer_engine", self._guard(self._init), methods=["POST"]),
                 Route("/start_weight_update", self._guard(self._start), methods=["POST"]),
                 Route("/update_weights", self._guard(self._update), methods=["POST"]),
@@ -141,6 +146,7 @@ class EngineServer:
         started = time.perf_counter()
         scored: list[dict[str, dict[str, float]] | None] | None = None
         if asked.score:
+            await self._awake.wait()
             ids = request.tokens[: request.prompt_length]
             scores = self._batcher.score(ids, request.adapter)
             pairs = zip(ids[1:], scores, strict=True)
@@ -205,12 +211,43 @@ class EngineServer:
         return JSONResponse({"status": "paused"})
 
     async def _resume(self, _: HTTPRequest) -> Response:
+        if self._asleep:
+            raise BadRequest(f"the engine sleeps ({', '.join(sorted(self._asleep))}): call /wake_up")
         self._paused = False
         self._wake.set()
         return JSONResponse({"status": "resumed"})
 
     async def _is_paused(self, _: HTTPRequest) -> Response:
         return JSONResponse({"is_paused": self._paused})
+
+    async def _sleep(self, request: HTTPRequest) -> Response:
+        """As vLLM's: level 1 drops keys and values and leaves the weights in host memory, where they are here anyway;
+        level 2 drops the weights too."""
+        level = request.query_params.get("level", "1")
+        if level not in ("1", "2"):
+            raise BadRequest(f"level = {level!r}: must be 1 or 2")
+        await self._pause(request)
+        self._awake.clear()
+        self._asleep = {"weights", "kv_cache"}
+        self._batcher.rest(weights=level == "2")
+        return JSONResponse({"status": "sleeping", "level": int(level)})
+
+    async def _wake_up(self, request: HTTPRequest) -> Response:
+        """Without tags, or with the last one of them, the engine goes on; not before it has weights."""
+        tags = request.query_params.getlist("tags") or ["weights", "kv_cache"]
+        left = self._asleep - set(tags)
+        if not left and not self._batcher.model.loaded:
+            raise BadRequest("sleep level 2 dropped the weights: wake the tag weights, and send an update first")
+        if "kv_cache" in self._asleep - left:
+            self._batcher.wake()
+        self._asleep = left
+        if not left:
+            self._awake.set()
+            await self._resume(request)
+        return JSONResponse({"status": "sleeping" if left else "awake", "tags": tags})
+
+    async def _is_sleeping(self, _: HTTPRequest) -> Response:
+        return JSONResponse({"is_sleeping": bool(self._asleep) or self._paused})  # vLLM counts a pause as level 0
 
     async def _init(self, _: HTTPRequest) -> Response:
         return JSONResponse({"message": "Weight transfer initialized", "reads_ahead": True})

@@ -143,7 +143,7 @@ class VLLMServer:
     of layers that adapters adapt, which the CPU build has to know of a mixture. `arguments` are further ones of vLLM's
     server, as `agentrl.vllm_arguments.normal` spells them. `kv_cache_bytes` None leaves the size
     to vLLM (on a CPU: most of the memory); `plugin_folder` is a folder of this server's own, made if missing. A server
-    with `kept_sets` tells them, and takes no greedy request."""
+    with `kept_sets` tells them, and takes no greedy request. One that `sleeps` can give its GPU's memory back."""
 
     model: Path
     port: int
@@ -163,6 +163,7 @@ class VLLMServer:
     max_loras: int = 2
     routed_experts: bool = False
     kept_sets: bool = False
+    sleeps: bool = False
     weight_backend: str = BACKEND
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     extra: tuple[str, ...] = ()
@@ -195,6 +196,8 @@ class VLLMServer:
         flags = ["enable-scale-out", "enable-prompt-tokens-details"]
         if self.kept_sets:
             flags.append("return-sampling-mask")
+        if self.sleeps:
+            flags.append("enable-sleep-mode")
         if self.kv_cache_bytes is not None:
             options["kv-cache-memory-bytes"] = self.kv_cache_bytes
             if not self.build.cpu:  # else 92% of its GPU must be free, where a learner or another engine may be
@@ -256,6 +259,9 @@ class VLLMServer:
         cannot serve."""
         if self.build.cpu:
             _check_head_dim(self.model)
+        if self.build.cpu and self.sleeps:
+            hint = "vLLM's CPU build does not sleep: leave it out, or give engine.kind = 'embedded'"
+            raise ConfigError("engine.colocated", True, hint)
         for name in ("speculative-config", "spec-method", "spec-model"):
             if self.build.cpu and name in self.arguments:
                 hint = "vLLM's CPU build tells wrong log-probs of drafted tokens: leave it out"
