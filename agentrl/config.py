@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
-from agentrl import algorithms, cluster_settings, fleet_settings, role_settings, vllm_arguments
+from agentrl import algorithms, cluster_settings, fleet_settings, placement, role_settings, vllm_arguments
 from agentrl.algorithms import algorithm as algorithm
 from agentrl.algos.algorithm import Algorithm
 from agentrl.algos.grpo import GRPO
@@ -160,6 +160,7 @@ class EngineSettings(_Section):
     untested_vllm: bool = False  # take a version of vLLM that agentrl was not tested with, with a warning
     replicas: Count = 1  # engines that the run starts
     gpus: list[Gpus] = Field(default_factory=list[Gpus])  # one of vLLM on each of these: [[0], [1, 2]]
+    colocated: bool = False  # engine and learner take turns on one GPU: the engine sleeps while the learner steps
     threads: Count = 1  # of arithmetic, in each engine
     max_batch: Count = 128  # requests that an engine computes at once
     kv_cache_mb: Count = 512  # keys and values of an engine
@@ -379,8 +380,11 @@ class RunConfig(WithRoles, WithCluster, _Section):
         check_temperatures(self.engine.kind, rollout=rollout.temperature, eval=self.eval.temperature)
         fleet_settings.check(self.engine.shared, self.engine.urls, self.engine.sync, self.train.lora_rank)
         cluster_settings.check(self.cluster, self.engine, device=self.train.device, sync=self.sync)
+        sync, on_ray = self.sync, self.cluster.on_ray
         if self.syncs_memory:
-            self._possible_memory_sync()
+            placement.check_memory_sync(self.engine, self.train, sync=sync, on_ray=on_ray)
+        others = {*rollout.given_models(), *self.role_models.values()}
+        placement.check_colocated(self.engine, self.train, sync=sync, on_ray=on_ray, others=others)
         if self.sync == "adapter" and self.train.lora_rank > MAX_LORA_RANK:
             hint = f"vLLM takes adapters of rank {MAX_LORA_RANK} at most; engine.sync = 'full' merges a larger one"
             raise ConfigError("train.lora_rank", self.train.lora_rank, hint)
@@ -410,33 +414,6 @@ class RunConfig(WithRoles, WithCluster, _Section):
         there = role_settings.Engines(sync=self.sync, urls=self.engine.urls, on_ray=self.cluster.on_ray)
         role_settings.check_models(self, frozen, train=self.train, engines=there, rewards=self.rewards)
         algorithms.check(self.algorithms, self.buffer, group_size=self.rollout.group_size, quorum=self.quorum)
-
-    def _possible_memory_sync(self) -> None:
-        """NCCL joins no GPU with itself, CUDA IPC leaves no GPU; where `engine.gpus` says nothing, an engine that the
-        run starts is on the first one."""
-        sync, device, engine = self.sync, self.train.device, self.engine
-        if self.train.lora_rank:
-            hint = f"train.lora_rank = {self.train.lora_rank} trains an adapter: 'auto' sends it alone, 'full' merged"
-            raise ConfigError("engine.sync", sync, hint)
-        if device == "cpu":
-            hint = f"engine.sync = {sync!r} sends what lies in a GPU's memory: give 'cuda', or engine.sync = 'auto'"
-            raise ConfigError("train.device", device, hint)
-        if engine.urls or self.cluster.on_ray:
-            return
-        taken = [gpu for own in engine.places for gpu in own or [0]]
-        where = f"the run's engines are on GPU {', '.join(map(str, sorted(set(taken))))}"
-        learner = set(self.train.gpus)
-        if sync == "ipc" and len(learner) > 1:
-            hint = f"the learner has {len(learner)} ranks and sends from one of them: give 'nccl'"
-            raise ConfigError("engine.sync", sync, hint)
-        if sync == "ipc" and set(taken) != learner:
-            hint = f"{where}, and 'ipc' shares one: have the learner and all engines on it, or give 'nccl'"
-            raise ConfigError("train.device", device, hint)
-        if sync == "nccl" and learner & set(taken):
-            hint = f"{where}: give the learner another one, as 'cuda:1', or engine.sync = 'ipc' to share one"
-            raise ConfigError("train.device", device, hint)
-        if sync == "nccl" and len(set(taken)) != len(taken):
-            raise ConfigError("engine.gpus", engine.gpus, "NCCL joins each GPU once: give each replica its own")
 
 
 def load(path: Path, overrides: list[str] | None = None) -> RunConfig:

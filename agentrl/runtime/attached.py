@@ -23,7 +23,7 @@ from agentrl.config import RunConfig
 from agentrl.engine.client import EngineClient
 from agentrl.errors import AgentRLError
 from agentrl.records import WeightVersion
-from agentrl.runtime.engines import PAUSES, Weights, attach
+from agentrl.runtime.engines import Weights, attach, halts
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.policies import objects_of
 from agentrl.runtime.rundir import RunDir
@@ -38,7 +38,7 @@ async def free(run: RunDir) -> list[str]:
 
     Call it only while no process of the run lives."""
     config = run.config()
-    if config.sync not in PAUSES:
+    if not halts(config):
         return []
     return [line for url in config.engine.urls if (line := await _free_one(url, run, config)) is not None]
 

@@ -8,17 +8,17 @@ no file holds the current ones: the replica starts with those of the run's start
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing, closing, suppress
+from contextlib import aclosing, closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import trio
 
 from agentrl.config import EngineSettings, RunConfig
-from agentrl.engine import adapters, canary, objects, weightfile
+from agentrl.engine import adapters, canary, objects, sleeping, weightfile
 from agentrl.engine.canary import Canary
 from agentrl.engine.client import EngineClient
-from agentrl.engine.exclusive import exclusive
+from agentrl.engine.exclusive import exclusive, name_of
 from agentrl.engine.launch import embedded_argv
 from agentrl.engine.vllm import arguments
 from agentrl.engine.vllm import launch as vllm
@@ -36,10 +36,13 @@ from agentrl.runtime.supervise import Child
 from agentrl.store.roles import Versions
 
 _POLL_S = 0.05
-PAUSES = ("full", "delta")
-"""The ways of new weights (`RunConfig.sync`) on which a paused engine is one whose pusher is at work, or vanished."""
-
+_PAUSES = ("full", "delta")  # of new weights (`RunConfig.sync`)
 _ADAPTERS = 4  # versions with which the turns of one batch may have begun
+
+
+def halts(config: RunConfig) -> bool:
+    """Whether a paused engine is one whose pusher is at work, or vanished. One that sleeps is paused."""
+    return config.sync in _PAUSES or config.engine.colocated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +148,14 @@ class Replica:
             await self.up()
 
     async def _start(self) -> None:
-        """Start it with the newest weights whose files stay in place while it reads them."""
+        """Start it with the newest weights whose files stay in place while it reads them. On a GPU that it shares by
+        turns it waits for the learner's to end."""
+        settings, name = self.config.engine, name_of(self.url, colocated=True)
+        turn = exclusive(self.scratch / LOCKS, name, deadline_s=settings.start_deadline_s)
+        async with turn if settings.colocated else nullcontext():
+            await self._started()
+
+    async def _started(self) -> None:
         self.host, self.port = await self.child.place(self.port)
         weights = self.weights()
         if self.config.engine.kind == "vllm":
@@ -206,14 +216,14 @@ async def fit(
     newer one) and it is not paused; then check the canary. `weights` is called, and its files are read, while nobody
     else sends to the engine. Returns as `prove`. Raises as `attach`, and WrongWeights."""
     deadline_s, key = config.engine.admin_deadline_s, config.engine.api_key()
-    async with exclusive(locks, url, deadline_s=deadline_s):
+    async with exclusive(locks, name_of(url, colocated=config.engine.colocated), deadline_s=deadline_s):
         found = weights()
         client = EngineClient(url, api_key=key)
         if config.sync == "adapter":
             client = adapters.AdapterClient(url, current=lambda: None, api_key=key)
         async with aclosing(client):
             served = await client.served_version(deadline_s=deadline_s)
-            halted = config.sync in PAUSES and await client.paused(deadline_s=deadline_s)  # its pusher has died
+            halted = halts(config) and await client.paused(deadline_s=deadline_s)  # its pusher has died
         if halted or not (served >= found.current.version if fits is None else fits(served)):
             await attach(url, found, config, fresh=fresh)
         return await prove(name, url, found, config)
@@ -294,6 +304,7 @@ def vllm_server(
         max_loras=max_loras,
         routed_experts=settings.routed_experts,
         kept_sets=kept_sets,
+        sleeps=settings.colocated,
         weight_backend=settings.sync if settings.sync in ("nccl", "ipc") else BACKEND,
         arguments=settings.vllm,
     )
@@ -332,6 +343,8 @@ async def attach(url: str, weights: Weights, config: RunConfig, *, fresh: bool =
             await client.call("POST", "/pause", params={"mode": "keep", "clear_cache": "true"}, deadline_s=deadline_s)
             await vllm.announce(client, 0)
             return
+        if adapters_alone and settings.colocated:
+            await sleeping.wake(client, deadline_s=deadline_s)
         if adapters_alone and fresh:
             await adapters.retire([client], keep=(), deadline_s=deadline_s)  # adapters of an earlier run
             await adapters.forget([client], deadline_s=deadline_s)
@@ -349,14 +362,16 @@ async def _push_whole(client: EngineClient, weights: Weights, version: int, conf
     and sees neither a store nor our disk, keeps the weights it was started with, below them: the canary of the first
     adapter compares them with the learner's."""
     settings, store = config.engine, weights.store
-    deadline_s, stage = settings.admin_deadline_s, settings.kind == "vllm"
+    deadline_s, stage, asleep = settings.admin_deadline_s, settings.kind == "vllm", settings.colocated
     whole: list[Path | str] = [weights.file] if weights.file is not None else [*weightfile.parts(weights.model)]
     if store is not None:
         put = [one if isinstance(one, str) else await trio.to_thread.run_sync(store.offer, one) for one in whole]
-        await push([client], put, version, keep_base=True, stage=stage, second=False, deadline_s=deadline_s)
+        await push(
+            [client], put, version, keep_base=True, stage=stage, second=False, asleep=asleep, deadline_s=deadline_s
+        )
         return
     try:
-        await push([client], whole, version, stage=stage, second=False, deadline_s=deadline_s)
+        await push([client], whole, version, stage=stage, second=False, asleep=asleep, deadline_s=deadline_s)
     except WeightSyncError as error:
         if config.sync != "adapter" or not settings.canary or "shares no disk" not in str(error):
             raise

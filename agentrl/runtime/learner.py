@@ -4,7 +4,8 @@ It is the only process that loads torch besides the engine. A push overlaps the 
 waits for the other (law 6). A push therefore sends a file, or a copy in memory, made between two steps. The time in
 which the learner waits for groups, or for the push before, is measured as idle time; the run's trainer idle share is
 computed from it. A checkpoint is written beside the next steps too, from a copy. Its episodes count as trained once it
-is durable, and the next one waits for that: a kill in between costs the steps since the one before.
+is durable, and the next one waits for that: a kill in between costs the steps since the one before. A learner that
+shares its GPU with the engines (`runtime.turns`) has it from the batch to the file of the new weights.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import trio
 from agentrl.config import RunConfig
 from agentrl.engine import canary
 from agentrl.engine.canary import Canary, probe_tokens
+from agentrl.engine.exclusive import Held
 from agentrl.errors import ConfigError, RunFailed
 from agentrl.records import Group, WeightVersion
 from agentrl.runtime.alarms import LagBound, advice, raised
@@ -36,15 +38,17 @@ from agentrl.runtime.league import League
 from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.models import engine_dtype, model_dir, slot_dir
 from agentrl.runtime.orders import returns_of, take_order
-from agentrl.runtime.policies import Publishers, file_of
+from agentrl.runtime.policies import Publishers, file_of, urls_of
 from agentrl.runtime.publisher import MemoryParcel, NotDelivered, Parcel
 from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.turns import Turns
 from agentrl.store import RunStore
 from agentrl.store.roles import LearnerStore
 from agentrl.telemetry import Telemetry
 from agentrl.train.hashes import circumstances
 from agentrl.train.learner import Diverged, Learner
 from agentrl.train.parallel.ranks import ALONE, Leader, Ranks
+from agentrl.train.parking import Parking
 from agentrl.train.sender import Sender
 
 _WAIT_S = 0.25  # the longest wait for members before the learner looks at its push again
@@ -69,6 +73,7 @@ class _Learning:
     under way."""
 
     _league: League | None = None  # of a run without past selves
+    _turns: Turns | None = None  # of a run whose learner has its device for itself
     _write: Future[None] | None = None  # the checkpoint under way
 
     def __init__(self, run: RunDir, store: LearnerStore) -> None:
@@ -79,6 +84,9 @@ class _Learning:
         store.lead()
         start = start_point(run, store)
         self._ranks = ranks_of(self._config, self._heartbeat.mark)
+        if self._config.engine.colocated:
+            self._turns = Turns(self._config, run.locks, self._heartbeat.mark)
+            self._turns.begin(self._urls, weights_follow=False)
         self._learner = Learner(
             self._config,
             model_dir(self._config.model),
@@ -89,6 +97,9 @@ class _Learning:
         )
         if start.checkpoint is not None:
             self._learner.load(start.checkpoint)
+        if self._turns is not None:
+            self._turns.parking = Parking(self._learner.models)
+            self._turns.without_weights(self._urls)
         self._telemetry = Telemetry(store, run.metrics, "learner")
         sync = self._config.sync
         sender = Sender(sync, self._learner.model.device) if sync == "nccl" or sync == "ipc" else None
@@ -113,6 +124,8 @@ class _Learning:
             self._learn()
         except (NotDelivered, Diverged) as error:
             self._written()
+            if self._turns is not None:
+                self._turns.give_up()
             if self._learner.trained:
                 self._learner.save(self._run.checkpoints)  # `start_point` makes it known to the store
             if not isinstance(error, Diverged):
@@ -130,10 +143,12 @@ class _Learning:
         current = self._store.current_version()
         # After a rollback the engines serve versions that were undone: a new version is newer than these.
         if current.step != learner.step_index or trio.run(self._publisher.behind, current.version):
+            self._begin()
             self._publish({})
         version = None
         while learner.step_index < config.train.steps and (batch := self._take()) is not None:
             groups, idle_s = batch
+            idle_s += self._begin()
             busy = time.perf_counter()
             self._heartbeat.mark()
             bound = self._bound.now
@@ -196,9 +211,23 @@ class _Learning:
             self._store.wait_for_work("learner", _WAIT_S)
         raise SystemExit(0)
 
+    def _urls(self) -> list[str]:
+        return urls_of(self._store.meta, None)
+
+    def _begin(self) -> float:
+        """Have the device. Returns how long the learner waited for the push before, in seconds, if it shares one."""
+        if self._turns is None:
+            return 0.0
+        waited_s = self._settle()
+        self._turns.begin(self._urls)
+        self._heartbeat.mark()
+        return waited_s
+
     def _publish(self, row: dict[str, Any]) -> WeightVersion:
-        """Write the weights to shared memory, or copy them, and start to send them. The step's metrics `row` is
-        recorded when every engine has them."""
+        """Write the weights to shared memory, or copy them, leave a device that is shared, and start to send them. The
+        step's metrics `row` is recorded when every engine has them."""
+        if self._turns is not None and self._turns.parking is not None:
+            self._turns.parking.begin()
         if self._config.syncs_memory:
             version = self._store.mint_version(self._learner.step_index)
             self._push = self._pushes.submit(self._send, version, {None: self._snapshot(version)}, row)
@@ -225,7 +254,8 @@ class _Learning:
             )
             for role in self._policies
         }
-        self._push = self._pushes.submit(self._send, version, parcels, row)
+        held = None if self._turns is None else self._turns.end()
+        self._push = self._pushes.submit(self._send, version, parcels, row, held)
         return version
 
     def _send_again(self) -> None:
@@ -287,10 +317,20 @@ class _Learning:
         return time.perf_counter() - started
 
     def _send(
-        self, version: WeightVersion, parcels: Mapping[str | None, Parcel | MemoryParcel], row: dict[str, Any]
+        self,
+        version: WeightVersion,
+        parcels: Mapping[str | None, Parcel | MemoryParcel],
+        row: dict[str, Any],
+        held: Held | None = None,
     ) -> None:
         """Send the weights to every engine, confirm the version, drop the versions that nobody needs any more."""
-        sync = trio.run(self._publisher.deliver, parcels)
+        try:
+            sync = trio.run(self._publisher.deliver, parcels, held)
+        finally:
+            if held is not None:
+                held.let_go()
+        if self._turns is not None:
+            sync |= self._turns.cost()
         if self._league is not None:  # first: groups that this version admits draw from all members before it
             trio.run(self._league.announce, self._publisher.urls())
         self._store.confirm_version(version)

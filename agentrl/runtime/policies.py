@@ -13,6 +13,7 @@ from pathlib import Path
 import trio
 
 from agentrl.config import RunConfig
+from agentrl.engine.exclusive import Held
 from agentrl.engine.memory_transfer import Sender
 from agentrl.engine.objects import Folder
 from agentrl.errors import matters
@@ -67,13 +68,15 @@ class Publishers:
         """Whether some engine of any policy serves another version: see `WeightPublisher.behind`."""
         return any([await publisher.behind(self.urls(role), version) for role, publisher in self._of.items()])
 
-    async def deliver(self, parcels: Mapping[str | None, Parcel | MemoryParcel]) -> dict[str, float]:
-        """Have the engines of each policy serve its parcel, all at once. Returns the cost as metrics. Raises as
-        `WeightPublisher.deliver`."""
+    async def deliver(
+        self, parcels: Mapping[str | None, Parcel | MemoryParcel], held: Held | None = None
+    ) -> dict[str, float]:
+        """Have the engines of each policy serve its parcel, all at once. Returns the cost as metrics. `held`, and what
+        is raised, are as for `WeightPublisher.deliver`."""
         costs: list[dict[str, float]] = []
 
         async def one(role: str | None, parcel: Parcel | MemoryParcel) -> None:
-            costs.append(await self._of[role].deliver(lambda: self.urls(role), parcel))
+            costs.append(await self._of[role].deliver(lambda: self.urls(role), parcel, held))
 
         try:
             async with trio.open_nursery() as nursery:

@@ -18,11 +18,11 @@ from pathlib import Path
 import trio
 
 from agentrl.config import RunConfig
-from agentrl.engine import adapters, canary, weightfile
+from agentrl.engine import adapters, canary, sleeping, weightfile
 from agentrl.engine.adapters import AdapterClient
 from agentrl.engine.canary import Canary
 from agentrl.engine.client import EngineClient
-from agentrl.engine.exclusive import exclusive
+from agentrl.engine.exclusive import Held, exclusive, name_of
 from agentrl.engine.memory_transfer import Sender, Snapshot, Transfer
 from agentrl.engine.objects import Folder, Outbox, Sent
 from agentrl.engine.weights import PushReport, push, update_info
@@ -62,6 +62,7 @@ class _Delivery:
 
     rows: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     failures: dict[str, str] = field(default_factory=dict[str, str])
+    held: Held | None = None
 
 
 class WeightPublisher:
@@ -87,18 +88,22 @@ class WeightPublisher:
         self._took: dict[str, int] = {}  # the last version that each engine took
 
     async def deliver(
-        self, urls: Sequence[str] | Callable[[], Sequence[str]], parcel: Parcel | MemoryParcel
+        self,
+        urls: Sequence[str] | Callable[[], Sequence[str]],
+        parcel: Parcel | MemoryParcel,
+        held: Held | None = None,
     ) -> dict[str, float]:
         """Have the engines serve the parcel, and prove it. Returns the cost as metrics. Engines that do not take it are
         left behind if another engine takes it; if none does, all are restarting, and the publisher waits and retries:
-        `urls` may be a call that says where they are by then.
+        `urls` may be a call that says where they are by then. `held` is the lock of engines that sleep, if the caller
+        has it: it is let go with the first attempt, so that whoever mends an engine can have it before the next.
 
         Raises NotDelivered if none takes it within `engine.mending_deadline_s`, RunFailed if one confirms it but
         samples from other weights."""
         started = trio.current_time()
         while True:
             engines = [self._client(url, parcel.version) for url in (urls() if callable(urls) else urls)]
-            delivery = _Delivery()
+            delivery = _Delivery(held=held)
             try:
                 if isinstance(parcel, Parcel):
                     await self._give_files(engines, parcel, delivery)
@@ -171,10 +176,13 @@ class WeightPublisher:
     def _plain(self, urls: Sequence[str]) -> list[EngineClient]:
         return [EngineClient(url, api_key=self._settings.api_key()) for url in urls]
 
-    def _alone_with(self, engine: EngineClient) -> AbstractAsyncContextManager[None]:
+    def _alone_with(self, engine: EngineClient, held: Held | None) -> AbstractAsyncContextManager[None]:
+        if held is not None and held.held:
+            return held.last()
         if self._locks is None:
             return nullcontext()
-        return exclusive(self._locks, engine.url, deadline_s=self._settings.admin_deadline_s)
+        name = name_of(engine.url, colocated=self._settings.colocated)
+        return exclusive(self._locks, name, deadline_s=self._settings.admin_deadline_s)
 
     async def _give_files(self, engines: Sequence[EngineClient], parcel: Parcel, delivery: _Delivery) -> None:
         """Send to all engines at once, each independent of the others. Raises CanaryMismatch."""
@@ -185,9 +193,9 @@ class WeightPublisher:
         async def one(engine: EngineClient) -> None:
             followed = bool(self._sent) and self._took.get(engine.url) == self._sent[-1].version
             try:
-                if self._sent and not followed:
-                    await engine.served_version(deadline_s=_ASK_S)
-                async with self._alone_with(engine):
+                async with self._alone_with(engine, delivery.held):
+                    if self._sent and not followed:
+                        await engine.served_version(deadline_s=_ASK_S)
                     report = await self._send(engine, parcel, stored or (delta if followed else None))
                     delivery.rows[engine.url] = _row(report) | await self._prove(engine, parcel)
             except CanaryMismatch as error:
@@ -227,6 +235,8 @@ class WeightPublisher:
         """Send a parcel, by its object in the store or a delta if there is one."""
         settings = self._settings
         if self._sync == "adapter":
+            if settings.colocated:
+                await sleeping.wake(engine, deadline_s=settings.admin_deadline_s)
             return await adapters.load([engine], parcel.path, parcel.version, deadline_s=settings.admin_deadline_s)
         return await push(
             [engine],
@@ -239,6 +249,7 @@ class WeightPublisher:
             second=settings.stage == "auto",
             deadline_s=settings.admin_deadline_s,
             clear_cache=settings.recompute_kv,
+            asleep=settings.colocated,
         )
 
     async def _give_memory(self, engines: Sequence[EngineClient], parcel: MemoryParcel, delivery: _Delivery) -> None:

@@ -4,6 +4,7 @@ Owns these checks and the deadline of an engine's silence. An engine of ours tha
 `RunProcesses` restarts it. An engine that answers but lacks the current weights gets them: it missed a delivery, or
 somebody else restarted it. So does an engine that is paused although nobody sends it weights: a pause should last only
 while its pusher holds the engine's lock, which ends with the pusher, and nothing may sample from half-loaded weights.
+An engine that sleeps is paused: it sleeps on for as long as the learner that put it to sleep lives and goes on.
 If weights go from memory to memory, the learner sends them. It never starts a process.
 """
 
@@ -20,7 +21,7 @@ from agentrl.config import RunConfig
 from agentrl.engine.adapters import AdapterClient
 from agentrl.engine.client import EngineClient
 from agentrl.errors import AgentRLError, EngineError, StoreAway
-from agentrl.runtime.engines import PAUSES, Weights, WrongWeights, fit, version_below
+from agentrl.runtime.engines import Weights, WrongWeights, fit, halts, version_below
 from agentrl.store.roles import Versions
 
 _LOOK_S = 1.0  # time between two checks
@@ -55,6 +56,8 @@ class Watch:
                     with suppress(StoreAway):  # then nobody knows which weights are current
                         if not self._fits(version) or await self._halted(client):
                             await self._fit(version)
+                        else:
+                            self.trouble = ""
                 elif hangs is not None and now - heard >= deadline_s:
                     hangs(f"did not answer for {deadline_s:g} s (engine.liveness_deadline_s)")
                     heard = now
@@ -76,7 +79,7 @@ class Watch:
     async def _halted(self, client: EngineClient) -> bool:
         """Whether it is paused; `fit` then waits for its pusher. An engine that takes weights from memory may stay
         paused until the learner sends them."""
-        if self.weights is None or self.config.sync not in PAUSES:
+        if self.weights is None or not halts(self.config):
             return False
         try:
             return await client.paused(deadline_s=self.config.engine.admin_deadline_s)

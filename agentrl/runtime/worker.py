@@ -202,6 +202,7 @@ def _maker(config: RunConfig, renderer: Renderer) -> partial[Fleet]:
         probe_s=engine.admin_deadline_s,
         outage_deadline_s=engine.outage_deadline_s,
         hedge_after=engine.hedge_after,
+        sleeps=engine.colocated,
     )
 
 

@@ -65,7 +65,7 @@ class Sends:
         self.given: list[tuple[list[str], str]] = []
         self.cost, self.error = cost, ""
 
-    async def deliver(self, urls: Callable[[], list[str]], parcel: Parcel) -> dict[str, float]:
+    async def deliver(self, urls: Callable[[], list[str]], parcel: Parcel, held: object) -> dict[str, float]:
         self.given.append((urls(), str(parcel.path)))
         if self.error:
             raise NotDelivered(self.error)
