@@ -64,6 +64,12 @@ def _said(found: Plan, work: Work, price: float | None) -> list[str]:
     best = found.best
     if best is None:
         return [*lines, "It does not fit."]
+    if best.host_bytes:
+        lines.append(
+            f"By turns: {best.engine_bytes / 1e9:.2f} GB on the GPU while the engine samples, "
+            f"{best.learner_bytes / 1e9:.2f} while the learner steps; {best.host_bytes / 1e9:.2f} GB wait in host "
+            f"memory, and a step spends {best.swap_s:.3g} s on bringing one and the other there."
+        )
     hours = found.n * best.step_s * 1000 / 3600
     cost = "" if price is None else f", {hours * price:.3g} at {price:g} an hour"
     return [
@@ -84,7 +90,7 @@ def _table(found: Plan) -> Table:
         table.add_column(name)
     for one in found.splits:
         table.add_row(
-            f"{one.engines} + {one.learners}" if one.engines else "1, shared",
+            f"{one.engines} + {one.learners}" if one.engines else "1, by turns" if one.host_bytes else "1, shared",
             "yes" if one.fits else "no",
             f"{one.learner_bytes / 1e9:.1f}",
             f"{one.engine_bytes / 1e9:.1f}",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from agentrl.runtime.rundir import RunDir
 from agentrl.simulate.measured import Run, measure
@@ -22,6 +24,7 @@ def advise(path: Path, gpus: int = 0) -> Iterator[str]:
     config = run.config()
     with RunStore.read(run.store_path) as store:
         measured = measure(store, start_up=config.buffer.max_lag + START_UP)
+        turns = [row.values for row in store.metrics("step")] if config.engine.colocated else []
     yield f"The learner was idle {measured.idle:.0%} of its time."
     if measured.skipped:
         times = 1 / (1 - measured.skipped)
@@ -35,7 +38,8 @@ def advise(path: Path, gpus: int = 0) -> Iterator[str]:
     wishes = Wishes(max_lag=lags, close=close, others=False, steps=_STEPS)
     rows = run_all(plan(config, wishes, measured))
     yield advice(rows)
-    yield _side(measured, rows)
+    turns = [step for step in turns if "asleep_s" in step]
+    yield _turns(turns) if turns else _side(measured, rows)
     slots = config.rollout.max_running
     more = Wishes(slots=f"{max(size, slots // 2)},{2 * slots}", others=False, steps=_STEPS)
     present, *others = _of(run_all(plan(config, more, measured)))
@@ -63,6 +67,25 @@ def _gain(row: Row, present: Row) -> str:
     gain = row.found.episodes_s / present.found.episodes_s - 1
     dropped = f"{row.found.tokens_discarded:.1%} of the tokens dropped instead of {present.found.tokens_discarded:.1%}"
     return f"{gain:+.0%} episodes trained a second, {dropped}, learner idle {row.found.idle:.0%}."
+
+
+def _turns(steps: Sequence[Mapping[str, Any]]) -> str:
+    """What a second GPU would gain where engine and learner take turns on one: then the slower of the two counts, not
+    the sum."""
+
+    def mean(*names: str) -> float:
+        return fmean(sum(step[name] for name in names) for step in steps)
+
+    learns, asleep = mean("busy_s"), mean("asleep_s")
+    alone = mean("sleep_s", "restore_s", "busy_s", "park_s")
+    samples = max(0.0, mean("idle_s") - max(0.0, asleep - alone))  # the learner waits for the engines' waking, too
+    now, apart = samples + asleep, max(samples, learns)
+    return (
+        f"Engine and learner take turns on one GPU: a step has {samples:.3g} s of sampling, {learns:.3g} s of learning "
+        f"and {asleep - learns:.3g} s in which the engine slept for the swap of {mean('swap_bytes') / 1e9:.2f} GB and "
+        f"new weights. With a GPU for each (engine.colocated = false) it would take {apart:.3g} s in place of "
+        f"{now:.3g}: {now / apart:.1f} times the steps."
+    )
 
 
 def _side(measured: Run, rows: list[Row]) -> str:

@@ -21,10 +21,11 @@ from typing import Any, Final
 
 import torch
 
-from agentrl.config import RunConfig, from_json
-from agentrl.errors import UsageError
+from agentrl.config import RunConfig, from_json, to_json
+from agentrl.errors import ConfigError, UsageError
 from agentrl.runtime.models import model_dir
 from agentrl.train.budget import Held, held
+from agentrl.train.checkpoint import free_bytes
 from agentrl.train.samples import Row
 from agentrl.train_settings import EXPERTS, HEADS, check_divides
 
@@ -41,19 +42,20 @@ _CHANGES: Final[tuple[dict[str, Any], ...]] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """As its vendor states it: memory, dense bfloat16, bandwidth of the memory."""
+    """As its vendor states it: memory, dense bfloat16, bandwidth of the memory, and of its bus in one direction."""
 
     memory_gb: float
     tflops: float
     gb_per_s: float
+    bus_gb_per_s: float
 
 
 GPUS: Final = {
-    "h100": Gpu(memory_gb=80, tflops=989, gb_per_s=3350),
-    "h200": Gpu(memory_gb=141, tflops=989, gb_per_s=4800),
-    "a100-80gb": Gpu(memory_gb=80, tflops=312, gb_per_s=2039),
-    "a100-40gb": Gpu(memory_gb=40, tflops=312, gb_per_s=1555),
-    "l40s": Gpu(memory_gb=48, tflops=362, gb_per_s=864),
+    "h100": Gpu(memory_gb=80, tflops=989, gb_per_s=3350, bus_gb_per_s=64),
+    "h200": Gpu(memory_gb=141, tflops=989, gb_per_s=4800, bus_gb_per_s=64),
+    "a100-80gb": Gpu(memory_gb=80, tflops=312, gb_per_s=2039, bus_gb_per_s=32),
+    "a100-40gb": Gpu(memory_gb=40, tflops=312, gb_per_s=1555, bus_gb_per_s=32),
+    "l40s": Gpu(memory_gb=48, tflops=362, gb_per_s=864, bus_gb_per_s=32),
 }
 
 
@@ -80,8 +82,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """So many GPUs for engines, so many for the learner; 0 and 0: both on the same one. `at_once` episodes fit the
-    engines."""
+    """So many GPUs for engines, so many for the learner; 0 and 0: both on the same one, side by side or by turns.
+    `at_once` episodes fit the engines. By turns, `host_bytes` wait in host memory, and a step spends `swap_s` on
+    bringing one and the other to the GPU."""
 
     engines: int
     learners: int
@@ -92,11 +95,14 @@ class Split:
     learner_s: float
     engine_s: float
     episode_s: float
+    host_bytes: float = 0.0
+    swap_s: float = 0.0
 
     @property
     def step_s(self) -> float:
-        """Of an optimizer step: side by side the slower one counts, on one GPU both do."""
-        return max(self.learner_s, self.engine_s) if self.engines else self.learner_s + self.engine_s
+        """Of an optimizer step: on GPUs of their own the slower one counts, on one GPU both do."""
+        together = self.learner_s + self.engine_s + self.swap_s
+        return max(self.learner_s, self.engine_s) if self.engines else together
 
     @property
     def max_lag(self) -> int:
@@ -124,6 +130,8 @@ def plan(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Plan:
     """Raises ModelError for a model whose configuration cannot be found, UsageError for work that fits no row."""
     if work.row > config.rollout.max_context:
         raise UsageError(f"--row {work.row}: rollout.max_context is {config.rollout.max_context}")
+    if config.engine.colocated and n > 1:
+        raise UsageError(f"--n {n}: engine.colocated shares one GPU: give 1, or --set engine.colocated=false")
     folder = model_dir(config.model)
     bytes_, together = _held(config, folder, work), _together(config)
     ways = _ways(config, n)
@@ -167,8 +175,10 @@ def _split(config: RunConfig, folder: Path, bytes_: Held, gpu: Gpu, work: Work, 
     learner = of_rank(bytes_, ranks, layers, config.train.parallel.tensor, config.train.parallel.expert)
     room = _RESERVED * gpu.memory_gb * GB
     weights = 2 * parameters
-    second = weights if config.engine.stage == "auto" and config.sync in ("full", "delta") else 0  # of new ones, staged
-    left = room - weights - second - (0 if engines else learner)
+    turns = config.engine.colocated
+    staged = config.engine.stage == "auto" and config.sync in ("full", "delta") and not turns
+    second = weights if staged else 0  # of new ones
+    left = room - weights - second - (0 if engines or turns else learner)
     at_once = min(config.rollout.max_running, served * max(0, int(left / (kv * work.row))))
     batch = max(1, at_once // served)
     asleep = 2 * bytes_.experts * (1 - of_experts) ** batch  # of experts that no token of the batch is sent to
@@ -190,7 +200,23 @@ def _split(config: RunConfig, folder: Path, bytes_: Held, gpu: Gpu, work: Work, 
         learner_s=operations / (ranks * gpu.tflops * 1e12 * work.mfu),
         engine_s=groups * size * work.answer * token_s / (served * batch),
         episode_s=work.answer * token_s,
+        host_bytes=_waiting(config, bytes_) if turns else 0.0,
+        swap_s=_swapped(config, bytes_) / (gpu.bus_gb_per_s * GB * work.mbu) if turns else 0.0,
     )
+
+
+def _waiting(config: RunConfig, bytes_: Held) -> float:
+    """Bytes in host memory while an engine samples whose GPU the learner shares by turns; or while the learner steps,
+    with an adapter, the engine's weights."""
+    learner = bytes_.weights + bytes_.frozen + bytes_.optimizer
+    return bytes_.host + learner + (2 * bytes_.parameters if config.sync == "adapter" else 0)
+
+
+def _swapped(config: RunConfig, bytes_: Held) -> float:
+    """Bytes that go over the GPU's bus for a turn of the learner: it comes and leaves, the engine gets new weights, or
+    with an adapter takes its own away and back."""
+    learner = bytes_.weights + bytes_.frozen + bytes_.optimizer
+    return 2 * learner + 2 * bytes_.parameters * (2 if config.sync == "adapter" else 1)
 
 
 def _used(described: dict[str, Any]) -> float:
@@ -255,6 +281,9 @@ def of_rank(bytes_: Held, ranks: int, layers: int, tensor: int = 1, expert: int 
 def changes(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Iterator[str]:
     """Settings with which a run that does not fit does."""
     folder = model_dir(config.model)
+    turns = _by_turns(config) if n == 1 else None
+    if turns is not None and _split(turns, folder, _held(turns, folder, work), gpu, work, 0, 0).fits:
+        yield "--set engine.colocated=true"
     for change in _CHANGES:
         train = config.train.model_copy(update=change)
         changed = config.model_copy(update={"train": train})
@@ -263,20 +292,49 @@ def changes(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Iterator[str]:
             yield " ".join(f"--set train.{name}={str(value).lower()}" for name, value in change.items())
 
 
-def refusal(config: RunConfig, memory_bytes: int) -> str | None:
-    """Why a GPU of so much memory cannot hold the run's learner; None if it can, up to what a prediction may be off."""
+def _by_turns(config: RunConfig) -> RunConfig | None:
+    """The run with engine and learner by turns on one GPU; None if it cannot, or does so anyway."""
+    if config.engine.kind == "embedded" or config.engine.colocated:
+        return None
+    changed = config.model_copy(update={"engine": config.engine.model_copy(update={"colocated": True})})
+    try:
+        return from_json(to_json(changed))
+    except ConfigError:
+        return None
+
+
+def refusal(config: RunConfig, memory_bytes: int, host_bytes: float = math.inf) -> str | None:
+    """Why a GPU of so much memory cannot hold the run's learner, or cannot be shared by turns on a machine of so much;
+    None if it can, up to what a prediction may be off."""
     row = min(config.rollout.max_context, config.train.tokens_per_batch)
     work = Work(row=row, sampled=0.5, mfu=1.0, mbu=1.0)
     folder = model_dir(config.model)
     layers: int = _described(folder)["num_hidden_layers"]
-    parallel = config.train.parallel
-    needs = of_rank(_held(config, folder, work), parallel.ranks, layers, parallel.tensor, parallel.expert)
+    parallel, bytes_ = config.train.parallel, _held(config, folder, work)
+    needs = of_rank(bytes_, parallel.ranks, layers, parallel.tensor, parallel.expert)
     if needs <= (1 + (_FUSED if config.train.compile else _OFF)) * memory_bytes:
-        return None
+        return _no_turns(config, bytes_, memory_bytes, host_bytes) if config.engine.colocated else None
     return (
         f"a step of the learner needs {needs / GB:.1f} GB and the GPU has {memory_bytes / GB:.1f}: `agentrl plan "
         "RUN.toml` says what to change"
     )
+
+
+def _no_turns(config: RunConfig, bytes_: Held, memory_bytes: int, host_bytes: float) -> str | None:
+    """Why engine and learner cannot take turns."""
+    kv_mb, wide = config.engine.kv_cache_mb, 4 if config.engine.dtype == "float32" else 2
+    engine, waiting = wide * bytes_.parameters + (kv_mb << 20), _waiting(config, bytes_)
+    if engine > memory_bytes:
+        return (
+            f"the engine needs {engine / GB:.1f} GB when it is awake and the GPU has {memory_bytes / GB:.1f}: lower "
+            f"engine.kv_cache_mb = {kv_mb}, or give engine.dtype = 'bfloat16'"
+        )
+    if waiting > host_bytes:
+        return (
+            f"by turns (engine.colocated) {waiting / GB:.1f} GB of host memory wait for the GPU and "
+            f"{host_bytes / GB:.1f} are free: give train.lora_rank, or engine.colocated = false and a second GPU"
+        )
+    return None
 
 
 def main() -> None:
@@ -284,7 +342,7 @@ def main() -> None:
     config = from_json(sys.stdin.read())
     device = torch.device(config.train.device)
     if device.type == "cuda" and torch.cuda.is_available():
-        print(refusal(config, torch.cuda.get_device_properties(device).total_memory) or "", end="")
+        print(refusal(config, torch.cuda.get_device_properties(device).total_memory, free_bytes()) or "", end="")
 
 
 if __name__ == "__main__":

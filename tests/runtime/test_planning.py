@@ -71,7 +71,7 @@ def run(*words: object) -> tuple[int, str]:
 
 
 def test_bytes_and_seconds_are_those_of_a_hand_computation(config: RunConfig) -> None:
-    gpu = Gpu(memory_gb=1, tflops=1e-3, gb_per_s=1)
+    gpu = Gpu(memory_gb=1, tflops=1e-3, gb_per_s=1, bus_gb_per_s=1)
     found = planning.plan(config, gpu, 3, WORK)
     assert found.held.weights == pytest.approx(4 * PARAMETERS, rel=1e-3)  # and rotary's few frequencies
     assert found.held.gradients == 4 * PARAMETERS and found.held.optimizer == pytest.approx(8 * PARAMETERS, rel=1e-3)
@@ -96,7 +96,7 @@ def test_a_pass_is_planned_full_but_not_over_its_budget(config: RunConfig) -> No
 
 def test_the_settings_that_it_names_make_a_run_fit(config: RunConfig) -> None:
     whole = planning.plan(config, planning.GPUS["h100"], 1, WORK).held.total
-    small = Gpu(memory_gb=0.8 * whole / 1e9, tflops=1, gb_per_s=1)
+    small = Gpu(memory_gb=0.8 * whole / 1e9, tflops=1, gb_per_s=1, bus_gb_per_s=1)
     assert planning.plan(config, small, 1, WORK).best is None
     first, *_ = planning.changes(config, small, 1, WORK)
     changed = config.model_dump(mode="json")
@@ -115,7 +115,7 @@ def test_the_command_says_the_split_and_a_cost_only_for_a_given_price(file: Path
 
 
 def test_what_cannot_fit_ends_with_exit_code_1(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(planning.GPUS, "h100", Gpu(memory_gb=1e-6, tflops=1, gb_per_s=1))
+    monkeypatch.setitem(planning.GPUS, "h100", Gpu(memory_gb=1e-6, tflops=1, gb_per_s=1, bus_gb_per_s=1))
     code, text = run("plan", file)
     assert code == 1 and "It does not fit." in text
 
@@ -214,7 +214,7 @@ def test_a_mixture_is_planned_with_the_experts_that_a_token_uses(config: RunConf
     parallel = config.train.parallel.model_copy(update={"ranks": 2, "expert": 2})
     train = config.train.model_copy(update={"parallel": parallel})
     apart = config.model_copy(update={"model": str(tmp_path / "model"), "train": train})
-    gpu = Gpu(memory_gb=1, tflops=1e-3, gb_per_s=1)
+    gpu = Gpu(memory_gb=1, tflops=1e-3, gb_per_s=1, bus_gb_per_s=1)
     found = planning.plan(apart, gpu, 3, WORK)
     of_experts, others = 2 * 8 * 3 * 64 * 32, PARAMETERS - 2 * 3 * 64 * 128 + 2 * 64 * 8  # experts, and with routers
     assert (found.held.experts, found.held.parameters) == (of_experts, of_experts + others)
@@ -241,3 +241,68 @@ def test_ranks_that_share_the_tokens_of_a_pass_are_planned_with_their_share(conf
     assert (found.held.activations, found.held.temporary) == (whole.activations / 4, whole.temporary)
     with pytest.raises(UsageError, match=r"--n 3: train\.parallel\.context = 4 GPUs learn together: give 5 or more"):
         planning.plan(shared, gpu, 3, WORK)
+
+
+def by_turns(config: RunConfig, **train: object) -> RunConfig:
+    """On the GPU, with vLLM; what cannot be is refused."""
+    document = config.model_dump(mode="json")
+    document["engine"] |= {"kind": "vllm", "colocated": True, "dtype": "bfloat16"}
+    document["train"] |= {"device": "cuda", **train}
+    return RunConfig.model_validate(document)
+
+
+def test_by_turns_phases_have_the_gpu_in_turn_and_their_seconds_add_up(config: RunConfig) -> None:
+    gpu = Gpu(memory_gb=1, tflops=1e-3, gb_per_s=1, bus_gb_per_s=0.1)
+    turns = by_turns(config)
+    beside = turns.model_copy(update={"engine": turns.engine.model_copy(update={"colocated": False})})
+    found, (shared,) = planning.plan(turns, gpu, 1, WORK), planning.plan(beside, gpu, 1, WORK).splits
+    (one,) = found.splits
+    state = 12 * PARAMETERS  # weights and two moments, in float32; gradients end with the step
+    assert one.host_bytes == pytest.approx(state, rel=1e-3)
+    assert one.swap_s == pytest.approx((2 * state + 2 * PARAMETERS) / (0.1e9 * 0.5), rel=1e-3)
+    assert one.step_s == pytest.approx(one.learner_s + one.engine_s + one.swap_s)
+    assert shared.step_s == pytest.approx(shared.learner_s + shared.engine_s) and shared.host_bytes == 0
+    kv = one.at_once * 2 * 2 * 2 * 16 * 2 * WORK.row
+    assert one.engine_bytes == pytest.approx(2 * PARAMETERS + kv)  # and no second copy of the weights
+    adapter = planning.plan(by_turns(config, lora_rank=4), gpu, 1, WORK)
+    (split,) = adapter.splits
+    assert split.host_bytes == adapter.held.weights + adapter.held.optimizer + 2 * adapter.held.parameters
+    with pytest.raises(UsageError, match=r"--n 2: engine\.colocated shares one GPU: give 1, or --set engine\.coloc"):
+        planning.plan(turns, gpu, 2, WORK)
+
+
+def test_what_fits_one_gpu_only_by_turns_is_told_so_and_fits(config: RunConfig, file: Path) -> None:
+    turns = by_turns(config)
+    document = turns.model_dump(mode="json")
+    document["engine"]["colocated"] = False
+    beside = RunConfig.model_validate(document)
+    held = planning.plan(turns, planning.GPUS["h100"], 1, WORK).held
+    one_group = 8 * WORK.row * 2 * 2 * 2 * 16 * 2
+    gpu = Gpu(memory_gb=1.1 * max(held.total, 2 * PARAMETERS + one_group) / 1e9, tflops=1, gb_per_s=1, bus_gb_per_s=1)
+    assert planning.plan(beside, gpu, 1, WORK).best is None
+    first, *_ = planning.changes(beside, gpu, 1, WORK)
+    assert first == "--set engine.colocated=true"
+    assert planning.plan(turns, gpu, 1, WORK).best is not None
+    assert "--set engine.colocated=true" not in planning.changes(config, gpu, 1, WORK), "its engine is on the CPU"
+    settings = ["engine.kind=vllm", "engine.dtype=bfloat16", "train.device=cuda", "engine.colocated=true"]
+    code, text = run("plan", file, "--row", 200, *(f"--set={setting}" for setting in settings))
+    assert code == 0 and "By turns: " in text and "wait in host memory" in text and "1, by turns" in text
+
+
+def test_turns_that_memory_cannot_hold_are_refused(config: RunConfig) -> None:
+    turns = by_turns(config)
+    assert planning.refusal(turns, 80 << 30, 64 << 30) is None
+    small = planning.refusal(turns, 80 << 30, 1 << 20)
+    assert small is not None and re.search(
+        r"\(engine\.colocated\) .* wait for the GPU .*: give train\.lora_rank", small
+    )
+    small = planning.refusal(turns, 500 << 20, 64 << 30)
+    assert small is not None and "lower engine.kv_cache_mb = 512" in small
+
+
+def test_advice_for_turns_says_what_a_second_gpu_gains() -> None:
+    step = {"busy_s": 4.0, "idle_s": 7.0, "sleep_s": 0.5, "restore_s": 0.5, "park_s": 1.0, "asleep_s": 7.0}
+    text = advising._turns([step | {"swap_bytes": 3e9}] * 2)
+    # 7 s asleep, of which 6 s until the learner had left: in the last one it waited already, so 6 s were for sampling
+    assert "6 s of sampling, 4 s of learning and 3 s in which the engine slept for the swap of 3.00 GB" in text
+    assert "it would take 6 s in place of 13: 2.2 times the steps" in text
