@@ -28,6 +28,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psycopg
 import trio
 
 from agentrl.records import Messages, Step, Task, Turn, VersionSpan
@@ -42,12 +43,13 @@ _TICK = os.sysconf("SC_CLK_TCK")
 
 class Rate(NamedTuple):
     """Turns a second; CPU of the writers and of the server, in microseconds a turn; the wait of the slowest tenth of
-    turns in ms."""
+    turns in ms; what the server logs (WAL) of a turn, in bytes."""
 
     per_second: float
     writers_us: float
     server_us: float
     slow_ms: float
+    wal_bytes: float
 
 
 def turn_of(index: int, tokens: int) -> Turn:
@@ -108,15 +110,15 @@ def rate(path: Path, url: str | None, server: int | None, *, writers: int, episo
         for child in children:
             child.start()
         start.wait(600)
-        before = server_s(server)
+        before, wal = server_s(server), written(url)
         spent = [done.get(timeout=600) for _ in children]
-        of_server = server_s(server) - before
+        of_server, wal = server_s(server) - before, written(url) - wal
         for child in children:
             child.join(600)
     n = writers * episodes * len(turns)
     wall_s = max(wall for _, wall, _ in spent)
     slow = statistics.median(slow for *_, slow in spent)
-    return Rate(n / wall_s, 1e6 * sum(cpu for cpu, *_ in spent) / n, 1e6 * of_server / n, 1e3 * slow)
+    return Rate(n / wall_s, 1e6 * sum(cpu for cpu, *_ in spent) / n, 1e6 * of_server / n, 1e3 * slow, wal / n)
 
 
 def claims(path: Path, url: str | None, *, flight: int, turns: list[Turn], writers: int) -> tuple[float, float]:
@@ -159,6 +161,16 @@ def new(path: Path, url: str | None, episodes: int) -> Iterator[RunStore]:
     path.unlink()
 
 
+def written(url: str | None) -> int:
+    """Bytes that a server has logged so far."""
+    if url is None:
+        return 0
+    with psycopg.connect(url) as connection:
+        row = connection.execute("SELECT pg_current_wal_lsn() - '0/0'").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
 def server_s(pid: int | None) -> float:
     """CPU seconds of a server and its sessions so far; of those that have ended, too."""
     if pid is None:
@@ -194,12 +206,13 @@ def server_at(url: str | None, folder: Path) -> Iterator[tuple[str, int | None]]
 
 def table(rates: dict[str, list[Rate]], latency: dict[str, list[tuple[float, float]]]) -> str:
     lines = [
-        "| journal | turns a second | writers, µs of CPU a turn | server, µs a turn | slowest tenth of turns, ms |",
-        "|---|---|---|---|---|",
+        "| journal | turns a second | writers, µs of CPU a turn | server, µs a turn | slowest tenth of turns, ms"
+        " | WAL, bytes a turn |",
+        "|---|---|---|---|---|---|",
     ]
     for way, found in rates.items():
         one = [statistics.median(column) for column in zip(*found, strict=True)]
-        lines.append(f"| {way} | {one[0]:.0f} | {one[1]:.0f} | {one[2]:.0f} | {one[3]:.1f} |")
+        lines.append(f"| {way} | {one[0]:.0f} | {one[1]:.0f} | {one[2]:.0f} | {one[3]:.1f} | {one[4]:.0f} |")
     lines += ["", f"| claim of {CLAIMED} | median, ms | slowest tenth, ms |", "|---|---|---|"]
     for way, pairs in latency.items():
         middle, slow = (statistics.median(column) for column in zip(*pairs, strict=True))

@@ -45,9 +45,10 @@ from agentrl.store.admission import Bounds, Load, Room, admissible_groups
 from agentrl.store.artifacts import Artifacts
 from agentrl.store.bias import Bias, Side, TrainingBias
 from agentrl.store.buffer import Buffer, Expired
+from agentrl.store.calls import Result
 from agentrl.store.choice import connect, look
 from agentrl.store.closing import FULL, ClosePolicy, Full, Quorum, close_policy
-from agentrl.store.database import Database, Result
+from agentrl.store.database import Database
 from agentrl.store.deaths import Deaths, Quarantined, Released
 from agentrl.store.durations import Durations, EpisodeTimes
 from agentrl.store.forks import Forks

@@ -29,7 +29,7 @@ from agentrl.columns import NONE, Columns
 from agentrl.errors import DiskFull, StoreAway, StoreError
 from agentrl.records import Json, Messages, Step, StopReason, Trajectory, Turn, WeightVersion
 from agentrl.store import Claim, Partial, RunStore, Snapshot
-from agentrl.store.database import Result
+from agentrl.store.calls import Result
 from agentrl.store.roles import ReadStore
 from agentrl.store.signal import Role
 from agentrl.store.waiting import wait_for_work
@@ -91,13 +91,13 @@ class AsyncStore:
         await self._write(partial(self._store.begin, episode_id, fence, start), shared=True)
 
     async def journal_turn(self, episode_id: int, fence: int, turn: Turn) -> None:
-        await self._write(partial(self._store.journal_turn, episode_id, fence, turn), shared=True)
+        await self._write(self._store.turn_entry(episode_id, fence, turn), shared=True)
 
     def post_partial(self, episode_id: int, fence: int, part: Partial) -> Write:
-        return self._post(partial(self._store.journal_partial, episode_id, fence, part), shared=True)
+        return self._post(self._store.part_entry(episode_id, fence, part), shared=True)
 
     async def journal_step(self, episode_id: int, fence: int, turn_index: int, step: Step) -> None:
-        await self._write(partial(self._store.journal_step, episode_id, fence, turn_index, step), shared=True)
+        await self._write(self._store.step_entry(episode_id, fence, turn_index, step), shared=True)
 
     async def restart_episode(self, episode_id: int, fence: int, reason: str) -> None:
         await self._write(partial(self._store.restart_episode, episode_id, fence, reason))

@@ -25,11 +25,12 @@ from copy import copy
 from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 import zstandard
 
 from agentrl.errors import StoreAway, StoreBusy, StoreDamaged, StoreError
+from agentrl.store.calls import Result, each
 
 BUSY_S = 120.0
 """How long a write waits for another process's write lock before it fails, seconds. Our own writes take well under a
@@ -44,13 +45,6 @@ _UNREADABLE = (zstandard.ZstdError, struct.error, json.JSONDecodeError, UnicodeD
 
 Row = tuple[Any, ...]
 _Whole = AbstractContextManager[None] | None
-
-
-class Result(NamedTuple):
-    """What came of a call: a value, or the error that it raised."""
-
-    value: Any = None
-    error: Exception | None = None
 
 
 class Cursor(Protocol):
@@ -158,6 +152,11 @@ class Database(ABC):
         """Insert one row into a table that numbers its rows; the number."""
 
     @abstractmethod
+    def numbers(self, table: str, n: int) -> Sequence[int]:
+        """Numbers of `n` new rows of a table, higher than any row's, inside a write transaction; only it may use them,
+        and those that it leaves are used by none or by a later one."""
+
+    @abstractmethod
     def watch(self) -> Watch:
         """Watch the store for writes of all processes, on a connection of its own."""
 
@@ -256,7 +255,7 @@ class Database(ABC):
         """Make calls one after the other, in one transaction for all their writes: it begins with the first write, and
         each `write` is a part of it. A call that raises is undone alone. If the transaction cannot begin or
         commit, or the database undoes it (a full disk), every call has that error, and nothing was written. `shared`:
-        all their writes are."""
+        all their writes are. Calls that are `Several` go first, at once."""
         whole = partial(self._all, calls, shared)
         try:
             try:
@@ -306,7 +305,7 @@ class Database(ABC):
         and nothing is written yet. Most often none fails, and so none needs a savepoint."""
         self._swift, self._torn = True, False
         try:
-            done = [Result(value=call()) for call in calls]
+            done = each(calls)
             with self._naming():
                 self._settle()
             if not self._torn:

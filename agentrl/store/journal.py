@@ -10,24 +10,16 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from agentrl.errors import StoreError
-from agentrl.records import Messages, Step, StopReason, Turn, turn_id
-from agentrl.store.codec import (
-    pack_answer,
-    pack_experts,
-    pack_messages,
-    pack_spans,
-    pack_text,
-    pack_tokens,
-    printable,
-)
+from agentrl.records import Messages, Step, StopReason, Turn
+from agentrl.store.codec import pack_messages, printable
 from agentrl.store.database import Database
+from agentrl.store.entries import PartEntry, StepEntry, TurnEntry
 from agentrl.store.groups import close_if_ended, scored
 from agentrl.store.leases import check_fence, held
 from agentrl.store.outages import FAILURES, note_failure
-from agentrl.store.partials import Partial, discard_partial, drop_partial, pack_part, write_part
+from agentrl.store.partials import Partial, discard_partial, drop_partial
 from agentrl.store.snapshots import drop_snapshot
 from agentrl.store.versions import Versions
 
@@ -43,14 +35,8 @@ class Ending:
     detail: str = ""
 
 
-# Of the row `e` of an episode, so that a look at its fence tells them too: its last turn's index, whether a turn has
-# begun, whether sources score its turns.
+# The index of the last turn of the row `e` of an episode.
 _LAST = "COALESCE((SELECT MAX(t.idx) FROM turns t WHERE t.episode_id = e.id AND t.trial = e.trial), -1)"
-_BEGUN = "EXISTS (SELECT 1 FROM partials p WHERE p.episode_id = e.id)"
-_ASKED = "e.evaluation = 0 AND EXISTS (SELECT 1 FROM sources)"
-_TURN = (
-    "LEFT JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial AND t.idx = ? LEFT JOIN steps s ON s.turn_id = t.id"
-)
 
 
 class Journal(Versions):
@@ -69,42 +55,29 @@ class Journal(Versions):
         """Write a turn; call it before the environment sees the action. If the turn has its step, that is written too.
 
         Raises StoreError if the turn is not the next one, a version was never minted, or a log-prob is not finite."""
-        blob = pack_tokens(turn)
-        oldest = min((self.step_of(span.version) for span in turn.spans), default=None) if turn.learns else None
-        answer = None if turn.step is None else pack_step(f"episode {episode_id}, turn {turn.index}", turn.step)
-        with self._db.write(shared=True):
-            trial, last, begun, asked = held(self._db, episode_id, fence, f"e.trial, {_LAST}, {_BEGUN}, {_ASKED}")
-            if turn.index != last + 1:
-                raise StoreError(f"episode {episode_id}: turn {turn.index} cannot follow turn {last}")
-            if turn.id and turn.id != (own := turn_id(episode_id, trial, turn.index)):
-                raise StoreError(f"episode {episode_id}: turn {turn.index}: its id is {own!r}, not {turn.id!r}")
-            if turn.parent is not None and not 0 <= turn.parent < turn.index:
-                raise StoreError(f"episode {episode_id}: turn {turn.index} cannot extend turn {turn.parent}")
-            write_turn(
-                self._db, episode_id, trial, turn, blob=blob, oldest=oldest, answer=answer, begun=begun, asked=asked
-            )
+        self.turn_entry(episode_id, fence, turn)()
 
     def journal_partial(self, episode_id: int, fence: int, part: Partial) -> None:
         """Write more tokens of the turn that is sampled now; a claim has them until the turn is journaled.
 
         Raises StoreError if the turn is not the next one, or `part` does not begin right after the written tokens."""
-        row = pack_part(episode_id, part)
-        with self._db.write(shared=True):
-            (last,) = held(self._db, episode_id, fence, _LAST)
-            if part.index != last + 1:
-                raise StoreError(f"episode {episode_id}: turn {part.index} cannot be under way after turn {last}")
-            write_part(self._db, row)
+        self.part_entry(episode_id, fence, part)()
 
     def journal_step(self, episode_id: int, fence: int, turn_index: int, step: Step) -> None:
         """Write the answer to turn `turn_index`. Raises StoreError if that turn is not journaled or has an answer."""
-        answer = pack_step(f"episode {episode_id}, turn {turn_index}", step)
-        with self._db.write(shared=True):
-            row_id, answered = held(self._db, episode_id, fence, "t.id, s.turn_id", _TURN, (turn_index,))
-            if row_id is None:
-                raise StoreError(f"episode {episode_id}: turn {turn_index} was never journaled")
-            if answered is not None:
-                raise StoreError(f"episode {episode_id}: turn {turn_index} is answered already")
-            self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", (row_id, *answer))
+        self.step_entry(episode_id, fence, turn_index, step)()
+
+    def turn_entry(self, episode_id: int, fence: int, turn: Turn) -> TurnEntry:
+        """`journal_turn` as a call that `together` makes at once with others of the journal."""
+        return TurnEntry(self._db, episode_id, fence, turn, self.step_of)
+
+    def part_entry(self, episode_id: int, fence: int, part: Partial) -> PartEntry:
+        """The same of `journal_partial`."""
+        return PartEntry(self._db, episode_id, fence, part)
+
+    def step_entry(self, episode_id: int, fence: int, turn_index: int, step: Step) -> StepEntry:
+        """The same of `journal_step`."""
+        return StepEntry(self._db, episode_id, fence, turn_index, step)
 
     def restart_episode(self, episode_id: int, fence: int, reason: str) -> None:
         """Start an episode anew under the same fence, as its environment could not be restored. The turns so far are
@@ -153,70 +126,6 @@ class Journal(Versions):
         with self._db.write():
             check_fence(self._db, episode_id, fence)
             conclude(self._db, episode_id, ending, now)
-
-
-def write_turn(
-    db: Database,
-    episode_id: int,
-    trial: int,
-    turn: Turn,
-    *,
-    blob: bytes,
-    oldest: int | None,
-    answer: tuple[Any, ...] | None,
-    begun: bool = True,
-    asked: bool = True,
-) -> None:
-    """Write a turn whose place was checked. `blob` has its tokens, `oldest` is the step of the oldest version that
-    sampled it, None if it does not learn; `answer` is its packed step, if it has one. `begun`: some of it may be in
-    `partials`; `asked`: sources may have to score it. Inside a transaction."""
-    row_id = db.insert(
-        "INSERT INTO turns (episode_id, trial, idx, parent, role, learns, finish, text, spans, n_prompt,"
-        " n_tokens, oldest_step, state, started_s, ended_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            episode_id,
-            trial,
-            turn.index,
-            turn.parent,
-            turn.role,
-            turn.learns,
-            turn.finish,
-            db.any_text(pack_text(turn.text)),
-            pack_spans(turn.spans),
-            len(turn.prompt_ids),
-            len(turn.token_ids),
-            oldest,
-            turn.state,
-            turn.started_s,
-            turn.ended_s,
-        ),
-    )
-    db.execute("INSERT INTO tokens VALUES (?, ?)", (row_id, blob))
-    if turn.experts is not None:
-        db.execute("INSERT INTO experts VALUES (?, ?)", (row_id, pack_experts(turn.experts)))
-    if begun:
-        drop_partial(db, episode_id)
-    if asked and turn.learns:
-        db.execute(
-            "INSERT INTO unscored SELECT c.source, ?, e.id FROM sources c, episodes e"
-            " WHERE e.id = ? AND e.evaluation = 0",
-            (row_id, episode_id),
-        )
-    if answer is not None:
-        db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", (row_id, *answer))
-
-
-def pack_step(where: str, step: Step) -> tuple[str, float, bool, bool, str]:
-    """The columns of an answer. Raises StoreError, which begins with `where`, for one that cannot be written."""
-    if not math.isfinite(step.reward):
-        raise StoreError(f"{where}: reward {step.reward} is not finite")
-    return (
-        pack_messages(step.observation, f"{where}: observation"),
-        float(step.reward),
-        bool(step.terminated),
-        bool(step.truncated),
-        pack_answer(step, where),
-    )
 
 
 def conclude(db: Database, episode_id: int, ending: Ending, now: float) -> None:

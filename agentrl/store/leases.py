@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from agentrl.errors import LeaseLost
 from agentrl.records import Messages, Task, Turn
@@ -210,18 +212,21 @@ def check_fence(db: Database, episode_id: int, fence: int) -> int:
     return held(db, episode_id, fence, "e.trial")[0]
 
 
-def held(
-    db: Database, episode_id: int, fence: int, columns: str, beside: str = "", parameters: tuple[int, ...] = ()
-) -> Row:
-    """Columns, in SQL, of the row `e` of an episode that is held under `fence`, and of rows `beside` it; raises as
-    `check_fence`. One statement, since a server takes a while to answer each."""
-    sql = f"SELECT e.state, e.fence, {columns} FROM episodes e {beside} WHERE e.id = ?"
-    row = db.row(sql, (*parameters, episode_id))
+def held(db: Database, episode_id: int, fence: int, columns: str) -> Row:
+    """Columns, in SQL, of the row `e` of an episode that is held under `fence`; raises as `check_fence`. One statement,
+    since a server takes a while to answer each."""
+    row = db.row(f"SELECT e.state, e.fence, {columns} FROM episodes e WHERE e.id = ?", (episode_id,))
+    check_held(db, episode_id, fence, row)
+    assert row is not None
+    return row[2:]
+
+
+def check_held(db: Database, episode_id: int, fence: int, row: Sequence[Any] | None) -> None:
+    """Raise LeaseLost unless the `row` of an episode, which begins with its state and its fence, is held."""
     if row is None:
         raise LeaseLost(f"episode {episode_id} does not exist in {db.path}")
-    state, current, *found = row
+    state, current = row[:2]
     if state != "running":
         raise LeaseLost(f"episode {episode_id} is {state}, no longer running under fence {fence}")
     if current != fence:
         raise LeaseLost(f"episode {episode_id} was claimed anew: fence {current}, not {fence}")
-    return tuple(found)

@@ -15,10 +15,11 @@ from typing import Any
 
 from agentrl.errors import StoreError
 from agentrl.records import Messages, StopReason, Task, Turn, VersionSpan
-from agentrl.store.codec import pack_messages, pack_tokens, unpack_messages, unpack_task
+from agentrl.store.codec import pack_messages, unpack_messages, unpack_task
+from agentrl.store.entries import PackedTurn, Rows
 from agentrl.store.groups import LATE, TRAIN, create_group, scored
-from agentrl.store.journal import Ending, conclude, held_ending, pack_step, write_turn
-from agentrl.store.partials import Partial, load_partial, pack_part, write_part
+from agentrl.store.journal import Ending, conclude, held_ending
+from agentrl.store.partials import Partial, load_partial, pack_part
 from agentrl.store.readers import load_turns
 from agentrl.store.snapshots import Snapshot
 from agentrl.store.versions import Versions, latest_confirmed
@@ -154,16 +155,15 @@ class Moving(Versions):
         if member.start is not None:
             start = pack_messages(member.start, "the start of a member")
             self._db.execute("UPDATE episodes SET start = ? WHERE id = ?", (start, episode_id))
-        for turn in member.turns:
-            ours, oldest = turn, None
-            if turn.learns:
-                ours = replace(turn, spans=here(turn.spans))
-                oldest = min((self._step(span.version) for span in ours.spans), default=None)
-            answer = None if turn.step is None else pack_step(f"turn {turn.index}", turn.step)
-            write_turn(self._db, episode_id, 0, ours, blob=pack_tokens(ours), oldest=oldest, answer=answer)
+        rows = Rows()
+        for id, turn in zip(self._db.numbers("turns", len(member.turns)), member.turns, strict=True):
+            ours = replace(turn, spans=here(turn.spans)) if turn.learns else turn
+            packed = PackedTurn.of(ours, f"turn {turn.index}", self._step)
+            rows.turn(id, episode_id, 0, packed, self._db.any_text(packed.text), asked=turn.learns)
         if member.partial is not None:
             part = replace(member.partial, spans=here(member.partial.spans))
-            write_part(self._db, pack_part(episode_id, part))
+            rows.parts[episode_id] = [pack_part(episode_id, part)]
+        rows.write(self._db)
         if (kept := member.snapshot) is not None:
             self._db.execute(
                 "INSERT INTO snapshots VALUES (?, ?, ?, ?)", (episode_id, kept.turn, kept.seconds, kept.data)

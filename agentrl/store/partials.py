@@ -54,16 +54,6 @@ def pack_part(episode_id: int, part: Partial) -> tuple[Any, ...]:
     return (episode_id, part.at, n, part.index, part.parent, part.role, spans, *times, data)
 
 
-def write_part(db: Database, row: tuple[Any, ...]) -> None:
-    """Append a row of `pack_part`. Raises StoreError if it does not begin where the rows before it end."""
-    episode_id, at, _, index, *_ = row
-    last = db.row("SELECT at + n FROM partials WHERE episode_id = ? ORDER BY at DESC LIMIT 1", (episode_id,))
-    stands = 0 if last is None else last[0]
-    if at != stands:
-        raise StoreError(f"episode {episode_id}: turn {index} has {stands} tokens, and more came after {at}")
-    db.execute("INSERT INTO partials VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
-
-
 def load_partial(db: Database, episode_id: int) -> Partial | None:
     """The turn under way, as far as it was written; None if there is none."""
     rows = db.rows(

@@ -44,12 +44,12 @@ from psycopg.types.string import StrDumper
 from agentrl.errors import DiskFull, StoreAway, StoreBusy, StoreError, StoreVersionError, UsageError
 from agentrl.store import schema
 from agentrl.store.database import PAUSE_S, Cursor, Database, Row, Watch
+from agentrl.store.postgres_arrays import parted
 from agentrl.store.postgres_session import Pipeline, Session
-from agentrl.store.postgres_sql import OURS, definition, translated, with_id
+from agentrl.store.postgres_sql import OURS, definition, many, plain_insert, translated
 
 CONNECT_S = 10.0
 _SILENT_S = 30.0
-_MOST_NUMBERS = 32
 _LOOK_S = 1.0  # the longest that a lost notification delays anybody
 _MOMENT_S = 1.0  # one try for the write lock; `Database` tries again
 _STATEMENT_S = 60.0  # less than `ANSWER_S`
@@ -167,7 +167,7 @@ class Postgres(Database):
         self._address, self._reads = address, reads
         self._lock_id = 0
         self._shares_lock = False  # whether the open write transaction does
-        self._numbers, self._asked = list[int](), 1  # of turns: reserved for this transaction; how many to reserve
+        self._columns = dict[str, dict[str, int]]()  # types, by table
         self._writer, self._written = uuid.uuid4().hex[:16], 0  # how many write transactions it has begun
         self._prepared = False  # whether there is a table for their numbers
         if reads:
@@ -329,7 +329,6 @@ class Postgres(Database):
 
     def _settle(self) -> None:
         """Wait for all statements so far, and leave the pipeline. Raises psycopg.Error for the first that failed."""
-        self._numbers = []
         self._pipeline.leave()
 
     @contextmanager
@@ -376,26 +375,37 @@ class Postgres(Database):
         return self._connection.execute(translated(sql), _plain(parameters))
 
     def execute_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
-        for row in rows:
-            self.execute(sql, row)
+        """Rows of one table go out in one statement, which has an array for each column."""
+        rows, plain = list(rows), plain_insert(sql)
+        if len(rows) < 2 or plain is None or not self._pipeline.entered:
+            for row in rows:
+                self.execute(sql, row)
+            return
+        types = self._types(plain.table)
+        columns = [types[name] for name in plain.columns] if plain.columns else list(types.values())
+        for few in parted(rows):
+            self._pipeline.send_arrays(many(sql, tuple(columns)), columns, list(zip(*few, strict=True)))
+
+    def _types(self, table: str) -> dict[str, int]:
+        """The types of a table's columns, by name and in their order."""
+        if table not in self._columns:
+            found = self.rows(
+                "SELECT attname::text, atttypid::bigint FROM pg_attribute"
+                " WHERE attrelid = to_regclass(?) AND attnum > 0 AND NOT attisdropped ORDER BY attnum",
+                (f"{self._address.schema}.{table}",),
+            )
+            self._columns[table] = dict(found)
+        return self._columns[table]
 
     def insert(self, sql: str, parameters: Sequence[Any]) -> int:
-        if sql.startswith("INSERT INTO turns ("):
-            self.execute(with_id(sql), (id := self._turn_id(), *parameters))
-            return id
         number = "version" if sql.startswith("INSERT INTO versions") else "id"
         row = self.row(f"{sql} RETURNING {number}", parameters)
         assert row is not None
         return row[0]
 
-    def _turn_id(self) -> int:
-        """The number of a new turn, without waiting for the server. Unused ones end with the transaction, so that a
-        later turn has a higher number."""
-        if not self._numbers:
-            found = self.rows("SELECT nextval('turns_id_seq') FROM generate_series(1, ?::integer)", (self._asked,))
-            self._numbers = [id for (id,) in reversed(found)]
-            self._asked = min(2 * self._asked, _MOST_NUMBERS)
-        return self._numbers.pop()
+    def numbers(self, table: str, n: int) -> Sequence[int]:
+        found = self.rows("SELECT nextval(?::regclass) FROM generate_series(1, ?::integer)", (f"{table}_id_seq", n))
+        return [id for (id,) in found]
 
     def watch(self) -> Watch:
         return Notices(self._address)

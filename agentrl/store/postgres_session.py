@@ -16,8 +16,10 @@ import psycopg
 from psycopg import errors
 from psycopg.adapt import PyFormat, Transformer
 from psycopg.generators import fetch_many, send
-from psycopg.pq import ExecStatus
+from psycopg.pq import ExecStatus, Format
 from psycopg.pq.abc import PGresult
+
+from agentrl.store.postgres_arrays import ARRAYS, array
 
 ANSWER_S = 70.0
 """How long a call waits for the server to say anything, seconds. The server ends a statement before that
@@ -96,7 +98,14 @@ class Pipeline:
     def send(self, sql: bytes, parameters: Sequence[Any]) -> Sent:
         """Send a statement, with `$1` for its first parameter, and do not wait."""
         values = self._adapter.dump_sequence(parameters, [PyFormat.AUTO] * len(parameters))
-        types, formats = self._adapter.types, self._adapter.formats
+        return self._send(sql, values, self._adapter.types, self._adapter.formats)
+
+    def send_arrays(self, sql: bytes, types: Sequence[int], columns: Sequence[Sequence[Any]]) -> Sent:
+        """Send a statement whose parameters are arrays of values of these types, and do not wait."""
+        values = [array(type, column) for type, column in zip(types, columns, strict=True)]
+        return self._send(sql, values, tuple(ARRAYS[type] for type in types), [Format.BINARY] * len(values))
+
+    def _send(self, sql: bytes, values: Sequence[Any], types: Any, formats: Any) -> Sent:
         name = self._names.get((sql, types))
         sent = Sent(self)
         if name is None and len(self._names) >= _PREPARED:

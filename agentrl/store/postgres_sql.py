@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from typing import NamedTuple
+
+from agentrl.store.postgres_arrays import NAMES
 
 OURS = """
 CREATE FUNCTION iif(boolean, anycompatible, anycompatible) RETURNS anycompatible LANGUAGE sql IMMUTABLE
@@ -28,7 +31,7 @@ INSERT INTO schema_version VALUES (0);
 _PLACE = re.compile(r"\?(\d*)|'[^']*'")
 _HINT = re.compile(r" INDEXED BY \w+")
 _CROSS = re.compile(
-    r"CROSS JOIN (?P<table>\w+) (?P<name>\w+) ON (?P<condition>.+?)(?=\s(WHERE|((LEFT|CROSS) )?JOIN)\b)", re.DOTALL
+    r"CROSS JOIN (?P<table>\w+) (?P<name>\w+) ON (?P<condition>.+?)(?=\s(WHERE|((LEFT|CROSS) )?JOIN)\b|\s*$)", re.DOTALL
 )
 
 
@@ -55,9 +58,29 @@ def _in_order(join: re.Match[str]) -> str:
     return f"CROSS JOIN LATERAL (SELECT * FROM {join['table']} WHERE {condition} OFFSET 0) {join['name']}"
 
 
+class PlainInsert(NamedTuple):
+    """What `INSERT INTO table (columns) VALUES (?, …)` says; no columns are all of them."""
+
+    table: str
+    columns: tuple[str, ...]
+
+
+_INSERT = re.compile(r"INSERT INTO (?P<table>\w+)( \((?P<columns>[\w, ]+)\))? VALUES \((\?, )*\?\)")
+
+
 @lru_cache
-def with_id(sql: str) -> str:
-    return sql.replace("(", "(id, ", 1).replace("VALUES (", "VALUES (?, ", 1)
+def plain_insert(sql: str) -> PlainInsert | None:
+    """A statement that inserts a row as it is given; None if it is another."""
+    found = _INSERT.fullmatch(sql)
+    columns = found["columns"] if found else None
+    return found and PlainInsert(found["table"], tuple(columns.split(", ")) if columns else ())
+
+
+@lru_cache
+def many(sql: str, types: tuple[int, ...]) -> bytes:
+    """A plain insert of many rows, given an array for each column."""
+    values = ", ".join(f"unnest(${at}::{NAMES[type]}[])" for at, type in enumerate(types, 1))
+    return f"{sql.partition(' VALUES ')[0]} SELECT {values}".encode()
 
 
 _TYPES = (

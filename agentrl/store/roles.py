@@ -36,8 +36,8 @@ from agentrl.records import (
 from agentrl.store.admission import Bounds, Room
 from agentrl.store.bias import TrainingBias
 from agentrl.store.buffer import Expired
+from agentrl.store.calls import Result
 from agentrl.store.closing import FULL, ClosePolicy
-from agentrl.store.database import Result
 from agentrl.store.deaths import Quarantined, Released
 from agentrl.store.durations import EpisodeTimes
 from agentrl.store.leases import Claim

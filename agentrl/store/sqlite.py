@@ -147,6 +147,10 @@ class SQLite(Database):
         assert number is not None
         return number
 
+    def numbers(self, table: str, n: int) -> Sequence[int]:
+        ((last,),) = self.rows(f"SELECT COALESCE(MAX(id), 0) FROM {table}")
+        return range(last + 1, last + 1 + n)
+
     def watch(self) -> Watch:
         return Counter(self.path)
 

@@ -167,18 +167,18 @@ async def test_an_error_is_that_of_the_call_that_made_it(
     assert [store.trajectory(claim.episode_id).start == START for claim in claims[:3]] == [True, False, True]
 
 
-def test_a_turn_and_its_answer_are_five_statements(store: RunStore, claims: list[Claim]) -> None:
-    """Beside those that begin and end the transaction, which many turns share."""
+def test_however_many_turns_are_written_at_once_the_store_is_asked_twice(store: RunStore, claims: list[Claim]) -> None:
+    """For their episodes, and for numbers of rows; the rest are the rows themselves, three of a turn and its answer."""
     held, plain = [(claim.episode_id, claim.fence) for claim in claims[:4]], replace(turn(0, 1), experts=None)
     store.step_of(1)  # a version's step is read once
     for id, fence in held:
         store.begin(id, fence, START)
     with statements(store) as found:
-        turns = [partial(store.journal_turn, id, fence, plain) for id, fence in held]
-        steps = [partial(store.journal_step, id, fence, 0, answer(0)) for id, fence in held]
+        turns = [store.turn_entry(id, fence, plain) for id, fence in held]
+        steps = [store.step_entry(id, fence, 0, answer(0)) for id, fence in held]
         results = store.together([*turns, *steps])
     assert [result.error for result in results] == [None] * 8
-    assert len(found) == 2 + 5 * len(held), "\n".join(found)
+    assert len(found) == 2 + 2 + 3 * len(held), "\n".join(found)
 
 
 def test_a_call_that_lets_the_error_of_its_write_pass_leaves_nothing_of_that_write(

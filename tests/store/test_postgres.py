@@ -34,9 +34,12 @@ from .conformance import Again, Offer
 from .model import Model
 from .play import START, admit, answer, serve, turn
 from .server import Server
+from .test_entries import *  # noqa: F403  (the tests)
+from .test_entries import begun, errors
 from .test_model import StoreMachine
 
 postgres = pytest.importorskip("agentrl.store.postgres")  # its driver is an extra
+from agentrl.store import postgres_arrays  # noqa: E402
 from agentrl.store.postgres_sql import translated  # noqa: E402
 
 Address = postgres.Address
@@ -225,6 +228,26 @@ def test_of_writes_that_are_committed_together_one_that_fails_is_undone_alone(st
     assert turns(store) == 2 and store.meta("config") == "{}"
     again = store.together([partial(store.journal_turn, one.episode_id, one.fence, turn(1, 1))], shared=shared)
     assert again[0].error is None and turns(store) == 3
+
+
+def test_many_turns_take_as_many_statements_as_two(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many bytes they are; and any value of a row comes back from an array."""
+    claims, sent = begun(store, 12), list[bytes]()
+    send = postgres.Pipeline._send
+    monkeypatch.setattr(postgres.Pipeline, "_send", lambda self, sql, *rest: sent.append(sql) or send(self, sql, *rest))
+    odd = replace(turn(0, 1), text="a\0b\ud800c", experts=None, started_s=1e300)
+    for few in (claims[:2], claims[2:]):
+        before = len(sent)
+        assert errors(store, *(store.turn_entry(one.episode_id, one.fence, odd) for one in few)) == [""] * len(few)
+        assert len(sent) - before <= 7, sent[before:]
+    monkeypatch.setattr(postgres_arrays, "_MOST_BYTES", 150)
+    answers = [store.step_entry(one.episode_id, one.fence, 0, answer(n)) for n, one in enumerate(claims)]
+    before = len(sent)
+    assert errors(store, *answers) == [""] * len(claims)
+    assert 2 < sum(b"INTO steps" in sql for sql in sent[before:]) < len(claims), "divided, and not row by row"
+    (own,) = store.trajectory(claims[-1].episode_id).turns
+    assert (own.text, own.started_s, own.parent) == (odd.text, 1e300, None)
+    assert own.step == answer(11) and own.token_ids == odd.token_ids
 
 
 def test_a_claim_reads_no_row_for_each_episode_that_runs(store: RunStore) -> None:

@@ -1,0 +1,118 @@
+"""Turns, answers and parts of turns that are journaled at once: each as if it came alone. Both databases run these."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from agentrl.errors import LeaseLost
+from agentrl.records import StopReason, VersionSpan
+from agentrl.store import Claim, RunStore, Source
+from agentrl.store.audit import audit
+from agentrl.store.entries import Entry
+
+from .play import START, admit, answer, part, turn
+
+
+def begun(store: RunStore, n: int = 4) -> list[Claim]:
+    """Claims of episodes that have begun."""
+    admit(store, group_size=n, groups_per_step=1, limit=1)
+    claims = store.claim("w", n, lease_s=1e9)
+    for one in claims:
+        store.begin(one.episode_id, one.fence, START)
+    return claims
+
+
+def errors(store: RunStore, *entries: Entry) -> list[str]:
+    return [str(result.error or "") for result in store.together(entries, shared=store.shares)]
+
+
+def count(store: RunStore, table: str) -> int:
+    with store._db.read():  # pyright: ignore[reportPrivateUsage]
+        return store._db.rows(f"SELECT COUNT(*) FROM {table}")[0][0]  # pyright: ignore[reportPrivateUsage]
+
+
+def test_of_entries_at_once_those_that_may_not_be_written_leave_the_others(store: RunStore) -> None:
+    one, two, three, four = begun(store)
+    unknown = replace(turn(0, 1), spans=(VersionSpan(99, 0, 3),))
+    found = store.together(
+        [
+            store.turn_entry(one.episode_id, one.fence, turn(0, 1)),
+            store.turn_entry(two.episode_id, two.fence + 1, turn(0, 1)),
+            store.turn_entry(three.episode_id, three.fence, unknown),
+            store.turn_entry(one.episode_id, one.fence, turn(0, 1)),
+            store.step_entry(one.episode_id, one.fence, 0, answer(0)),
+            store.step_entry(one.episode_id, one.fence, 0, answer(0)),
+            store.step_entry(four.episode_id, four.fence, 0, answer(0)),
+            store.turn_entry(999, 1, turn(0, 1)),
+            store.turn_entry(four.episode_id, four.fence, turn(0, 1, step=answer(0))),
+            store.turn_entry(four.episode_id, four.fence, turn(1, 1)),
+        ],
+        shared=store.shares,
+    )
+    why = ["", "claimed anew", "version 99 was never minted", "turn 0 cannot follow turn 0", "", "is answered already"]
+    why += ["turn 0 was never journaled", "episode 999 does not exist", "", ""]
+    for result, said in zip(found, why, strict=True):
+        assert (result.error is None) == (said == "") and said in str(result.error or "")
+    assert isinstance(found[1].error, LeaseLost) and isinstance(found[7].error, LeaseLost)
+    journaled = [store.trajectory(claim.episode_id).turns for claim in (one, two, three, four)]
+    assert [[own.token_ids for own in turns] for turns in journaled] == [
+        [turn(0, 1).token_ids], [], [], [turn(0, 1).token_ids, turn(1, 1).token_ids]
+    ]  # fmt: skip
+    assert [own.step for own in (*journaled[0], *journaled[3])] == [answer(0), answer(0), None]
+    assert audit(store).violations == []
+
+
+def test_a_turn_under_way_ends_with_its_turn_also_if_all_of_it_comes_at_once(store: RunStore) -> None:
+    one, two, *_ = begun(store)
+    long, after = turn(0, 1, 6), turn(1, 1, 5)
+    assert errors(store, store.part_entry(one.episode_id, one.fence, part(long, 0, 2))) == [""]
+    assert errors(
+        store,
+        store.part_entry(one.episode_id, one.fence, part(long, 2, 2)),
+        store.part_entry(two.episode_id, two.fence, part(long, 0, 2)),
+        store.part_entry(two.episode_id, two.fence, part(long, 3, 2)),
+        store.turn_entry(one.episode_id, one.fence, replace(long, step=answer(0))),
+        store.part_entry(one.episode_id, one.fence, part(after, 0, 3)),
+        store.part_entry(one.episode_id, one.fence, part(after, 3, 1)),
+    ) == ["", "", f"episode {two.episode_id}: turn 0 has 2 tokens, and more came after 3", "", "", ""]
+    under_way = [store.reload(claim).partial for claim in (one, two)]
+    assert [(own.index, own.token_ids) for own in under_way if own] == [
+        (1, after.token_ids[:4]), (0, long.token_ids[:2])
+    ]  # fmt: skip
+    assert errors(store, store.turn_entry(one.episode_id, one.fence, after)) == [""]
+    assert store.reload(one).partial is None and count(store, "partials") == 1
+
+
+def test_entries_may_answer_a_turn_that_is_not_the_last(store: RunStore) -> None:
+    one, *_ = begun(store)
+    assert errors(store, *(store.turn_entry(one.episode_id, one.fence, turn(n, 1)) for n in range(2))) == ["", ""]
+    found = errors(
+        store,
+        store.step_entry(one.episode_id, one.fence, 0, answer(0)),
+        store.step_entry(one.episode_id, one.fence, 1, answer(1)),
+        store.step_entry(one.episode_id, one.fence, 2, answer(2)),
+    )
+    assert found == ["", "", f"episode {one.episode_id}: turn 2 was never journaled"]
+    again = errors(store, store.step_entry(one.episode_id, one.fence, 0, answer(0)))
+    assert again == [f"episode {one.episode_id}: turn 0 is answered already"]
+
+
+def test_sources_score_turns_that_came_at_once_but_none_that_does_not_learn(store: RunStore) -> None:
+    claims = begun(store)
+    store.declare_sources([Source(name="prm", late="neutral"), Source(name="judge", late="neutral")])
+    turns = [replace(turn(0, 1, step=answer(0)), learns=n > 0) for n in range(len(claims))]
+    entries = (store.turn_entry(own.episode_id, own.fence, one) for own, one in zip(claims, turns, strict=True))
+    assert errors(store, *entries) == [""] * 4
+    assert len(store.awaiting("prm", 99)) == len(store.awaiting("judge", 99)) == 3
+
+
+def test_a_fork_copies_turns_that_came_at_once(store: RunStore) -> None:
+    one, *_ = begun(store)
+    for n in range(2):
+        own = turn(n, 1, step=answer(n, last=n == 1))
+        assert errors(store, store.turn_entry(one.episode_id, one.fence, own)) == [""]
+    store.finish(one.episode_id, one.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True)
+    store.fork(one.episode_id, turn=1, k=2)
+    forks = [claim for claim in store.claim("v", 9, lease_s=1e9) if claim.fork_turn == 1]
+    assert [[own.token_ids for own in claim.turns] for claim in forks] == [[turn(0, 1).token_ids]] * 2
+    assert audit(store).violations == []
