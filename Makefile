@@ -58,7 +58,7 @@ test-slow: setup $(VENV)/.dev ## the tests marked slow: whole runs, above all
 test-all: test test-slow ## all tests, as continuous integration runs them
 
 # `make setup UV_TORCH_BACKEND=auto` first: the pinned set has PyTorch's CPU build.
-gpu-check: setup ## check what needs an NVIDIA GPU, at most 30 minutes; ARGS=--tiny runs the same cases on this CPU
+gpu-check: setup ## check what needs an NVIDIA GPU, at most 40 minutes; ARGS=--tiny runs the same cases on this CPU
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 check: setup $(VENV)/.dev ## ruff, pyright, import rules, docs snippets

@@ -37,6 +37,12 @@ SMALL: Variants = {
 LARGE: Variants = {
     "lora, checkpointing": {"lora_rank": 16, "gradient_checkpointing": True},
     "checkpointing": {"gradient_checkpointing": True},
+    "flex, lora, passes of 15k": {
+        "attention": "flex",
+        "lora_rank": 16,
+        "gradient_checkpointing": True,
+        "tokens_per_batch": 16_384,
+    },
 }
 
 
