@@ -22,7 +22,7 @@ from agentrl.store.database import Database, Part, outlasting
 from agentrl.store.groups import LATE, TRAIN, close, close_if_ended, enough, scored
 from agentrl.store.journal import end_episode
 from agentrl.store.leading import check_lead
-from agentrl.store.orders import OLDEST, Pick, Ready, TakeOrder
+from agentrl.store.orders import OLDEST, Chosen, Offered, Ready, TakeOrder, choose
 from agentrl.store.readers import load_group
 from agentrl.store.returns import Returns, strength
 from agentrl.store.versions import lag
@@ -62,7 +62,7 @@ class _Ended:
 
 class _Offer(NamedTuple):
     """What a step may take: groups, oldest admitted first; ids of groups with no member to train; late members; ids of
-    groups to skip for want of signal. `ready` describes `groups` to an order."""
+    groups without signal. `ready` describes `groups` to an order."""
 
     groups: dict[int, list[_Ended]]
     stale: list[int]
@@ -101,34 +101,49 @@ class Buffer(Part):
 
         Raises StoreError if members were already taken for this step or a later one: after a crash, `rollback` puts
         them back."""
-        with self._db.read():  # a waiting learner asks often: without work it must not take the write lock
-            offer = self._offer(step, max_lag, returns, skip_at_most)
-            under_way = self._under_way() if n else []
-        picks: Sequence[Pick] = []
-        if len(offer.ready) >= n > 0:
-            picks = order.choose(offer.ready, n, under_way=under_way, step=step)
-        enough = len(picks) >= n and (n > 0 or any(one.trains for one in offer.late))
-        if not enough and not offer.stale and not offer.silent:
-            return None
-        now = self._db.clock()
+        offered = self.offered(step, n, max_lag=max_lag, returns=returns)
+        chosen = choose([offered], step, n, order, skip_at_most)
+        return None if chosen is None else self.leave(step, chosen, max_lag=max_lag, returns=returns)
+
+    def offered(self, step: int, n: int, *, max_lag: int, returns: Returns) -> Offered:
+        """What `step` may take, for `choose`. Changes nothing: a waiting learner asks often, and without work it must
+        not take the write lock. Raises as `take`."""
+        with self._db.read():
+            offer = self._offer(step, max_lag, returns)
+            return Offered(
+                ready=offer.ready,
+                silent=offer.silent,
+                under_way=self._under_way() if n else [],
+                skipped=self._skips(step),
+                stale=bool(offer.stale),
+                late=any(one.trains for one in offer.late),
+            )
+
+    def leave(
+        self, step: int, chosen: Chosen, *, max_lag: int, returns: Returns, now: float | None = None
+    ) -> list[Group] | None:
+        """Take the groups that were `chosen` of those offered: `take` says how. None if there were too few. `now`: the
+        time of the take, by default the store's clock."""
+        now = self._db.clock() if now is None else now
         with self._db.write(durable=True):  # before it is trained: a checkpoint may survive a loss of power
             check_lead(self._db)
-            offer = self._offer(step, max_lag, returns, skip_at_most)
+            offer = self._offer(step, max_lag, returns)
+            silent = [group_id for group_id in offer.silent if group_id in chosen.skips]
             self._expire(offer.stale, STALE, now)
-            self._expire(offer.silent, NO_SIGNAL, now)
+            self._expire(silent, NO_SIGNAL, now)
             self._db.execute_many(
-                "UPDATE groups SET skipped_step = ? WHERE id = ?", [(step, group_id) for group_id in offer.silent]
+                "UPDATE groups SET skipped_step = ? WHERE id = ?", [(step, group_id) for group_id in silent]
             )
-            if not enough:
+            if chosen.picks is None:
                 return None
-            taken = {pick.group_id: offer.groups[pick.group_id] for pick in picks}
+            taken = {pick.group_id: offer.groups[pick.group_id] for pick in chosen.picks}
             members = [member for group in taken.values() for member in group] + offer.late
             self._leave(members, step, max_lag, now)
             self._db.execute_many(
                 "UPDATE groups SET state = 'taken', taken_step = ? WHERE id = ?",
                 [(step, group_id) for group_id in taken],
             )
-        return self._of_step(step, [(taken[pick.group_id], pick.weight) for pick in picks], offer.late)
+        return self._of_step(step, [(taken[pick.group_id], pick.weight) for pick in chosen.picks], offer.late)
 
     @outlasting
     def _of_step(
@@ -176,7 +191,7 @@ class Buffer(Part):
             self._db.execute_many("UPDATE episodes SET dropped = ? WHERE id = ?", [(RUN_OVER, id) for id, _ in late])
         return len(late)
 
-    def _offer(self, step: int, max_lag: int, returns: Returns, skip_at_most: int) -> _Offer:
+    def _offer(self, step: int, max_lag: int, returns: Returns) -> _Offer:
         later = self._db.row("SELECT MAX(step) FROM lineage WHERE undone_attempt IS NULL AND step >= ?", (step,))
         if later is not None and later[0] is not None:
             raise StoreError(f"step {step}: members were taken for step {later[0]} already: roll back first")
@@ -203,13 +218,11 @@ class Buffer(Part):
             closed_s[row[1]] = at
         groups = {id: own for id, own in members.items() if any(one.trains for one in own)}
         self._weigh(groups, returns)
-        skips = skip_at_most - self._skips(step) if skip_at_most else 0
-        silent = [id for id in groups if self._strengths[id, returns][1]][: max(0, skips)]
         return _Offer(
             groups=groups,
             stale=[id for id in members if id not in groups],
             late=[ended(*row) for row in late],
-            silent=silent,
+            silent=[id for id in groups if self._strengths[id, returns][1]],
             ready=[
                 Ready(
                     group_id=id,
@@ -218,7 +231,6 @@ class Buffer(Part):
                     strength=self._strengths[id, returns][0],
                 )
                 for id, own in groups.items()
-                if id not in silent
             ],
         )
 

@@ -12,6 +12,7 @@ episode anything.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.records import StopReason, Task
@@ -42,7 +43,7 @@ class Quarantined:
 
 
 @dataclass(slots=True)
-class _Aboard:
+class Aboard:
     """An episode that a dead worker held: where it stands, and the deaths counted against it so far."""
 
     id: int
@@ -59,12 +60,18 @@ class _Aboard:
 class Deaths(Part):
     """Free the episodes of dead workers, and find out which of them killed theirs."""
 
-    def release_worker(self, worker: str, *, max_deaths: int = 3) -> Released:
+    def aboard(self, worker: str) -> list[Aboard]:
+        """The episodes that a worker holds, in all its lives."""
+        with self._db.read():
+            return self._aboard(worker)
+
+    def release_worker(self, worker: str, *, max_deaths: int = 3, elsewhere: Sequence[Aboard] = ()) -> Released:
         """Free the episodes of a worker that died, in all its lives: they may be claimed at once. An episode that was
         at the same turn in `max_deaths` deaths, or twice as many if others may have caused the last one, ends as
-        `env_failed`, and its task is quarantined."""
+        `env_failed`, and its task is quarantined. `elsewhere`: episodes that it held in other databases."""
         with self._db.write():
-            aboard = self._aboard(worker)
+            own = self._aboard(worker)
+            aboard = [*own, *elsewhere]
             self._db.execute(
                 "UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running'"
                 " AND holder IN (SELECT holder FROM leases WHERE worker = ?)",
@@ -74,15 +81,15 @@ class Deaths(Part):
             stuck = [one for one in aboard if one.stuck]
             beside = [one for one in aboard if one.in_env and not one.stuck]
             blamed = stuck + beside or aboard
-            for one in aboard:
+            for one in own:
                 deaths = (one.deaths if one.stuck else 0) + (one in blamed)
                 died_at = max(one.turns, one.died_at) if deaths else None
                 self._db.execute("UPDATE episodes SET deaths = ?, died_at = ? WHERE id = ?", (deaths, died_at, one.id))
             proof = 2 * max_deaths if beside else max_deaths
-            guilty = {one.id: one.deaths + 1 for one in stuck if one.deaths + 1 >= proof}
+            guilty = {one.id: one.deaths + 1 for one in own if one.stuck and one.deaths + 1 >= proof}
             for id, deaths in guilty.items():
                 self._quarantine(id, deaths)
-        return Released(episodes=len(aboard) - len(guilty), quarantined=tuple(guilty), foretold=bool(stuck))
+        return Released(episodes=len(own) - len(guilty), quarantined=tuple(guilty), foretold=bool(stuck))
 
     def release_all(self) -> int:
         """Free all running episodes, as every worker is gone (the whole run was restarted); returns how many there
@@ -101,6 +108,11 @@ class Deaths(Part):
                 "UPDATE episodes SET state = 'waiting', holder = NULL WHERE state = 'running' AND holder IS NOT NULL"
             )
         return cursor.rowcount
+
+    def clear_suspects(self, but: int = 0) -> None:
+        """No episode is suspected any more, but for those of group `but`: the guilty one was found."""
+        with self._db.write():
+            self._clear(but)
 
     def shift_deadlines(self, by_s: float) -> None:
         """Move the starts of open groups, and of waits for reward sources, by `by_s` seconds: the wall clock jumped by
@@ -122,7 +134,7 @@ class Deaths(Part):
             for task, id, reason, time_s in rows
         ]
 
-    def _aboard(self, worker: str) -> list[_Aboard]:
+    def _aboard(self, worker: str) -> list[Aboard]:
         rows = self._db.rows(
             "SELECT e.id, e.deaths, COALESCE(e.died_at, 0), COUNT(t.id),"
             " e.start IS NULL OR COUNT(t.id) > COUNT(s.turn_id)"
@@ -132,7 +144,7 @@ class Deaths(Part):
             (worker,),
         )
         return [
-            _Aboard(id=id, deaths=deaths, died_at=died_at, turns=turns, in_env=bool(in_env))
+            Aboard(id=id, deaths=deaths, died_at=died_at, turns=turns, in_env=bool(in_env))
             for id, deaths, died_at, turns, in_env in rows
         ]
 
@@ -154,9 +166,12 @@ class Deaths(Part):
             (pack_identity(task), episode_id, reason, now),
         )
         close_if_ended(self._db, group_id, now)
+        self._clear(group_id)
+
+    def _clear(self, but: int) -> None:
         self._db.execute(
             "UPDATE episodes SET deaths = 0, died_at = NULL WHERE group_id <> ? AND id IN"
             " (SELECT id FROM episodes WHERE state = 'waiting' AND deaths > 0"
             " UNION ALL SELECT id FROM episodes WHERE state = 'running' AND deaths > 0)",
-            (group_id,),
+            (but,),
         )

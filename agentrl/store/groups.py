@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from agentrl.records import UNKNOWN, GroupState, MemberRecord, StopReason, Task, member_record
 from agentrl.store.admission import Bounds, Load, Room, admissible_groups
 from agentrl.store.codec import pack_identity, pack_record, pack_task, unpack_task
 from agentrl.store.database import Database, Part
 from agentrl.store.readers import load_scores, source_weights
-from agentrl.store.replays import lost_groups
+from agentrl.store.replays import lost_groups, quarantined
 from agentrl.store.schema import SET_META
 from agentrl.store.versions import latest_confirmed
 
@@ -57,8 +57,7 @@ class Groups(Part):
             for group_id in again:
                 create_again(self._db, group_id, bounds.group_size, step)
             new = tasks[: room.groups - room.replays]
-            quarantined = {task for (task,) in self._db.rows("SELECT task FROM quarantine")} if new else set[str]()
-            playable = [task for task in new if not quarantined or pack_identity(task) not in quarantined]
+            playable = without(quarantined(self._db), new) if new else []
             for task in playable:
                 create_group(self._db, task, bounds.group_size, TRAIN, step)
             self._db.execute(SET_META, ("next_task", str(first + len(new))))
@@ -69,7 +68,7 @@ class Groups(Part):
         version, first = latest_confirmed(self._db), next_task(self._db)
         if version is None:
             return Room(0, 0, first), 0
-        free = admissible_groups(_load(self._db, tokens=bounds.max_tokens is not None), bounds, step=version.step)
+        free = admissible_groups(load_of(self._db, bounds), bounds, step=version.step)
         groups = max(0, min(free, limit))
         replays = min(groups, len(lost_groups(self._db, bounds.max_replays))) if groups else 0
         return Room(groups, replays, first), version.step
@@ -124,8 +123,14 @@ def _counts(db: Database, purpose: str) -> dict[GroupState, int]:
     return {GroupState(state): n for state, n in rows}
 
 
-def _load(db: Database, *, tokens: bool) -> Load:
-    """The work under way; `tokens`: count the buffered ones, which takes a look at every member in the buffer."""
+def without(quarantined: Collection[str], tasks: Sequence[Task]) -> list[Task]:
+    """The tasks that are not in quarantine."""
+    return [task for task in tasks if not quarantined or pack_identity(task) not in quarantined]
+
+
+def load_of(db: Database, bounds: Bounds) -> Load:
+    """The work under way. Tokens in the buffer are counted only if they are bounded, since that takes a look at every
+    member in it. Inside a transaction."""
     counts = _counts(db, TRAIN)
     waiting = db.row("SELECT COUNT(*) FROM episodes WHERE state = 'waiting' AND evaluation = 0")
     running = db.row(  # an episode that waits for reward sources has no holder and takes no place
@@ -136,7 +141,7 @@ def _load(db: Database, *, tokens: bool) -> Load:
         running_episodes=waiting[0] + running[0],
         running_groups=sum(counts.get(state, 0) for state in _RUNNING),
         accepted_groups=sum(counts.get(state, 0) for state in _ACCEPTED),
-        buffered_tokens=_buffered_tokens(db) if tokens else 0,
+        buffered_tokens=0 if bounds.max_tokens is None else _buffered_tokens(db),
     )
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentrl.errors import LeaseLost
 from agentrl.records import Messages, Task, Turn
@@ -47,11 +47,30 @@ class Claim:
     started_step: int = 0
 
 
+class Free(NamedTuple):
+    """An episode that may be claimed. Sorted, they are in the order in which they are played: those suspected of a
+    worker's death last, evaluation first, then episodes of dead workers, then the oldest group's."""
+
+    suspected: bool
+    training: bool
+    fresh: bool
+    group_id: int
+    id: int
+    deaths: int
+
+
+class Claimable(NamedTuple):
+    """What a worker may claim of one database. `here`: the deaths of the most suspected episode that it plays."""
+
+    free: Sequence[Free]
+    here: int | None
+
+
 # Evaluation first, then episodes of dead workers, then the oldest group's; last, in the same order, those suspected of
 # a worker's death. ?1 now, ?2 holder, ?3 limit, ?4 the first training group that is too early. CROSS JOIN makes SQLite
 # begin with the few leases instead of the many running episodes. However many wait, only ?3 of each kind are read out.
 _CLAIMABLE = """
-SELECT id, deaths, group_id FROM (
+SELECT deaths > 0, evaluation, fresh, group_id, id, deaths FROM (
     SELECT * FROM (
         SELECT id, group_id, evaluation, 1 AS fresh, 0 AS deaths FROM episodes WHERE state = 'waiting' AND deaths = 0
             ORDER BY evaluation DESC, id LIMIT ?3) waiting
@@ -96,22 +115,43 @@ class Leases(Part):
         others, but after a rollback more may be open, and an episode played too early grows stale (law 5)."""
         now = self._db.clock() if now is None else now
         with self._db.read():  # an idle worker asks often: without work it must not take the write lock
-            if not self._claimable(worker, 1, now, ahead):
+            if not to_claim([self._claimable(worker, 1, now, self._end(ahead))], 1):
                 return []
         with self._db.write():
             holder = self._renew(worker, now + lease_s)
-            found = self._claimable(worker, limit, now, ahead)
-            self._db.execute_many(
-                "UPDATE episodes SET state = 'running', holder = ?, fence = fence + 1,"
-                " started_s = COALESCE(started_s, ?) WHERE id = ?",
-                [(holder, now, id) for id, _ in found],
-            )
-            self._db.execute_many(
-                "UPDATE groups SET state = iif(state = 'waiting', 'running', state), started_s = COALESCE(started_s, ?)"
-                " WHERE id = ? AND (state = 'waiting' OR started_s IS NULL)",
-                [(now, group_id) for group_id in {group_id for _, group_id in found}],
-            )
-            return [self._load(id) for id, _ in found]
+            found = to_claim([self._claimable(worker, limit, now, self._end(ahead))], limit)
+            return self._claim(holder, found, now)
+
+    def claimable(self, worker: str, limit: int, *, now: float, end: float) -> Claimable:
+        """What `worker` may claim now of groups before `end`: more than `limit` of some kinds, see `to_claim`."""
+        with self._db.read():
+            return self._claimable(worker, limit, now, end)
+
+    def claim_of(self, worker: str, chosen: Sequence[Free], *, lease_s: float, now: float, end: float) -> list[Claim]:
+        """Claim those of `chosen` that nobody has claimed since; the worker's lease is renewed."""
+        with self._db.write():
+            holder = self._renew(worker, now + lease_s)
+            free = {one.id for one in self._claimable(worker, len(chosen), now, end).free}
+            return self._claim(holder, [one for one in chosen if one.id in free], now)
+
+    def next_untrained(self, step: int, limit: int) -> list[int]:
+        """The ids of the first `limit` training groups that a learner at `step` has yet to train."""
+        with self._db.read():
+            rows = self._db.rows(f"{_AHEAD} LIMIT ?3", (TRAIN, step, limit))
+        return [id for (id,) in rows]
+
+    def _claim(self, holder: str, found: Collection[Free], now: float) -> list[Claim]:
+        self._db.execute_many(
+            "UPDATE episodes SET state = 'running', holder = ?, fence = fence + 1,"
+            " started_s = COALESCE(started_s, ?) WHERE id = ?",
+            [(holder, now, one.id) for one in found],
+        )
+        self._db.execute_many(
+            "UPDATE groups SET state = iif(state = 'waiting', 'running', state), started_s = COALESCE(started_s, ?)"
+            " WHERE id = ? AND (state = 'waiting' OR started_s IS NULL)",
+            [(now, group_id) for group_id in {one.group_id for one in found}],
+        )
+        return [self._load(one.id) for one in found]
 
     def reload(self, claim: Claim) -> Claim:
         """The same claim with what was journaled since. Raises LeaseLost if the episode is no longer held."""
@@ -139,21 +179,18 @@ class Leases(Part):
             )
         return cursor.rowcount
 
-    def _claimable(self, worker: str, limit: int, now: float, ahead: int | None) -> list[tuple[int, int]]:
-        """Ids of episodes and their groups. An episode with two deaths or more is claimed by a worker that plays
-        nothing else under suspicion, and after all others: if the worker dies, that episode is to blame."""
-        holder, end = self._holder(worker), math.inf
-        if ahead is not None:
-            version = latest_confirmed(self._db)
-            end = too_early(self._db, 0 if version is None else version.step, ahead)
-        found = self._db.rows(_CLAIMABLE, (now, holder, limit, end))
-        suspected = [row for row in found if row[1]]
-        if suspected:
-            (here,) = self._db.row(_SUSPECTED_HERE, (holder,)) or (None,)
-            together = [] if here is not None and here >= _APART else [row for row in suspected if row[1] < _APART]
-            alone = suspected[:1] if here is None and not together else []
-            found = [row for row in found if not row[1]] + together + alone
-        return [(id, group_id) for id, _, group_id in found][:limit]
+    def _end(self, ahead: int | None) -> float:
+        if ahead is None:
+            return math.inf
+        version = latest_confirmed(self._db)
+        return too_early(self._db, 0 if version is None else version.step, ahead)
+
+    def _claimable(self, worker: str, limit: int, now: float, end: float) -> Claimable:
+        holder = self._holder(worker)
+        rows = self._db.rows(_CLAIMABLE, (now, holder, limit, end))
+        free = [Free(bool(suspected), not of_eval, bool(fresh), *rest) for suspected, of_eval, fresh, *rest in rows]
+        here = self._db.row(_SUSPECTED_HERE, (holder,)) if any(one.suspected for one in free) else None
+        return Claimable(free, None if here is None else here[0])
 
     def _holder(self, worker: str) -> str:
         return f"{worker}/{self._life}"
@@ -194,16 +231,33 @@ class Leases(Part):
         )
 
 
+def to_claim(offers: Iterable[Claimable], limit: int) -> list[Free]:
+    """At most `limit` of the episodes that a worker may claim, of all databases together. An episode with two deaths or
+    more is claimed by a worker that plays nothing else under suspicion, and after all others: if the worker dies, that
+    episode is to blame."""
+    offers = list(offers)
+    found = sorted(one for offer in offers for one in offer.free)
+    suspected = [one for one in found if one.suspected]
+    if suspected:
+        here = max((offer.here for offer in offers if offer.here is not None), default=None)
+        together = [] if here is not None and here >= _APART else [one for one in suspected if one.deaths < _APART]
+        alone = suspected[:1] if here is None and not together else []
+        found = [one for one in found if not one.suspected] + together + alone
+    return found[:limit]
+
+
+_AHEAD = (
+    "SELECT id FROM (SELECT id FROM groups"
+    " WHERE purpose = ?1 AND state IN ('waiting', 'running', 'finished', 'scored')"
+    " UNION ALL SELECT id FROM groups WHERE purpose = ?1 AND state = 'taken' AND taken_step > ?2) ahead"
+    " ORDER BY id"
+)
+
+
 def too_early(db: Database, step: int, ahead: int) -> float:
     """The id of the first training group after the first `ahead` that a learner at `step` has yet to train; infinity if
     there is none. Inside a transaction."""
-    row = db.row(
-        "SELECT id FROM (SELECT id FROM groups"
-        " WHERE purpose = ?1 AND state IN ('waiting', 'running', 'finished', 'scored')"
-        " UNION ALL SELECT id FROM groups WHERE purpose = ?1 AND state = 'taken' AND taken_step > ?2) ahead"
-        " ORDER BY id LIMIT 1 OFFSET ?3",
-        (TRAIN, step, ahead),
-    )
+    row = db.row(f"{_AHEAD} LIMIT 1 OFFSET ?3", (TRAIN, step, ahead))
     return math.inf if row is None else row[0]
 
 

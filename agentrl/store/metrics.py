@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -211,14 +211,23 @@ class Metrics(Part):
         )
 
 
+def mean_of(parts: Sequence[Lengths]) -> Lengths:
+    """The lengths of the episodes of several databases together."""
+    total = _Sum()
+    for one in parts:
+        if n := one.episodes:
+            total.add(n, one.turns * n, one.tokens * n, one.seconds * n)
+    return total.mean()
+
+
 @dataclass(slots=True)
 class _Sum:
     episodes: int = 0
-    turns: int = 0
-    tokens: int = 0
+    turns: float = 0
+    tokens: float = 0
     seconds: float = 0.0
 
-    def add(self, episodes: int, turns: int, tokens: int, seconds: float) -> None:
+    def add(self, episodes: int, turns: float, tokens: float, seconds: float) -> None:
         self.episodes += episodes
         self.turns += turns
         self.tokens += tokens

@@ -214,12 +214,18 @@ class Rewards(Part):
             end_as(self._db, episode_id, ending, self._db.clock())
 
 
-def turn_row(db: Database, id: str) -> tuple[int, int]:
-    """The row id of a turn and the id of its episode, inside a transaction. Raises StoreError."""
+def read_turn_id(id: str) -> tuple[int, int, int]:
+    """The episode, trial and index of a turn. Raises StoreError."""
     try:
         episode_id, trial, index = map(int, id.split("."))
     except ValueError:
         raise StoreError(f"{id!r} is no turn's id: give one such as '12.0.3'") from None
+    return episode_id, trial, index
+
+
+def turn_row(db: Database, id: str) -> tuple[int, int]:
+    """The row id of a turn and the id of its episode, inside a transaction. Raises StoreError."""
+    episode_id, trial, index = read_turn_id(id)
     row = db.row("SELECT id FROM turns WHERE episode_id = ? AND trial = ? AND idx = ?", (episode_id, trial, index))
     if row is None:
         raise StoreError(f"{db.path} has no turn {id}")
