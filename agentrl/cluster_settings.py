@@ -49,7 +49,7 @@ class Cluster(Section):
 
     launcher: Literal["local", "ray"] = "local"  # who starts the processes: this machine, or Ray on its nodes
     address: str = "auto"  # of the Ray cluster: HOST:PORT of its head, or the one that this machine belongs to
-    store: str | None = None  # postgresql://user@host/database for the run store; default: SQLite in the run's folder
+    store: str | list[str] | None = None  # postgresql://user@host/database, or several; default: SQLite
     engine: EnginePlaces = EnginePlaces()
     learner: LearnerPlaces = LearnerPlaces()
     workers: WorkerPlaces = WorkerPlaces()

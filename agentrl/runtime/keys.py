@@ -35,6 +35,7 @@ _NUMBERS = (
     (r"Annotated\[str, .*\]", "text"),
     (r"list\[Annotated\[str, .*\]\]", "list of texts"),
     (r"list\[str\]", "list of texts"),
+    (r"str \| list\[str\]", "text, or list of texts"),
     (r"list\[Gpus\]", "list of lists of GPUs"),
     (r"Gpus", "list of GPUs"),
     (r"tuple\[float, float\]", "two numbers"),

@@ -16,7 +16,7 @@ from agentrl.runtime.teaching import teacher_of
 from agentrl.sandbox import sharing
 from agentrl.settings import RewardSource
 from agentrl.store import RunStore, Source
-from agentrl.store.awaitable import AsyncStore
+from agentrl.store.desks import desk_of
 from agentrl.store.roles import ControlStore, ReadStore, RewardStore
 
 
@@ -97,7 +97,7 @@ async def rescore(config: RunConfig, store: RunStore, source: str) -> tuple[int,
     said = [one.version for one in store.scores(source)]
     version = max([settings.version, *said]) + 1
     sharing.configure(config.sandbox.arguments())
-    desk = AsyncStore(store)
+    desk = desk_of(store)
     teacher = partial(teacher_of, config, desk.meta)
     scorer = Scorer(settings, desk, rewarder_of(settings, artifacts_of=store.artifacts, teacher_of=teacher))
     limiter, failed = trio.CapacityLimiter(settings.concurrency), 0

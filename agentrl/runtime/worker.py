@@ -42,7 +42,7 @@ from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.scaling import workers_of
 from agentrl.sandbox import sharing
 from agentrl.store import RunStore
-from agentrl.store.awaitable import AsyncStore
+from agentrl.store.desks import desk_of
 from agentrl.store.roles import ReadStore, RolloutStore, Versions
 from agentrl.telemetry import Telemetry
 
@@ -74,7 +74,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
     sharing.configure(config.sandbox.arguments())
     opened = RunStore.open(run.store_path, away_s=config.cluster.store_deadline_s)
     reader = RunStore.read(run.store_path, away_s=0)
-    store = AsyncStore(opened, reader, disk_wait_s=config.train.stall_deadline_s)  # then the run ends
+    store = desk_of(opened, reader, disk_wait_s=config.train.stall_deadline_s)  # then the run ends
     renderer = renderer_of(config)
     fleet = _fleet(config, reader, renderer)
     own = {role: _fleet(config, reader, renderer, role) for role in config.role_models}

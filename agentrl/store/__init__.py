@@ -12,10 +12,14 @@ and in `waiting`.
     buffer      what the learner takes and when       lineage     checkpoint, rollback, retention
     recovery    repair after a loss of power          metrics     values, drops, length bias of dropping
     bias        what was trained beside what was played
-    readers     rows back into records                audit       the laws, checked from the raw rows
+    readers     rows back into records                audit       the laws, checked from the raw rows (audit_report)
     schema      tables and migrations                 database    transactions and errors, of any database
     sqlite      the database in a file                postgres    the same on a server
     choice      which of the two a run has
+    shards      where the rows are of a run in several databases (pure)
+    sharded     the store over all of them            sharding    makes it
+    sharded_reads     what they answer together
+    desks       its awaited writes: a thread for each
     postgres_sql      the statements in its words     postgres_session  how they travel there
     codec       packing                               rewards     scores of turns, and episodes that wait for them
     retaking    the groups of an earlier step once more
@@ -46,9 +50,9 @@ from agentrl.store.artifacts import Artifacts
 from agentrl.store.bias import Bias, Side, TrainingBias
 from agentrl.store.buffer import Buffer, Expired
 from agentrl.store.calls import Result
-from agentrl.store.choice import connect, look
+from agentrl.store.choice import connect, look, parts
 from agentrl.store.closing import FULL, ClosePolicy, Full, Quorum, close_policy
-from agentrl.store.database import Database
+from agentrl.store.database import Database, Watch
 from agentrl.store.deaths import Deaths, Quarantined, Released
 from agentrl.store.durations import Durations, EpisodeTimes
 from agentrl.store.forks import Forks
@@ -68,7 +72,8 @@ from agentrl.store.restarts import Restarts
 from agentrl.store.retaking import Retaking
 from agentrl.store.returns import Returns
 from agentrl.store.rewards import Rewards, Scored, Source
-from agentrl.store.schema import SET_META
+from agentrl.store.schema import FIRST_META, SET_META
+from agentrl.store.shards import check
 from agentrl.store.signal import Role, Signal
 from agentrl.store.snapshots import Snapshot, Snapshots
 
@@ -154,37 +159,55 @@ class RunStore(
 
     @classmethod
     def create(
-        cls, path: str | Path, config_json: str, *, url: str | None = None, clock: Callable[[], float] = time.time
-    ) -> Self:
+        cls,
+        path: str | Path,
+        config_json: str,
+        *,
+        url: str | Sequence[str] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> RunStore:
         """A new store holding the run's configuration: at `path`, or in the PostgreSQL database at `url`, and then
-        `path` is the address file that says so. Raises UsageError if there is a run at `path` already."""
-        db = connect(Path(path), clock=clock, create=True, url=url)
+        `path` is the address file that says so; over several databases, if there are several. Raises UsageError if
+        there is a run at `path` already."""
+        if url is not None and not isinstance(url, str) and len(url) > 1:
+            from agentrl.store.sharding import made
+
+            return made(Path(path), config_json, url, clock)
+        one = url if url is None or isinstance(url, str) else url[0]
+        db = connect(Path(path), clock=clock, create=True, url=one)
         try:
-            db.prepare(
-                create=True,
-                first=lambda: db.execute(
-                    "INSERT INTO meta VALUES ('config', ?), ('attempt', '1'), ('next_task', '0')", (config_json,)
-                ),
-            )
+            db.prepare(create=True, first=lambda: db.execute(FIRST_META, (config_json,)))
         except BaseException:
             db.close()
             raise
         return cls(db)
 
     @classmethod
-    def open(cls, path: str | Path, *, clock: Callable[[], float] = time.time, away_s: float | None = None) -> Self:
+    def open(cls, path: str | Path, *, clock: Callable[[], float] = time.time, away_s: float | None = None) -> RunStore:
         """The store at `path`, its schema brought up to date. `away_s`: how long a call waits for a database that is
         away, in seconds; opening it never does. Raises UsageError if there is none, StoreVersionError if a newer
         agentrl wrote it, StoreAway if the database does not answer, StoreError if the file is something else."""
-        db = connect(Path(path), clock=clock)
+        dbs: list[Database] = []
         try:
-            db.prepare(create=False)
+            for one in parts(Path(path)):
+                dbs.append(connect(one, clock=clock))
+                dbs[-1].prepare(create=False)
+            return cls._over(dbs)._waiting(away_s)
         except BaseException:
-            db.close()
+            for db in dbs:
+                db.close()
             raise
-        return cls(db)._waiting(away_s)
 
-    def _waiting(self, away_s: float | None) -> Self:
+    @classmethod
+    def _over(cls, dbs: Sequence[Database]) -> RunStore:
+        check(dbs)
+        if len(dbs) == 1:
+            return cls(dbs[0])
+        from agentrl.store.sharded import ShardedStore
+
+        return ShardedStore(dbs)
+
+    def _waiting(self, away_s: float | None) -> RunStore:
         self._db.away_s = self._db.away_s if away_s is None else away_s
         return self
 
@@ -200,13 +223,29 @@ class RunStore(
         return self._db.waits or self._db.away > 0
 
     @classmethod
-    def read(cls, path: str | Path, *, clock: Callable[[], float] = time.time, away_s: float | None = None) -> Self:
+    def read(cls, path: str | Path, *, clock: Callable[[], float] = time.time, away_s: float | None = None) -> RunStore:
         """The store at `path`, to look at: nothing of it is written or migrated, and no writer waits. A store of an
         older agentrl is read from a private copy, which does not change any more. `away_s` as for `open`; 0 for reads
         in a loop of tasks, which would all wait.
 
         Raises UsageError if there is none, StoreVersionError if a newer agentrl wrote it, StoreAway."""
-        return cls(look(Path(path), clock=clock))._waiting(away_s)
+        dbs: list[Database] = []
+        try:
+            for one in parts(Path(path)):
+                dbs.append(look(one, clock=clock))
+            return cls._over(dbs)._waiting(away_s)
+        except BaseException:
+            for db in dbs:
+                db.close()
+            raise
+
+    @property
+    def shards(self) -> Sequence[RunStore]:
+        """The store of each database, the control store first: most runs have one."""
+        return (self,)
+
+    def _watch(self) -> Watch:
+        return self._db.watch()
 
     def together(self, calls: Sequence[Callable[[], Any]], *, shared: bool = False) -> list[Result]:
         """Make calls of this handle, in one transaction for all their writes; each has its own result. A call that
@@ -222,7 +261,7 @@ class RunStore(
     def signal(self, role: Role) -> Signal:
         """Tells `role` when to look at the store again, see `signal`. One for each role of this handle."""
         if role not in self._signals:
-            self._signals[role] = Signal(self._db.watch(), role)
+            self._signals[role] = Signal(self._watch(), role)
         return self._signals[role]
 
     def wait_for_work(self, role: Role, timeout_s: float) -> None:

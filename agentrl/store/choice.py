@@ -19,11 +19,28 @@ ADDRESS = "store.address"
 """The name of the file in its place that says where the store is."""
 
 
+SUFFIX = ".address"
+"""What the names of address files end in."""
+
+
+def part(path: Path, shard: int) -> Path:
+    """The address file of one database of a store: that at `path` is the first one's, and so the store's."""
+    return path.with_suffix(f".{shard}{SUFFIX}") if shard else path
+
+
+def parts(path: Path) -> list[Path]:
+    """The address files of a store's databases; most have one, and SQLite's file stands for itself."""
+    found = [path]
+    while path.suffix == SUFFIX and part(path, len(found)).exists():
+        found.append(part(path, len(found)))
+    return found
+
+
 def connect(path: Path, *, clock: Callable[[], float], create: bool = False, url: str | None = None) -> Database:
     """Connect to write. With `create`, a store that is yet to be prepared; in the database at `url` if that is given.
 
     Raises UsageError if there is none, or if the driver is not installed, StoreError if it cannot be reached."""
-    if path.name != ADDRESS:
+    if path.suffix != SUFFIX:
         return SQLite.connect(path, clock=clock, create=create)
     _require_driver()
     from agentrl.store.postgres import Address, Postgres
@@ -40,7 +57,7 @@ def connect(path: Path, *, clock: Callable[[], float], create: bool = False, url
 
 def look(path: Path, *, clock: Callable[[], float]) -> Database:
     """Connect to look: nothing is written or migrated, and no writer waits. Raises as `connect` does."""
-    if path.name != ADDRESS:
+    if path.suffix != SUFFIX:
         return SQLite.look(path, clock=clock)
     _require_driver()
     from agentrl.store.postgres import Address, Postgres
@@ -55,14 +72,17 @@ def look(path: Path, *, clock: Callable[[], float]) -> Database:
 
 
 def remove(path: Path) -> None:
-    """Remove the tables that an address file names, for good; nothing for a file of SQLite."""
-    if path.name == ADDRESS and path.exists():
-        _require_driver()
-        from agentrl.store.postgres import Address, Postgres
+    """Remove the tables that a store's address files name, for good; nothing for a file of SQLite."""
+    if path.suffix != SUFFIX:
+        return
+    _require_driver()
+    from agentrl.store.postgres import Address, Postgres
 
-        db = Postgres(path, Address.read(path), lambda: 0.0)
-        db.drop()
-        db.close()
+    for one in reversed(parts(path)):
+        if one.exists():
+            db = Postgres(one, Address.read(one), lambda: 0.0)
+            db.drop()
+            db.close()
 
 
 def _require_driver() -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from agentrl.errors import StoreError, UsageError
-from agentrl.store.choice import ADDRESS, STORE, connect, look, remove
+from agentrl.store.choice import ADDRESS, STORE, connect, look, parts, remove
 from agentrl.store.database import Database
+from agentrl.store.shards import SHARD
 
-_COUNTERS = ("group_counts", "ending_counts", "score_counts")
+_COUNTERS = {
+    "group_counts": "purpose, state",
+    "ending_counts": "attempt, evaluation, stop_reason",
+    "score_counts": "source",
+}
+_OF_THE_RUN = ("checkpoints", "imported_versions", "imports", "leases", "meta", "metrics", "sources", "versions")
 _BATCH = 256
 
 
@@ -26,12 +33,14 @@ def move(run: Path, url: str | None, clock: Callable[[], float]) -> tuple[Path, 
     if kept.exists():
         raise UsageError(f"{kept} is there from an earlier copy: remove it or put it elsewhere")
     new = run / f"copy.{there}" if there == STORE else run / there
-    source = look(run / here, clock=clock)
+    sources: list[Database] = []
     try:
+        for one in parts(run / here):
+            sources.append(look(one, clock=clock))
         target = connect(new, clock=clock, create=True, url=url)
         try:
             target.prepare(create=True)
-            rows = copy(source, target)
+            rows = copy(sources, target)
         except BaseException:
             target.close()
             remove(new)
@@ -39,32 +48,46 @@ def move(run: Path, url: str | None, clock: Callable[[], float]) -> tuple[Path, 
             raise
         target.close()
     finally:
-        source.close()
-    (run / here).rename(kept)
+        for source in sources:
+            source.close()
+    for one in reversed(parts(run / here)):
+        one.rename(one.with_name(f"{one.name}.old"))
     if there == STORE:
         new.rename(run / STORE)
     return kept, rows
 
 
-def copy(source: Database, target: Database) -> int:
-    """Copy all rows into a store that was just made, in one transaction; returns how many. Raises StoreError if the two
-    have other tables."""
-    with source.read(), target.write(durable=True):
-        tables = source.tables()
-        if tables != target.tables():
-            raise StoreError(f"{source.path} and {target.path} have different tables: bring the older one up to date")
+def copy(sources: Sequence[Database], target: Database) -> int:
+    """Copy all rows into a store that was just made, in one transaction; returns how many. `sources` are the databases
+    of a store: of all but the first, the rows of groups (see `shards`: their numbers are different ones). Raises
+    StoreError if the stores have other tables."""
+    copied = 0
+    with ExitStack() as looks, target.write(durable=True):
         target.loosen()
-        copied = 0
-        for table in sorted(tables, key=lambda name: name in _COUNTERS):  # triggers count too: what they wrote goes
-            if table in _COUNTERS:
+        tables = target.tables()
+        for source in sources:
+            looks.enter_context(source.read())
+            if source.tables() != tables:
+                raise StoreError(
+                    f"{source.path} and {target.path} have different tables: bring the older one up to date"
+                )
+        for table in sorted(tables, key=lambda name: name in _COUNTERS):
+            if table in _COUNTERS:  # triggers count too: what they wrote goes
                 target.execute(f"DELETE FROM {table}")
-            copied += _copy_table(source, target, table, tables[table])
+            for source in sources[:1] if table in _OF_THE_RUN else sources:
+                copied += _copy_table(source, target, table, tables[table])
+        target.execute("DELETE FROM meta WHERE key = ?", (SHARD,))
         target.renumber()
     return copied
 
 
 def _copy_table(source: Database, target: Database, table: str, columns: tuple[str, ...]) -> int:
     names, places = ", ".join(columns), ", ".join("?" * len(columns))
+    sql = f"INSERT INTO {table} ({names}) VALUES ({places})"
+    if table in _COUNTERS:
+        sql += f" ON CONFLICT ({_COUNTERS[table]}) DO UPDATE SET n = {table}.n + excluded.n"
+    elif table == "quarantine":  # one task, in two databases
+        sql += " ON CONFLICT DO NOTHING"
     copied, batch = 0, list[tuple[object, ...]]()
     free = columns.index("text") if table == "turns" else None  # the column of type ANY
     for row in source.execute(f"SELECT {names} FROM {table}"):
@@ -73,7 +96,7 @@ def _copy_table(source: Database, target: Database, table: str, columns: tuple[s
         batch.append(row)
         copied += 1
         if len(batch) == _BATCH:
-            target.execute_many(f"INSERT INTO {table} ({names}) VALUES ({places})", batch)
+            target.execute_many(sql, batch)
             batch.clear()
-    target.execute_many(f"INSERT INTO {table} ({names}) VALUES ({places})", batch)
+    target.execute_many(sql, batch)
     return copied

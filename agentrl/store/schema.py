@@ -44,6 +44,7 @@ import sqlite3
 
 from agentrl.errors import StoreError, StoreVersionError
 
+FIRST_META = "INSERT INTO meta VALUES ('config', ?), ('attempt', '1'), ('next_task', '0')"
 SET_META = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
 
 APPLICATION_ID = 0x6152_4C31  # "aRL1": tells our file from any other SQLite database

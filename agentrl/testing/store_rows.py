@@ -10,6 +10,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+from agentrl.errors import UsageError
+
 _BUSY_S = 120.0
 ADDRESS = "store.address"
 
@@ -24,6 +26,9 @@ def opened(path: Path) -> sqlite3.Connection:
     """The store as it stands now, or a copy of it in memory. Waits for another's lock, or for a server that restarts,
     but not for ever."""
     if path.name == ADDRESS:
+        if path.with_name("store.1.address").exists():
+            hint = f"first gather it: agentrl store copy {path.parent} --to sqlite"
+            raise UsageError(f"{path}: the run's store is in several databases, the outside auditor reads one: {hint}")
         from agentrl.testing.postgres_copy import copied
 
         return copied(path, patience_s=_BUSY_S)
