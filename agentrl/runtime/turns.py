@@ -25,7 +25,8 @@ from agentrl.engine import sleeping
 from agentrl.engine.client import EngineClient
 from agentrl.engine.exclusive import Held, hold, name_of
 from agentrl.engine.sleeping import Level
-from agentrl.errors import EngineError, RunFailed
+from agentrl.errors import EngineError
+from agentrl.runtime.publisher import NotDelivered
 from agentrl.train.parking import Parking
 
 _RETRY_S = 1.0
@@ -49,7 +50,7 @@ class Turns:
 
     def begin(self, urls: Callable[[], Sequence[str]], *, weights_follow: bool = True) -> None:
         """Have the engines sleep, and the learner come back. With `weights_follow` the engines get all weights, or an
-        adapter, before they wake. Raises RunFailed if they do not sleep within `engine.mending_deadline_s`."""
+        adapter, before they wake. Raises NotDelivered if they do not sleep within `engine.mending_deadline_s`."""
         started = time.monotonic()
         deadline = started + self._settings.mending_deadline_s
         while True:
@@ -63,7 +64,7 @@ class Turns:
                 self._held.let_go()
                 if time.monotonic() > deadline:
                     text = f"the engines did not sleep within {self._settings.mending_deadline_s:g} s"
-                    raise RunFailed(f"{text}, so the learner has no room: {error}") from error
+                    raise NotDelivered(f"{text}, so the learner has no room: {error}") from error
             self._waits()
             time.sleep(_RETRY_S)
         slept = time.monotonic()

@@ -21,9 +21,9 @@ from agentrl.engine import exclusive as locks
 from agentrl.engine.client import EngineClient
 from agentrl.engine.exclusive import exclusive, hold, name_of
 from agentrl.engine.vllm import launch
-from agentrl.errors import ConfigError, RunFailed
+from agentrl.errors import ConfigError
 from agentrl.runtime import turns as module
-from agentrl.runtime.publisher import WeightPublisher
+from agentrl.runtime.publisher import NotDelivered, WeightPublisher
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.turns import Turns
 from agentrl.store import RunStore
@@ -131,7 +131,9 @@ def test_an_engine_that_cannot_sleep_is_tried_again_and_may_be_mended_meanwhile(
     table.turns._settings = EngineSettings(admin_deadline_s=0.01, liveness_deadline_s=0.02, start_deadline_s=0.05)
     table.server.mend()
     table.server.answers["/sleep"] = 500, b"{}"
-    with pytest.raises(RunFailed, match=r"the engines did not sleep within 0\.08 s, so the learner has no room: http"):
+    with pytest.raises(
+        NotDelivered, match=r"the engines did not sleep within 0\.08 s, so the learner has no room: http"
+    ):
         table.turns.begin(table.urls)
     assert table.free() and table.order[-1] != "learner comes"
 
