@@ -106,12 +106,12 @@ class Tracker(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = (_grouped if func is torch.ops.aten._grouped_mm.default else func)(*args, **(kwargs or {}))
+        made = (grouped if func is torch.ops.aten._grouped_mm.default else func)(*args, **(kwargs or {}))
         self.add(leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor))
         return made
 
 
-def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: object, **__: object) -> Tensor:
+def grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: object, **__: object) -> Tensor:
     """What torch gives for grouped matrix products of any dtype; without numbers it refuses all but bfloat16."""
     groups = () if a.ndim != b.ndim else (len(b) if offs is None else len(offs),)
     return a.new_empty(*groups, a.shape[-2], b.shape[-1])

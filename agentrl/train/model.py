@@ -35,7 +35,7 @@ from agentrl.train.masters import master
 from agentrl.train.packing import Branch, Pack
 from agentrl.train.parallel.portions import Portion
 from agentrl.train.parallel.ranks import ALONE, Ranks
-from agentrl.train.parallel.shards import local, reshard, settled
+from agentrl.train.parallel.shards import exactly, local, reshard, settled
 from agentrl.train.ragged import normalised
 from agentrl.train.routes import Routes
 from agentrl.train.routing import Routers, routers
@@ -104,7 +104,7 @@ class PolicyModel:
             lora.add_roles(self.module, roles)
         if frozen:
             self.module.requires_grad_(False)
-        ranks.cut(self.module)
+        ranks.cut(self.module, torch.float32 if self._narrow else dtype)
         with lora.switched_off(self.module):
             self.obstacle = _obstacle(self.module)
             self._head, self.routers = _check(self.module, folder, self.obstacle)
@@ -190,7 +190,7 @@ class PolicyModel:
             run = partial(_logits_of_rows, self.module, tokens_N, [branch], numbers_N[:-1])
         next_, none = Places(numbers_N[:-1], tokens_N[1:]), Places(numbers_N[:0], tokens_N[:0])
         exact = dtype == torch.float32 and not self._narrow
-        with settled(self.module), nullcontext() if exact else _rounded(self.module, dtype):
+        with settled(self.module), exactly(), nullcontext() if exact else _rounded(self.module, dtype):
             _, (logprobs_T, _, _) = self._read(run, next_, none, None, temperature=1.0, dtype=torch.float32)
         return tuple(logprobs_T.tolist())
 

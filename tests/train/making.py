@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +188,13 @@ def run_config(
         buffer=buffer or Buffer(),
         rollout=rollout or Rollout(),
     )
+
+
+class At:
+    """Where it is unpickled, in the process of another rank, a fault happens."""
+
+    def __init__(self, fault: Callable[[], None]) -> None:
+        self._fault = fault
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return self._fault, ()

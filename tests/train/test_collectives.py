@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from agentrl.train.models import Models
 from agentrl.train.parallel.collectives import Ledger, OutOfStep, Standing
 from agentrl.train.parallel.ranks import Leader
 
+from .making import At
 from .test_ranks import config
 
 
@@ -48,16 +48,6 @@ def test_a_rank_that_enters_another_collective_hears_of_it_before_it_waits(
         through(ledgers[1], *others)
     assert not ledgers[0].standings()[1].inside
     ledgers[0].enter("c")  # rank 1 has not come so far
-
-
-class At:
-    """Where it is unpickled, in the process of another rank, a fault happens."""
-
-    def __init__(self, fault: Callable[[], None]) -> None:
-        self._fault = fault
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return self._fault, ()
 
 
 def reorder() -> None:

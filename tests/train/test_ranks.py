@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Generator
+from contextvars import ContextVar
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,11 +21,12 @@ from agentrl.config import Rollout, RunConfig, Train
 from agentrl.records import Group
 from agentrl.train.learner import Learner
 from agentrl.train.packing import Pack, packs
+from agentrl.train.parallel import shards
 from agentrl.train.parallel.ranks import ALONE, Leader, Ranks
 from agentrl.train.parallel.shares import Pass
 from agentrl.train.ragged import Ragged
 
-from .making import mixture, random_group, run_config, tiny_llama, tiny_qwen3
+from .making import At, mixture, random_group, run_config, tiny_llama, tiny_qwen3
 from .test_kept import rows_with_sets
 from .test_packing import row
 from .test_routing import after as routed_step
@@ -233,6 +235,49 @@ def test_an_adapter_over_layers_that_two_ranks_compute_together_is_that_of_one(t
     layer = "model.layers.1.self_attn.o_proj"
     names = [name.partition(",")[0] for name in two.ledger.names(0)]
     assert f"adding up {layer}" in names and not any("lora" in name or "base_layer" in name for name in names)
+
+
+def test_linear_layers_are_gathered_in_the_dtype_of_a_pass_and_no_bit_changes(
+    two: Leader, qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow, gather, probe = config(dtype="bfloat16"), shards.ALL_GATHER, (1, 2, 3, 4)
+    moved: set[tuple[torch.dtype, int]] = set()
+
+    def seen(output: torch.Tensor, *given: Any, **named: Any) -> Any:
+        moved.add((output.dtype, output.numel()))
+        return gather(output, *given, **named)
+
+    def trained(ranks: Ranks) -> tuple[Learner, tuple[float, ...], list[float]]:
+        learner = Learner(narrow, qwen3_dir, ranks=ranks)
+        scores = learner.score(probe)
+        moved.clear()
+        return learner, scores, [learner.step(groups(3, seed), step_of=STEP_OF).loss for seed in range(2)]
+
+    monkeypatch.setattr(shards, "ALL_GATHER", seen)
+    shared, scores, losses = trained(two)
+    matrices, vectors, outside = 7680, 2 * 32 + 2 * 8, 24 * 32 + 32  # of a layer; beside layers
+    assert moved == {(torch.bfloat16, matrices), (torch.float32, vectors), (torch.float32, outside)}
+    hashes = shared.hashes()
+    monkeypatch.setattr(shards, "_EXACT", ContextVar("exact", default=True))
+    two.run(shared.hashed, [None, At(exact)])  # pyright: ignore[reportArgumentType]
+    try:
+        wide, _, same = trained(two)
+        assert moved == {(torch.float32, size) for size in (matrices, vectors, outside)}
+        assert (same, wide.hashes()) == (losses, hashes)
+    finally:
+        two.run(shared.hashed, [None, At(rounding)])  # pyright: ignore[reportArgumentType]
+    _, alone, others = trained(ALONE)
+    assert scores == pytest.approx(alone, abs=1e-5)
+    assert losses == pytest.approx(others, abs=1e-3)
+
+
+def exact() -> None:
+    """From now on, this process moves float32."""
+    shards._EXACT = ContextVar("exact", default=True)  # pyright: ignore
+
+
+def rounding() -> None:
+    shards._EXACT = ContextVar("exact", default=False)  # pyright: ignore
 
 
 class Memory(ctypes.Structure):

@@ -19,7 +19,7 @@ from .test_attention import forked_rows
 from .test_packing import row
 from .test_ranks import stepped, with_sets
 from .test_ranks_reshard import started
-from .test_traffic import apart
+from .test_traffic import process
 
 
 def long_row() -> Pack:
@@ -38,12 +38,15 @@ def forks() -> Pack:
 @pytest.mark.slow
 def test_four_ranks_that_compute_passes_together_do_what_one_does(qwen3_dir: Path, tmp_path: Path) -> None:
     by_two = {"context": 2, "tensor": 2}
+    mixed, of_experts = mixture(tmp_path / "mixture", layers=2, kv_heads=2), {**by_two, "expert": 4}
     cases = [
         (qwen3_dir, long_row(), [{"context": 4}, by_two]),
         (tiny_llama(tmp_path / "llama"), forks(), [{"context": 4}, {"context": 2}, by_two]),
-        (mixture(tmp_path / "mixture", layers=2, kv_heads=2), with_sets(60), [{"context": 4}, {**by_two, "expert": 4}]),
+        (mixed, with_sets(60), [{"context": 4}, of_experts]),
     ]
-    counted = apart({"ranks": 4, **by_two}, qwen3_dir, 20, gradient_checkpointing=True)
+    with process() as apart:
+        counted = apart({"ranks": 4, **by_two}, qwen3_dir, 20, gradient_checkpointing=True)
+        tokens = [one.name for one in apart({"ranks": 4, **of_experts}, mixed, 20) if one.kind == "all-to-all"]
     with started(4) as four:
         for folder, pack, plans in cases:
             logprobs_K, weights = stepped(pack, folder, ALONE)
@@ -55,6 +58,8 @@ def test_four_ranks_that_compute_passes_together_do_what_one_does(qwen3_dir: Pat
                     torch.testing.assert_close(others[of], tensor, atol=1e-5, rtol=0, msg=f"{of}: {plan}")
                 if folder == qwen3_dir and plan is by_two:
                     assert "\n".join(one.name for one in counted) in "\n".join(four.ledger.names(0))
+        entered = [name for name in four.ledger.names(0) if name.startswith(("counts ", "tokens ", "answers "))]
+        assert entered[-len(tokens) :] == tokens
         assert len({tuple(four.ledger.names(rank)) for rank in range(4)}) == 1
         assert "keys and values of layer 0, backward" in four.ledger.names(0)
 

@@ -86,6 +86,12 @@ def cuts(module: nn.Module, meshes: Meshes) -> Cuts:
     return found
 
 
+def linear_layers(module: nn.Module) -> list[nn.Linear]:
+    """Those of decoder layers that a model's own plan names: it does no more with their weights than call them."""
+    found = _planned(module, getattr(module, "tp_plan", None) or {})
+    return [part for _, part, style in found if style in _WAYS and type(part) is nn.Linear]
+
+
 def _tensor_cuts(module: Any, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], Cut]:
     width, plan = mesh.size(1), getattr(module, "tp_plan", None) or {}
     name = type(module).__name__
@@ -233,25 +239,31 @@ class Experts:
         """A token's experts each compute a row of it, on the ranks that have them."""
         top_k, width = index_TK.shape[1], 1 if self._owners is None else self._owners.size()
         order_R = index_TK.flatten().argsort(stable=True)
-        sent_E = index_TK.flatten().bincount(minlength=self._part.num_experts * width)
+        count_E = index_TK.new_zeros(self._part.num_experts * width)
+        sent_E = count_E.index_add(0, index_TK.flatten(), torch.ones_like(index_TK).flatten())
         rows_RH = states_TH[order_R // top_k]
         if self._owners is None:
             answers_RH = self._computed(rows_RH, sent_E[None])
         else:
             group = self._owners.get_group()
             taken_WE = _exchanged(sent_E.view(width, -1), [1] * width, [1] * width, group, f"counts for {self._name}")
-            sent, taken = sent_E.view(width, -1).sum(1).tolist(), taken_WE.sum(1).tolist()
+            sent, taken = self._rows(sent_E.view(width, -1), taken_WE, len(rows_RH))
             given_RH = sent_to(rows_RH, sent, taken, group, f"tokens for {self._name}")
             answers_RH = sent_to(self._computed(given_RH, taken_WE), taken, sent, group, f"answers of {self._name}")
         back_R = order_R.argsort()
         answers_TKH = answers_RH[back_R].view(*index_TK.shape, -1)
         return (answers_TKH * weight_TK[..., None]).sum(1).to(states_TH.dtype)
 
+    def _rows(self, sent_WE: Tensor, taken_WE: Tensor, count: int) -> tuple[list[int], list[int]]:
+        """How many of this rank's `count` rows go to each rank, and how many come from each."""
+        del count
+        return sent_WE.sum(1).tolist(), taken_WE.sum(1).tolist()
+
     def _computed(self, rows_RH: Tensor, count_WE: Tensor) -> Tensor:
         """What this rank's experts say of rows which are, for each rank that sent some, in the order of the experts.
         One row of zeros goes through as well: the experts must have a gradient on every rank, if one of zeros."""
         part, expert_E = self._part, torch.arange(count_WE.shape[1], device=rows_RH.device)
-        index_R = expert_E.repeat(len(count_WE)).repeat_interleave(count_WE.flatten())
+        index_R = expert_E.repeat(len(count_WE)).repeat_interleave(count_WE.flatten(), output_size=len(rows_RH))
         index_R1 = functional.pad(index_R, (0, 1))[:, None]
         padded_RH = functional.pad(rows_RH, (0, 0, 0, 1))
         whole = dict(part._parameters)

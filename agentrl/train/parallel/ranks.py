@@ -87,8 +87,9 @@ class Ranks(Protocol):
         """Of a model on the meta device, make the tensors that this rank's shards are to be read into."""
         ...
 
-    def cut(self, module: nn.Module) -> None:
-        """Leave this rank only its shard of a model, spread or whole. All ranks leave it together."""
+    def cut(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        """Leave this rank only its shard of a model, spread or whole, whose passes compute in `dtype`. All ranks leave
+        it together."""
         ...
 
     def run(self, work: Callable[[S], T], given: Sequence[S]) -> list[T]:
@@ -108,7 +109,7 @@ class Alone:
 
     def arrange(self, plan: ParallelPlan) -> None: ...
     def spread(self, module: nn.Module) -> None: ...
-    def cut(self, module: nn.Module) -> None: ...
+    def cut(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None: ...
     def close(self) -> None: ...
 
     def portion(self, pack: Pack) -> Portion:
@@ -171,8 +172,8 @@ class Member:
     def spread(self, module: nn.Module) -> None:
         spread(module, self.meshes)
 
-    def cut(self, module: nn.Module) -> None:
-        shard(module, self.meshes)
+    def cut(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        shard(module, self.meshes, dtype)
         self.store.wait([self.arrive()], _PATIENCE)
 
     def arrive(self) -> str:
@@ -320,8 +321,8 @@ class Leader:
     def spread(self, module: nn.Module) -> None:
         self._member.spread(module)
 
-    def cut(self, module: nn.Module) -> None:
-        shard(module, self._member.meshes)
+    def cut(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        shard(module, self._member.meshes, dtype)
         key, began = self._member.arrive(), time.monotonic()
         while not self._member.store.check([key]):
             if any(other.process.poll() is not None for other in self._others):

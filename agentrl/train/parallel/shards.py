@@ -2,6 +2,11 @@
 
 Owns how a model is cut, how one of its tensors is gathered, and how one is filled from a whole one. Never knows what
 the tensors are for.
+
+Shards, gradients and the state of the optimizer are float32. If passes compute in bfloat16, linear layers are gathered
+in it: a pass would round their weights to it anyway, so half of the bytes move and no bit of a result changes.
+Gradients are added up in float32: the sum of rounded parts is not the rounded sum. Embedding, norms and experts, which
+a pass does not round, and the output layer, which stays with the embedding, are gathered in float32 too.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -12,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -22,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.train.parallel.collectives import named
-from agentrl.train.parallel.layers import Cut, cuts, install
+from agentrl.train.parallel.layers import Cut, cuts, install, linear_layers
 from agentrl.train.parallel.meshes import Meshes
 
 
@@ -46,21 +52,27 @@ def _parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     return [(part, name, parameter) for part in parts for name, parameter in part.named_parameters(recurse=False)]
 
 
-def shard(module: nn.Module, meshes: Meshes) -> None:
-    """Cut a model over the ranks of `meshes`, on whose devices it is then. Each decoder layer is gathered by itself;
-    the rest together, and it stays until the backward pass, or `reshard`: logits are made after the pass."""
-    cut = cuts(module, meshes)
+def shard(module: nn.Module, meshes: Meshes, dtype: torch.dtype = torch.float32) -> None:
+    """Cut a model over the ranks of `meshes`, on whose devices it is then. Each decoder layer is gathered by itself,
+    its linear layers in `dtype`, which a pass computes them in; the rest together, and it stays until the backward
+    pass, or `reshard`: logits are made after the pass."""
+    cut, narrow = cuts(module, meshes), dtype != torch.float32
     sharded = [one for one in _parameters(module) if is_sharded(one[2])]
     whole = {one: _hollow(one, cut.get((part, name))) for part, name, one in sharded}
     for part, name, parameter in sharded:
         part.register_parameter(name, whole[parameter])
     names = {part: name for name, part in module.named_modules()} | {module: "what is outside of layers"}
     layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    apart = dict.fromkeys(linear_layers(module), meshes.ranks) if narrow else {}
+    apart |= {part: how.column for (part, _), how in cut.items()}
     for layer in layers:
-        for mesh in dict.fromkeys(how.column for how in cut.values()):
-            own = [part for part in layer.modules() if any(to is part and cut[to, of].column == mesh for to, of in cut)]
-            if own:
-                _fully(own, mesh, f"{names[own[0]]} and what is cut as it", reshard=True)
+        groups: dict[tuple[DeviceMesh, torch.dtype], list[nn.Module]] = {}
+        for part in layer.modules():
+            if part in apart:
+                moved = dtype if isinstance(part, nn.Linear) else torch.float32
+                groups.setdefault((apart[part], moved), []).append(part)
+        for (mesh, moved), own in groups.items():
+            _fully(own, mesh, f"{names[own[0]]} and what is cut as it", reshard=True, dtype=moved)
     for part in (*layers, module):
         _fully([part], meshes.ranks, names[part], reshard=part is not module)
     for part, name, parameter in sharded:  # FSDP takes over what it finds at the first pass
@@ -76,13 +88,15 @@ def _hollow(parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
     return nn.Parameter(empty, parameter.requires_grad)
 
 
-def _fully(parts: list[nn.Module], mesh: DeviceMesh, name: str, *, reshard: bool) -> None:
-    """Have FSDP cut the parameters of parts that it gathers together. Gradients are added up: each rank has its part of
-    the loss."""
+def _fully(
+    parts: list[nn.Module], mesh: DeviceMesh, name: str, *, reshard: bool, dtype: torch.dtype = torch.float32
+) -> None:
+    """Have FSDP cut the parameters of parts that it gathers together, those in float32 as `dtype`. Gradients are added
+    up: each rank has its part of the loss."""
     fully_shard(parts if len(parts) > 1 else parts[0], mesh=mesh, reshard_after_forward=reshard)
     first = parts[0]
     assert isinstance(first, FSDPModule)
-    first.set_custom_all_gather(cast(Any, _AllGather(f"gathering {name}")))
+    first.set_custom_all_gather(cast(Any, _AllGather(f"gathering {name}", dtype)))
     first.set_custom_reduce_scatter(cast(Any, _ReduceScatter(f"adding up the gradients of {name}")))
     first.set_gradient_divide_factor(1.0)
     first.set_force_sum_reduction_for_comms(True)
@@ -209,6 +223,19 @@ REDUCE_SCATTER: Any = getattr(distributed, "reduce_scatter_single", distributed.
 _NONE = torch.empty(0, 0, 0)
 
 
+_EXACT = ContextVar("exact", default=False)
+
+
+@contextmanager
+def exactly() -> Generator[None]:
+    """Around a pass without gradients that computes in float32: weights are gathered as they are."""
+    token = _EXACT.set(True)
+    try:
+        yield
+    finally:
+        _EXACT.reset(token)
+
+
 class _Named:
     def __init__(self, name: str) -> None:
         self._name = name
@@ -218,11 +245,21 @@ class _Named:
 
 
 class _AllGather(_Named):
-    """FSDP's own, noted in the ledger."""
+    """FSDP's own, noted in the ledger. Of float32 it moves `dtype`, and gives the rounded numbers in float32."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        super().__init__(name)
+        self._dtype = dtype
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        rounds = output_tensor.dtype == torch.float32 != self._dtype and not _EXACT.get()
         with named(self._name):
-            return ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
+            if not rounds:
+                return ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
+            narrow = torch.empty_like(output_tensor, dtype=self._dtype)
+            ALL_GATHER(narrow, input_tensor.to(self._dtype), group=group)
+        output_tensor.copy_(narrow)
+        return None
 
 
 class _ReduceScatter(_Named):

@@ -5,7 +5,8 @@ that have shapes and no numbers (torch's FakeTensorMode), cut and gathered as a 
 and backward, in a process group that sends nothing (torch's "fake" backend). Every collective is noted under its name.
 Never knows bandwidths.
 
-Of a mixture whose experts are apart, tokens go where they are chosen, which shapes alone do not say: it is refused.
+Of a mixture whose experts are apart, tokens go where they are chosen, which shapes alone do not say: here each rank
+gets as many as any other.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, distributed, nn
@@ -29,11 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from agentrl.config import RunConfig
-from agentrl.errors import ConfigError
-from agentrl.train.budget import hollow
+from agentrl.train.budget import grouped, hollow
 from agentrl.train.models import Models
 from agentrl.train.packing import packs
-from agentrl.train.parallel import collectives
+from agentrl.train.parallel import collectives, layers
 from agentrl.train.parallel.meshes import Meshes
 from agentrl.train.parallel.ranks import Member
 from agentrl.train.parallel.shards import shard
@@ -44,6 +45,7 @@ KINDS: Mapping[str, str] = {
     "_allgather_base_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
     "allreduce_": "all-reduce",
+    "alltoall_base_": "all-to-all",
 }
 """By what torch calls them."""
 
@@ -51,7 +53,7 @@ KINDS: Mapping[str, str] = {
 @dataclass(frozen=True, slots=True)
 class Collective:
     """One that `size` ranks enter. `shape` is of the whole tensor, of which a rank has, or gets, one part of `size`; of
-    an all-reduce it has all."""
+    an all-reduce it has all; of an all-to-all it has all, and sends each rank a part."""
 
     name: str
     kind: str
@@ -72,12 +74,8 @@ class Collective:
 
 def traffic(config: RunConfig, folder: Path, rows: Sequence[Row]) -> list[Collective]:
     """Those of rank 0 of `train.parallel`, in one pass of its team over `rows`. `folder` needs no more than a
-    config.json. The process is for this alone: torch remembers its groups. Raises ConfigError for experts that are
-    apart, and for a model that cannot be cut so."""
+    config.json. The process has no ranks of its own. Raises ConfigError for a model that cannot be cut so."""
     plan = config.train.parallel
-    if plan.expert > 1:
-        hint = "which rank a token goes to is not known without numbers: give 1"
-        raise ConfigError("train.parallel.expert", plan.expert, hint)
     with _first(plan) as first:
         with hollow():
             models = Models(config, folder, "cpu", reference_dir=folder, folder_of=lambda _: folder, ranks=first)
@@ -111,9 +109,18 @@ def _first(plan: ParallelPlan) -> Generator[Member]:
 class _First(Member):
     def arrange(self, plan: ParallelPlan) -> None: ...
 
-    def cut(self, module: nn.Module) -> None:
-        with unset_fake_temporarily():  # meshes are numbers
-            shard(module, self.meshes)
+    def cut(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        with unset_fake_temporarily(), patch.object(layers, "Experts", _Even):  # meshes are numbers
+            shard(module, self.meshes, dtype)
+
+
+class _Even(layers.Experts):
+    """Each rank has chosen every rank's experts as often. Rank 0 gets what is left over."""
+
+    def _rows(self, sent_WE: Tensor, taken_WE: Tensor, count: int) -> tuple[list[int], list[int]]:
+        size = len(sent_WE)
+        sent = [-(-(count - at) // size) for at in range(size)]
+        return sent, sent[:1] * size
 
 
 class _Recorder(TorchDispatchMode):
@@ -136,7 +143,7 @@ class _Recorder(TorchDispatchMode):
             (group,) = (one for one in map(_group_of, given) if one is not None)
             kind = KINDS[func._schema.name.partition("::")[2]]
             self.found.append(Collective(self._name, kind, tuple(whole.shape), whole.dtype, group.size()))
-        return func(*args, **(kwargs or {}))
+        return (grouped if func is torch.ops.aten._grouped_mm.default else func)(*args, **(kwargs or {}))
 
 
 def _group_of(one: object) -> distributed.ProcessGroup | None:
