@@ -7,7 +7,7 @@ Numbers of processes may be given here or in the sections of the parts (`engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Protocol, cast
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, cast
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -44,6 +44,30 @@ class WorkerPlaces(Section):
     cpus: Positive = 1.0  # of each
 
 
+class Split(NamedTuple):
+    """How many engines the run has (of each policy that learns), and how many ranks its learner."""
+
+    engines: int
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.engines} + {self.ranks}"
+
+
+class Controller(Section):
+    """Moves places between engines and the learner's ranks while the run goes on, if that trains more tokens a second.
+    Left out, nothing moves."""
+
+    engines: tuple[int, int]  # at least, at most
+    ranks: list[Count]  # numbers of ranks that the learner may have, as [1, 2, 4]
+    every_s: Positive = 60.0  # between two looks
+    window_steps: Annotated[int, Field(ge=4)] = 16  # steps that a look judges by; no step counts in two looks
+    agree: Count = 3  # looks in a row that must see the same gain
+    gain: Positive = 0.1  # share of more tokens trained a second that a move has to promise
+    horizon_s: Positive = 3600.0  # within it a move pays for itself, and is not taken back unless it did harm
+    margin: Positive = 2.0  # times the measured cost of a move that it has to earn
+
+
 class Cluster(Section):
     """Where a run's processes are, and what several hosts share."""
 
@@ -53,6 +77,7 @@ class Cluster(Section):
     engine: EnginePlaces = EnginePlaces()
     learner: LearnerPlaces = LearnerPlaces()
     workers: WorkerPlaces = WorkerPlaces()
+    controller: Controller | None = None
     place_deadline_s: Positive = 300.0  # until Ray has found a node for a process: its autoscaler may start one
     lease_s: Positive = 20.0  # cut off from the run, a process ends itself
     store_deadline_s: Positive = 120.0  # the run waits so long for a database that does not answer, then it ends
@@ -107,10 +132,42 @@ class _Engine(Protocol):
     def gpus(self) -> Sequence[object]: ...
     @property
     def urls(self) -> Sequence[str]: ...
+    @property
+    def places(self) -> Sequence[object]: ...
 
 
-def check(cluster: Cluster, engine: _Engine, *, device: str, sync: str) -> None:
-    """Raises ConfigError for what Ray's processes cannot do, or for GPUs that nobody reserved."""
+class _Parallel(Protocol):
+    @property
+    def ranks(self) -> int: ...
+
+
+class _Train(Protocol):
+    @property
+    def device(self) -> str: ...
+    @property
+    def parallel(self) -> _Parallel: ...
+    def over(self, ranks: int) -> Self: ...
+
+
+def splits(cluster: Cluster, begins: Split) -> list[Split]:
+    """What the controller of a run that `begins` so may choose from, by ranks: each with as many engines as then have a
+    place. GPUs are what moves; CPUs if the learner takes none."""
+    assert cluster.controller is not None
+    on_gpus = cluster.learner.gpus > 0
+    engine, rank = (part.gpus if on_gpus else part.cpus for part in (cluster.engine, cluster.learner))
+    places, (least, most) = begins.engines * engine + begins.ranks * rank, cluster.controller.engines
+    found = [
+        Split(int(min(most, (places - ranks * rank) // (engine or 1))), ranks)
+        for ranks in sorted({*cluster.controller.ranks})
+    ]
+    return [split for split in found if split.engines >= least]
+
+
+def check(cluster: Cluster, engine: _Engine, train: _Train, *, sync: str, several: bool) -> None:
+    """Raises ConfigError for what Ray's processes cannot do, for GPUs that nobody reserved, or for a controller that
+    has nothing to move. `several`: more than one policy learns."""
+    if cluster.controller is not None:
+        _check_controller(cluster, cluster.controller, engine, train, several=several)
     if not cluster.on_ray:
         return
     if engine.gpus:
@@ -122,6 +179,28 @@ def check(cluster: Cluster, engine: _Engine, *, device: str, sync: str) -> None:
     if sync == "ipc":
         hint = "it leaves no GPU, and Ray may place engine and learner apart: give 'nccl'"
         raise ConfigError("engine.sync", sync, hint)
-    if device != "cpu" and not cluster.learner.gpus:
-        hint = f"train.device = {device!r} needs one: give cluster.learner = {{ gpus = 1 }}"
+    if train.device != "cpu" and not cluster.learner.gpus:
+        hint = f"train.device = {train.device!r} needs one: give cluster.learner = {{ gpus = 1 }}"
         raise ConfigError("cluster.learner.gpus", 0, hint)
+
+
+def _check_controller(
+    cluster: Cluster, controller: Controller, engine: _Engine, train: _Train, *, several: bool
+) -> None:
+    key, (least, most) = "cluster.controller", controller.engines
+    if not 1 <= least <= most:
+        raise ConfigError(f"{key}.engines", controller.engines, "give the fewest, at least 1, and the most, as [1, 4]")
+    if engine.urls or several:
+        why = "somebody else started the engines (engine.urls)" if engine.urls else "several policies share the places"
+        raise ConfigError(key, controller.model_dump(), f"{why}: leave it out")
+    if not cluster.on_ray and (engine.gpus or train.device != "cpu"):
+        hint = "a controller moves GPUs that Ray gives away: give 'ray'; a cluster of this machine alone will do"
+        raise ConfigError("cluster.launcher", cluster.launcher, hint)
+    for ranks in controller.ranks:
+        train.over(ranks)
+    begins = Split(len(engine.places), train.parallel.ranks)
+    found = splits(cluster, begins)
+    if begins not in found or len(found) < 2:
+        may = ", ".join(map(str, found)) or "none"
+        hint = f"of the places of {begins} (engines + ranks) these come: {may}; give bounds with {begins} and another"
+        raise ConfigError(f"{key}.ranks", controller.ranks, hint)

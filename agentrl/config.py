@@ -379,7 +379,7 @@ class RunConfig(WithRoles, WithCluster, _Section):
         check_experts(self.engine.kind, self.engine.routed_experts, self.train.routing_replay)
         check_temperatures(self.engine.kind, rollout=rollout.temperature, eval=self.eval.temperature)
         fleet_settings.check(self.engine.shared, self.engine.urls, self.engine.sync, self.train.lora_rank)
-        cluster_settings.check(self.cluster, self.engine, device=self.train.device, sync=self.sync)
+        cluster_settings.check(self.cluster, self.engine, self.train, sync=self.sync, several=bool(self.role_models))
         sync, on_ray = self.sync, self.cluster.on_ray
         if self.syncs_memory:
             placement.check_memory_sync(self.engine, self.train, sync=sync, on_ray=on_ray)

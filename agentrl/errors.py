@@ -78,7 +78,8 @@ class RunFailed(AgentRLError):
 
 
 class WornOut(AgentRLError):
-    """This process cannot go on and has given back its leases: restart it, without cost to its restart budget."""
+    """This process has ended in order, its leases given back or its state saved: restart it, without cost to its
+    restart budget."""
 
     exit_code = 4
 

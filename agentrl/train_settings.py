@@ -137,6 +137,11 @@ class Train(Section):
             raise ConfigError("train.lr_min", self.lr_min, f"must be below train.lr = {self.lr}")
         return self
 
+    def over(self, ranks: int) -> Self:
+        """The same over so many ranks. Raises ConfigError if it cannot be."""
+        parallel = {**self.parallel.model_dump(), "ranks": ranks}
+        return type(self).model_validate({**self.model_dump(), "parallel": parallel})
+
     @property
     def gpus(self) -> list[int]:
         """Those of the learner's ranks; none on a CPU."""

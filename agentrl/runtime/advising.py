@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from agentrl.cluster_settings import Split
+from agentrl.config import RunConfig
 from agentrl.runtime.rundir import RunDir
 from agentrl.simulate.measured import Run, measure
 from agentrl.simulate.plan import Wishes, plan
-from agentrl.simulate.sweep import START_UP, Row, advice, run_all
+from agentrl.simulate.sweep import START_UP, Case, Row, advice, run_all
 from agentrl.store import RunStore
 
 _BUSY = 0.1  # an idle share below this is not worth a change
 _STEPS = 24  # of a simulated run
+_FEWEST, _EPISODES = 6, 20_000  # steps, and episodes, of one that is simulated while its run goes on
 
 
 def advise(path: Path, gpus: int = 0) -> Iterator[str]:
@@ -56,6 +59,29 @@ def advise(path: Path, gpus: int = 0) -> Iterator[str]:
         yield f"With buffer.groups_per_step = {count}: {_gain(run_all(batch)[0], present)}"
     if gpus:
         yield advice(run_all(plan(config, Wishes(gpus=gpus, others=False, steps=_STEPS), measured)))
+
+
+def gains(
+    config: RunConfig,
+    measured: Run,
+    present: Split,
+    beside: Sequence[Split],
+    *,
+    faster: Callable[[int], float],
+) -> dict[Split, float]:
+    """By split, the share of more tokens that would be trained a second than with the `present` one, with which the run
+    `measured`; `faster` says how many times as fast the learner is over so many ranks."""
+    batch = config.rollout.group_size * config.buffer.groups_per_step
+    steps = min(_STEPS, max(_FEWEST, _EPISODES // batch))
+    now = next(case for case in plan(config, Wishes(others=False, steps=steps), measured) if case.present)
+
+    def split_so(split: Split) -> Case:
+        slots = max(now.world.group_size, round(now.world.slots * split.engines / present.engines))
+        learner = now.world.learner.sped_up(faster(split.ranks))
+        return replace(now, world=replace(now.world, slots=slots, learner=learner))
+
+    first, *others = (case.run().useful for case in (now, *map(split_so, beside)))
+    return {split: useful / first - 1 if first else 0.0 for split, useful in zip(beside, others, strict=True)}
 
 
 def _of(rows: list[Row]) -> list[Row]:

@@ -113,6 +113,7 @@ class Replica:
     weights: Callable[[], Weights]
     gpus: Sequence[int] = ()
     host: str = "127.0.0.1"
+    start_s: float = 0.0  # that its last start took
 
     @property
     def url(self) -> str:
@@ -157,11 +158,12 @@ class Replica:
 
     async def _started(self) -> None:
         self.host, self.port = await self.child.place(self.port)
-        weights = self.weights()
+        weights, began = self.weights(), trio.current_time()
         if self.config.engine.kind == "vllm":
             await self._start_vllm(weights)
         else:
             await self._start_embedded(weights)
+        self.start_s = trio.current_time() - began
 
     async def _start_embedded(self, weights: Weights) -> None:
         ready_file = self.scratch / f"{self.child.name}.ready"

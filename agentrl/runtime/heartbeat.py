@@ -113,6 +113,14 @@ def stopped(pid: int) -> bool:
     return False
 
 
+def age_s() -> float:
+    """Seconds since this process began; 0 if there is no /proc."""
+    with suppress(OSError, IndexError):
+        began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+    return 0.0
+
+
 class Marked(Protocol):
     """A process that marks, here or on another host."""
 

@@ -39,6 +39,8 @@ _NUMBERS = (
     (r"list\[Gpus\]", "list of lists of GPUs"),
     (r"Gpus", "list of GPUs"),
     (r"tuple\[float, float\]", "two numbers"),
+    (r"tuple\[int, int\]", "two integers"),
+    (r"list\[Count\]", "list of integers from 1"),
     (r"dict\[.*\]", "table"),
     (r"SerializeAsAny\[Algorithm\]", "table"),
     (r"bool", "true or false"),

@@ -10,6 +10,7 @@ shares its GPU with the engines (`runtime.turns`) has it from the batch to the f
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import threading
@@ -28,8 +29,9 @@ from agentrl.config import RunConfig
 from agentrl.engine import canary
 from agentrl.engine.canary import Canary, probe_tokens
 from agentrl.engine.exclusive import Held
-from agentrl.errors import ConfigError, RunFailed
+from agentrl.errors import ConfigError, RunFailed, WornOut
 from agentrl.records import Group, WeightVersion
+from agentrl.runtime import asked, heartbeat
 from agentrl.runtime.alarms import LagBound, advice, raised
 from agentrl.runtime.checkpoints import start_point
 from agentrl.runtime.ending import give_up
@@ -80,7 +82,8 @@ class _Learning:
         self._run, self._store = run, store
         self._heartbeat = Heartbeat.of_process()
         self._heartbeat.mark_while(lambda: store.waits)
-        self._config: RunConfig = run.config()
+        self._as_begun = run.config()
+        self._config: RunConfig = with_ranks(self._as_begun, asked.ranks(self._as_begun, store.meta))
         store.lead()
         start = start_point(run, store)
         self._ranks = ranks_of(self._config, self._heartbeat.mark)
@@ -117,6 +120,8 @@ class _Learning:
         self._push: Future[None] | None = None
         self._progress = threading.Event()  # a part of the checkpoint was written
         store.set_meta("model_params", str(sum(p.numel() for p in self._learner.model.parameters())))
+        ready = {"ranks": self._ranks.size, "step": self._learner.step_index, "start_s": heartbeat.age_s()}
+        store.set_meta(asked.LEARNER, json.dumps(ready))
 
     def run(self) -> None:
         """Raises RunFailed; if the engines failed, or the gradients, saves a checkpoint first."""
@@ -185,6 +190,8 @@ class _Learning:
         started, size, whole_at = time.perf_counter(), buffer.groups_per_step, math.inf
         patience_s = min(self._config.rollout.group_deadline_s, train.stall_deadline_s / 2)
         while (phase := self._store.meta("phase")) != "stop":
+            if self._config.cluster.controller is not None:
+                self._make_way()
             if phase == "drain":
                 size = min(size, self._store.ready_count())  # 0: only late members
             step, now, groups = self._learner.step_index + 1, time.perf_counter(), None
@@ -222,6 +229,17 @@ class _Learning:
         self._turns.begin(self._urls)
         self._heartbeat.mark()
         return waited_s
+
+    def _make_way(self) -> None:
+        """If another number of ranks is wanted: save, and end. The learner that is started then has that number."""
+        wanted = asked.ranks(self._as_begun, self._store.meta)
+        if wanted == self._ranks.size:
+            return
+        self._settle()
+        if self._learner.trained:
+            self._checkpoint(self._store.current_version())
+            self._written()
+        raise WornOut(f"the learner goes on with {wanted} ranks instead of {self._ranks.size}")
 
     def _publish(self, row: dict[str, Any]) -> WeightVersion:
         """Write the weights to shared memory, or copy them, leave a device that is shared, and start to send them. The
@@ -394,6 +412,11 @@ class _Learning:
                 self._heartbeat.mark()
         if write is not None:
             write.result()
+
+
+def with_ranks(config: RunConfig, ranks: int) -> RunConfig:
+    """The configuration of a learner over so many ranks."""
+    return config.model_copy(update={"train": config.train.over(ranks)})
 
 
 def device_of(config: RunConfig) -> torch.device:

@@ -26,14 +26,16 @@ from typing import TypeVar
 import trio
 
 from agentrl.clock import HostClock
+from agentrl.cluster_settings import Controller as ControllerSettings
 from agentrl.config import RunConfig
 from agentrl.engine.objects import Folder
 from agentrl.errors import DiskFull, RunFailed, StoreAway, StoreError, UsageError, WeightSyncError, matters
 from agentrl.records import GroupState
 from agentrl.rollout.admitter import Admitter, bounds_of
 from agentrl.rollout.pivot import Pivots
-from agentrl.runtime import evaluation
+from agentrl.runtime import asked, evaluation
 from agentrl.runtime.checkpoints import StartPoint, start_point
+from agentrl.runtime.controller import Controller
 from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.keep_alive import live_with_parent
 from agentrl.runtime.launch import LOCAL, Launcher
@@ -107,6 +109,8 @@ class Supervisor:
                 )
             )
             admission.start_soon(admitter.run, self.writes)
+            if self.config.cluster.controller is not None:
+                admission.start_soon(self._controller(self.config.cluster.controller).keep_looking)
             progress = _Progress(self.config.train.stall_deadline_s)
             while not learned.is_set():
                 await self._with_space(self._schedule_during)
@@ -120,6 +124,18 @@ class Supervisor:
         await self._with_space(_enter("eval"))
         self.phase = f"evaluating after {await self.writes(lambda store: store.current_version().step)} steps"
         await self.evaluate("after")
+
+    def _controller(self, settings: ControllerSettings) -> Controller:
+        return Controller(
+            run=self.run,
+            config=self.config,
+            settings=settings,
+            store=self.store,
+            writes=self.writes,
+            telemetry=self.telemetry,
+            engines=lambda: len(self.processes.present("engine")),
+            engine_start_s=lambda: self.processes.engine_start_s,
+        )
 
     async def measure(self) -> None:
         """Evaluate only, under the label `now`: no learner is started."""
@@ -262,7 +278,7 @@ async def supervise(
             store.release_all()
             writes = Aside[ControlStore](store)
             size = Size.of(config).at_most(wanted(config, store.meta))  # a run that grew grows again
-            async with _launcher_of(run, config, size) as launcher, trio.open_nursery() as nursery:
+            async with _launcher_of(run, config, size, reader) as launcher, trio.open_nursery() as nursery:
                 processes = RunProcesses(run, config, reader, writes, nursery, mark, launcher, size)
                 telemetry = Telemetry(store, run.metrics, "supervisor")
                 nursery.start_soon(_interrupt, run.path)
@@ -324,7 +340,7 @@ def run_to_end(
 
 
 @asynccontextmanager
-async def _launcher_of(run: RunDir, config: RunConfig, size: Size) -> AsyncGenerator[Launcher]:
+async def _launcher_of(run: RunDir, config: RunConfig, size: Size, store: ReadStore) -> AsyncGenerator[Launcher]:
     """The launcher that the run file names, with places for a run of this size. Raises UsageError if it cannot start
     anything."""
     if not config.cluster.on_ray:
@@ -334,5 +350,5 @@ async def _launcher_of(run: RunDir, config: RunConfig, size: Size) -> AsyncGener
         from agentrl.runtime import ray_launcher
     except ImportError as error:
         raise UsageError(f"cluster.launcher = 'ray' needs Ray ({error}): pip install 'agentrl[ray]'") from None
-    async with ray_launcher.connected(run, config, size) as launcher:
+    async with ray_launcher.connected(run, config, size, partial(asked.ranks, config, store.meta)) as launcher:
         yield launcher

@@ -24,7 +24,7 @@ from agentrl.engine.concurrency import RUNNING, WAITING
 from agentrl.errors import AgentRLError, DiskFull, EngineError, RunFailed, StoreAway, StoreError, UsageError, WornOut
 from agentrl.ports import free_port
 from agentrl.records import WeightVersion
-from agentrl.runtime import league
+from agentrl.runtime import asked, league
 from agentrl.runtime.checkpoints import StartPoint, where_it_stands
 from agentrl.runtime.ending import ENDS_THE_RUN
 from agentrl.runtime.engines import Replica, Weights, WrongWeights, attach, current_weights
@@ -329,6 +329,11 @@ class RunProcesses:
         return any(names and self._away.issuperset(names) for names in (learning.difference(*own), *own))
 
     @property
+    def engine_start_s(self) -> float:
+        """What the slowest start of an engine that learns took, in seconds."""
+        return max((replica.start_s for replica in self._learning.get(None, {}).values()), default=0.0)
+
+    @property
     def troubles(self) -> list[str]:
         """Why engines could not be given the current weights."""
         return [watch.trouble for watch in self._watches.values() if watch.trouble]
@@ -418,7 +423,10 @@ class RunProcesses:
                 await trio.sleep(_DISK_S)  # the supervisor's own deadlines bound how often
             innocent = status in (WornOut.exit_code, *_PAUSES)
             if innocent or (died is not None and await died(child, budget)):
-                self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
+                if child.name == "learner" and status == WornOut.exit_code:
+                    await self._reseat(child)
+                else:
+                    self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
                 child.start()
                 continue
             self._away.add(child.name)
@@ -429,6 +437,16 @@ class RunProcesses:
                 return
             finally:
                 self._away.discard(child.name)
+
+    async def _reseat(self, learner: Child) -> None:
+        """Find the learner a place for as many ranks as it is to have now; if there is none, for those that it had."""
+        self.launcher.release(learner.name)
+        try:
+            await self.launcher.reserve(learner.name)
+        except NoRoom as error:
+            why = str(error)
+            await self._with_space(lambda store: asked.take_back(store, why))
+            await self.launcher.reserve(learner.name)
 
     async def _mend(
         self, child: Child, again: Callable[[], Awaitable[None]] | None, budget: RestartBudget, why: str

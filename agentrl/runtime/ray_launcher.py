@@ -25,7 +25,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -186,11 +186,13 @@ class RayProcess:
 class RayLauncher:
     """Starts children by name, with places for a run of `size` to begin with. `nursery` looks after them."""
 
-    def __init__(self, run: RunDir, config: RunConfig, size: Size, nursery: trio.Nursery) -> None:
+    def __init__(
+        self, run: RunDir, config: RunConfig, size: Size, nursery: trio.Nursery, ranks: Callable[[], int]
+    ) -> None:
         self._run, self._cluster, self._nursery = run, config.cluster, nursery
-        self._config = config
-        self._first = bundles(config, size)
-        self._bundles = {name: need for name, need in self._first.items() if _always(name)}
+        self._config, self._ranks = config, ranks
+        self._first = bundles(config, size, ranks())
+        self._bundles = {name: need for name, need in self._first.items() if _always(name, config)}
         self._group: Any = None
         self._seats: dict[str, Any] = {}
         self._nodes: dict[str, str] = {}  # the ids of their nodes
@@ -287,7 +289,7 @@ class RayLauncher:
         NoRoom if none is placed in time."""
         if name in self._seats:
             return self._seats[name]
-        need, chosen = demand(self._config, name), dict[str, Any]()
+        need, chosen = demand(self._config, name, self._ranks()), dict[str, Any]()
         if name in self._bundles:
             at = list(self._bundles).index(name)
             chosen["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
@@ -353,35 +355,38 @@ class RayLauncher:
                 _RAY.kill(seat)
 
 
-def bundles(config: RunConfig, size: Size) -> dict[str, dict[str, float]]:
-    """What Ray reserves for a run of that size, by the child's name."""
+def bundles(config: RunConfig, size: Size, ranks: int) -> dict[str, dict[str, float]]:
+    """What Ray reserves for a run of that size, whose learner has so many ranks, by the child's name."""
     engines = [f"engine-{at}" for at in range(size.engines)]
     engines += [f"engine-role-{role}-{at}" for role in config.role_models for at in range(size.engines)]
     engines += [f"engine-given-{at}" for at in range(len(config.rollout.given_models()))]
     names = [*engines, *(f"worker-{at}" for at in range(size.workers)), "learner"]
-    return {name: demand(config, name) for name in names}
+    return {name: demand(config, name, ranks) for name in names}
 
 
-def demand(config: RunConfig, name: str) -> dict[str, float]:
-    """What Ray reserves for the child of that name."""
+def demand(config: RunConfig, name: str, ranks: int) -> dict[str, float]:
+    """What Ray reserves for the child of that name; `ranks` are the learner's."""
     cluster, times = config.cluster, 1
     if name == "learner":
-        part, times = cluster.learner, config.train.parallel.ranks
+        part, times = cluster.learner, ranks
     else:
         part = cluster.engine if name.startswith("engine") else cluster.workers
     gpus = getattr(part, "gpus", 0)
     return {"CPU": times * part.cpus} | ({"GPU": float(times * gpus)} if gpus else {})
 
 
-def _always(name: str) -> bool:
-    """Whether no run is without it, however small it becomes."""
-    return name == "learner" or name.endswith("-0") or name.startswith("engine-given-")
+def _always(name: str, config: RunConfig) -> bool:
+    """Whether no run is without it, however small it becomes, and it keeps its size."""
+    learner = name == "learner" and config.cluster.controller is None
+    return learner or name.endswith("-0") or name.startswith("engine-given-")
 
 
 @asynccontextmanager
-async def connected(run: RunDir, config: RunConfig, size: Size) -> AsyncGenerator[RayLauncher]:
-    """A launcher on the cluster at `cluster.address`, for a run that begins with `size`; all that it placed is given
-    back at the end.
+async def connected(
+    run: RunDir, config: RunConfig, size: Size, ranks: Callable[[], int]
+) -> AsyncGenerator[RayLauncher]:
+    """A launcher on the cluster at `cluster.address`, for a run that begins with `size`, and a learner of as many
+    `ranks` as it is to have whenever it gets a place; all that it placed is given back at the end.
 
     Raises UsageError if there is no such cluster, or no room in it."""
     ours = not _RAY.is_initialized()
@@ -396,7 +401,7 @@ async def connected(run: RunDir, config: RunConfig, size: Size) -> AsyncGenerato
             raise UsageError(f"no Ray cluster at cluster.address = {address!r}: {hint}")
     try:
         async with trio.open_nursery() as nursery:
-            launcher = RayLauncher(run, config, size, nursery)
+            launcher = RayLauncher(run, config, size, nursery, ranks)
             try:
                 await launcher.open()
                 yield launcher

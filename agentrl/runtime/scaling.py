@@ -19,19 +19,18 @@ import trio
 
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError, RunFailed, StoreError, UsageError
+from agentrl.runtime.asked import WANTED, Meta, asked
 from agentrl.runtime.engines import WrongWeights
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import RestartBudget
 from agentrl.store import RunStore
 from agentrl.store.roles import ControlStore
 
-WANTED = "wanted_size"
 WORKERS = "workers"
 SCALING = "scaling"
 
 Kind = Literal["engine", "worker"]
 KINDS: tuple[Kind, ...] = ("engine", "worker")
-Meta = Callable[[str], str | None]
 
 _LOOK_S = 1.0
 _AGAIN_S = 1.0  # until the next try, after Ray found no place in time
@@ -78,8 +77,8 @@ class Part(NamedTuple):
 
 def wanted(config: RunConfig, meta: Meta) -> Size:
     """The numbers asked for last; those of the run file, if none were."""
-    asked, size = _asked(meta), Size.of(config)
-    return Size(asked.get("engines", size.engines), asked.get("workers", size.workers))
+    found, size = asked(meta), Size.of(config)
+    return Size(found.get("engines", size.engines), found.get("workers", size.workers))
 
 
 def workers_of(config: RunConfig, meta: Meta) -> list[int]:
@@ -100,23 +99,23 @@ def ask(run: RunDir, *, engines: int | None, workers: int | None) -> Size:
         _check_engines(config, engines, run)
     with RunStore.open(run.store_path) as store:
         given = {"engines": engines, "workers": workers}
-        asked = _asked(store.meta) | {name: number for name, number in given.items() if number is not None}
-        store.set_meta(WANTED, json.dumps({**asked, "asked_s": time.time()}))
+        rows = asked(store.meta) | {name: number for name, number in given.items() if number is not None}
+        store.set_meta(WANTED, json.dumps({**rows, "asked_s": time.time()}))
         return wanted(config, store.meta)
 
 
 def forget(store: ControlStore, *, engines: bool, workers: bool) -> None:
     """The run file says the numbers again."""
     gone = {name for name, told in (("engines", engines), ("workers", workers)) if told}
-    kept = {name: value for name, value in _asked(store.meta).items() if name not in gone}
+    gone |= {"ranks", "was"} if engines else set[str]()
+    kept = {name: value for name, value in asked(store.meta).items() if name not in gone}
     store.set_meta(WANTED, json.dumps(kept))
 
 
-def _asked(meta: Meta) -> dict[str, Any]:
-    return json.loads(meta(WANTED) or "{}")
-
-
 def _check_engines(config: RunConfig, engines: int, run: RunDir) -> None:
+    if config.cluster.controller is not None:
+        hint = "it moves them by itself: for others, start a run without it, or with other bounds"
+        raise ConfigError("--engines", engines, f"this run has a controller (cluster.controller): {hint}")
     engine, resume = config.engine, f"agentrl stop {run.path}; agentrl train --resume {run.path}"
     if engine.shared:
         hint = "stop agentrl fleet, change engine.replicas in its file, and start it again"
@@ -172,7 +171,7 @@ class Scaler:
                 await trio.sleep(_LOOK_S)
 
     def _look(self, nursery: trio.Nursery) -> None:
-        size, asked_s = wanted(self.config, self.meta), float(_asked(self.meta).get("asked_s", 0.0))
+        size, asked_s = wanted(self.config, self.meta), float(asked(self.meta).get("asked_s", 0.0))
         for kind in KINDS:
             there, count = self.children.present(kind), size.count(kind)
             for part in (Part(kind, index) for index in range(count) if index not in there):

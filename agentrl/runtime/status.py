@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 from agentrl.errors import UsageError
 from agentrl.owner import runs_here
 from agentrl.records import GroupState
-from agentrl.runtime import heartbeat, report, scaling
+from agentrl.runtime import controller, heartbeat, report, scaling
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 
@@ -66,6 +66,7 @@ def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
         counts, phase = store.counts(), store.meta("phase") or ""
         during, drops = list(report.during(store, config)), store.drops()
         size = scaling.told(config, store.meta, live=held.kind != "nobody")
+        split = controller.line(store)
         checkpoint, quarantined = store.latest_checkpoint(), [task.reason for task in store.quarantined()]
     recent = [row.values for row in rows[-_RECENT:]]
     gaps = [after.time_s - before.time_s for before, after in zip(rows[-_RECENT - 1 :], rows[-_RECENT:], strict=False)]
@@ -86,6 +87,7 @@ def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
         "held_out": dict(during),
         "lag_mean": fmean(_numbers(recent, "lag_mean")) if _numbers(recent, "lag_mean") else None,
         "size": size,
+        "split": split,
         "groups": {state.value: counts[state] for state in GroupState if counts.get(state)},
         "dropped": drops,
         "quarantined": quarantined,
@@ -113,6 +115,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"groups    {', '.join(groups) or 'none'}"
     if "present" in found["size"]:
         yield f"size      {scaling.line(found['size'])}"
+    if found["split"]:
+        yield f"split     {found['split']}"
     for name, why in found["size"].get("trouble", {}).items():
         yield f"trouble   {name}: {why}"
     for reason in found["quarantined"][-3:]:

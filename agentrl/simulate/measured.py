@@ -30,10 +30,11 @@ class Run:
     skipped: float = 0.0
 
 
-def measure(store: ReadStore, *, start_up: int) -> Run:
-    """What a finished run says. Raises UsageError if it is too short."""
+def measure(store: ReadStore, *, start_up: int, newest: int = _GROUPS) -> Run:
+    """What a run says: its steps after the first `start_up`, and the `newest` groups. Raises UsageError if it is too
+    short."""
     rows = [row for row in store.metrics("step") if row.step > start_up]
-    groups = _groups(store.episode_times(_GROUPS))
+    groups = _groups(store.episode_times(newest))
     if len(rows) < _FEWEST or len(groups) < _FEWEST:
         found = f"{len(groups)} finished groups and {len(rows)} steps after the first {start_up}"
         run, more = store.path.parent, 2 * _FEWEST + (rows[-1].step if rows else start_up)

@@ -67,6 +67,11 @@ class Found:
     def of_bound(self) -> float:
         return self.episodes_s / self.bound_s
 
+    @property
+    def useful(self) -> float:
+        """Tokens trained in a second, in units of an episode's."""
+        return self.episodes_s * (1 - self.tokens_discarded) / max(1e-9, 1 - self.episodes_discarded)
+
 
 @dataclass(slots=True)
 class _Tally:

@@ -148,15 +148,10 @@ def advice(rows: Sequence[Row]) -> str:
         return ""
     candidates = [row for row in rows if row.case.ours and (row.case.split or row.case.world == present.case.world)]
 
-    def useful(row: Row) -> float:
-        """Tokens trained in a second, in units of an episode's."""
-        one = row.found
-        return one.episodes_s * (1 - one.tokens_discarded) / max(1e-9, 1 - one.episodes_discarded)
-
-    most = max(useful(row) for row in candidates)
-    good = [row for row in candidates if useful(row) >= (1 - _AS_GOOD) * most]
-    best = min(good, key=lambda row: (row.case.policy.max_lag, round(row.found.tokens_discarded, 3), -useful(row)))
-    if useful(best) <= (1 + _AS_GOOD) * useful(present):
+    most = max(row.found.useful for row in candidates)
+    good = [row for row in candidates if row.found.useful >= (1 - _AS_GOOD) * most]
+    best = min(good, key=lambda row: (row.case.policy.max_lag, round(row.found.tokens_discarded, 3), -row.found.useful))
+    if best.found.useful <= (1 + _AS_GOOD) * present.found.useful:
         least = f"{present.found.idle:.0%} idle, {present.found.tokens_discarded:.0%} of the tokens dropped"
         return (
             f"Leave it as it is: no row trains over {_AS_GOOD:.0%} more tokens a second than your settings ({least})."
@@ -169,5 +164,5 @@ def advice(rows: Sequence[Row]) -> str:
     return (
         f"With {where}max_lag {policy.max_lag} and {closing} the learner would be idle {now.idle:.0%} instead of "
         f"{was.idle:.0%}, and drop {now.tokens_discarded:.0%} of the tokens instead of {was.tokens_discarded:.0%}: "
-        f"{useful(best) / useful(present) - 1:+.0%} tokens trained a second."
+        f"{now.useful / was.useful - 1:+.0%} tokens trained a second."
     )

@@ -47,7 +47,7 @@ def test_ray_reserves_a_place_for_every_child() -> None:
     cluster = {"launcher": "ray", "engine": {"replicas": 2}, "workers": {"replicas": 2, "cpus": 3}}
     cluster["learner"] = {"ranks": 2, "gpus": 1}
     config = configuration.parse({"model": "m", "env": {"id": "test/none"}, "cluster": cluster})
-    found = bundles(config, Size.of(config))
+    found = bundles(config, Size.of(config), config.train.parallel.ranks)
     assert found == {
         "engine-0": {"CPU": 1.0},
         "engine-1": {"CPU": 1.0},
