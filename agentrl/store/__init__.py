@@ -21,6 +21,9 @@ and in `waiting`.
     sharded_reads     what they answer together
     desks       its awaited writes: a thread for each
     postgres_sql      the statements in its words     postgres_session  how they travel there
+    postgres_arrays   many rows of a statement        postgres_parts    tables that retention drops
+    postgres_notices  who listens for writes          entries           turns journaled at once
+    calls             calls that are made together
     codec       packing                               rewards     scores of turns, and episodes that wait for them
     retaking    the groups of an earlier step once more
     forks       continuations of an episode           moving      groups out of one store into another

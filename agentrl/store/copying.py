@@ -1,4 +1,5 @@
-"""A run's whole store into another database, row by row. Knows no table but those that triggers fill."""
+"""A run's whole store into another database, row by row. Knows no table but those that triggers
+fill, and those that retention empties."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 from agentrl.errors import StoreError, UsageError
 from agentrl.store.choice import ADDRESS, STORE, connect, look, parts, remove
 from agentrl.store.database import Database
+from agentrl.store.schema import BYTES
 from agentrl.store.shards import SHARD
 
 _COUNTERS = {
@@ -18,6 +20,10 @@ _COUNTERS = {
 }
 _OF_THE_RUN = ("checkpoints", "imported_versions", "imports", "leases", "meta", "metrics", "sources", "versions")
 _BATCH = 256
+_KEPT = (  # a server may still have what retention dropped
+    " WHERE turn_id IN (SELECT t.id FROM turns t JOIN episodes e ON e.id = t.episode_id"
+    " JOIN groups g ON g.id = e.group_id WHERE g.tokens_dropped = 0)"
+)
 
 
 def move(run: Path, url: str | None, clock: Callable[[], float]) -> tuple[Path, int]:
@@ -90,7 +96,8 @@ def _copy_table(source: Database, target: Database, table: str, columns: tuple[s
         sql += " ON CONFLICT DO NOTHING"
     copied, batch = 0, list[tuple[object, ...]]()
     free = columns.index("text") if table == "turns" else None  # the column of type ANY
-    for row in source.execute(f"SELECT {names} FROM {table}"):
+    kept = _KEPT if table in BYTES else ""
+    for row in source.execute(f"SELECT {names} FROM {table}{kept}"):
         if free is not None:
             row = (*row[:free], target.any_text(row[free]), *row[free + 1 :])
         batch.append(row)

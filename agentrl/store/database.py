@@ -1,8 +1,9 @@
 """The connection to a run store: transactions, deadlines and errors, whatever the database (see `sqlite`, `postgres`).
 
-Owns the connection of one process; never knows a table. Every write is a transaction that takes the store's write lock
-at its start, so a killed process leaves either the whole transaction or nothing, and two processes never deadlock
-halfway. Every error of the driver and every unreadable row is raised as a `StoreError` of one line.
+Owns the connection of one process; knows no table but those that retention empties. Every write is a transaction that
+takes the store's write lock at its start, so a killed process leaves either the whole transaction or nothing, and two
+processes never deadlock halfway. Every error of the driver and every unreadable row is raised as a `StoreError` of one
+line.
 
 A database on another machine may go away, and come back. Whoever raises StoreAway has left nothing in the store, so the
 call is made again from its start, whole, until the database answers or `away_s` has passed (`outlast`).
@@ -30,6 +31,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 import zstandard
 
 from agentrl.errors import StoreAway, StoreBusy, StoreDamaged, StoreError
+from agentrl.store import schema
 from agentrl.store.calls import Result, each
 
 BUSY_S = 120.0
@@ -155,6 +157,15 @@ class Database(ABC):
     def numbers(self, table: str, n: int) -> Sequence[int]:
         """Numbers of `n` new rows of a table, higher than any row's, inside a write transaction; only it may use them,
         and those that it leaves are used by none or by a later one."""
+
+    def forget(self, groups: Sequence[int]) -> None:
+        """Drop the large arrays of groups, inside a write transaction; `reclaim` may do so later."""
+        for table in schema.BYTES:
+            own = "SELECT t.id FROM turns t JOIN episodes e ON e.id = t.episode_id WHERE e.group_id = ?"
+            self.execute_many(f"DELETE FROM {table} WHERE turn_id IN ({own})", [(id,) for id in groups])
+
+    def reclaim(self) -> None:  # noqa: B027
+        """Give back the space of what was forgotten, outside a transaction, if the database does not by itself."""
 
     @abstractmethod
     def watch(self) -> Watch:

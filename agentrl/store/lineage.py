@@ -160,8 +160,8 @@ class Lineage(Part):
         A group keeps them if a late member may still be trained, if it is of the last `keep_steps` steps up to `step`,
         or if it is in the share `keep_sample` of the older groups, always the same ones. The step of a trained group is
         that of its training; of an expired, failed or evaluation group, that of its admission. Transcripts, rewards,
-        lineage and token counts stay. The file does not shrink; its space is used again. Never call it with a step
-        beyond the oldest checkpoint that the run might still go back to."""
+        lineage and token counts stay. A file does not shrink, its space is used again; a server gives it back, part by
+        part. Never call it with a step beyond the oldest checkpoint that the run might still go back to."""
         oldest = step - keep_steps
         with self._db.read():
             rows = self._db.rows(
@@ -173,15 +173,11 @@ class Lineage(Part):
             )
             dropped = [id for (id,) in rows if _share(id) >= keep_sample and not self._late_after(id, oldest)]
         for at in range(0, len(dropped), _RETAIN_BATCH):
-            batch = [(id,) for id in dropped[at : at + _RETAIN_BATCH]]
+            batch = dropped[at : at + _RETAIN_BATCH]
             with self._db.write():
-                for table in ("tokens", "experts", "artifacts"):
-                    self._db.execute_many(
-                        f"DELETE FROM {table} WHERE turn_id IN (SELECT t.id FROM turns t"
-                        " JOIN episodes e ON e.id = t.episode_id WHERE e.group_id = ?)",
-                        batch,
-                    )
-                self._db.execute_many("UPDATE groups SET tokens_dropped = 1 WHERE id = ?", batch)
+                self._db.forget(batch)
+                self._db.execute_many("UPDATE groups SET tokens_dropped = 1 WHERE id = ?", [(id,) for id in batch])
+        self._db.reclaim()
         return len(dropped)
 
     def _late_after(self, group_id: int, step: int) -> bool:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import time
@@ -43,17 +42,20 @@ from psycopg.types.string import StrDumper
 
 from agentrl.errors import DiskFull, StoreAway, StoreBusy, StoreError, StoreVersionError, UsageError
 from agentrl.store import schema
-from agentrl.store.database import PAUSE_S, Cursor, Database, Row, Watch
+from agentrl.store.database import PAUSE_S, Cursor, Database, Watch
 from agentrl.store.postgres_arrays import parted
+from agentrl.store.postgres_notices import Notices
+from agentrl.store.postgres_parts import READ, Parts
 from agentrl.store.postgres_session import Pipeline, Session
 from agentrl.store.postgres_sql import OURS, definition, many, plain_insert, translated
 
 CONNECT_S = 10.0
 _SILENT_S = 30.0
-_LOOK_S = 1.0  # the longest that a lost notification delays anybody
 _MOMENT_S = 1.0  # one try for the write lock; `Database` tries again
 _STATEMENT_S = 60.0  # less than `ANSWER_S`
 _BORN_WITH = 18  # the schema version whose tables the first stores in PostgreSQL had
+_LAYOUT = 1000  # how the tables lie here: thousands of the version, so that an older agentrl refuses it
+_VERSION = _LAYOUT + schema.SCHEMA_VERSION
 _LOCK = schema.APPLICATION_ID << 32  # advisory locks of run stores: this, and the schema's number
 
 
@@ -113,6 +115,7 @@ class Address(NamedTuple):
         connection = Session.connect(
             self.url,
             autocommit=True,
+            prepare_threshold=None,  # what psycopg prepares it forgets at a rollback, and all that `Pipeline` prepared
             cursor_factory=psycopg.RawCursor,
             connect_timeout=int(CONNECT_S),
             keepalives_idle=5,
@@ -169,7 +172,8 @@ class Postgres(Database):
         self._shares_lock = False  # whether the open write transaction does
         self._columns = dict[str, dict[str, int]]()  # types, by table
         self._writer, self._written = uuid.uuid4().hex[:16], 0  # how many write transactions it has begun
-        self._prepared = False  # whether there is a table for their numbers
+        self._prepared = False  # whether the tables are there, as this agentrl has them
+        self._parts = Parts(self, self._once, lambda: -self._lock_id)
         if reads:
             self.away_s = CONNECT_S
         try:
@@ -195,12 +199,13 @@ class Postgres(Database):
                 self._connection.execute(names.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(name))
                 self._connection.close()
                 self._connection = self._dial()
-        elif self._version() == schema.SCHEMA_VERSION and self._table("last_writes"):
+        elif self._version() == _VERSION:
             self._prepared = True
             return
         with self.write():
             self._settle()  # several statements at once go through no pipeline
-            version = self._read_version()
+            found = self._read_version()
+            version = found % 1000
             if create and version:
                 raise UsageError(f"{self.path} holds a run already: resume it, or choose another folder")
             if create:
@@ -209,7 +214,9 @@ class Postgres(Database):
                 for statement in schema.statements(version):
                     if (text := definition(statement, empty=version < _BORN_WITH)) is not None:
                         self._connection.execute(text)
-                self.execute("UPDATE schema_version SET version = ?", (schema.SCHEMA_VERSION,))
+            if found < _LAYOUT:
+                self._parts.make()
+            self.execute("UPDATE schema_version SET version = ?", (_VERSION,))
             self._run("CREATE TABLE IF NOT EXISTS last_writes (writer TEXT PRIMARY KEY, number BIGINT NOT NULL)")
             if create:
                 self._run("CREATE TRIGGER tell AFTER INSERT ON unscored FOR EACH ROW EXECUTE FUNCTION tell()")
@@ -218,8 +225,9 @@ class Postgres(Database):
 
     def look(self) -> None:
         """See that there is a store of this version. Raises UsageError, StoreVersionError."""
-        if self._version() < schema.SCHEMA_VERSION:
+        if self._version() < _VERSION:
             raise UsageError(f"{self.path}: an older agentrl wrote this store: go on with its run, then look again")
+        self._prepared = True
 
     def drop(self) -> None:
         """Remove the schema with all that is in it."""
@@ -243,8 +251,8 @@ class Postgres(Database):
             raise UsageError(f"{self.path}: the database has no schema {self._address.schema}: the run was removed")
         row = self.row("SELECT version FROM schema_version")
         version = 0 if row is None else row[0]
-        if version > schema.SCHEMA_VERSION:
-            hint = f"this agentrl reads up to {schema.SCHEMA_VERSION}: upgrade agentrl"
+        if version % 1000 > schema.SCHEMA_VERSION or version >= _LAYOUT + 1000:
+            hint = f"this agentrl reads up to {_VERSION}: upgrade agentrl"
             raise StoreVersionError(f"{self.path} has store schema {version}, {hint}")
         return version
 
@@ -259,7 +267,9 @@ class Postgres(Database):
         )
 
     def _begin_read(self) -> None:
-        self._start("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        begin = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+        self._start(f"{begin}; {READ}" if self._prepared else begin)
+        self._pipeline.enter()
 
     def _begin_write(self, *, durable: bool, shared: bool) -> None:
         how = "_shared" if shared else ""
@@ -295,6 +305,13 @@ class Postgres(Database):
 
     def _run(self, command: str) -> None:
         self._connection.execute(command.encode())
+
+    def _once(self, command: str) -> None:
+        """Run a statement of the open transaction that no later one resembles."""
+        if self._pipeline.entered:
+            self._pipeline.send_once(command.encode())
+        else:
+            self._run(command)
 
     def _commit(self) -> None:
         """A notification locks out all other commits of the database until this one is on the disk, so the journal goes
@@ -377,6 +394,8 @@ class Postgres(Database):
     def execute_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
         """Rows of one table go out in one statement, which has an array for each column."""
         rows, plain = list(rows), plain_insert(sql)
+        if plain is not None and plain.table in schema.BYTES and rows:
+            self._parts.room(max(row[0] for row in rows))
         if len(rows) < 2 or plain is None or not self._pipeline.entered:
             for row in rows:
                 self.execute(sql, row)
@@ -401,11 +420,19 @@ class Postgres(Database):
         number = "version" if sql.startswith("INSERT INTO versions") else "id"
         row = self.row(f"{sql} RETURNING {number}", parameters)
         assert row is not None
+        if sql.startswith("INSERT INTO turns"):
+            self._parts.room(row[0])
         return row[0]
 
     def numbers(self, table: str, n: int) -> Sequence[int]:
         found = self.rows("SELECT nextval(?::regclass) FROM generate_series(1, ?::integer)", (f"{table}_id_seq", n))
         return [id for (id,) in found]
+
+    def forget(self, groups: Sequence[int]) -> None:
+        self._parts.forget(groups)
+
+    def reclaim(self) -> None:
+        self._parts.reclaim()
 
     def watch(self) -> Watch:
         return Notices(self._address)
@@ -413,8 +440,10 @@ class Postgres(Database):
     def tables(self) -> dict[str, tuple[str, ...]]:
         found: dict[str, tuple[str, ...]] = {}
         for table, column in self.rows(
-            "SELECT table_name, column_name FROM information_schema.columns WHERE table_schema = current_schema()"
-            " AND table_name NOT IN ('schema_version', 'last_writes') ORDER BY table_name, ordinal_position"
+            "SELECT c.relname::text, a.attname::text FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid"
+            " WHERE c.relnamespace = to_regnamespace(current_schema()) AND c.relkind IN ('r', 'p')"
+            " AND NOT c.relispartition AND a.attnum > 0 AND NOT a.attisdropped"
+            " AND c.relname NOT IN ('schema_version', 'last_writes', 'parts') ORDER BY c.relname, a.attnum"
         ):
             found[table] = (*found.get(table, ()), column)
         return found
@@ -433,56 +462,6 @@ class Postgres(Database):
 
     def any_text(self, text: str | bytes) -> str | bytes:
         return text.encode() if isinstance(text, str) else text  # a text of PostgreSQL cannot hold a NUL
-
-
-class Notices:
-    """Every commit that somebody waits for notifies the channel of its run's schema; a connection of its own listens.
-    If it was lost, something may have been written meanwhile; and a notification may be lost without a word, so once in
-    `_LOOK_S` something may have been, too."""
-
-    def __init__(self, address: Address) -> None:
-        self._address = address
-        self._connection: Session | None = None
-        self._dialled_s = self._told_s = -math.inf
-
-    @property
-    def wakes(self) -> int | None:
-        """The socket on which notifications come."""
-        return None if self._connection is None or self._connection.closed else self._connection.fileno()
-
-    def written(self) -> bool:
-        """Whether anybody has committed since this was last asked; also if nobody can tell."""
-        written = self._notified() or time.monotonic() > self._told_s + _LOOK_S
-        if written:
-            self._told_s = time.monotonic()
-        return written
-
-    def _notified(self) -> bool:
-        try:
-            if self._connection is None or self._connection.closed:
-                if time.monotonic() < self._dialled_s + PAUSE_S:
-                    return True
-                self._dialled_s = time.monotonic()
-                self._connection = self._address.connect(reads=True)
-                self._connection.execute(f"LISTEN {self._address.schema}".encode())
-                return True
-            return bool(list(self._connection.notifies(timeout=0)))
-        except psycopg.Error:
-            return True  # whoever reads the store next waits for it, or hears why not
-
-    def row(self, sql: str) -> Row | None:
-        """The row that a statement returns."""
-        try:
-            if self._connection is None:
-                return None
-            return self._connection.execute(translated(sql)).fetchone()
-        except psycopg.Error:
-            return (time.monotonic(),)  # unlike any other
-
-    def close(self) -> None:
-        """Close the connection."""
-        if self._connection is not None:
-            self._connection.close()
 
 
 def _plain(parameters: Sequence[Any]) -> tuple[Any, ...]:

@@ -105,6 +105,12 @@ class Pipeline:
         values = [array(type, column) for type, column in zip(types, columns, strict=True)]
         return self._send(sql, values, tuple(ARRAYS[type] for type in types), [Format.BINARY] * len(values))
 
+    def send_once(self, sql: bytes) -> Sent:
+        """Send a statement that no later one resembles, and do not wait."""
+        self._wire.send_query_params(sql, None)
+        self._sent.append(sent := Sent(self))
+        return sent
+
     def _send(self, sql: bytes, values: Sequence[Any], types: Any, formats: Any) -> Sent:
         name = self._names.get((sql, types))
         sent = Sent(self)

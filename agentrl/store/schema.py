@@ -49,6 +49,9 @@ SET_META = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value
 
 APPLICATION_ID = 0x6152_4C31  # "aRL1": tells our file from any other SQLite database
 
+BYTES = ("tokens", "experts", "artifacts")
+"""The tables of large arrays, by turn: what retention drops."""
+
 _FIRST = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID;
 

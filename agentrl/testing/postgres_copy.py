@@ -22,7 +22,8 @@ _ROWS = 500  # read at a time
 _COLUMNS = """
 SELECT c.relname, array_agg(a.attname::text ORDER BY a.attnum)
 FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid
-WHERE c.relnamespace = to_regnamespace(%s) AND c.relkind = 'r' AND a.attnum > 0 AND NOT a.attisdropped
+WHERE c.relnamespace = to_regnamespace(%s) AND c.relkind IN ('r', 'p') AND NOT c.relispartition
+    AND a.attnum > 0 AND NOT a.attisdropped
 GROUP BY c.relname
 """
 
@@ -35,6 +36,9 @@ def copied(address: Path, *, patience_s: float) -> sqlite3.Connection:
         copy = sqlite3.connect(":memory:")
         try:
             with _connected(address) as (source, schema):
+                source.execute(
+                    sql.SQL("LOCK TABLE ONLY {} IN ACCESS SHARE MODE").format(sql.Identifier(schema, "tokens"))
+                )
                 for table, columns in source.execute(_COLUMNS, (schema,)).fetchall():
                     _copy(source, copy, schema, table, columns)
             return copy

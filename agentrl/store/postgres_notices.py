@@ -1,0 +1,68 @@
+"""How a process hears of writes to a store in PostgreSQL: it listens on a connection of its own."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+import psycopg
+
+from agentrl.store.database import PAUSE_S, Row
+from agentrl.store.postgres_session import Session
+from agentrl.store.postgres_sql import translated
+
+if TYPE_CHECKING:
+    from agentrl.store.postgres import Address
+
+_LOOK_S = 1.0  # the longest that a lost notification delays anybody
+
+
+class Notices:
+    """Every commit that somebody waits for notifies the channel of its run's schema; a connection of its own listens.
+    If it was lost, something may have been written meanwhile; and a notification may be lost without a word, so once in
+    `_LOOK_S` something may have been, too."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._connection: Session | None = None
+        self._dialled_s = self._told_s = -math.inf
+
+    @property
+    def wakes(self) -> int | None:
+        """The socket on which notifications come."""
+        return None if self._connection is None or self._connection.closed else self._connection.fileno()
+
+    def written(self) -> bool:
+        """Whether anybody has committed since this was last asked; also if nobody can tell."""
+        written = self._notified() or time.monotonic() > self._told_s + _LOOK_S
+        if written:
+            self._told_s = time.monotonic()
+        return written
+
+    def _notified(self) -> bool:
+        try:
+            if self._connection is None or self._connection.closed:
+                if time.monotonic() < self._dialled_s + PAUSE_S:
+                    return True
+                self._dialled_s = time.monotonic()
+                self._connection = self._address.connect(reads=True)
+                self._connection.execute(f"LISTEN {self._address.schema}".encode())
+                return True
+            return bool(list(self._connection.notifies(timeout=0)))
+        except psycopg.Error:
+            return True  # whoever reads the store next waits for it, or hears why not
+
+    def row(self, sql: str) -> Row | None:
+        """The row that a statement returns."""
+        try:
+            if self._connection is None:
+                return None
+            return self._connection.execute(translated(sql)).fetchone()
+        except psycopg.Error:
+            return (time.monotonic(),)  # unlike any other
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            self._connection.close()
