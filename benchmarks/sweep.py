@@ -2,17 +2,22 @@
 
 Two members share a prompt of half a row and fork there. Time is CPU seconds, memory the most that was resident in the
 step over what was before the model was loaded. `operations` are those of the model; attention makes them grow with the
-square of a row's length, memory must grow with the length itself, and with groups time alone.
+square of a row's length, memory must grow with the length itself, and with groups time alone. With `--ranks` the
+longest row and the most groups once more over so many processes (gloo): a long row is divided over all (context
+parallel), groups are dealt out. CPU and memory are then those of the rank that has most, and how even the ranks are.
 
-    agentrl bench sweep [--tokens 1024 4096 16384 32768] [--groups 8 64 512]
+    agentrl bench sweep [--tokens 1024 4096 16384 32768] [--groups 8 64 512] [--ranks 1 2 4]
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -26,9 +31,12 @@ from agentrl.records import Group, GroupState, Step, StopReason, Trajectory, Tur
 from agentrl.train.learner import Learner
 from agentrl.train.machine import operations
 from agentrl.train.packing import packs
+from agentrl.train.parallel.ranks import ALONE, Leader
 from agentrl.train.samples import group_rows, weigh
+from agentrl.train_settings import ParallelPlan
 
 LAYERS, WIDTH, SHORT = 2, 32, 256
+DEADLINE_S = 600.0  # of a collective, and of a rank's start
 
 
 def group(id: int, tokens: int) -> Group:
@@ -64,18 +72,23 @@ def group(id: int, tokens: int) -> Group:
     return Group(id=id, task=TASK, state=GroupState.TAKEN, size=2, trajectories=tuple(trajectories))
 
 
+ALGO = GRPO(importance="none")
+ONE = ParallelPlan()
+
+
+def configured(folder: Path, budget: int, parallel: ParallelPlan = ONE) -> RunConfig:
+    train = Train(tokens_per_batch=budget, logits_mb=64, lr=1e-9, warmup_steps=0, parallel=parallel)
+    rollout = Rollout(max_context=budget)
+    return RunConfig(model=str(folder), env=EnvSource(id="sweep"), algo=ALGO, rollout=rollout, train=train)
+
+
 def measure(folder: Path, groups: list[Group], budget: int, before: float) -> None:
-    algo = GRPO(importance="none")
-    train = Train(tokens_per_batch=budget, logits_mb=64, lr=1e-9, warmup_steps=0)
-    config = RunConfig(
-        model=str(folder), env=EnvSource(id="sweep"), algo=algo, rollout=Rollout(max_context=budget), train=train
-    )
-    learner = Learner(config, folder)
+    learner = Learner(configured(folder, budget), folder)
     reset()
     began = time.process_time()
     learner.step(groups, step_of=lambda _: 0)
     cpu, peak = time.process_time() - began, peak_mb() - before
-    ready = [group_rows(one, algo, step_of=lambda _: 0, step_now=0, max_lag=0) for one in groups]
+    ready = [group_rows(one, ALGO, step_of=lambda _: 0, step_now=0, max_lag=0) for one in groups]
     laid = packs(weigh([ready])[0], budget)
     work = sum(operations(learner.model.module, pack) for pack in laid) / 1e9
     rows = sum(len(one.trajectories) for one in groups)
@@ -84,12 +97,52 @@ def measure(folder: Path, groups: list[Group], budget: int, before: float) -> No
     print(f"| {length} | {len(groups)} | {rows} | {len(laid)} | {work:.1f} | {cpu:.2f} | {peak:.0f} |", flush=True)
 
 
+def cpu_s(pid: int) -> float:
+    """CPU seconds that a process has used, all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def over_ranks(folder: Path, groups: list[Group], budget: int, plan: ParallelPlan) -> None:
+    """A row of the table: the step over the ranks of `plan`. The first step is not measured: it makes what later ones
+    find made."""
+    with ExitStack() as stack:
+        ranks = None
+        if plan.ranks > 1:
+            ranks = Leader([torch.device("cpu")] * plan.ranks, deadline_s=DEADLINE_S, start_s=DEADLINE_S)
+            stack.enter_context(closing(ranks))
+        learner = Learner(configured(folder, budget, plan), folder, ranks=ranks or ALONE)
+        learner.step(groups, step_of=lambda _: 0)
+        processes = [os.getpid(), *(ranks.processes if ranks else ())]
+        rest, used = [resident_mb(pid) for pid in processes], [cpu_s(pid) for pid in processes]
+        for pid in processes:
+            reset(pid)
+        learner.step(groups, step_of=lambda _: 0)
+        used = [cpu_s(pid) - before for pid, before in zip(processes, used, strict=True)]
+        peaks = [peak_mb(pid) - before for pid, before in zip(processes, rest, strict=True)]
+    tokens = len(groups[0].trajectories[0].turns[0].prompt_ids) * 2
+    even = f"{max(used):.2f} | {sum(used):.2f} | {max(peaks):.0f}"
+    print(f"| {tokens} | {len(groups)} | {plan.ranks} | {plan.context} | {even} |", flush=True)
+
+
+def sweep_ranks(folder: Path, sizes: Sequence[int], tokens: int, groups: int) -> None:
+    print("\n| tokens a row | groups | ranks | context | CPU s, most of a rank | of all | peak MiB, most of a rank |")
+    print("|---|---|---|---|---|---|---|")
+    many = [group(id, SHORT) for id in range(groups)]
+    for size in sizes:
+        over_ranks(folder, many, 4096, ParallelPlan(ranks=size))
+    for size in sizes:
+        over_ranks(folder, [group(0, tokens)], 2 * tokens, ParallelPlan(ranks=size, context=size))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384, 32768])
     parser.add_argument("--groups", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[])
     chosen = parser.parse_args()
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the other ranks
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         save_model(folder, LAYERS, WIDTH, VOCAB)
@@ -99,6 +152,8 @@ def main() -> None:
             measure(folder, [group(id, SHORT) for id in range(number)], 4096, before)
         for tokens in sorted(chosen.tokens):  # a pass holds both rows
             measure(folder, [group(0, tokens)], 2 * tokens, before)
+        if chosen.ranks:
+            sweep_ranks(folder, sorted(chosen.ranks), max(chosen.tokens), max(chosen.groups))
 
 
 if __name__ == "__main__":
