@@ -20,11 +20,11 @@ from .test_scaling_run import assert_nothing_was_lost
 
 SLOW_LEARNER: dict[str, Any] = {
     "rollout": {"max_running": 32, "max_turns": 3, "max_tokens_per_turn": 4},
-    "train": {"steps": 5000, "checkpoint_every": 1000, "epochs": 12},
+    "train": {"steps": 5000, "checkpoint_every": 1000, "epochs": 24},
     "engine": {"replicas": 2},
     "eval": {"sets": [], "every": 0},
 }
-"""Each token is computed a dozen times, so that the learner has by far the most to do on any machine."""
+"""Each token is computed two dozen times, so that the learner has by far the most to do on any machine."""
 CONTROLLER: dict[str, Any] = {
     "engines": [1, 2],
     "ranks": [1, 2],
