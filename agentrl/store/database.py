@@ -158,6 +158,11 @@ class Database(ABC):
         """Numbers of `n` new rows of a table, higher than any row's, inside a write transaction; only it may use them,
         and those that it leaves are used by none or by a later one."""
 
+    @abstractmethod
+    def skip_numbers(self, table: str, beyond: int, n: int) -> None:
+        """Leave out the next `n` numbers of a table's rows, and all up to `beyond` and `n` more, inside a write
+        transaction."""
+
     def forget(self, groups: Sequence[int]) -> None:
         """Drop the large arrays of groups, inside a write transaction; `reclaim` may do so later."""
         for table in schema.BYTES:

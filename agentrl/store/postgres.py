@@ -428,6 +428,15 @@ class Postgres(Database):
         found = self.rows("SELECT nextval(?::regclass) FROM generate_series(1, ?::integer)", (f"{table}_id_seq", n))
         return [id for (id,) in found]
 
+    def skip_numbers(self, table: str, beyond: int, n: int) -> None:
+        column = "version" if table == "versions" else "id"
+        ((sequence,),) = self.rows("SELECT pg_get_serial_sequence(?, ?)", (table, column))
+        ((last, apart),) = self.rows(
+            f"SELECT last_value, seqincrement FROM {sequence}, pg_sequence WHERE seqrelid = '{sequence}'::regclass"
+        )
+        steps = 1 + (max(beyond, last) - last + n) // apart  # whole ones: one of several databases gives every so many
+        self.execute(f"SELECT setval('{sequence}', ?)", (last + apart * steps,))
+
     def forget(self, groups: Sequence[int]) -> None:
         self._parts.forget(groups)
 

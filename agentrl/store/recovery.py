@@ -63,9 +63,9 @@ class Recovery(Part):
             )
             if self._gap(saved):
                 self._give_up()
-            self._leave_out("episodes", max((id for id, _ in unknown), default=0))
-            self._leave_out("groups", max((id for id, _ in groups), default=0))
-            self._leave_out("versions", 0)
+            self._db.skip_numbers("episodes", max((id for id, _ in unknown), default=0), _SPARE)
+            self._db.skip_numbers("groups", max((id for id, _ in groups), default=0), _SPARE)
+            self._db.skip_numbers("versions", 0, _SPARE)
         return len(unknown) + len(groups)
 
     def _unknown(self, saved: Sequence[Saved]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -111,13 +111,6 @@ class Recovery(Part):
             self._drop_group(group_id, LINEAGE_LOST)
         for (episode_id,) in self._db.rows(f"SELECT id FROM episodes WHERE {LATE}"):
             self._drop_member(episode_id, LINEAGE_LOST)
-
-    def _leave_out(self, table: str, highest: int) -> None:
-        """Skip the ids of `table` that lost rows may have used."""
-        row = self._db.row("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,))
-        self._db.execute("DELETE FROM sqlite_sequence WHERE name = ?", (table,))
-        given = 0 if row is None else row[0]
-        self._db.execute("INSERT INTO sqlite_sequence VALUES (?, ?)", (table, max(given, highest) + _SPARE))
 
     def _believe(self, episode_id: int, step: int, max_lag: int) -> None:
         row = self._db.row(

@@ -151,6 +151,12 @@ class SQLite(Database):
         ((last,),) = self.rows(f"SELECT COALESCE(MAX(id), 0) FROM {table}")
         return range(last + 1, last + 1 + n)
 
+    def skip_numbers(self, table: str, beyond: int, n: int) -> None:
+        row = self.row("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,))
+        self.execute("DELETE FROM sqlite_sequence WHERE name = ?", (table,))
+        given = 0 if row is None else row[0]
+        self.execute("INSERT INTO sqlite_sequence VALUES (?, ?)", (table, max(given, beyond) + n))
+
     def watch(self) -> Watch:
         return Counter(self.path)
 

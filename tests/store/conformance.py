@@ -20,6 +20,7 @@ from agentrl.errors import LeaseLost, StoreError
 from agentrl.records import GroupState, StopReason
 from agentrl.rollout.admitter import Admitter
 from agentrl.store import FULL, Claim, Quorum, Snapshot, Source
+from agentrl.store.recovery import Saved
 from agentrl.store.roles import ControlStore, LearnerStore, ReadStore, RewardStore, RolloutStore
 
 from .play import START, answer, bounds, part, turn
@@ -33,6 +34,7 @@ __all__ = [
     "test_a_snapshot_and_a_part_of_a_turn_are_there_for_the_next_worker",
     "test_an_episode_waits_for_its_sources_and_each_score_counts_once",
     "test_each_member_is_trained_once",
+    "test_episodes_that_a_checkpoint_trained_and_the_store_lost_give_their_numbers_to_no_other",
     "test_waiting_ends_when_there_is_work",
 ]
 
@@ -215,6 +217,19 @@ async def test_a_rollback_puts_back_what_came_after_it_and_no_more(offer: Offer)
     assert (offer.read.lineage(1), offer.read.lineage(2)) == (members(offer, 1), [])
     assert offer.read.current_version().step == 1
     assert offer.learner.take(2, 1, max_lag=9)
+
+
+async def test_episodes_that_a_checkpoint_trained_and_the_store_lost_give_their_numbers_to_no_other(
+    offer: Offer,
+) -> None:
+    """As where an older copy of the store was put back."""
+    lost = set(range(1, 25))
+    saved = [Saved(step=1, previous_step=0, episodes=(tuple(sorted(lost)),))]
+    assert offer.learner.reconcile(saved, max_lag=4) == len(lost)
+    assert offer.learner.reconcile(saved, max_lag=4) == 0, "they are noted"
+    assert admit(offer, 6, max_lag=4) == 6
+    assert not {one.episode_id for one in await claim(offer)} & lost
+    assert offer.learner.mint_version(1).version > 1000, "weights of lost steps had numbers, too"
 
 
 async def test_waiting_ends_when_there_is_work(offer: Offer) -> None:
