@@ -19,6 +19,7 @@ from agentrl.store import Claim, RunStore
 from agentrl.testing.engine import Failure, FakeEngine
 
 from .conftest import ScriptedEnv, done, going, said
+from .writing import instead, written
 
 
 async def test_an_episode_is_journaled_turn_by_turn(store: RunStore, claim_one: Any, context: Any) -> None:
@@ -293,7 +294,7 @@ async def crash_after(claim: Claim, context: Any, answers: list[Any], stage: str
         pass
 
     calls = 0
-    journal = getattr(store, stage)
+    journal = written(store, stage)
 
     def dying(*args: Any) -> None:
         nonlocal calls
@@ -302,12 +303,9 @@ async def crash_after(claim: Claim, context: Any, answers: list[Any], stage: str
             raise Killed
         journal(*args)
 
-    setattr(store, stage, dying)
-    try:
-        with pytest.raises(Killed):
-            await play(claim, context(ScriptedEnv(answers)))
-    finally:
-        delattr(store, stage)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        instead(patch, store, stage, dying)
+        await play(claim, context(ScriptedEnv(answers)))
 
 
 @pytest.mark.parametrize("stage", ["journal_turn", "journal_step"])

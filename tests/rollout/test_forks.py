@@ -17,6 +17,7 @@ from agentrl.testing.outside_audit import OutsideAuditor
 
 from .conftest import ScriptedEnv, done, going
 from .test_snapshots import ANSWERS, Saving
+from .writing import instead
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ async def test_a_fork_whose_worker_dies_goes_on_like_any_episode(
 
     claim = forked(2)[0]
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(store, "journal_step", killed)
+        instead(patch, store, "journal_step", killed)
         await play(claim, context(ScriptedEnv(ANSWERS)))
     (again,) = [one for one in store.claim("v", 9, lease_s=10, now=1e12) if one.episode_id == claim.episode_id]
     assert len(again.turns) == 3 and again.turns[2].learns

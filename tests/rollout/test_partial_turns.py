@@ -23,6 +23,7 @@ from agentrl.testing.engine import FakeEngine
 from agentrl.testing.vllm_server import FakeVLLM, spell
 
 from .conftest import ScriptedEnv, done, going
+from .writing import instead, written
 
 LENGTH = 24  # tokens of a turn here, unless something ends it before
 
@@ -44,8 +45,8 @@ class Mortal:
         def on_chunk(chunk: Chunk) -> None:
             self.received += len(chunk.token_ids)
             if self.left == 0:
-                self.patch.setattr(self.store, "journal_partial", dead)
-                self.patch.setattr(self.store, "journal_turn", dead)
+                instead(self.patch, self.store, "journal_partial", dead)
+                instead(self.patch, self.store, "journal_turn", dead)
                 raise Killed
             self.left -= 1
             if request.on_chunk is not None:
@@ -304,7 +305,7 @@ async def test_a_frozen_roles_turn_keeps_the_versions_of_its_own_engines(
 async def test_a_full_disk_ends_no_turn_that_is_sampled(
     store: RunStore, claim_one: Callable[..., Claim], at: Any, fleet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full, write, fake = [DiskFull("no space left")] * 2, store.journal_partial, server(stream_tokens=1)
+    full, write, fake = [DiskFull("no space left")] * 2, written(store, "journal_partial"), server(stream_tokens=1)
     parts = list[Partial]()
 
     def journal_partial(episode_id: int, fence: int, part: Partial) -> None:
@@ -313,7 +314,7 @@ async def test_a_full_disk_ends_no_turn_that_is_sampled(
         write(episode_id, fence, part)
         parts.append(part)
 
-    monkeypatch.setattr(store, "journal_partial", journal_partial)
+    instead(monkeypatch, store, "journal_partial", journal_partial)
     turn = await whole_turn(claim_one, at(fleet(fake), checkpoint_tokens=4))
     assert len(turn.token_ids) == LENGTH and len(fake.requests) == 1
     assert len(parts[0].token_ids) == 5, "the third attempt has what the first two had"
@@ -322,14 +323,14 @@ async def test_a_full_disk_ends_no_turn_that_is_sampled(
 async def test_a_turn_that_a_death_cannot_make_dear_is_written_once(
     store: RunStore, claim_one: Callable[..., Claim], at: Any, fleet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = list[Partial]()
-    monkeypatch.setattr(store, "journal_partial", lambda id, fence, part: written.append(part))
+    parts = list[Partial]()
+    instead(monkeypatch, store, "journal_partial", lambda id, fence, part: parts.append(part))
     for every in (LENGTH, 0):
         context = at(fleet(server(stream_tokens=4)), checkpoint_tokens=every)
         claim = claim_one("w", now=0.0)
         await play(claim, context)
         assert len(store.trajectory(claim.episode_id).turns[0].token_ids) == LENGTH
-    assert not written
+    assert not parts
 
 
 async def test_an_engine_that_streams_nothing_is_an_engine_too(

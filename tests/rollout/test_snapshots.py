@@ -18,6 +18,7 @@ from agentrl.store.audit import audit
 from agentrl.testing.engine import FakeEngine
 
 from .conftest import ScriptedEnv, done, going
+from .writing import instead, written
 
 ANSWERS = [going("a", 0.1), going("b", 0.2), going("c", 0.3), going("d", 0.4), done(1.0)]
 
@@ -62,7 +63,7 @@ def dying(
     async def die(turn: int, env: ScriptedEnv, *, answered: bool = True, **settings: Any) -> Claim:
         first = claim_one("first", now=0.0)
         stage = "journal_turn" if answered else "journal_step"
-        journal = getattr(store, stage)
+        journal = written(store, stage)
 
         def at(id: int, fence: int, what: Any, *more: Any) -> None:
             if (what.index if isinstance(what, Turn) else what) == turn:
@@ -70,7 +71,7 @@ def dying(
             journal(id, fence, what, *more)
 
         with monkeypatch.context() as patch:
-            patch.setattr(store, stage, at)
+            instead(patch, store, stage, at)
             with pytest.raises(Killed):
                 await play(first, context(env, **settings))
         return next(one for one in store.claim("second", 2, lease_s=10, now=11.0) if one.episode_id == first.episode_id)

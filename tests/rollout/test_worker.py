@@ -23,6 +23,7 @@ from agentrl.store import RunStore
 from agentrl.store.aside import Aside
 
 from .conftest import ScriptedEnv, done, going, said
+from .writing import instead, written
 
 
 def config(**sections: Any) -> RunConfig:
@@ -206,14 +207,14 @@ async def test_an_episode_that_was_taken_back_and_comes_again_is_played_once(
 async def test_a_full_disk_pauses_an_episode_and_loses_nothing(
     store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full, journal = [DiskFull("no space left")] * 5, store.journal_turn
+    full, journal = [DiskFull("no space left")] * 5, written(store, "journal_turn")
 
     def journal_turn(*args: Any) -> None:
         if full:
             raise full.pop()
         journal(*args)
 
-    monkeypatch.setattr(store, "journal_turn", journal_turn)
+    instead(monkeypatch, store, "journal_turn", journal_turn)
     store.set_meta("phase", "eval")
     store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
     await run(
@@ -232,7 +233,7 @@ async def test_law_1_on_a_full_disk_no_turn_is_sampled_and_no_action_taken_twice
     write: str,
 ) -> None:
     """What cannot be written yet stays in memory."""
-    full, really, envs = [DiskFull("no space left")] * 5, getattr(store, write), list[ScriptedEnv]()
+    full, really, envs = [DiskFull("no space left")] * 5, written(store, write), list[ScriptedEnv]()
 
     def writes(*args: Any, **named: Any) -> Any:
         if full:
@@ -243,7 +244,7 @@ async def test_law_1_on_a_full_disk_no_turn_is_sampled_and_no_action_taken_twice
         envs.append(ScriptedEnv([going(), done()]))
         return envs[-1]
 
-    monkeypatch.setattr(store, write, writes)
+    instead(monkeypatch, store, write, writes)
     store.set_meta("phase", "eval")
     store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
     one = worker(make)
@@ -258,7 +259,7 @@ async def test_law_1_on_a_full_disk_no_turn_is_sampled_and_no_action_taken_twice
 async def test_a_long_episode_waits_for_space_as_long_as_a_short_one(
     store: RunStore, worker: Callable[..., Worker], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full, journal = [DiskFull("no space left")] * 5, store.journal_turn
+    full, journal = [DiskFull("no space left")] * 5, written(store, "journal_turn")
 
     def journal_turn(*args: Any) -> None:
         if trio.current_time() > began + 70 and full:
@@ -271,7 +272,7 @@ async def test_a_long_episode_waits_for_space_as_long_as_a_short_one(
             return await super().astep(action)
 
     began = trio.current_time()
-    monkeypatch.setattr(store, "journal_turn", journal_turn)
+    instead(monkeypatch, store, "journal_turn", journal_turn)
     store.set_meta("phase", "eval")
     store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
     await run(
@@ -288,7 +289,7 @@ async def test_a_disk_that_stays_full_ends_the_worker_with_one_line(
     def journal_turn(*args: Any) -> None:
         raise DiskFull("no space left")
 
-    monkeypatch.setattr(store, "journal_turn", journal_turn)
+    instead(monkeypatch, store, "journal_turn", journal_turn)
     store.set_meta("phase", "eval")
     store.add_groups([Task(index=0, env="test/Env", seed=1)], size=1, purpose="eval:a:now")
     with pytest.RaisesGroup(pytest.RaisesExc(DiskFull, match="no space left"), allow_unwrapped=False):

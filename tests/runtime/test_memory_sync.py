@@ -50,7 +50,10 @@ class Pushes:
     def __init__(self) -> None:
         self.made: list[tuple[WeightVersion, MemoryParcel, dict[str, Any]]] = []
 
-    def submit(self, _: object, version: WeightVersion, parcels: Any, row: dict[str, Any]) -> Future[None]:
+    def submit(
+        self, _: object, version: WeightVersion, parcels: Any, row: dict[str, Any], held: object = None
+    ) -> Future[None]:
+        assert held is None, "no engine shares the learner's device"
         self.made.append((version, parcels[None], row))
         done: Future[None] = Future()
         done.set_result(None)

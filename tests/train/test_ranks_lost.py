@@ -90,7 +90,6 @@ def test_a_rank_that_hangs_is_named_at_the_deadline_with_the_collective(
             "1 or 2 or 4",
         ),
         ({"parallel": {"expert": 2}}, "train.parallel.expert = 2: it has to divide train.parallel.ranks = 1: give 1"),
-        ({"lora_rank": 2, "parallel": {"ranks": 2, "tensor": 2}}, "train.parallel.tensor = 2: an adapter"),
     ],
 )
 def test_ranks_that_cannot_be_are_refused_with_what_to_set(train: dict[str, object], text: str) -> None:
