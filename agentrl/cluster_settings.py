@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, cast
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from agentrl.errors import ConfigError
 from agentrl.settings import Count, Positive, Section
@@ -81,6 +81,15 @@ class Cluster(Section):
     place_deadline_s: Positive = 300.0  # until Ray has found a node for a process: its autoscaler may start one
     lease_s: Positive = 20.0  # cut off from the run, a process ends itself
     store_deadline_s: Positive = 120.0  # the run waits so long for a database that does not answer, then it ends
+
+    @field_validator("store")
+    @classmethod
+    def _of_postgresql(cls, store: str | list[str] | None) -> str | list[str] | None:
+        urls = [store] if isinstance(store, str) else store
+        if urls is not None and not (urls and all(url.startswith(("postgresql://", "postgres://")) for url in urls)):
+            hint = "give postgresql://user@host/database, or several; false, or nothing, is SQLite"
+            raise ConfigError("cluster.store", [url.partition("@")[2] or url for url in urls], hint)
+        return store
 
     @property
     def on_ray(self) -> bool:
@@ -169,6 +178,12 @@ def check(cluster: Cluster, engine: _Engine, train: _Train, *, sync: str, severa
     if cluster.controller is not None:
         _check_controller(cluster, cluster.controller, engine, train, several=several)
     if not cluster.on_ray:
+        for name, own in (("engine", "engine.gpus"), ("learner", "train.device")):
+            if gpus := getattr(cluster, name).gpus:
+                hint = (
+                    f"Ray gives them away: give cluster.launcher = 'ray', or leave it out ({own} names this machine's)"
+                )
+                raise ConfigError(f"cluster.{name}.gpus", gpus, hint)
         return
     if engine.gpus:
         hint = "Ray chooses them: leave it out, and give cluster.engine = { gpus = 1 }"

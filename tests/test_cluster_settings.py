@@ -43,6 +43,18 @@ def test_what_ray_cannot_do_is_refused_by_name(sections: dict[str, Any], field: 
         parsed(cluster=cluster, **sections)
 
 
+@pytest.mark.parametrize("part", ["engine", "learner"])
+def test_gpus_that_nobody_gives_away_are_refused(part: str) -> None:
+    with pytest.raises(ConfigError, match=rf"cluster\.{part}\.gpus = 1: .*cluster\.launcher = 'ray'"):
+        parsed(cluster={part: {"gpus": 1}}, engine={"kind": "vllm"})
+
+
+@pytest.mark.parametrize("store", ["sqlite", "runs/store.sqlite", [], ["postgresql://h/a", "h/b"]])
+def test_a_store_that_is_none_is_refused_before_anything_is_made(store: str | list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.store = .*give postgresql://user@host/database"):
+        parsed(cluster={"store": store})
+
+
 def test_engines_and_learner_of_different_hosts_may_have_gpus_of_one_number() -> None:
     sections = {"engine": {"kind": "vllm", "sync": "nccl"}, "train": {"device": "cuda"}}
     with pytest.raises(ConfigError, match="give the learner another one"):

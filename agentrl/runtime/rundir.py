@@ -33,7 +33,7 @@ from typing import IO
 
 from agentrl import config as configuration
 from agentrl.config import RunConfig
-from agentrl.errors import ConfigError, UsageError
+from agentrl.errors import AgentRLError, ConfigError, UsageError
 from agentrl.owner import Janitor, is_dead, label
 from agentrl.store import RunStore, choice
 from agentrl.store.choice import ADDRESS, STORE
@@ -114,14 +114,23 @@ class RunDir:
             raise UsageError(f"{path} cannot be made a run's folder ({error.strerror}): give another --out") from None
         url = config.cluster.store
         place = path / (STORE if url is None else ADDRESS)
-        with RunStore.create(place, configuration.to_json(config), url=url) as store:
-            store.set_meta("created_s", str(time.time()))
-            run.write_config(config, store)
+        try:
+            with RunStore.create(place, configuration.to_json(config), url=url) as store:
+                store.set_meta("created_s", str(time.time()))
+                run.write_config(config, store)
+        except BaseException:  # a database that is not there, say: the mended command must find the folder free
+            with suppress(AgentRLError):
+                choice.remove(run.store_path)
+            run._leave_logs()
+            raise
         return run
 
     def discard(self) -> None:
         """Remove a run that never began: all but its logs, which say why; the logs too if they are empty."""
         choice.remove(self.store_path)
+        self._leave_logs()
+
+    def _leave_logs(self) -> None:
         for entry in self.path.iterdir():
             if entry.is_dir() and entry != self.logs:
                 shutil.rmtree(entry)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import RunConfig, parse
-from agentrl.errors import ConfigError, UsageError
+from agentrl.errors import ConfigError, StoreError, UsageError
 from agentrl.owner import label
 from agentrl.records import GroupState, StopReason, Task
 from agentrl.runtime.checkpoints import start_point
@@ -282,4 +282,17 @@ def test_a_run_that_never_began_leaves_logs_or_nothing_and_is_no_obstacle(tmp_pa
     (run.logs / "engine-0.log").write_text("why it failed")
     run.discard()
     assert list(run.path.rglob("*")) == [run.logs, run.logs / "engine-0.log"]
+    RunDir.create(tmp_path / "run", CONFIG)
+
+
+@pytest.mark.parametrize(
+    "store", ["postgresql://u:secret@h/a", "postgresql:///a?host=/nowhere", ["postgresql:///a?host=/nowhere"] * 2]
+)
+def test_a_store_that_cannot_be_made_leaves_no_folder_in_the_way_of_the_mended_command(
+    tmp_path: Path, store: str | list[str]
+) -> None:
+    wrong = parse({"model": "m", "env": {"id": "e"}, "cluster": {"store": store}})
+    with pytest.raises((UsageError, StoreError)):
+        RunDir.create(tmp_path / "run", wrong)
+    assert not (tmp_path / "run").exists()
     RunDir.create(tmp_path / "run", CONFIG)
