@@ -36,6 +36,10 @@ _SIZES: dict[str, Any] = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
+_ELSEWHERE = (  # settings of engines that are somewhere else, or that a CPU has none of
+    *("urls", "gpus", "vllm", "replicas", "api_key_env", "sync", "hedge_after"),
+    *("shared", "colocated", "weights_url"),
+)
 _FAMILIES = (  # models of the hub whose architecture their name tells, without a network
     (r"Qwen/Qwen3-\d+B-A\d+B.*", "qwen3_moe"),
     (r"Qwen/Qwen3-[\d.]+B.*", "qwen3"),
@@ -45,16 +49,20 @@ _FAMILIES = (  # models of the hub whose architecture their name tells, without 
 
 
 def shrunk(config: RunConfig, folder: Path) -> RunConfig:
-    """The run with a random model made in `folder`, on one CPU: two steps of one group of two, short turns, engines of
-    that model on this machine, no held-out sets. Raises ModelError for a model whose architecture cannot be told."""
+    """The run with a random model made in `folder`, on one CPU: two steps of one group, as small as its algorithms
+    allow, short turns, engines of that model, processes and store on this machine, no held-out sets. Raises ModelError
+    for a model whose architecture cannot be told."""
     mixture = _make(config.model, folder)
     document = config.model_dump(mode="json", exclude_unset=True)
     rollout, engine, train = (dict(document.get(name, {})) for name in ("rollout", "engine", "train"))
-    rollout |= {"workers": 1, "group_size": _MEMBERS, "max_running": 2 * _MEMBERS, "max_turns": _TURNS}
+    members = max(_MEMBERS, *(algo.least_members for algo in config.algorithms.values()))
+    rollout |= {"workers": 1, "group_size": members, "max_running": 2 * members, "max_turns": _TURNS}
     rollout |= {"max_tokens_per_turn": _TURN, "max_context": _CONTEXT}
     if template := rollout.pop("template", None):
         rollout["template"] = _known(template, folder)
-    for name in ("urls", "gpus", "vllm", "replicas", "api_key_env", "sync", "hedge_after"):
+    if "pivot" in rollout:
+        rollout["pivot"] |= {"k": members}
+    for name in _ELSEWHERE:
         engine.pop(name, None)
     if not mixture:
         engine.pop("routed_experts", None)
@@ -62,10 +70,12 @@ def shrunk(config: RunConfig, folder: Path) -> RunConfig:
     kind = "vllm" if mixture else "embedded"
     engine |= {"kind": kind, "dtype": "float32", "max_batch": 8, "kv_cache_mb": 64}
     train |= {"steps": _STEPS, "device": "cpu", "dtype": "float32", "compile": False, "tokens_per_batch": _CONTEXT}
-    train.pop("parallel", None)
+    for name in ("parallel", "weights", "master_weights"):
+        train.pop(name, None)
+    document.pop("cluster", None)
     buffer = {**document.get("buffer", {}), "groups_per_step": 1}
     if buffer.get("quorum"):
-        buffer["quorum"] = _MEMBERS
+        buffer["quorum"] = members
     document |= {"model": str(folder), "rollout": rollout, "engine": engine, "train": train, "buffer": buffer}
     noise = {"source": "tiny", "kind": "callable", "call": f"{__name__}:noise"}
     document["rewards"] = [*document.get("rewards", []), noise]

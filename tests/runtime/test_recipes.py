@@ -12,6 +12,7 @@ from agentrl import config as configuration
 from agentrl.cli import app
 from agentrl.engine.embedded.architecture import read_architecture
 from agentrl.errors import ModelError
+from agentrl.runtime import tiny as tiny_runs
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.tiny import shrunk
 
@@ -63,3 +64,37 @@ def test_a_tiny_model_has_the_architecture_that_the_name_or_the_folder_tells(tmp
     assert mixture.engine.kind == "vllm"
     with pytest.raises(ModelError, match="unheard"):
         shrunk(configuration.parse({**run, "model": "unheard"}), tmp_path / "none")
+
+
+CLUSTER = {
+    "launcher": "ray",
+    "store": "postgresql://agentrl@db.example/agentrl",
+    "engine": {"replicas": 6, "gpus": 1},
+    "learner": {"ranks": 2, "gpus": 1},
+    "workers": {"replicas": 8},
+    "controller": {"engines": [4, 7], "ranks": [1, 2, 4]},
+}
+VLLM, CUDA = {"kind": "vllm", "dtype": "bfloat16"}, {"device": "cuda", "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"cluster": CLUSTER, "engine": VLLM, "train": CUDA},
+        {"engine": VLLM, "train": CUDA | {"weights": "bfloat16", "master_weights": False}},
+        {"engine": {"shared": True, "urls": ["http://h/alice/0"]}, "train": {"lora_rank": 8}},
+        {"engine": VLLM | {"colocated": True}, "train": CUDA},
+        {"engine": {"weights_url": "s3://bucket/x", "sync": "delta"}},
+        {"rollout": {"pivot": {"k": 4}}, "algo": {"source_scale": "leave_one_out"}},
+    ],
+)
+def test_a_file_for_many_machines_is_tried_on_this_one(
+    sections: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny_runs, "_make", lambda model, folder: False)
+    given = configuration.parse({"model": "m", "env": {"id": "e"}, **sections})
+    tiny = shrunk(given, tmp_path)
+    assert (tiny.cluster.launcher, tiny.cluster.store, tiny.rollout.workers) == ("local", None, 1)
+    assert (tiny.engine.replicas, tiny.engine.urls, tiny.train.parallel.ranks, tiny.train.device) == (1, [], 1, "cpu")
+    assert tiny.engine.kind == "embedded" and not (tiny.engine.weights_url or tiny.engine.shared)
+    assert tiny.algo == given.algo and tiny.train.lora_rank == given.train.lora_rank
