@@ -18,6 +18,8 @@ _RESTART_DATABASE = Annotated[
 ]
 _ONLY = Annotated[list[str] | None, typer.Option(help="Only this fault, as kill:worker; may be given again")]
 
+_WIDE = 10_000  # columns of text for a pipe
+
 
 def chaos(
     file: Annotated[Path, typer.Argument(help="The run file (TOML)")],
@@ -50,12 +52,14 @@ def chaos(
         restart_groups=restart_groups,
         restart_database=restart_database,
     )
-    load(file, settings)  # before anything is made: a mistyped setting leaves no folder behind
+    config = load(file, settings)  # before anything is made: a mistyped setting leaves no folder behind
     if not 0 < every_s < math.inf:
         raise UsageError(f"--every-s {every_s:g}: must be a number of seconds above 0, such as 60")
-    _ = what.among
+    what.check(config, disk_mb)
+    console = Console()
+    console = console if console.is_terminal else Console(width=_WIDE, soft_wrap=True)
     status = on_a_small_disk(what, disk_mb)
     if status is None:
-        status = 0 if hurt(what, Console()) else 1
+        status = 0 if hurt(what, console) else 1
     if status:
         raise SystemExit(status)

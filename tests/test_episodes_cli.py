@@ -84,6 +84,9 @@ def test_an_empty_file_is_no_export(run: Callable[[str], Path], tmp_path: Path) 
         typed("import-episodes", run("a"), tmp_path / "empty")
 
 
+POSTGRES = ("--set", "cluster.store=postgresql://a@h/d")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -91,6 +94,14 @@ def test_an_empty_file_is_no_export(run: Callable[[str], Path], tmp_path: Path) 
         (["run.toml", "--set", "train.stepps=3"], "train.stepps"),
         (["run.toml", "--only", "kill:nobody"], "there is no such fault"),
         (["run.toml", "--every-s", "0"], "--every-s 0: must be a number of seconds above 0"),
+        (["run.toml", "--only", "full:disk", "--disk-mb", "0"], "--only full:disk: .* give --disk-mb 512"),
+        (["run.toml", "--only", "kill:rank"], "--only kill:rank: .* --set train.parallel.ranks=2"),
+        (["run.toml", "--only", "cut:rewards"], "no .*rewards.* table has the url"),
+        (["run.toml", "--only", "restart:database"], "the run's store is a file: give --set cluster.store=postgresql"),
+        (["run.toml", "--restart-database", "true"], "--restart-database: the run's store is a file"),
+        (["run.toml", "--only", "lock:store", *POSTGRES], "leave cluster.store out"),
+        (["run.toml", "--only", "restart:database", *POSTGRES], "give --restart-database COMMAND"),
+        (["run.toml", "--only", "kill:engine", "--set", "engine.urls=['http://h']"], "are not the run's own"),
     ],
 )
 def test_chaos_that_cannot_begin_leaves_no_folder_in_its_own_way(

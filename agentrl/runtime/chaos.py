@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from agentrl.config import RunConfig
 from agentrl.errors import RunFailed, UsageError
 from agentrl.testing import store_rows
-from agentrl.testing.chaos_run import EVERY, LEFT_OUT, ChaosReport, ChaosRun, Fault
+from agentrl.testing.chaos_run import EVERY, LEFT_OUT, ChaosReport, ChaosRun, Fault, lacks
 
 _DISK = "AGENTRL_CHAOS_DISK"  # a descriptor of the folder that lies under the small disk
 _MAIN = (sys.executable, "-c", "from agentrl.cli import main; main()")
@@ -54,6 +55,16 @@ class Hurts:
             if name not in known:
                 raise UsageError(f"--only {name}: there is no such fault; known: {', '.join(known)}")
         return [known[name] for name in self.only]
+
+    def check(self, config: RunConfig, disk_mb: int) -> None:
+        """Raises UsageError for a fault that a run with this configuration cannot have, and says what it lacks."""
+        document, small = config.model_dump(mode="json"), bool(disk_mb) and shutil.which("bwrap") is not None
+        for fault in self.among:
+            if lack := lacks(fault, document, small=small, restarts=bool(self.restart_database)):
+                raise UsageError(f"--only {fault}: {lack}")
+        restart = Fault(kind="restart", part="database")
+        if self.restart_database and (lack := lacks(restart, document, small=small, restarts=True)):
+            raise UsageError(f"--restart-database: {lack}, or leave it out")
 
     @property
     def runs(self) -> dict[str, Run]:

@@ -124,13 +124,41 @@ def plan(number: int, seed: int, among: Sequence[Fault] = EVERY) -> list[Fault]:
 def possible(folder: Path, config: dict[str, Any], *, restarts: bool = False) -> list[Fault]:
     """The faults that a run with this configuration, in this folder, can have; `restarts`: there is a command that
     restarts its database."""
-    small = folder.stat().st_dev != folder.parent.stat().st_dev
+    small, boxed = _small(folder), "bubblewrap" in json.dumps(config.get("env", {}))
+    found = [fault for fault in EVERY if not lacks(fault, config, small=small, restarts=restarts)]
+    return [fault for fault in found if boxed or fault.part != "box"]
+
+
+def lacks(fault: Fault, config: dict[str, Any], *, small: bool, restarts: bool) -> str:
+    """What a run with this configuration lacks for a fault, and how it gets it; "" if it lacks nothing. `small`: its
+    folder has a small disk of its own."""
     file = config.get("cluster", {}).get("store") is None
-    needs = {"disk": small, "store": file, "database": restarts and not file}
-    needs |= {"rewards": any(one.get("url") for one in config.get("rewards", ()))}
-    needs["rank"] = config.get("train", {}).get("parallel", {}).get("ranks", 1) > 1
-    needs["box"] = "bubblewrap" in json.dumps(config.get("env", {}))
-    return [fault for fault in EVERY if needs.get(fault.part, True)]
+    match fault.part:
+        case "disk" if not small:
+            return "the run's folder has no small disk of its own: give --disk-mb 512, and install bubblewrap (bwrap)"
+        case "store" if not file:
+            return "only a store in a file has such a lock: leave cluster.store out"
+        case "database" if file:
+            return "the run's store is a file: give --set cluster.store=postgresql://user@host/database"
+        case "database" if not restarts:
+            return "give --restart-database COMMAND, which restarts the server"
+        case "rewards" if not _urls(config):
+            return "no [[rewards]] table has the url of a server"
+        case "rank" if config.get("train", {}).get("parallel", {}).get("ranks", 1) < 2:
+            return "the learner has no ranks: give --set train.parallel.ranks=2"
+        case "engine" if fault.kind != "cut" and config.get("engine", {}).get("urls"):
+            return "engines at engine.urls are not the run's own: leave it out"
+        case _:
+            return ""
+
+
+def _small(folder: Path) -> bool:
+    return folder.stat().st_dev != folder.parent.stat().st_dev
+
+
+def _urls(config: dict[str, Any]) -> list[str]:
+    """The servers of reward sources; not those that are the run's own engines."""
+    return [url for one in config.get("rewards", ()) if (url := one.get("url") or "").startswith("http")]
 
 
 @dataclass(slots=True)
@@ -273,6 +301,8 @@ class ChaosRun:
             case "restart":
                 return self._restart_database()
             case _:
+                if not _small(self.folder):
+                    raise NoEffect("the run's folder has no disk of its own, and that of others is not filled")
                 with faults.full_disk(self.folder):
                     time.sleep(_FULL_S)
                 return f"{_FULL_S:g} s"
@@ -374,7 +404,7 @@ class ChaosRun:
         return {_port(url) for url in urls}
 
     def _reward_ports(self) -> set[int]:
-        return {_port(one["url"]) for one in self._config().get("rewards", ()) if one.get("url")}
+        return {_port(url) for url in _urls(self._config())}
 
     def _rest(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

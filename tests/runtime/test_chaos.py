@@ -96,6 +96,21 @@ def test_a_fault_that_silently_does_nothing_is_a_violation(
     assert not ChaosReport(outcomes=(outcome,), status=0, wall_s=0.0, violations=(), left=()).ok
 
 
+def test_a_disk_that_others_use_is_never_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos_run.faults, "full_disk", lambda folder: pytest.fail("it was filled"))
+    (tmp_path / "run").mkdir()
+    with pytest.raises(NoEffect, match="no disk of its own"):
+        ChaosRun([], tmp_path / "run", faults=1)._inject(Fault(kind="full", part="disk"), 0)
+
+
+def test_the_runs_own_engines_are_no_reward_server(tmp_path: Path) -> None:
+    config = {"rewards": [{"url": "policy"}], "engine": {"urls": ["http://h"]}}
+    assert not {"cut:rewards", "kill:engine", "slow:engine"} & {str(one) for one in possible(tmp_path, config)}
+    assert {"cut:engine", "kill:worker"} < {str(one) for one in possible(tmp_path, config)}
+    server = {"rewards": [{"url": "http://h:1"}]}
+    assert "cut:rewards" in {str(one) for one in possible(tmp_path, server)}
+
+
 @pytest.mark.postgres
 def test_a_database_that_was_not_restarted_is_no_fault(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="agentrl-pg-") as folder, running(Path(folder)) as server:

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from agentrl.cli import app
 from agentrl.errors import StoreError, StoreVersionError, UsageError
-from agentrl.records import GroupState
-from agentrl.store import RunStore, schema
+from agentrl.records import GroupState, turn_id
+from agentrl.store import RunStore, Source, schema
 
 from .older import old_group, older_store
-from .play import admit, play_all, task
+from .play import START, admit, answer, play_all, task, turn
 from .test_awaitable import locked
 
 
@@ -105,3 +105,19 @@ def test_commands_that_only_look_migrate_no_store(tmp_path: Path) -> None:
         done = CliRunner().invoke(app, [command, str(run)])
         assert done.exit_code == 0, done.output
     assert (run / "store.sqlite").read_bytes() == before
+
+
+def test_a_table_for_a_pipe_is_not_cut_to_a_terminals_width(tmp_path: Path) -> None:
+    name = "a_source_with_a_name_that_a_narrow_column_would_cut"
+    (tmp_path / "run").mkdir()
+    with RunStore.create(tmp_path / "run" / "store.sqlite", "{}") as store:
+        store.confirm_version(store.mint_version(0))
+        store.declare_sources([Source(name=name)])
+        admit(store)
+        claim, *_ = store.claim("w", 1, lease_s=30.0)
+        store.begin(claim.episode_id, claim.fence, START)
+        store.journal_turn(claim.episode_id, claim.fence, turn(0, 1))
+        store.journal_step(claim.episode_id, claim.fence, 0, answer(0))
+        store.score(turn_id(claim.episode_id, 0, 0), name, 0.5)
+    done = CliRunner().invoke(app, ["rewards", str(tmp_path / "run")])
+    assert done.exit_code == 0 and name in done.output, done.output
