@@ -139,6 +139,11 @@ class Rollout(_Section):
         it, and hang as well."""
         return min(self.liveness_deadline_s, self.lease_s / 2)
 
+    @property
+    def hang_setting(self) -> str:
+        """What decides `hang_deadline_s`."""
+        return "rollout.lease_s / 2" if self.lease_s / 2 < self.liveness_deadline_s else "rollout.liveness_deadline_s"
+
     def frozen_roles(self) -> dict[str, str]:
         """The roles that the policy which learns (`"trained"`) does not play, and who does: `"frozen"`, the model as
         the run began with it; another model, by its id or folder; or, by its URL, an engine that somebody else runs.

@@ -343,3 +343,12 @@ def test_what_cannot_be_none_is_not_switched_off() -> None:
     assert switched_off({"prompt": "off"}, config.RewardSource) == {"prompt": "off"}  # a text may be this
     assert broken(train={"lr": "off"}).field == "train.lr"
     assert broken(train={"lr": False}).field == "train.lr"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "found"),
+    [({}, (60.0, "rollout.liveness_deadline_s")), ({"lease_s": 24.0}, (12.0, "rollout.lease_s / 2"))],
+)
+def test_a_hang_is_named_after_the_setting_that_decides_it(rollout: dict[str, float], found: tuple[float, str]) -> None:
+    parsed = config.parse({**MINIMAL, "rollout": rollout})
+    assert (parsed.rollout.hang_deadline_s, parsed.rollout.hang_setting) == found

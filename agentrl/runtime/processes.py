@@ -199,7 +199,7 @@ class RunProcesses:
         await self._set(WORKERS, json.dumps(sorted(self._workers)))
 
     def _keep_working(self, child: Child) -> None:
-        silent_s, setting = self.config.rollout.hang_deadline_s, "rollout.liveness_deadline_s"
+        silent_s, setting = self.config.rollout.hang_deadline_s, self.config.rollout.hang_setting
 
         async def again() -> None:
             await self.launcher.reserve(child.name)

@@ -34,6 +34,7 @@ from agentrl.protocols import Rewarder
 from agentrl.records import Task
 from agentrl.registration import make
 from agentrl.runtime import defaults, evaluation, extending, report, rows_run
+from agentrl.runtime.contradictions import contradictions
 from agentrl.runtime.engines import check_arguments
 from agentrl.runtime.measuring import Adapters
 from agentrl.runtime.models import given_model_dir, model_dir, renderer_of, slot_dir
@@ -160,6 +161,8 @@ def check_startable(config: RunConfig) -> None:
     for package in _TRAINING:
         if importlib.util.find_spec(package) is None:
             raise UsageError(f"training needs {package}, which is not installed: pip install 'agentrl[train]'")
+    for line in contradictions(config):
+        print(f"agentrl: warning: {line}", file=sys.stderr)
     if config.syncs_memory:
         check_sender(config.sync, untested=config.engine.untested_vllm)
     _check_store(config)
