@@ -144,7 +144,7 @@ class _Learning:
 
     def _learn(self) -> None:
         learner, config = self._learner, self._config
-        self._heartbeat.mark()
+        self._await_engines()
         current = self._store.current_version()
         # After a rollback the engines serve versions that were undone: a new version is newer than these.
         if current.step != learner.step_index or trio.run(self._publisher.behind, current.version):
@@ -182,6 +182,13 @@ class _Learning:
             self._checkpoint(version)
         self._settle()
         self._written()
+
+    def _await_engines(self) -> None:
+        """Wait until the engines serve: they may have started with the learner."""
+        self._heartbeat.mark()
+        while not self._urls():
+            self._store.wait_for_work("learner", _WAIT_S)
+            self._heartbeat.mark()
 
     def _take(self) -> tuple[list[Group], float] | None:
         """The next batch and how long the learner waited for it, in seconds; None if no task is left. The last one

@@ -2,8 +2,10 @@
 
     before ──► train ───────────────────────────────────────────► after ──► stop
     eval       admit ─► workers: play ─► journal ─► buffer        eval
-    (learner     ▲ bound: max_lag                    │
-     starts up)  └───── confirm ◄─ push ◄─ step ◄─ take
+                 ▲ bound: max_lag                    │
+                 └───── confirm ◄─ push ◄─ step ◄─ take
+
+The learner starts up while the engines do, unless it is on a GPU of theirs, and during the evaluation before.
 
 The supervisor owns the children, the phase (the store's `phase`: `eval`, `train`, `drain`, `stop`), the deadlines and
 admission; it never touches a token. If the tasks end before the steps do, the phase is `drain`: no task is left to
@@ -30,6 +32,7 @@ from agentrl.cluster_settings import Controller as ControllerSettings
 from agentrl.config import RunConfig
 from agentrl.engine.objects import Folder
 from agentrl.errors import DiskFull, RunFailed, StoreAway, StoreError, UsageError, WeightSyncError, matters
+from agentrl.placement import starts_apart
 from agentrl.records import GroupState
 from agentrl.rollout.admitter import Admitter, bounds_of
 from agentrl.rollout.pivot import Pivots
@@ -39,7 +42,7 @@ from agentrl.runtime.controller import Controller
 from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.keep_alive import live_with_parent
 from agentrl.runtime.launch import LOCAL, Launcher
-from agentrl.runtime.policies import objects_of
+from agentrl.runtime.policies import ENGINE_URLS, objects_of
 from agentrl.runtime.processes import RunProcesses
 from agentrl.runtime.room import check_room
 from agentrl.runtime.rundir import RunDir
@@ -90,11 +93,14 @@ class Supervisor:
         models = [self.start.model_of(role, self.config) for role in (None, *self.config.role_models)]
         check_room(self.config, models, self.run.scratch)
         await self.writes(partial(declare, self.config))
+        await self._with_space(_go_on)
+        apart = starts_apart(self.config)
+        learned = self.processes.start_learner() if apart else trio.Event()
         await self.processes.start_engines(self.start)
         await self._with_space(_enter("eval"))
         await self.processes.start_workers()
         self.processes.follow_size()
-        learned = self.processes.start_learner()
+        learned = learned if apart else self.processes.start_learner()
         self.phase = "evaluating before"
         await self.evaluate("before")
         self.phase = "training"
@@ -232,6 +238,13 @@ def _progress(store: ReadStore) -> tuple[int, ...]:
 
 def _enter(phase: str) -> Callable[[ControlStore], None]:
     return lambda store: store.set_meta("phase", phase)
+
+
+def _go_on(store: ControlStore) -> None:
+    """For a learner that starts before the engines: those of before are gone, and a run that was stopped goes on."""
+    store.set_meta(ENGINE_URLS, "[]")
+    if store.meta("phase") is not None:
+        store.set_meta("phase", "eval")
 
 
 def _clock(name: str) -> Callable[[ControlStore], None]:

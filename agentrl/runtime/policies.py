@@ -19,6 +19,9 @@ from agentrl.engine.objects import Folder
 from agentrl.errors import matters
 from agentrl.runtime.publisher import MemoryParcel, Parcel, WeightPublisher
 
+ENGINE_URLS = "engine_urls"
+"""What the store calls the URLs of engines that serve; empty until all of a run's first ones do."""
+
 ROLE_URLS = "role_urls"
 """What the store calls the URLs of engines by role, for roles with a model of their own."""
 
@@ -28,7 +31,7 @@ _SUMS = frozenset({"engines_behind", "sync_bytes"})  # over policies; of all oth
 def urls_of(meta: Callable[[str], str | None], role: str | None) -> list[str]:
     """The engines of a role with a model of its own (None: of all others), as the store names them."""
     if role is None:
-        return json.loads(meta("engine_urls") or "[]")
+        return json.loads(meta(ENGINE_URLS) or "[]")
     return json.loads(meta(ROLE_URLS) or "{}").get(role, [])
 
 

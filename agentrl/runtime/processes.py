@@ -22,6 +22,7 @@ from agentrl.config import RunConfig
 from agentrl.engine.client import EngineClient
 from agentrl.engine.concurrency import RUNNING, WAITING
 from agentrl.errors import AgentRLError, DiskFull, EngineError, RunFailed, StoreAway, StoreError, UsageError, WornOut
+from agentrl.placement import start_together
 from agentrl.ports import free_port
 from agentrl.records import WeightVersion
 from agentrl.runtime import asked, league
@@ -31,7 +32,7 @@ from agentrl.runtime.engines import Replica, Weights, WrongWeights, attach, curr
 from agentrl.runtime.heartbeat import Pulse
 from agentrl.runtime.launch import LOCAL, Launcher
 from agentrl.runtime.models import given_model_dir
-from agentrl.runtime.policies import ROLE_URLS
+from agentrl.runtime.policies import ENGINE_URLS, ROLE_URLS
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.scaling import WORKERS, Kind, NoRoom, Scaler, Size
 from agentrl.runtime.supervise import Child, RestartBudget
@@ -89,15 +90,16 @@ class RunProcesses:
     async def start_engines(self, start: StartPoint) -> None:
         """Start (or attach to) the engines with the current weights, and write their URLs into the store."""
         self._start = start
-        weights = partial(self._weights, None)
+        weights, together = partial(self._weights, None), start_together(self.config)
         for url in self.config.engine.urls:
             await attach(url, weights(), self.config)
             self.nursery.start_soon(self._watch(url, url, weights).run)
         for role in self._policies:
-            own = self._learning[role] = dict[int, Replica]()
-            for index in range(self._size.engines):
-                own[index] = self._replica(role, index)
-                await self._serve(own[index])
+            own = self._learning[role] = {index: self._replica(role, index) for index in range(self._size.engines)}
+            at_once = trio.CapacityLimiter(max(1, len(own)) if together else 1)
+            async with trio.open_nursery() as nursery:
+                for replica in own.values():
+                    nursery.start_soon(self._serve, replica, at_once)
         await self._start_frozen()
         await self._name_engines()
 
@@ -138,9 +140,10 @@ class RunProcesses:
         """Write where the engines serve into the store: workers and learner follow it."""
         urls = {role: [replica.url for replica in own.values()] for role, own in self._learning.items()}
         given = {policy: replica.url for policy, replica in self._given.items()}
-        await self._set("engine_urls", json.dumps([*self.config.engine.urls, *urls.pop(None, [])]))
+        own = [*self.config.engine.urls, *urls.pop(None, [])]
         await self._set("given_urls", json.dumps(given))
         await self._set(ROLE_URLS, json.dumps(urls))
+        await self._set(ENGINE_URLS, json.dumps(own))  # last: a learner waits for these
 
     async def _start_frozen(self) -> None:
         """An engine for each model that plays a role and does not learn; no weights are ever pushed to it."""
@@ -154,11 +157,12 @@ class RunProcesses:
                 config=self.config,
                 weights=lambda weights=weights: weights,
             )
-            await self._serve(replica, learns=False)
+            await self._serve(replica, trio.CapacityLimiter(1), learns=False)
             self._given[policy] = replica
 
-    async def _serve(self, replica: Replica, *, learns: bool = True) -> None:
-        await replica.up()
+    async def _serve(self, replica: Replica, at_once: trio.CapacityLimiter, *, learns: bool = True) -> None:
+        async with at_once:
+            await replica.up()
         self._keep_serving(replica, learns=learns)
 
     def _keep_serving(self, replica: Replica, *, learns: bool = True) -> None:

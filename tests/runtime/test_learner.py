@@ -53,6 +53,7 @@ class Scene:
             _publisher=SimpleNamespace(behind=self._behind),
             _bound=LagBound(full=4, calm_steps=2, now=4),
             _store=SimpleNamespace(
+                meta=lambda key: '["http://engine"]',
                 set_meta=lambda key, value: None,
                 current_version=lambda: WeightVersion(version=6, step=0),
                 step_of=None,
