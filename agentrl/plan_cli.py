@@ -36,11 +36,14 @@ def plan(
 
     if gpu not in planning.GPUS:
         raise UsageError(f"--gpu {gpu!r}: give one of {', '.join(planning.GPUS)}")
-    config = configuration.load(file, settings)
+    config, chosen = planning.started(configuration.load(file, settings), planning.GPUS[gpu], n)
     work = planning.Work(row=row or config.rollout.max_context, sampled=sampled, mfu=mfu, mbu=mbu)
     found = planning.plan(config, planning.GPUS[gpu], n, work)
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDE, soft_wrap=True)
+    if chosen:
+        values = ", ".join(f"{key} = {value!r}" for key, value in chosen.items())
+        console.print(f"As train chooses on such a machine with vLLM: {values}", markup=False, highlight=False)
     for line in _said(found, work, price):
         console.print(line, markup=False, highlight=False)
     console.print(_table(found))
@@ -69,6 +72,12 @@ def _said(found: Plan, work: Work, price: float | None) -> list[str]:
             f"By turns: {best.engine_bytes / 1e9:.2f} GB on the GPU while the engine samples, "
             f"{best.learner_bytes / 1e9:.2f} while the learner steps; {best.host_bytes / 1e9:.2f} GB wait in host "
             f"memory, and a step spends {best.swap_s:.3g} s on bringing one and the other there."
+        )
+    room_mb = int(best.cache_room) >> 20
+    if best.at_once < found.max_running and room_mb > 1.1 * found.cache_mb:
+        lines.append(
+            f"Keys and values of {best.at_once} episodes at once, of rollout.max_running = {found.max_running}, fill "
+            f"engine.kv_cache_mb = {found.cache_mb}: there is room for --set engine.kv_cache_mb={room_mb}"
         )
     hours = found.n * best.step_s * 1000 / 3600
     cost = "" if price is None else f", {hours * price:.3g} at {price:g} an hour"

@@ -51,6 +51,7 @@ def planned(recipe: str, gpu: str, mfu: float) -> list[dict[str, Any]]:
         Path(folder, "config.json").write_text(json.dumps(MODELS[config.model]))
         here = config.model_copy(update={"model": folder})
         work = planning.Work(row=config.rollout.max_context, sampled=0.4, mfu=mfu, mbu=0.5)
+        here, _ = planning.started(here, planning.GPUS[gpu], n)
         found = planning.plan(here, planning.GPUS[gpu], n, work)
     own = next(one for one in found.splits if one.learners == (n > 1))
     return [_row(recipe, n, found, one) for one in dict.fromkeys((own, found.best)) if one is not None]

@@ -1,9 +1,10 @@
 """What a run asks of GPUs, before anything starts: bytes, seconds, how to divide the GPUs, and cost.
 
-Bytes of the learner are counted on its own code (`agentrl.train.budget`); those of engines are weights and keys and
-values. Seconds are a roofline: operations over the vendor's peak times a stated efficiency, and, for sampling, bytes
-read over the bandwidth times another; the experts of a mixture are chosen evenly. Tools, rewards and evaluation take no
-time here, nor does a prompt's first pass. Loads torch.
+Bytes of the learner are counted on its own code (`agentrl.train.budget`); those of engines are their share of weights
+and the room that a run gives keys and values (`agentrl.runtime.engine_plan`). Seconds are a roofline: operations over
+the vendor's peak times a stated efficiency, and, for sampling, bytes read over the bandwidth times another; the experts
+of a mixture are chosen evenly. Tools, rewards and evaluation take no time here, nor does a prompt's first pass. Loads
+torch.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -23,8 +24,10 @@ import torch
 
 from agentrl.config import RunConfig, from_json, to_json
 from agentrl.errors import ConfigError, UsageError
-from agentrl.runtime.models import model_dir
-from agentrl.train.budget import Held, held
+from agentrl.runtime import defaults
+from agentrl.runtime.engine_plan import EnginePlan, Rates, gpus_of
+from agentrl.runtime.models import engine_dtype, model_dir
+from agentrl.train.budget import Held, held, parameters_of
 from agentrl.train.checkpoint import free_bytes
 from agentrl.train.samples import Row
 from agentrl.train_settings import EXPERTS, HEADS, check_divides
@@ -83,13 +86,14 @@ class Work:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """So many GPUs for engines, so many for the learner; 0 and 0: both on the same one, side by side or by turns.
-    `at_once` episodes fit the engines. By turns, `host_bytes` wait in host memory, and a step spends `swap_s` on
-    bringing one and the other to the GPU."""
+    `at_once` episodes fit the engines' cache; `cache_room` bytes of each GPU are left for that. By turns, `host_bytes`
+    wait in host memory, and a step spends `swap_s` on bringing one and the other to the GPU."""
 
     engines: int
     learners: int
     learner_bytes: float
     engine_bytes: float
+    cache_room: float
     at_once: int
     fits: bool
     learner_s: float
@@ -119,6 +123,8 @@ class Plan:
     held: Held
     splits: tuple[Split, ...]
     tokens_per_step: int  # sampled ones
+    max_running: int
+    cache_mb: int  # engine.kv_cache_mb
 
     @property
     def best(self) -> Split | None:
@@ -132,16 +138,29 @@ def plan(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Plan:
         raise UsageError(f"--row {work.row}: rollout.max_context is {config.rollout.max_context}")
     if config.engine.colocated and n > 1:
         raise UsageError(f"--n {n}: engine.colocated shares one GPU: give 1, or --set engine.colocated=false")
-    folder = model_dir(config.model)
-    bytes_, together = _held(config, folder, work), _together(config)
     ways = _ways(config, n)
     if not ways:
-        settings = ", ".join(f"train.parallel.{name} = {width}" for name, width in together.items())
-        least = _team(config) + 1
-        raise UsageError(f"--n {n}: {settings} GPUs learn together: give {least} or more")
+        raise _no_way(config, n)
+    folder = model_dir(config.model)
+    bytes_ = _held(config, folder, work)
     splits = tuple(_split(config, folder, bytes_, gpu, work, *way) for way in ways)
     sampled = config.buffer.groups_per_step * config.rollout.group_size * work.answer
-    return Plan(gpu=gpu, n=n, held=bytes_, splits=splits, tokens_per_step=sampled)
+    return Plan(
+        gpu=gpu,
+        n=n,
+        held=bytes_,
+        splits=splits,
+        tokens_per_step=sampled,
+        max_running=config.rollout.max_running,
+        cache_mb=config.engine.kv_cache_mb,
+    )
+
+
+def started(config: RunConfig, gpu: Gpu, n: int) -> tuple[RunConfig, dict[str, Any]]:
+    """The run as `agentrl train` starts it on a machine with `n` such GPUs and vLLM, and the settings that it chooses
+    there. Raises ConfigError if these contradict the run file, ModelError."""
+    machine = defaults.Machine(gpus=n, gpu_bytes=int(gpu.memory_gb * GB), vllm=True)
+    return defaults.fitted(config, machine, parameters_of(model_dir(config.model)))
 
 
 def rows_of(config: RunConfig, work: Work) -> list[Row]:
@@ -167,24 +186,26 @@ def rows_of(config: RunConfig, work: Work) -> list[Row]:
 
 def _split(config: RunConfig, folder: Path, bytes_: Held, gpu: Gpu, work: Work, engines: int, learners: int) -> Split:
     described = _described(folder)
-    layers, heads = described["num_hidden_layers"], described["num_attention_heads"]
-    width = described.get("head_dim") or described["hidden_size"] // heads
-    kv = 2 * layers * (described.get("num_key_value_heads") or heads) * width * 2  # bytes of a token, in bfloat16
-    ranks, served = max(1, learners), max(1, engines)
-    parameters, of_experts = bytes_.parameters, _used(described)
+    layers, of_experts = described["num_hidden_layers"], _used(described)
+    each = EnginePlan.of(config, described, _width(config, folder))
+    ranks, copies = max(1, learners), max(1, engines // each.gpus) * each.copies
     learner = of_rank(bytes_, ranks, layers, config.train.parallel.tensor, config.train.parallel.expert)
     room = _RESERVED * gpu.memory_gb * GB
-    weights = 2 * parameters
+    weights = each.weights(bytes_.parameters, bytes_.experts)
     turns = config.engine.colocated
     staged = config.engine.stage == "auto" and config.sync in ("full", "delta") and not turns
     second = weights if staged else 0  # of new ones
     left = room - weights - second - (0 if engines or turns else learner)
-    at_once = min(config.rollout.max_running, served * max(0, int(left / (kv * work.row))))
-    batch = max(1, at_once // served)
-    asleep = 2 * bytes_.experts * (1 - of_experts) ** batch  # of experts that no token of the batch is sent to
-    reads = (weights - asleep + batch * kv * work.row / 2) / (gpu.gb_per_s * GB * work.mbu)
-    active = parameters - bytes_.experts * (1 - of_experts)
-    token_s = max(reads, 2 * active * batch / (gpu.tflops * 1e12 * work.mbu))
+    at_once = min(config.rollout.max_running, copies * int(each.cache / (each.token() * work.row)))
+    batch = max(1, at_once // copies)
+    token_s = each.token_s(
+        batch,
+        work.row,
+        parameters=bytes_.parameters,
+        experts=bytes_.experts,
+        used=of_experts,
+        rates=Rates(bytes=gpu.gb_per_s * GB * work.mbu, operations=gpu.tflops * 1e12 * work.mbu),
+    )
     groups, size = config.buffer.groups_per_step, config.rollout.group_size
     of_pass = sum(1 for row in rows_of(config, work) if row.group_id == 0)
     passes = groups * max(1.0, size / of_pass) / len({row.group_id for row in rows_of(config, work)})
@@ -194,15 +215,21 @@ def _split(config: RunConfig, folder: Path, bytes_: Held, gpu: Gpu, work: Work, 
         engines=engines,
         learners=learners,
         learner_bytes=learner,
-        engine_bytes=weights + second + batch * kv * work.row,
+        engine_bytes=weights + second + each.cache,
+        cache_room=left,
         at_once=at_once,
-        fits=learner <= room and left >= size * kv * work.row / served,
+        fits=learner <= room and each.cache <= left and at_once >= size,
         learner_s=operations / (ranks * gpu.tflops * 1e12 * work.mfu),
-        engine_s=groups * size * work.answer * token_s / (served * batch),
+        engine_s=groups * size * work.answer * token_s / (copies * batch),
         episode_s=work.answer * token_s,
         host_bytes=_waiting(config, bytes_) if turns else 0.0,
         swap_s=_swapped(config, bytes_) / (gpu.bus_gb_per_s * GB * work.mbu) if turns else 0.0,
     )
+
+
+def _width(config: RunConfig, folder: Path) -> int:
+    """Bytes of an engine's weight. The embedded engine is on no GPU: then they are those of vLLM in bfloat16."""
+    return 4 if config.engine.kind == "vllm" and engine_dtype(config.engine, folder) == "float32" else 2
 
 
 def _waiting(config: RunConfig, bytes_: Held) -> float:
@@ -233,9 +260,20 @@ def _described(folder: Path) -> dict[str, Any]:
 
 def _ways(config: RunConfig, n: int) -> list[tuple[int, int]]:
     """How many of `n` GPUs may be for engines, and how many for the learner; 0 and 0: one for both."""
-    team = _team(config)
+    team, each = _team(config), gpus_of(config)
     ways = [(0, 0)] if n == 1 else [(mine, n - mine) for mine in range(1, n)]
-    return [(mine, others) for mine, others in ways if max(1, others) % team == 0]
+    return [(mine, others) for mine, others in ways if max(1, others) % team == max(1, mine) % each == 0]
+
+
+def _no_way(config: RunConfig, n: int) -> UsageError:
+    """What to type where `n` GPUs cannot be divided."""
+    each = gpus_of(config)
+    why = [f"train.parallel.{name} = {width} GPUs learn together" for name, width in _together(config).items()]
+    why += [f"engine.gpus gives each engine {each}"] if each > 1 else []
+    less = next((few for few in range(n - 1, 0, -1) if _ways(config, few)), None)
+    more = next(many for many in range(n + 1, n + 2 + _team(config) * each) if _ways(config, many))
+    may = more if less is None else f"{less} or {more}"
+    return UsageError(f"--n {n}: {', '.join(why)}: give {may}")
 
 
 def _together(config: RunConfig) -> dict[str, int]:
@@ -281,15 +319,31 @@ def of_rank(bytes_: Held, ranks: int, layers: int, tensor: int = 1, expert: int 
 def changes(config: RunConfig, gpu: Gpu, n: int, work: Work) -> Iterator[str]:
     """Settings with which a run that does not fit does."""
     folder = model_dir(config.model)
+
+    def lacking(changed: RunConfig) -> list[str] | None:
+        """What else has to be set for a run to fit: nothing, or less room for keys and values; None if it cannot."""
+        bytes_, ways = _held(changed, folder, work), _ways(changed, n)
+        found = [_split(changed, folder, bytes_, gpu, work, *way) for way in ways]
+        if not found or any(one.fits for one in found):
+            return [] if found else None
+        cache_mb = max(int(one.cache_room) >> 20 for one in found)
+        if not 0 < cache_mb < changed.engine.kv_cache_mb:
+            return None
+        engine = changed.engine.model_copy(update={"kv_cache_mb": cache_mb})
+        less = changed.model_copy(update={"engine": engine})
+        fits = any(_split(less, folder, bytes_, gpu, work, *way).fits for way in ways)
+        return [f"--set engine.kv_cache_mb={cache_mb}"] if fits else None
+
     turns = _by_turns(config) if n == 1 else None
-    if turns is not None and _split(turns, folder, _held(turns, folder, work), gpu, work, 0, 0).fits:
-        yield "--set engine.colocated=true"
+    found: list[tuple[list[str], RunConfig]] = [([], config)]
+    found += [] if turns is None else [(["--set engine.colocated=true"], turns)]
     for change in _CHANGES:
-        train = config.train.model_copy(update=change)
-        changed = config.model_copy(update={"train": train})
-        bytes_ = _held(changed, folder, work)
-        if any(_split(changed, folder, bytes_, gpu, work, *way).fits for way in _ways(changed, n)):
-            yield " ".join(f"--set train.{name}={str(value).lower()}" for name, value in change.items())
+        named = [f"--set train.{name}={str(value).lower()}" for name, value in change.items()]
+        found.append((named, config.model_copy(update={"train": config.train.model_copy(update=change)})))
+    for settings, changed in found:
+        more = lacking(changed)
+        if more is not None:
+            yield " ".join([*settings, *more])
 
 
 def _by_turns(config: RunConfig) -> RunConfig | None:

@@ -30,9 +30,11 @@ from torch.utils._pytree import tree_leaves
 
 from agentrl.config import RunConfig
 from agentrl.errors import ModelError
+from agentrl.train.loading import load
 from agentrl.train.machine import EXPERTS, operations
 from agentrl.train.models import Models
 from agentrl.train.packing import Branch, packs
+from agentrl.train.parallel.ranks import ALONE
 from agentrl.train.samples import Row
 
 TRACED = (2, 4)  # layers; of a deeper model the rest follows from these two
@@ -124,6 +126,13 @@ def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             yield from _plain(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         else:
             yield tensor
+
+
+def parameters_of(folder: Path) -> int:
+    """How many the model of a config.json has, tied ones once. Raises ModelError."""
+    with hollow():
+        module: nn.Module = load(folder, ALONE, "sdpa")
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def held(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: bool) -> Held:

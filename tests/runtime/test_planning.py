@@ -13,13 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl.cli import app
-from agentrl.config import RunConfig
+from agentrl.config import RunConfig, apply_override
 from agentrl.config import load as load_config
 from agentrl.errors import ConfigError, UsageError
 from agentrl.runtime import advising, planning, trainer
 from agentrl.runtime.planning import Gpu, Work
 from agentrl.simulate.measured import Run
 from agentrl.simulate.service import Constant, parse_episodes
+from agentrl.train.budget import Held
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -42,6 +43,8 @@ id = "agentrl/Nim-v0"
 [rollout]
 max_context = 256
 max_running = 64
+[engine]
+kv_cache_mb = 4
 [train]
 tokens_per_batch = 512
 """
@@ -95,14 +98,85 @@ def test_a_pass_is_planned_full_but_not_over_its_budget(config: RunConfig) -> No
 
 
 def test_the_settings_that_it_names_make_a_run_fit(config: RunConfig) -> None:
-    whole = planning.plan(config, planning.GPUS["h100"], 1, WORK).held.total
-    small = Gpu(memory_gb=0.8 * whole / 1e9, tflops=1, gb_per_s=1, bus_gb_per_s=1)
+    whole = planning.plan(config, planning.GPUS["h100"], 1, WORK)
+    (one,) = whole.splits
+    memory = 0.8 * whole.held.total + one.engine_bytes
+    small = Gpu(memory_gb=memory / 1e9, tflops=1, gb_per_s=1, bus_gb_per_s=1)
     assert planning.plan(config, small, 1, WORK).best is None
     first, *_ = planning.changes(config, small, 1, WORK)
-    changed = config.model_dump(mode="json")
-    for name, value in re.findall(r"--set train\.(\w+)=(\w+)", first):
-        changed["train"][name] = {"true": True}.get(value, value)
-    assert planning.plan(RunConfig.model_validate(changed), small, 1, WORK).best is not None
+    assert first.startswith("--set train.gradient_checkpointing=true")
+    assert planning.plan(setting(config, first), small, 1, WORK).best is not None
+
+
+def setting(config: RunConfig, said: str) -> RunConfig:
+    """The run with what `plan` says to type."""
+    document = config.model_dump(mode="json")
+    for one in said.removeprefix("--set ").split(" --set "):
+        apply_override(document, one)
+    return RunConfig.model_validate(document)
+
+
+@pytest.fixture
+def quick(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Held:
+    """Every learner holds what that of the run does."""
+    found = planning.plan(config, planning.GPUS["h100"], 1, WORK).held
+    monkeypatch.setattr(planning, "held", lambda *_, **__: found)
+    return found
+
+
+def test_a_cache_that_does_not_fit_is_told_how_large_it_may_be(config: RunConfig, quick: Held) -> None:
+    gpu = Gpu(memory_gb=(1.2 * quick.total + 4 * PARAMETERS + (4 << 20)) / 1e9, tflops=1, gb_per_s=1, bus_gb_per_s=1)
+    large = setting(config, "engine.kv_cache_mb=64")
+    assert planning.plan(config, gpu, 1, WORK).best is not None and planning.plan(large, gpu, 1, WORK).best is None
+    first, *_ = planning.changes(large, gpu, 1, WORK)
+    assert first.startswith("--set engine.kv_cache_mb=")
+    assert planning.plan(setting(large, first), gpu, 1, WORK).best is not None
+
+
+def test_an_engine_over_several_gpus_is_planned_with_its_share_of_weights_and_cache(
+    config: RunConfig, quick: Held
+) -> None:
+    def planned(**vllm: object) -> planning.Split:
+        document = config.model_dump(mode="json")
+        document["engine"] |= {"kind": "vllm", "dtype": "bfloat16", "gpus": [[0, 1], [2, 3]], "vllm": vllm}
+        gpu = Gpu(memory_gb=1, tflops=1e-3, gb_per_s=1, bus_gb_per_s=1)
+        found = planning.plan(RunConfig.model_validate(document), gpu, 5, replace(WORK, row=256))
+        assert [(one.engines, one.learners) for one in found.splits] == [(2, 3), (4, 1)]
+        return found.splits[1]
+
+    cache, kv = 4 << 20, 2 * 2 * 2 * 16 * 2  # bytes of a token: K and V, layers, heads, width, bfloat16
+    assert cache // (kv * 256) == 64  # rows
+    divided, copied, small = planned(), planned(**{"data-parallel-size": 2}), planned(quantization="fp8")
+    assert divided.at_once == copied.at_once == 64  # rollout.max_running
+    assert divided.engine_bytes == 2 * PARAMETERS / 2 * 2 + cache  # a half, and a second copy of it
+    assert copied.engine_bytes == 2 * PARAMETERS * 2 + cache
+    assert small.engine_bytes == 1 * PARAMETERS / 2 * 2 + cache
+    token_s = max((PARAMETERS + 32 * kv / 2 * 128) / 0.5e9, PARAMETERS * 32 / 0.5e9)  # of 32 rows in each engine
+    assert divided.episode_s == pytest.approx(51 * token_s)  # a fifth of 256 tokens is sampled
+    token_s = max((2 * PARAMETERS + 16 * kv * 128) / 0.5e9, 2 * PARAMETERS * 16 / 0.5e9)
+    assert copied.episode_s == pytest.approx(51 * token_s)
+
+
+def test_gpus_that_cannot_be_divided_are_told_which_numbers_can(config: RunConfig) -> None:
+    document = config.model_dump(mode="json")
+    document["engine"] |= {"kind": "vllm", "gpus": [[0, 1, 2]]}
+    document["train"] |= {"parallel": {"ranks": 4, "tensor": 2, "context": 2}}
+    run = RunConfig.model_validate(document)
+    why = r"train\.parallel\.context = 2 GPUs learn together, engine\.gpus gives each engine 3: give 7 or 10"
+    with pytest.raises(UsageError, match=rf"--n 8: .*{why}"):
+        planning.plan(run, planning.GPUS["h100"], 8, WORK)
+
+
+def test_the_run_that_is_planned_is_the_one_that_train_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 1_000_000}))  # 64 million parameters
+    file = tmp_path / "run.toml"
+    file.write_text(f'model = "{tmp_path}"\n[env]\nid = "agentrl/Nim-v0"\n[train]\ntokens_per_batch = 1024\n')
+    code, text = run("plan", file, "--n", 2, "--set", "engine.kv_cache_mb=4")
+    assert code == 0 and "train.dtype = 'bfloat16'" in text and "engine.dtype = 'bfloat16'" in text
+    assert "train.tokens_per_batch =" not in text, "the run file says it"
+    (room,) = re.findall(r"of 16 episodes .* rollout\.max_running = 256, .* there is room for --set (\S+)", text)
+    code, text = run("plan", file, "--n", 2, "--set", room)
+    assert code == 0 and "there is room" not in text and re.search(r"1 \+ 1 +│ yes .*│ 256 ", text)
 
 
 def test_the_command_says_the_split_and_a_cost_only_for_a_given_price(file: Path) -> None:
@@ -200,7 +274,7 @@ def test_ranks_that_compute_a_pass_together_are_planned_with_their_part_of_it(co
     assert found.held.activations > whole.activations / 2  # what is between layers is on both
     weights = found.held.static / 2 + found.held.weights / 2  # a shard, and half of two layers of two
     assert split.learner_bytes == pytest.approx(weights + found.held.activations + found.held.temporary)
-    with pytest.raises(UsageError, match=r"--n 1: train\.parallel\.tensor = 2 GPUs learn together: give 3 or more"):
+    with pytest.raises(UsageError, match=r"--n 1: train\.parallel\.tensor = 2 GPUs learn together: give 3"):
         planning.plan(of(2), gpu, 1, WORK)
     with pytest.raises(ConfigError, match=r"train\.parallel\.tensor = 4: the model.s num_key_value_heads = 2"):
         planning.plan(of(4), gpu, 8, WORK)
@@ -228,7 +302,7 @@ def test_a_mixture_is_planned_with_the_experts_that_a_token_uses(config: RunConf
     read = 2 * others + 2 * of_experts * (1 - 0.75**64)  # of 64 tokens that each use two of eight experts
     token_s = max((read + 64 * kv * 100) / 0.5e9, 2 * (others + of_experts / 4) * 64 / 0.5e9)
     assert split.at_once == 64 and split.episode_s == pytest.approx(40 * token_s)
-    with pytest.raises(UsageError, match=r"--n 2: train\.parallel\.expert = 2 GPUs learn together: give 3 or more"):
+    with pytest.raises(UsageError, match=r"--n 2: train\.parallel\.expert = 2 GPUs learn together: give 3"):
         planning.plan(apart, gpu, 2, WORK)
 
 
@@ -239,7 +313,7 @@ def test_ranks_that_share_the_tokens_of_a_pass_are_planned_with_their_share(conf
     found = planning.plan(shared, gpu, 6, WORK)
     assert [(one.engines, one.learners) for one in found.splits] == [(2, 4)]
     assert (found.held.activations, found.held.temporary) == (whole.activations / 4, whole.temporary)
-    with pytest.raises(UsageError, match=r"--n 3: train\.parallel\.context = 4 GPUs learn together: give 5 or more"):
+    with pytest.raises(UsageError, match=r"--n 3: train\.parallel\.context = 4 GPUs learn together: give 5"):
         planning.plan(shared, gpu, 3, WORK)
 
 
@@ -262,8 +336,7 @@ def test_by_turns_phases_have_the_gpu_in_turn_and_their_seconds_add_up(config: R
     assert one.swap_s == pytest.approx((2 * state + 2 * PARAMETERS) / (0.1e9 * 0.5), rel=1e-3)
     assert one.step_s == pytest.approx(one.learner_s + one.engine_s + one.swap_s)
     assert shared.step_s == pytest.approx(shared.learner_s + shared.engine_s) and shared.host_bytes == 0
-    kv = one.at_once * 2 * 2 * 2 * 16 * 2 * WORK.row
-    assert one.engine_bytes == pytest.approx(2 * PARAMETERS + kv)  # and no second copy of the weights
+    assert one.engine_bytes == 2 * PARAMETERS + (4 << 20)  # and no second copy of the weights
     adapter = planning.plan(by_turns(config, lora_rank=4), gpu, 1, WORK)
     (split,) = adapter.splits
     assert split.host_bytes == adapter.held.weights + adapter.held.optimizer + 2 * adapter.held.parameters
@@ -277,8 +350,8 @@ def test_what_fits_one_gpu_only_by_turns_is_told_so_and_fits(config: RunConfig, 
     document["engine"]["colocated"] = False
     beside = RunConfig.model_validate(document)
     held = planning.plan(turns, planning.GPUS["h100"], 1, WORK).held
-    one_group = 8 * WORK.row * 2 * 2 * 2 * 16 * 2
-    gpu = Gpu(memory_gb=1.1 * max(held.total, 2 * PARAMETERS + one_group) / 1e9, tflops=1, gb_per_s=1, bus_gb_per_s=1)
+    needs = max(held.total, 2 * PARAMETERS + (4 << 20))
+    gpu = Gpu(memory_gb=1.1 * needs / 1e9, tflops=1, gb_per_s=1, bus_gb_per_s=1)
     assert planning.plan(beside, gpu, 1, WORK).best is None
     first, *_ = planning.changes(beside, gpu, 1, WORK)
     assert first == "--set engine.colocated=true"
@@ -296,7 +369,7 @@ def test_turns_that_memory_cannot_hold_are_refused(config: RunConfig) -> None:
     assert small is not None and re.search(
         r"\(engine\.colocated\) .* wait for the GPU .*: give train\.lora_rank", small
     )
-    small = planning.refusal(turns, 500 << 20, 64 << 30)
+    small = planning.refusal(setting(turns, "engine.kv_cache_mb=512"), 500 << 20, 64 << 30)
     assert small is not None and "lower engine.kv_cache_mb = 512" in small
 
 
