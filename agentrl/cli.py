@@ -74,17 +74,20 @@ def main() -> None:
     try:
         app()
     except AgentRLError as error:
-        _fail(str(error), error.exit_code)
+        _fail(str(error), error.exit_code, at_once=error.at_once)
     except BaseExceptionGroup as group:  # a Ctrl-C that came while tasks ran
         if group.split(KeyboardInterrupt)[1] is not None:
             raise
         raise SystemExit(130) from None
 
 
-def _fail(line: str, code: int) -> NoReturn:
+def _fail(line: str, code: int, *, at_once: bool = False) -> NoReturn:
     if kept := os.environ.get("AGENTRL_ERROR_FILE"):  # for a parent that keeps us alive: this end is on purpose
         Path(kept).write_text(line + "\n", encoding="utf-8")
-    print(f"agentrl: {line}", file=sys.stderr)
+    print(f"agentrl: {line}", file=sys.stderr, flush=True)
+    if at_once:
+        sys.stdout.flush()
+        os._exit(code)
     raise SystemExit(code)
 
 

@@ -79,6 +79,7 @@ class Cluster(Section):
     workers: WorkerPlaces = WorkerPlaces()
     controller: Controller | None = None
     place_deadline_s: Positive = 300.0  # until Ray has found a node for a process: its autoscaler may start one
+    head_away_s: Positive = 2.0  # Ray's head refuses connections for so long: the run leaves, to join the next one
     lease_s: Positive = 20.0  # cut off from the run, a process ends itself
     store_deadline_s: Positive = 120.0  # the run waits so long for a database that does not answer, then it ends
 

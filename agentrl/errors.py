@@ -41,6 +41,7 @@ class AgentRLError(Exception):
     """Base of everything agentrl raises on purpose. Its text is one readable line."""
 
     exit_code = 1
+    at_once = False  # the process ends without the clean-up of libraries, which wait for what is not there
 
 
 class UsageError(AgentRLError):

@@ -25,6 +25,7 @@ from agentrl.errors import RunFailed, matters
 from agentrl.owner import OwnedFolder
 from agentrl.runtime import heartbeat
 from agentrl.runtime.heartbeat import Pulse
+from agentrl.runtime.launch import ClusterLost
 from agentrl.runtime.lifeline import watch_lifeline
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import RestartBudget
@@ -32,6 +33,9 @@ from agentrl.runtime.unread import waiting_for_no_reader
 
 ERROR_FILE = "AGENTRL_ERROR_FILE"
 """Names the file in which a process leaves the one line that it failed with on purpose."""
+
+AGAIN = "AGENTRL_AGAIN"
+"""Says that the run was under way before, in the environment of a supervisor that is started again."""
 
 KEPT = "AGENTRL_KEPT"
 """Says that standard input is a lifeline, in the environment of a process."""
@@ -93,6 +97,7 @@ class _Kept(heartbeat.Here):
     folder: Path
     mark: dict[str, str]
     hung: str = ""
+    _began: bool = False
     _process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -111,6 +116,8 @@ class _Kept(heartbeat.Here):
         self.hung = ""
         self.line.unlink(missing_ok=True)
         ours = {**self.mark, **heartbeat.prepare(self.beat), ERROR_FILE: str(self.line), KEPT: "1"}
+        ours |= {AGAIN: "1"} if self._began else {}
+        self._began = True
         self._process = subprocess.Popen(
             self.command(), stdin=subprocess.PIPE, env={**os.environ, **ours}, process_group=0
         )
@@ -140,7 +147,8 @@ async def _keep(kept: _Kept, pulse: Pulse, budget: RestartBudget, path: Path) ->
                 listening.start_soon(pulse.run, kept.kill)
                 status = await kept.wait()
                 listening.cancel_scope.cancel()
-            if not kept.hung and status >= 0 and (status != 1 or kept.line.exists()):
+            lost = status == ClusterLost.exit_code
+            if not lost and not kept.hung and status >= 0 and (status != 1 or kept.line.exists()):
                 nursery.cancel_scope.cancel()
                 return status
             why = f"the supervisor {kept.hung or _how(status)}"
@@ -159,4 +167,6 @@ async def _pass_on(kept: _Kept, task_status: trio.TaskStatus[None] = trio.TASK_S
 
 
 def _how(status: int) -> str:
+    if status == ClusterLost.exit_code:
+        return "lost its cluster"
     return f"ended with signal {signal.Signals(-status).name}" if status < 0 else "crashed"

@@ -20,10 +20,18 @@ from typing import Protocol
 import trio
 
 from agentrl.engine.launch import end_group
+from agentrl.errors import RunFailed
 from agentrl.runtime import heartbeat
 
 NODE_TMP = "AGENTRL_NODE_TMP"
 """Names the folder for temporary files of a child on a node that shares no scratch space with the others."""
+
+
+class ClusterLost(RunFailed):
+    """The cluster that started the children is gone; the run can go on in the next one."""
+
+    exit_code = 7
+    at_once = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +92,10 @@ class Launcher(Protocol):
         """Give back the place of a child that has ended, and is not started again."""
         ...
 
+    async def watch(self) -> None:
+        """For ever. Raises ClusterLost once nothing can be started any more; children can still be ended."""
+        ...
+
 
 @dataclass(slots=True)
 class LocalProcess(heartbeat.Here):
@@ -140,6 +152,8 @@ class Local:
         return LocalProcess(process, command.beat)
 
     def release(self, name: str) -> None: ...
+    async def watch(self) -> None:
+        await trio.sleep_forever()
 
 
 LOCAL = Local()

@@ -291,12 +291,14 @@ async def supervise(
             store.release_all()
             writes = Aside[ControlStore](store)
             size = Size.of(config).at_most(wanted(config, store.meta))  # a run that grew grows again
-            async with _launcher_of(run, config, size, reader) as launcher, trio.open_nursery() as nursery:
+            starting = partial(_beat_until_interrupted, run, heartbeat)
+            async with _launcher_of(run, config, size, reader, starting) as launcher, trio.open_nursery() as nursery:
                 processes = RunProcesses(run, config, reader, writes, nursery, mark, launcher, size)
                 telemetry = Telemetry(store, run.metrics, "supervisor")
                 nursery.start_soon(_interrupt, run.path)
                 nursery.start_soon(_stop_when_asked, run, reader)
                 nursery.start_soon(heartbeat.beat)
+                nursery.start_soon(launcher.watch)
                 try:
                     yield Supervisor(run, config, reader, writes, telemetry, processes, start, on_tick)
                 finally:
@@ -322,6 +324,12 @@ async def _interrupt(path: Path) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async for number in signals:
             raise Interrupted(f"stopped by {signal.Signals(number).name}; go on with agentrl train --resume {path}")
+
+
+async def _beat_until_interrupted(run: RunDir, heartbeat: Heartbeat) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_interrupt, run.path)
+        nursery.start_soon(heartbeat.beat)
 
 
 async def _stop_when_asked(run: RunDir, store: ReadStore) -> None:
@@ -353,9 +361,11 @@ def run_to_end(
 
 
 @asynccontextmanager
-async def _launcher_of(run: RunDir, config: RunConfig, size: Size, store: ReadStore) -> AsyncGenerator[Launcher]:
-    """The launcher that the run file names, with places for a run of this size. Raises UsageError if it cannot start
-    anything."""
+async def _launcher_of(
+    run: RunDir, config: RunConfig, size: Size, store: ReadStore, starting: Callable[[], Awaitable[None]]
+) -> AsyncGenerator[Launcher]:
+    """The launcher that the run file names, with places for a run of this size; `starting` runs until it has them.
+    Raises UsageError if it cannot start anything."""
     if not config.cluster.on_ray:
         yield LOCAL
         return
@@ -363,5 +373,6 @@ async def _launcher_of(run: RunDir, config: RunConfig, size: Size, store: ReadSt
         from agentrl.runtime import ray_launcher
     except ImportError as error:
         raise UsageError(f"cluster.launcher = 'ray' needs Ray ({error}): pip install 'agentrl[ray]'") from None
-    async with ray_launcher.connected(run, config, size, partial(asked.ranks, config, store.meta)) as launcher:
+    ranks = partial(asked.ranks, config, store.meta)
+    async with ray_launcher.connected(run, config, size, ranks, starting) as launcher:
         yield launcher

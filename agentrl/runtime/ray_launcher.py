@@ -1,4 +1,4 @@
-"""Starts a run's children on the nodes of a Ray cluster. The only module that imports ray.
+"""Starts a run's children on the nodes of a Ray cluster. It and `ray_head` alone import ray.
 
     supervisor ── RayLauncher ── one placement group: a bundle for each child that no run is without
                      │           (learner, engine-0, worker-0 …); a demand of its own for each other one
@@ -25,8 +25,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -40,16 +40,20 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agentrl.config import RunConfig
 from agentrl.engine.launch import end_group
-from agentrl.errors import RunFailed, UsageError, boundary
+from agentrl.errors import RunFailed, UsageError
 from agentrl.owner import OwnedFolder
 from agentrl.ports import free_port
+from agentrl.runtime import ray_head
 from agentrl.runtime.ending import ENDS_THE_RUN
-from agentrl.runtime.launch import NODE_TMP, Command, Local, LocalProcess
+from agentrl.runtime.keep_alive import AGAIN
+from agentrl.runtime.launch import NODE_TMP, ClusterLost, Command, Local, LocalProcess
+from agentrl.runtime.ray_head import beside, called, result
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.scaling import NoRoom, Size
 from agentrl.store.choice import ADDRESS
 
 _LOOK_S = 0.5
+_CALL_S = 10.0  # for an answer of the head that the run can do without
 _RAY: Any = ray  # they are typed in parts only
 _UTIL: Any = ray.util
 _OURS = ("RAY_", "CUDA_", "AGENTRL_")  # variables that a node has of its own
@@ -196,6 +200,9 @@ class RayLauncher:
         self._group: Any = None
         self._seats: dict[str, Any] = {}
         self._nodes: dict[str, str] = {}  # the ids of their nodes
+        self._head = ray_head.here()
+        self.lost = False  # the head is: it is asked no more
+        self._asking: set[trio.CancelScope] = set()
         self._marker = run.path.resolve() / ".seen-by-all-nodes"
         self._text = secrets.token_hex(8)
 
@@ -204,11 +211,11 @@ class RayLauncher:
         the run's folder."""
         self._marker.write_text(self._text)
         self._nursery.start_soon(self._renew)
-        await trio.to_thread.run_sync(self._reserve)
+        await called(self._reserve)
         try:
-            await _result(self._group.ready(), self._cluster.place_deadline_s)
+            await result(self._group.ready(), self._cluster.place_deadline_s)
         except trio.TooSlowError:
-            raise UsageError(f"{self._no_place(list(self._bundles.values()))}; {self._mend}") from None
+            raise UsageError(f"{await self._no_place(list(self._bundles.values()))}; {self._mend}") from None
         async with trio.open_nursery() as nursery:
             for name in self._first:
                 nursery.start_soon(self._seat_first, name)
@@ -234,13 +241,15 @@ class RayLauncher:
         """What keeps a child on this node, if another one could not write the store."""
         return {} if self._run.store_path.name == ADDRESS else {f"node:{_host()}": 0.001}
 
-    def _no_place(self, asked: Sequence[Mapping[str, float]]) -> str:
+    async def _no_place(self, asked: Sequence[Mapping[str, float]]) -> str:
         need = {kind: sum(one.get(kind, 0.0) for one in asked) for kind in ("CPU", "GPU")}
-        nodes = [node for node in _RAY.nodes() if node["Alive"]]
-        there = [f"{node['NodeManagerAddress']}: {_told(node['Resources'])}" for node in nodes]
-        within = f"within {self._cluster.place_deadline_s:g} s (cluster.place_deadline_s)"
-        free = _told(_RAY.available_resources())
-        return f"Ray found no place for {_told(need)} {within}; nodes: {'; '.join(there)}; free now: {free}"
+        nothing = f"Ray found no place for {_told(need)} within {self._cluster.place_deadline_s:g} s"
+        with trio.move_on_after(_CALL_S):
+            nodes = [node for node in await called(_RAY.nodes) if node["Alive"]]
+            there = "; ".join(f"{node['NodeManagerAddress']}: {_told(node['Resources'])}" for node in nodes)
+            free = _told(await called(_RAY.available_resources))
+            return f"{nothing} (cluster.place_deadline_s); nodes: {there}; free now: {free}"
+        return f"{nothing} (cluster.place_deadline_s), and its head does not answer"
 
     @property
     def _mend(self) -> str:
@@ -252,7 +261,7 @@ class RayLauncher:
         """As `Launcher.place`: the address of the node of the seat."""
         seat = await self._seat(name)
         try:
-            return cast("tuple[str, int]", await _result(seat.place.remote(port), self._cluster.place_deadline_s))
+            return cast("tuple[str, int]", await result(seat.place.remote(port), self._cluster.place_deadline_s))
         except (trio.TooSlowError, ray.exceptions.RayError) as error:
             self._drop(name)
             raise RunFailed(f"{name}: its node was lost before it began ({_line(error)})") from None
@@ -269,9 +278,23 @@ class RayLauncher:
         self._nursery.start_soon(self._follow, name, command, process)
         return process
 
+    async def watch(self) -> None:
+        """As `Launcher.watch`. A child that does not end by a call ends with its lease."""
+        silent_s = self._cluster.place_deadline_s
+        why = await ray_head.watch(self._head, away_s=self._cluster.head_away_s, silent_s=silent_s)
+        self.lost = True
+        for scope in self._asking:
+            scope.cancel()
+        raise ClusterLost(
+            f"Ray's head at {self._head} {why}, and its cluster is gone with it. Once there is a new one, go on with"
+            f" agentrl train --resume {self._run.path} (with --keep-alive a run waits for it by itself)"
+        )
+
     async def close(self) -> None:
         """End every seat and give the nodes back."""
         self._marker.unlink(missing_ok=True)
+        if self.lost:
+            return
 
         def end() -> None:
             for seat in self._seats.values():
@@ -279,8 +302,8 @@ class RayLauncher:
             if self._group is not None:
                 _UTIL.remove_placement_group(self._group)
 
-        with trio.CancelScope(shield=True), suppress(ray.exceptions.RayError):
-            await trio.to_thread.run_sync(end)
+        with trio.CancelScope(shield=True), trio.move_on_after(_CALL_S), suppress(ray.exceptions.RayError):
+            await called(end)
 
     # --- one child
 
@@ -303,39 +326,55 @@ class RayLauncher:
             # Else Ray's worker kills the janitor, before it has ended what the child left.
             runtime_env={"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}},
         )
-        seat = await trio.to_thread.run_sync(partial(remote.remote, self._cluster.lease_s))
+        seat: Any = None
         try:
+            seat = await called(partial(remote.remote, self._cluster.lease_s))
             asked = seat.sees.remote(str(self._marker), self._text)
-            node, host, sees = await _result(asked, self._cluster.place_deadline_s)
+            node, host, sees = await result(asked, self._cluster.place_deadline_s)
         except BaseException as error:
-            _RAY.kill(seat)
+            if seat is not None:
+                self._kill(seat)
             if isinstance(error, trio.TooSlowError):
-                raise NoRoom(f"{name}: {self._no_place([need])}") from None
+                raise NoRoom(f"{name}: {await self._no_place([need])}") from None
             if isinstance(error, ray.exceptions.RayError):
                 raise RunFailed(f"{name}: its node was lost before it began ({_line(error)})") from None
             raise
         if not sees:
-            _RAY.kill(seat)
+            self._kill(seat)
             hint = "put --out on a file system that all nodes mount at the same path"
             raise UsageError(f"node {host} does not see the run's folder {self._marker.parent}: {hint}")
         self._seats[name], self._nodes[name] = seat, node
         return seat
 
+    @contextmanager
+    def _while_there_is_a_head(self) -> Generator[None]:
+        """The body ends, without an error, when the head is lost."""
+        with trio.CancelScope() as scope:
+            self._asking.add(scope)
+            if self.lost:
+                scope.cancel()
+            try:
+                yield
+            finally:
+                self._asking.discard(scope)
+
     async def _follow(self, name: str, command: Command, process: RayProcess) -> None:
         """Start the child and look at it until it has ended. A lost seat's child has ended when its lease has."""
         heard = trio.current_time()
         try:
-            seat = await self._seat(name)
-            if process.killed:
+            seat: Any = None
+            with self._while_there_is_a_head():
+                seat = await self._seat(name)
+            if seat is None or process.killed:
                 process.end(-signal.SIGKILL)
                 return
             defaults = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
-            process.seat = seat
-            process.last = await _result(seat.start.remote(_portable(command), defaults), self._cluster.lease_s)
+            process.seat, heard = seat, trio.current_time()
+            process.last = await result(seat.start.remote(_portable(command), defaults), self._cluster.lease_s)
             while process.last.status is None:
                 heard = trio.current_time()
                 await trio.sleep(_LOOK_S)
-                process.last = await _result(seat.look.remote(), self._cluster.lease_s)
+                process.last = await result(seat.look.remote(), self._cluster.lease_s)
             process.ended.set()
         except (UsageError, RunFailed) as error:
             command.error.write_text(f"{error}\n")
@@ -344,15 +383,25 @@ class RayLauncher:
             self._drop(name)
             if not process.killed:
                 command.error.write_text(f"its node or its Ray actor was lost ({_line(error)})\n")
-            known = isinstance(error, ray.exceptions.ActorDiedError)
-            if not known or not await trio.to_thread.run_sync(_lives, self._nodes.get(name)):
-                await trio.sleep_until(heard + self._cluster.lease_s)  # it may be cut off, and live until then
+            with trio.move_on_at(heard + self._cluster.lease_s):  # it may be cut off, and live until then
+                known = isinstance(error, ray.exceptions.ActorDiedError)
+                if not known or not await called(partial(_lives, self._nodes.get(name))):
+                    await trio.sleep_forever()
             process.end(-signal.SIGKILL)
 
     def _drop(self, name: str) -> None:
         if (seat := self._seats.pop(name, None)) is not None:
+            self._kill(seat)
+
+    def _kill(self, seat: Any) -> None:
+        """End a seat, which Ray does through its head: nobody waits for it."""
+
+        async def end() -> None:
             with suppress(ray.exceptions.RayError):
-                _RAY.kill(seat)
+                await called(partial(_RAY.kill, seat))
+
+        if not self.lost:
+            self._nursery.start_soon(end)
 
 
 def bundles(config: RunConfig, size: Size, ranks: int) -> dict[str, dict[str, float]]:
@@ -383,57 +432,38 @@ def _always(name: str, config: RunConfig) -> bool:
 
 @asynccontextmanager
 async def connected(
-    run: RunDir, config: RunConfig, size: Size, ranks: Callable[[], int]
+    run: RunDir,
+    config: RunConfig,
+    size: Size,
+    ranks: Callable[[], int],
+    meanwhile: Callable[[], Awaitable[object]] = trio.sleep_forever,
 ) -> AsyncGenerator[RayLauncher]:
     """A launcher on the cluster at `cluster.address`, for a run that begins with `size`, and a learner of as many
-    `ranks` as it is to have whenever it gets a place; all that it placed is given back at the end.
+    `ranks` as it is to have whenever it gets a place; all that it placed is given back at the end. `meanwhile` runs
+    until the body begins, which may be long after: what it raises ends the wait.
 
     Raises UsageError if there is no such cluster, or no room in it."""
-    ours = not _RAY.is_initialized()
+    ours, cluster = not _RAY.is_initialized(), config.cluster
+    lost = False
     if ours:
-        address, deadline_s = config.cluster.address, config.cluster.place_deadline_s
-        with trio.move_on_after(deadline_s) as waited:  # Ray itself tries for many minutes
-            await trio.to_thread.run_sync(_connect, address, abandon_on_cancel=True)
-        if waited.cancelled_caught:
-            hint = (
-                f"the head does not answer within {deadline_s:g} s (cluster.place_deadline_s): look with `ray status`"
+        async with beside(meanwhile):
+            await ray_head.join(
+                cluster.address, cluster.place_deadline_s, again=run.path if os.environ.pop(AGAIN, None) else None
             )
-            raise UsageError(f"no Ray cluster at cluster.address = {address!r}: {hint}")
     try:
         async with trio.open_nursery() as nursery:
             launcher = RayLauncher(run, config, size, nursery, ranks)
             try:
-                await launcher.open()
+                async with beside(meanwhile, launcher.watch):
+                    await launcher.open()
                 yield launcher
             finally:
                 await launcher.close()
+                lost = launcher.lost
                 nursery.cancel_scope.cancel()
     finally:
         if ours:
-            with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(_RAY.shutdown)
-
-
-def _connect(address: str) -> None:
-    if address.startswith("ray://"):
-        raise UsageError(f"cluster.address = {address!r}: start agentrl on a node of the cluster, and give 'auto'")
-    with boundary(UsageError, f"no Ray cluster at cluster.address = {address!r}: start one (ray start --head)"):
-        _RAY.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
-
-
-async def _result(reference: Any, deadline_s: float) -> Any:
-    """Wait for a Ray call. Raises TooSlowError, or its error."""
-    token, done = trio.lowlevel.current_trio_token(), trio.Event()
-
-    def tell(_: object) -> None:
-        with suppress(trio.RunFinishedError):
-            token.run_sync_soon(done.set)
-
-    future = reference.future()
-    future.add_done_callback(tell)
-    with trio.fail_after(deadline_s):
-        await done.wait()
-    return future.result()
+            await ray_head.leave(lost=lost)
 
 
 def _portable(command: Command) -> Command:

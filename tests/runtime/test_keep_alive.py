@@ -72,6 +72,16 @@ def test_one_that_ends_on_purpose_is_not(status: int, tmp_path: Path) -> None:
     assert (kept.status(), kept.started) == (status, 1)
 
 
+def test_one_that_lost_its_cluster_is_and_knows_that_it_was_there_before(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """So it waits for the next cluster; at its first start it would say that there is none."""
+    line = "Path(os.environ['AGENTRL_ERROR_FILE']).write_text('it is gone')\n"
+    kept = Kept(tmp_path, line + "sys.exit(9 if 'AGENTRL_AGAIN' in os.environ else 7)")
+    assert (kept.status(), kept.started) == (9, 2)
+    assert "agentrl: the supervisor lost its cluster; it is started again" in capfd.readouterr().err
+
+
 def test_it_gives_up_with_a_line_that_says_how_to_go_on(tmp_path: Path) -> None:
     kept = Kept(tmp_path, DIES)
     with pytest.raises(RunFailed) as failed:

@@ -58,10 +58,10 @@ def test_ray_reserves_a_place_for_every_child() -> None:
 
 
 def test_a_remote_client_of_ray_is_refused() -> None:
-    from agentrl.runtime.ray_launcher import _connect
+    from agentrl.runtime.ray_head import connect
 
     with pytest.raises(UsageError, match="start agentrl on a node of the cluster"):
-        _connect("ray://10.0.0.1:10001")
+        connect("ray://10.0.0.1:10001")
 
 
 @pytest.fixture
@@ -80,9 +80,21 @@ def cluster() -> Iterator[Any]:
     cluster = Cluster(initialize_head=True, head_node_args={**node, **quiet})
     cluster.room = lambda: cluster.add_node(**node)
     cluster.others = [cluster.room(), cluster.room()]
+    first, port = cluster.head_node, int(cluster.address.rpartition(":")[2])
+
+    def another() -> None:
+        """The head dies, and no other process; a new one, with room for a run, listens where it did."""
+        head = first.all_processes["gcs_server"][0].process
+        head.kill()
+        head.wait()
+        cluster.head_node = None
+        cluster.add_node(**node | {"num_cpus": 6, "gcs_server_port": port}, **quiet)
+
+    cluster.another_head = another
     try:
         yield cluster
     finally:
+        first.kill_all_processes(check_alive=False, allow_graceful=False)
         cluster.shutdown()
         patch.undo()
 
@@ -123,7 +135,8 @@ def wait_for_others(run: RunDir, before: dict[str, int], names: Collection[str])
 @pytest.mark.slow
 @pytest.mark.postgres
 def test_law_2_a_run_on_ray_with_its_store_in_postgresql_survives_what_dies_there(tmp_path: Path, cluster: Any) -> None:
-    """At once the database crashes, an actor and a rank of the learner are killed, a node is lost with its children."""
+    """At once the database crashes, an actor and a rank of the learner are killed, a node is lost with its children.
+    Then the head is, and the run goes on in the cluster of the next one."""
     run = RunDir(tmp_path / "run")
     with tempfile.TemporaryDirectory(prefix="agentrl-pg-") as folder, running(Path(folder)) as server:
         sections = {"launcher": "ray", "address": cluster.address, "lease_s": 10.0, "store": server.url}
@@ -135,7 +148,7 @@ def test_law_2_a_run_on_ray_with_its_store_in_postgresql_survives_what_dies_ther
             train={"steps": 5000, "checkpoint_every": 1},
             eval={"sets": [], "every": 0},
         )
-        with started("train", file, "--out", run.path) as process:
+        with started("train", file, "--out", run.path, "--keep-alive") as process:
             wait_for_step(run.path, 1, process)
             outside, there = OutsideAuditor(run.store_path), lives(run)
             assert outside.look() == [] and len(there) == 6, there
@@ -151,10 +164,16 @@ def test_law_2_a_run_on_ray_with_its_store_in_postgresql_survives_what_dies_ther
             server.start()
             hurt = {*lost, actor, "learner", "rank"}
             wait_for_others(run, there, hurt)
-            wait_for_step(run.path, last_step(run) + 2, process)
+            wait_for_step(run.path, last_step(run) + 1, process)
+            there = lives(run)
+            cluster.another_head()
+            wait_for_others(run, there, there)
+            wait_for_step(run.path, last_step(run) + 1, process)
             process.send_signal(signal.SIGINT)
             output, errors = process.communicate(timeout=DEADLINE_S)
             assert process.returncode == 130, errors + output
+            assert "and its cluster is gone with it. Once there is a new one, go on with" in errors
+            assert "the supervisor lost its cluster; it is started again" in errors
         assert outside.look(ended=True) == []
         with RunStore.read(run.store_path) as store:
             assert audit(store, run.checkpoints).violations == []
@@ -174,8 +193,8 @@ def test_law_4_a_head_that_never_answers_is_given_up(tmp_path: Path) -> None:
 def test_without_a_cluster_the_message_says_how_to_start_one(tmp_path: Path) -> None:
     code = (
         "from ray._private import services\nservices.find_gcs_addresses = set\n"  # that of another test
-        "from agentrl.runtime.ray_launcher import _connect\nfrom agentrl.errors import UsageError\n"
-        "try:\n    _connect('auto')\nexcept UsageError as error:\n    print(error)"
+        "from agentrl.runtime.ray_head import connect\nfrom agentrl.errors import UsageError\n"
+        "try:\n    connect('auto')\nexcept UsageError as error:\n    print(error)"
     )
 
     environment = {**os.environ, "RAY_TMPDIR": str(tmp_path), "RAY_ADDRESS": ""}

@@ -1,0 +1,191 @@
+"""The head of a Ray cluster as a run sees it: joined, watched, left.
+
+    join ─► watch ─┬─ answers ─► go on
+                   ├─ refuses connections for `cluster.head_away_s` ─┐
+                   ├─ is the head of another cluster ────────────────┤
+                   └─ says nothing for `cluster.place_deadline_s` ───┴─► ClusterLost ─► leave
+
+Without its head Ray places and ends nothing, but actors go on and obey. So a run needs the head for no step, and stays
+with one that is slow or stopped for long. A head that refuses connections is dead. Unless it keeps what it knows on a
+disk or in Redis, its cluster died with it, and Ray would end this process after a minute: the run leaves soon.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from enum import Enum, auto
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import ray
+import trio
+from ray import _raylet  # pyright: ignore[reportAttributeAccessIssue]
+from ray._private import services
+
+from agentrl.errors import UsageError, boundary
+
+_T = TypeVar("_T")
+_RAY: Any = ray  # they are typed in parts only
+_RAYLET: Any = _raylet
+_SERVICES: Any = services
+_LOOK_S = 0.5
+_CHECK_S = 10.0  # between two looks at which cluster's head it is
+_ANSWER_S = 2.0  # after which a head counts as silent
+_LEAVE_S = 10.0
+_LOST_S = 0.2
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113, 3.4: empty settings
+"""The beginning of every gRPC connection. A server answers it with its settings, before it asks who calls."""
+
+
+class Answer(Enum):
+    """What a head says to a greeting."""
+
+    ANSWERS = auto()
+    REFUSES = auto()
+    SILENT = auto()
+
+
+async def ask(address: str) -> Answer:
+    """Greet the head at `address`. It answers as long as its process turns, and refuses when nobody listens there. All
+    else is silence: a process that is stopped, a host or a network that is gone."""
+    host, _, port = address.rpartition(":")
+    with trio.move_on_after(_ANSWER_S):
+        try:
+            stream = await trio.open_tcp_stream(host.strip("[]"), int(port))
+        except OSError as error:
+            return Answer.REFUSES if _refused(error) else Answer.SILENT
+        async with stream:
+            with suppress(trio.BrokenResourceError):  # an end of the stream is an answer: with TLS nobody greets so
+                await stream.send_all(_GREETING)
+                await stream.receive_some(1)
+            return Answer.ANSWERS
+    return Answer.SILENT
+
+
+def _refused(error: OSError) -> bool:
+    """Whether every address of the host refused."""
+    cause = error.__cause__
+    group = isinstance(cause, ExceptionGroup)
+    attempts = cast("ExceptionGroup[Exception]", cause).exceptions if group else (cause,)
+    return all(isinstance(attempt, ConnectionRefusedError) for attempt in attempts)
+
+
+async def watch(address: str, *, away_s: float, silent_s: float) -> str:
+    """Returns why the head at `address` counts as gone, once it does."""
+    ours = await _cluster(address)
+    since = dict[Answer, float]()  # when a row of refusals, or of looks without an answer, began
+    checked = trio.current_time()
+    while True:
+        found, now = await ask(address), trio.current_time()
+        if found is Answer.ANSWERS and (since or now - checked >= _CHECK_S):
+            checked = now
+            if ours and await _cluster(address) not in (ours, None):
+                return "was started anew and knows nothing of before"
+        if found is not Answer.REFUSES:
+            since.pop(Answer.REFUSES, None)
+        if found is Answer.ANSWERS:
+            since.clear()
+        else:
+            since = {found: now, Answer.SILENT: now} | since
+        if now - since.get(Answer.REFUSES, now) >= away_s:
+            return f"has refused connections for {away_s:g} s (cluster.head_away_s)"
+        if now - since.get(Answer.SILENT, now) >= silent_s:
+            return f"has said nothing for {silent_s:g} s (cluster.place_deadline_s)"
+        await trio.sleep(_LOOK_S)
+
+
+async def _cluster(address: str) -> str | None:
+    """The id of the cluster whose head is there, None if it does not say: a head has a new one unless it has kept what
+    it knows."""
+    with trio.move_on_after(_ANSWER_S), suppress(Exception):  # Ray names no error that this raises
+        return await called(partial(_cluster_id, address))
+
+
+def _cluster_id(address: str) -> str:
+    return _RAYLET.GcsClient(address=address).cluster_id.hex()
+
+
+def here() -> str:
+    """The address of the head that this process has joined."""
+    return str(_RAY.get_runtime_context().gcs_address)
+
+
+async def join(address: str, deadline_s: float, *, again: Path | None) -> None:
+    """Join the cluster at `address`. `again`: the folder of a run that was in one before, so it waits for a head.
+
+    Raises UsageError if there is none."""
+    with trio.move_on_after(deadline_s):  # Ray itself tries for many minutes
+        while True:
+            try:
+                there = await _one_that_answers(address) if again else address
+                return await called(partial(connect, there))
+            except UsageError:
+                if not again:
+                    raise
+                await trio.sleep(_LOOK_S)
+    elsewhere = f"; if it is elsewhere: agentrl train --resume {again} --set cluster.address=HOST:PORT" if again else ""
+    raise UsageError(
+        f"no Ray cluster at cluster.address = {address!r}: the head does not answer within {deadline_s:g} s"
+        f" (cluster.place_deadline_s): look with `ray status`{elsewhere}"
+    )
+
+
+async def _one_that_answers(address: str) -> str:
+    """The address once its head answers. "auto" is the cluster that `ray start` joined last here, wherever that is."""
+    while True:
+        there = address
+        if address == "auto":
+            there = os.environ.get("RAY_ADDRESS") or cast("str | None", _SERVICES.find_bootstrap_address(None))
+        if there is None or await ask(there) is Answer.ANSWERS:
+            return there or address
+        await trio.sleep(_LOOK_S)
+
+
+def connect(address: str) -> None:
+    """Join, in a thread: this may take long. Raises UsageError."""
+    if address.startswith("ray://"):
+        raise UsageError(f"cluster.address = {address!r}: start agentrl on a node of the cluster, and give 'auto'")
+    with boundary(UsageError, f"no Ray cluster at cluster.address = {address!r}: start one (ray start --head)"):
+        _RAY.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+
+
+async def leave(*, lost: bool) -> None:
+    """Leave the cluster, in a thread that may outlive this call: without its head Ray takes up to 9 s to end."""
+    with trio.CancelScope(shield=True), trio.move_on_after(_LOST_S if lost else _LEAVE_S):
+        await called(_RAY.shutdown)
+
+
+# --- calls that wait
+
+
+@asynccontextmanager
+async def beside(*others: Callable[[], Awaitable[object]]) -> AsyncGenerator[None]:
+    """Have these run for ever while the body does; what one of them raises ends it."""
+    async with trio.open_nursery() as nursery:
+        for other in others:
+            nursery.start_soon(other)
+        yield
+        nursery.cancel_scope.cancel()
+
+
+async def called(function: Callable[[], _T]) -> _T:
+    """The result of a call that waits for the head. It may be given up: then its thread goes on alone."""
+    return await trio.to_thread.run_sync(function, abandon_on_cancel=True)
+
+
+async def result(reference: Any, deadline_s: float) -> Any:
+    """Wait for a Ray call. Raises TooSlowError, or its error."""
+    token, done = trio.lowlevel.current_trio_token(), trio.Event()
+
+    def tell(_: object) -> None:
+        with suppress(trio.RunFinishedError):
+            token.run_sync_soon(done.set)
+
+    future = reference.future()
+    future.add_done_callback(tell)
+    with trio.fail_after(deadline_s):
+        await done.wait()
+    return future.result()
