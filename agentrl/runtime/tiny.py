@@ -4,6 +4,8 @@ Everything else is real: environment, sandbox, rewards, store, learner, engine, 
 Only what a laptop without a GPU cannot do is made small, see `shrunk`. Beside the run's own rewards each turn has a
 random one: a random model earns nothing, and steps without signal would change no weights. It shows that a run file
 works, not that it learns.
+
+Other models that the file names (of roles, teachers) are the tiny one too: they have to have its tokens.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def shrunk(config: RunConfig, folder: Path) -> RunConfig:
     allow, short turns, engines of that model, processes and store on this machine, no held-out sets. Raises ModelError
     for a model whose architecture cannot be told."""
     mixture = _make(config.model, folder)
-    document = config.model_dump(mode="json", exclude_unset=True)
+    document = _of_one_model(config, str(folder))
     rollout, engine, train = (dict(document.get(name, {})) for name in ("rollout", "engine", "train"))
     members = max(_MEMBERS, *(algo.least_members for algo in config.algorithms.values()))
     rollout |= {"workers": 1, "group_size": members, "max_running": 2 * members, "max_turns": _TURNS}
@@ -70,17 +72,39 @@ def shrunk(config: RunConfig, folder: Path) -> RunConfig:
     kind = "vllm" if mixture else "embedded"
     engine |= {"kind": kind, "dtype": "float32", "max_batch": 8, "kv_cache_mb": 64}
     train |= {"steps": _STEPS, "device": "cpu", "dtype": "float32", "compile": False, "tokens_per_batch": _CONTEXT}
-    for name in ("parallel", "weights", "master_weights"):
+    for name in ("parallel", "weights", "master_weights", "attention"):
         train.pop(name, None)
     document.pop("cluster", None)
     buffer = {**document.get("buffer", {}), "groups_per_step": 1}
     if buffer.get("quorum"):
         buffer["quorum"] = members
-    document |= {"model": str(folder), "rollout": rollout, "engine": engine, "train": train, "buffer": buffer}
+    document |= {"rollout": rollout, "engine": engine, "train": train, "buffer": buffer}
     noise = {"source": "tiny", "kind": "callable", "call": f"{__name__}:noise"}
-    document["rewards"] = [*document.get("rewards", []), noise]
+    document["rewards"] = [*map(_short, document.get("rewards", [])), noise]
     document["eval"] = {**document.get("eval", {}), "every": 0, "sets": []}
     return parse(document)
+
+
+def _of_one_model(config: RunConfig, model: str) -> dict[str, Any]:
+    """The settings of a run file with one model in the place of all that it names."""
+    document = config.model_dump(mode="json", exclude_unset=True)
+    for field, algo in config.algorithms.items():
+        table: Any = document
+        for key in field.split("."):
+            table = table[int(key)] if key.isdigit() else table.setdefault(key, {})
+        table |= {name: model for name, given in algo.slots.frozen.items() if given is not None}
+    for role in document.get("roles", []):
+        role |= {"model": model} if role.get("model") else {}
+    if config.rollout.roles:
+        others = config.rollout.given_models() - {"frozen"}
+        played = {role: model if by in others else by for role, by in config.rollout.roles.items()}
+        document["rollout"]["roles"] = played
+    return document | {"model": model}
+
+
+def _short(source: dict[str, Any]) -> dict[str, Any]:
+    """A source of rewards for short turns."""
+    return source | {"most_tokens": _TURN, "margin_tokens": 1} if source["kind"] == "overlong" else source
 
 
 def noise(trajectory: Trajectory) -> float:

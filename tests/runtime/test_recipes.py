@@ -98,3 +98,27 @@ def test_a_file_for_many_machines_is_tried_on_this_one(
     assert (tiny.engine.replicas, tiny.engine.urls, tiny.train.parallel.ranks, tiny.train.device) == (1, [], 1, "cpu")
     assert tiny.engine.kind == "embedded" and not (tiny.engine.weights_url or tiny.engine.shared)
     assert tiny.algo == given.algo and tiny.train.lora_rank == given.train.lora_rank
+
+
+def test_other_models_are_the_tiny_one_and_what_only_gpus_compute_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny_runs, "_make", lambda model, folder: False)
+    large = "Qwen/Qwen3-32B"
+    run = {
+        "model": "Qwen/Qwen3-4B",
+        "env": {"id": "agentrl/Nim-v0"},
+        "rollout": {"roles": {"judge": large, "first": "frozen", "guest": "http://host:1"}},
+        "engine": VLLM,
+        "train": CUDA | {"attention": "flex"},
+        "algo": {"kind": "distil", "teacher": large},
+        "roles": [{"name": "other", "model": large, "algo": {"kind": "distil", "teacher": large}}],
+        "rewards": [{"source": "long", "kind": "overlong", "most_tokens": 64, "margin_tokens": 32}],
+    }
+    tiny = shrunk(configuration.parse(run), tmp_path)
+    made = str(tmp_path)
+    assert (tiny.model, tiny.role_models) == (made, {"other": made})
+    assert tiny.rollout.roles == {"judge": made, "first": "frozen", "guest": "http://host:1"}
+    assert [algo.slots.frozen for algo in tiny.algorithms.values()] == [{"teacher": made}] * 2
+    assert tiny.train.attention == "auto", "flex has no gradients on a CPU"
+    assert [one.most_tokens for one in tiny.rewards] == [tiny.rollout.max_tokens_per_turn, None]
