@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -18,7 +19,7 @@ from store.server import running
 
 from agentrl.runtime.chaos import Hurts, hurt
 from agentrl.store import RunStore
-from agentrl.testing import chaos_run
+from agentrl.testing import chaos_run, faults
 from agentrl.testing.chaos_run import ChaosReport, ChaosRun, Fault, Outcome, possible
 from agentrl.testing.faults import NoEffect
 from agentrl.testing.outside_audit import OutsideAuditor
@@ -89,8 +90,9 @@ def test_a_fault_that_silently_does_nothing_is_a_violation(
         monkeypatch.setattr(one.__class__, "_advance", lambda self, part, old, deadline_s: None)
         monkeypatch.setattr(os, "kill", lambda pid, number: None)
         ticks = iter(range(100_000))
-        monkeypatch.setattr(time, "monotonic", lambda: float(next(ticks)))
-        monkeypatch.setattr(time, "sleep", lambda seconds: None)
+        clock = SimpleNamespace(monotonic=lambda: float(next(ticks)), sleep=lambda seconds: None, time=time.time)
+        for module in (chaos_run, faults):  # threads of others that sleep must not spin meanwhile
+            monkeypatch.setattr(module, "time", clock)
         outcome = one._hurt(Fault(kind=kind, part="engine"), 0.0)
     assert len(outcome.violations) == 1 and outcome.violations[0].startswith(f"{kind}:engine had no effect: ")
     assert not ChaosReport(outcomes=(outcome,), status=0, wall_s=0.0, violations=(), left=()).ok

@@ -159,7 +159,8 @@ def checked(capsys: pytest.CaptureFixture[str], tests_s: float, **rollout: float
     """What is said at the start of a run of tests that may take so long."""
     kwargs = {"apart": False, "tests_s": tests_s}
     env = {"id": "agentrl/SWE-v0", "kwargs": kwargs}
-    check_startable(parse({"model": "agentrl/tiny-coder", "env": env, "rollout": rollout}))
+    train = {"stall_deadline_s": 1800}
+    check_startable(parse({"model": "agentrl/tiny-coder", "env": env, "rollout": rollout, "train": train}))
     return capsys.readouterr().err
 
 
@@ -172,7 +173,7 @@ def test_an_honest_step_that_is_longer_than_its_deadline_is_said_before_anything
         " --set rollout.step_deadline_s=600 --set rollout.episode_deadline_s=600\n"
     )
     assert checked(capsys, 200.0, step_deadline_s=100.0).endswith("limit: --set rollout.step_deadline_s=200\n")
-    assert checked(capsys, 600.0, step_deadline_s=600.0, episode_deadline_s=900.0) == ""
+    assert checked(capsys, 600.0, step_deadline_s=600.0, episode_deadline_s=900.0, group_deadline_s=900.0) == ""
     assert checked(capsys, 60.0) == ""
 
 
