@@ -14,7 +14,7 @@ from itertools import chain, islice, zip_longest
 from typing import Any, TypeVar, cast
 
 from agentrl.errors import UsageError
-from agentrl.records import GroupState, StopReason, Trajectory
+from agentrl.records import Group, GroupState, StopReason, Trajectory
 from agentrl.store import RunStore
 from agentrl.store.bias import TrainingBias, compared
 from agentrl.store.database import Database, Watch
@@ -25,6 +25,7 @@ from agentrl.store.metrics import Failures, LengthBias, Lengths, Waits, mean_of
 from agentrl.store.outages import OUTAGE_S
 from agentrl.store.readers import EpisodeRow, GroupResult
 from agentrl.store.replays import Replays, quarantined
+from agentrl.store.retaking import Gone, Span
 from agentrl.store.returns import Returns
 from agentrl.store.rewards import Scored, read_turn_id
 from agentrl.store.shards import Watches, home
@@ -248,6 +249,19 @@ class ShardedReads(RunStore):
         newest = set(sorted({one.group_id for one in found})[-limit:])
         return [one for one in found if one.group_id in newest]
 
+    def steps_trained(self) -> dict[int, Gone]:
+        found = sorted(chain(*(shard.steps_trained().items() for shard in self._shards)), key=_worst)
+        return dict(sorted(dict(found).items()))
+
+    def took(self, step: int) -> Span:
+        spans = [shard.took(step) for shard in self._shards]
+        return Span(max(one.since_s for one in spans), max(one.until_s for one in spans))
+
+    def retaken(self, step: int, took: Span) -> list[Group]:
+        found = list(chain(*(shard.retaken(step, took) for shard in self._shards)))
+        skipped = sorted((one for one in found if one.skipped), key=lambda one: one.id)
+        return [one for one in found if not one.skipped] + skipped
+
     def forked(self) -> frozenset[int]:
         return frozenset(chain(*(shard.forked() for shard in self._shards)))
 
@@ -258,12 +272,14 @@ class ShardedReads(RunStore):
     # --- what needs all rows in one database
 
     together = refused(RunStore.together)
-    retake = refused(RunStore.retake)
-    steps_trained = refused(RunStore.steps_trained)
     movable = refused(RunStore.movable)
     left_behind = refused(RunStore.left_behind)
     move_out = refused(RunStore.move_out)
     move_in = refused(RunStore.move_in)
+
+
+def _worst(step: tuple[int, Gone]) -> int:
+    return ("", "tokens", "episodes").index(step[1])
 
 
 def _total(parts: Iterable[dict[Any, int]]) -> dict[Any, int]:

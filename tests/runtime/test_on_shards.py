@@ -46,6 +46,14 @@ def kill_between_databases(run: RunDir, process: subprocess.Popen[str]) -> int:
         raise AssertionError("no step took members of the first databases")
 
 
+def retrained(run: RunDir, step: int) -> None:
+    """The step is trained again, from all databases."""
+    again = subprocess.run(
+        command("retrain", run.path, "--step", step), capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert again.returncode == 0 and "are bit-equal to those of the run" in again.stdout, again.stdout + again.stderr
+
+
 def test_law_2_killed_between_two_databases_it_trains_the_same_bits_once(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     with tempfile.TemporaryDirectory(prefix="agentrl-pg-") as folder, running(Path(folder)) as server:
@@ -65,13 +73,11 @@ def test_law_2_killed_between_two_databases_it_trains_the_same_bits_once(tmp_pat
         with RunStore.read(run.store_path) as store:
             assert audit(store, run.checkpoints).violations == []
             assert all(shard.episodes_trained() for shard in store.shards) and store.lineage(step)
+        assert OutsideAuditor(run.store_path).look(ended=True) == []
+        retrained(run, step)
         for arguments in (("audit", run.path), ("store", "copy", run.path, "--to", "sqlite")):
             subprocess.run(command(*arguments), check=True, capture_output=True, timeout=DEADLINE_S)
     with RunStore.read(run.store_path) as store:
         assert audit(store, run.checkpoints).violations == []
         assert sorted(store.steps_trained()) == list(range(1, STEPS + 1))
     assert OutsideAuditor(run.store_path).look(ended=True) == []
-    again = subprocess.run(
-        command("retrain", run.path, "--step", step), capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert again.returncode == 0 and "are bit-equal to those of the run" in again.stdout, again.stdout + again.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import AsyncIterator, Generator
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import pytest
 
 from agentrl.errors import LeaseLost, StoreAway, StoreError, UsageError
 from agentrl.records import GroupState, StopReason
-from agentrl.store import RunStore
+from agentrl.store import Quorum, RunStore
 from agentrl.store.audit import audit
 from agentrl.store.choice import ADDRESS, STORE, part
 from agentrl.store.copying import move
 from agentrl.store.desks import desk_of
 from agentrl.store.shards import home
+from agentrl.testing import store_rows
 from agentrl.testing.outside_audit import OutsideAuditor
 
 from .conformance import *  # noqa: F403  (the tests)
@@ -70,7 +72,7 @@ CONTROL = {
 
 BY_OTHERS = {
     "ready_count", "members_dropped", "signal", "wait_for_work", "shares", "create", "open", "read",
-    "aboard", "claim_of", "claimable", "follow", "leave", "next_untrained", "offered", "played",
+    "aboard", "claim_of", "claimable", "follow", "leave", "next_untrained", "offered", "played", "retake",
 }  # fmt: skip
 """Made of calls that are there for all databases, or of one database alone."""
 
@@ -251,9 +253,7 @@ def test_what_needs_one_database_says_how_to_get_it_and_that_has_all_rows(store:
     taken = store.take(1, 3, max_lag=9) or []
     store.checkpoint(1, store.mint_version(1), "/checkpoints/1")
     with pytest.raises(UsageError, match=rf"in 3 databases, .*: agentrl store copy {store.path.parent} --to sqlite"):
-        store.retake(1)
-    with pytest.raises(UsageError, match=r"several databases, .*: agentrl store copy"):
-        OutsideAuditor(store.path).look()
+        store.movable()
     before = (store.counts(), store.endings(), [store.trajectory(row.id) for row in store.episodes()])
     run = store.path.parent
     move(run, None, store._db.clock)  # pyright: ignore[reportPrivateUsage]
@@ -270,3 +270,92 @@ def test_what_needs_one_database_says_how_to_get_it_and_that_has_all_rows(store:
         assert [(one.id, one.trajectories) for one in again] == [(one.id, one.trajectories) for one in taken]
         whole.rollback(0)
         assert len(whole.take(1, 4, max_lag=9) or []) == 4
+
+
+def played(store: RunStore) -> None:
+    """A step of three groups is trained, three groups wait, and a checkpoint is made."""
+    store.lead()
+    admit(store, group_size=2, groups_per_step=3, max_lag=1)
+    play_all(store)
+    assert store.take(1, 3, max_lag=1) is not None
+    store.checkpoint(1, serve(store, 1), "/nowhere")
+
+
+def test_the_outside_auditor_reads_all_databases_as_one(store: RunStore) -> None:
+    played(store)
+    auditor = OutsideAuditor(store.path)
+    assert auditor.look(ended=True) == []
+    turns = [shard._db.rows("SELECT COUNT(*) FROM turns")[0][0] for shard in store.shards]  # pyright: ignore[reportPrivateUsage]
+    assert auditor.turns == sum(turns) and all(turns)
+    admit(store, group_size=2, groups_per_step=3, max_lag=1)
+    play_all(store)
+    assert auditor.look() == [] and auditor.turns > sum(turns)
+    rows = "SELECT MIN(l.episode_id), MIN(t.id) FROM lineage l JOIN turns t ON t.episode_id = l.episode_id"
+    for shard in store.shards[1:]:  # what is broken in one that is not the control store
+        db = shard._db  # pyright: ignore[reportPrivateUsage]
+        ((episode, turn_id),) = db.rows(rows)
+        with db.write():
+            db.execute("UPDATE turns SET text = 'another' WHERE id = ?", (turn_id,))
+            db.execute("UPDATE episodes SET fence = fence - 1 WHERE id = ?", (episode,))
+        assert f"law 1: turn {turn_id} was changed" in (found := auditor.look())
+        assert any(one.startswith(f"fence of episode {episode} fell") for one in found)
+
+
+def test_the_outside_auditor_waits_for_a_rollback_that_is_half_done(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played(store)
+    store.record("step", 1, {"tokens_scored": 10**6, "tokens_stale": 0})  # undone with the others
+    auditor, (control, *others) = OutsideAuditor(store.path), store.shards
+    assert len(auditor.look()) == 1
+    for shard in reversed(others):
+        shard.rollback(0)
+    waits = list[float]()
+
+    def goes_on(seconds: float) -> None:
+        waits.append(seconds)
+        control.rollback(0)
+
+    monkeypatch.setattr("agentrl.testing.postgres_copy.time.sleep", goes_on)
+    assert auditor.look() == [] and len(waits) == 1
+
+
+def test_one_value_of_several_databases_is_the_highest_and_none_while_one_is_away(store: RunStore, path: Path) -> None:
+    played(store)
+    newest = "SELECT COALESCE(MAX(id), 0) FROM turns"
+    each = [shard._db.rows(newest)[0][0] for shard in store.shards]  # pyright: ignore[reportPrivateUsage]
+    assert store_rows.ask(path, newest) == max(each) and len(set(each)) == 3
+    assert store_rows.ask(path, "SELECT value FROM meta WHERE key = ?", "attempt") == "1"
+    third = part(path, 2)
+    third.write_text(third.read_text().replace("/agentrl?", "/nothing?"))
+    assert store_rows.ask(path, newest) is None
+
+
+def test_a_step_is_taken_again_from_all_databases(store: RunStore) -> None:
+    """With a group whose members are late, one that is skipped, and a database that gives a step nothing."""
+    store.lead()
+    how = {"group_size": 3, "groups_per_step": 2, "max_lag": 2}
+    admit(store, **how)
+    claims = store.claim("w", 99, lease_s=30.0)
+    groups = sorted({claim.group_id for claim in claims})
+    late = [claim for claim in claims if claim.group_id == groups[0]][2:]
+    for claim in claims:
+        if claim not in late:
+            outcome = 1.0 if claim.group_id == groups[3] else float(claim.member)
+            play(store, claim, outcome=outcome)
+    store.expire(time.time(), 600.0, close_policy=Quorum(2, 0.0))
+    first = store.take(1, 2, max_lag=2, skip_at_most=1)
+    serve(store, 1)
+    for claim in late:
+        play(store, claim, outcome=0.5)
+    second = store.take(2, 2, max_lag=2, skip_at_most=1)
+    assert first and second and any(group.skipped for group in (*first, *second))
+    assert any(one.group_id == groups[0] for group in second for one in group.trajectories)
+    for step, taken in ((1, first), (2, second)):
+        again = store.retake(step)
+        assert [(one.id, one.skipped, one.trajectories, one.left_out) for one in again] == [
+            (one.id, one.skipped, one.trajectories, one.left_out) for one in taken
+        ]
+    assert store.steps_trained() == {1: "", 2: ""}
+    with pytest.raises(StoreError, match="step 3 cannot be taken again"):
+        store.retake(3)
