@@ -51,6 +51,9 @@ class Played(_Learning):
         super().__init__(run, store)
         self._first = self._publish({})
 
+    def _urls(self) -> list[str]:
+        return ["http://engine"]  # it is there, and nobody asks it
+
     def _publish(self, row: dict[str, Any]) -> WeightVersion:
         version = self._store.mint_version(self._learner.step_index)
         self._store.confirm_version(version)
