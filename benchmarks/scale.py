@@ -32,11 +32,13 @@ from typing import Any, NamedTuple
 from agentrl.records import StopReason, Task, VersionSpan
 from agentrl.store import Bounds, RunStore
 from agentrl.store.choice import ADDRESS, remove
+from agentrl.store.endings import Ending
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from postgres import ANSWER, START, server_at, turn_of, written
 
 EPISODES, GROUP = 64, 8
+ENDING = Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True)
 
 
 class Cost(NamedTuple):
@@ -138,12 +140,7 @@ def measure(path: Path, url: str, relay: Relay, shards: int, rounds: int, tokens
             def finish() -> None:
                 for at, own in enumerate(store.shards):
                     mine = [one for one in claims if (one.episode_id - 1) % shards == at]
-                    ends = [
-                        partial(
-                            own.finish, c.episode_id, c.fence, stop_reason=StopReason.DONE, outcome=1.0, success=True
-                        )
-                        for c in mine
-                    ]
+                    ends = [own.end_entry(c.episode_id, c.fence, ENDING) for c in mine]
                     assert not any(result.error for result in own.together(ends))
 
             count("end an episode", finish, len(claims))

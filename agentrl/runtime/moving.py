@@ -27,7 +27,7 @@ from agentrl.runtime.models import model_dir, vocabulary
 from agentrl.runtime.sources import first_tasks
 from agentrl.store import MovedGroup, MovedMember, Partial, Snapshot
 from agentrl.store.codec import pack_answer, pack_messages, pack_task, unpack_answer, unpack_task
-from agentrl.store.journal import Ending
+from agentrl.store.endings import Ending
 from agentrl.store.roles import MovingStore
 
 FORMAT: Final = "agentrl episodes 1"

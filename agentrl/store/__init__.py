@@ -8,6 +8,7 @@ and in `waiting`.
     groups      birth and end of groups               closing     when a group closes (pure)
     leases      which worker plays which episode      deaths      which episode killed its worker
     journal     a running episode, turn by turn       partials    the turn that is sampled now
+    endings     how episodes end, many at once
     snapshots   saved states of environments          outages     failures of one cause, counted once
     buffer      what the learner takes and when       lineage     checkpoint, rollback, retention
     recovery    repair after a loss of power          metrics     values, drops, length bias of dropping
@@ -22,8 +23,8 @@ and in `waiting`.
     desks       its awaited writes: a thread for each
     postgres_sql      the statements in its words     postgres_session  how they travel there
     postgres_arrays   many rows of a statement        postgres_parts    tables that retention drops
-    postgres_notices  who listens for writes          entries           turns journaled at once
-    calls             calls that are made together
+    postgres_notices  who listens for writes          postgres_tables   what its catalogue says
+    calls       calls that are made together          entries     turns journaled at once
     codec       packing                               rewards     scores of turns, and episodes that wait for them
     retaking    the groups of an earlier step once more
     forks       continuations of an episode           moving      groups out of one store into another

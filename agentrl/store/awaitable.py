@@ -30,6 +30,7 @@ from agentrl.errors import DiskFull, StoreAway, StoreError
 from agentrl.records import Json, Messages, Step, StopReason, Trajectory, Turn, WeightVersion
 from agentrl.store import Claim, Partial, RunStore, Snapshot
 from agentrl.store.calls import Result
+from agentrl.store.endings import Ending
 from agentrl.store.roles import ReadStore
 from agentrl.store.signal import Role
 from agentrl.store.waiting import wait_for_work
@@ -119,8 +120,8 @@ class AsyncStore:
         outcomes: Mapping[str, float] | None = None,
         detail: str = "",
     ) -> None:
-        call = partial(self._store.finish, episode_id, fence, stop_reason=stop_reason, outcome=outcome, success=success)
-        await self._write(partial(call, outcomes=outcomes, detail=detail))
+        said: dict[str, Any] = {"outcome": outcome, "success": success, "outcomes": outcomes or {}, "detail": detail}
+        await self._write(self._store.end_entry(episode_id, fence, Ending(stop_reason=stop_reason, **said)))
 
     async def keep_snapshot(self, episode_id: int, fence: int, snapshot: Snapshot) -> None:
         await self._write(partial(self._store.keep_snapshot, episode_id, fence, snapshot), shared=True)

@@ -19,8 +19,8 @@ from agentrl.records import Group, GroupState, StopReason
 from agentrl.store.closing import FULL, ClosePolicy
 from agentrl.store.codec import unpack_record, unpack_task
 from agentrl.store.database import Database, Part, outlasting
+from agentrl.store.endings import end_episode
 from agentrl.store.groups import LATE, TRAIN, close, close_if_ended, enough, scored
-from agentrl.store.journal import end_episode
 from agentrl.store.leading import check_lead
 from agentrl.store.orders import OLDEST, Chosen, Offered, Ready, TakeOrder, choose
 from agentrl.store.readers import load_group
@@ -171,8 +171,7 @@ class Buffer(Part):
                 return Expired()
         with self._db.write():
             due = self._due(now, group_deadline_s, close_policy)
-            for group_id in due.closed:
-                close(self._db, group_id, now)
+            close(self._db, due.closed, now)
             self._expire(due.groups, DEADLINE, now)
             for episode_id in due.members:
                 end_episode(self._db, episode_id, "expired", StopReason.EXPIRED, now)
@@ -192,20 +191,23 @@ class Buffer(Part):
         return len(late)
 
     def _offer(self, step: int, max_lag: int, returns: Returns) -> _Offer:
-        later = self._db.row("SELECT MAX(step) FROM lineage WHERE undone_attempt IS NULL AND step >= ?", (step,))
-        if later is not None and later[0] is not None:
-            raise StoreError(f"step {step}: members were taken for step {later[0]} already: roll back first")
         columns = "e.id, e.group_id, e.stop_reason, e.outcome, e.newest_step"
-        buffered = self._db.rows(
-            f"SELECT {columns}, g.closed_s FROM groups g JOIN episodes e ON e.group_id = g.id"
-            " WHERE g.purpose = ? AND g.state = 'scored' AND e.stop_reason IS NOT NULL ORDER BY g.id, e.id",
-            (TRAIN,),
+        ((later,),), buffered, late = self._db.all_rows(
+            ("SELECT MAX(step) FROM lineage WHERE undone_attempt IS NULL AND step >= ?", (step,)),
+            (
+                f"SELECT {columns}, g.closed_s FROM groups g JOIN episodes e ON e.group_id = g.id"
+                " WHERE g.purpose = ? AND g.state = 'scored' AND e.stop_reason IS NOT NULL ORDER BY g.id, e.id",
+                (TRAIN,),
+            ),
+            (
+                f"SELECT {columns} FROM (SELECT * FROM episodes INDEXED BY episodes_late WHERE {LATE}) e"
+                " CROSS JOIN groups g ON g.id = e.group_id"
+                " WHERE g.state <> 'scored' AND e.stop_reason IS NOT NULL ORDER BY e.id",
+                (),
+            ),
         )
-        late = self._db.rows(
-            f"SELECT {columns} FROM (SELECT * FROM episodes INDEXED BY episodes_late WHERE {LATE}) e"
-            " CROSS JOIN groups g ON g.id = e.group_id"
-            " WHERE g.state <> 'scored' AND e.stop_reason IS NOT NULL ORDER BY e.id"
-        )
+        if later is not None:
+            raise StoreError(f"step {step}: members were taken for step {later} already: roll back first")
 
         def ended(id: int, group_id: int, stop_reason: str, outcome: float | None, newest: int | None) -> _Ended:
             behind = lag(step, newest)
@@ -239,11 +241,12 @@ class Buffer(Part):
         records."""
         known = self._strengths
         self._strengths = {(id, returns): known.get((id, returns), (1.0, False)) for id in groups}
-        for id in [id for id in groups if (id, returns) not in known]:
-            row = self._db.row("SELECT record, task FROM groups WHERE id = ?", (id,))
-            if row is not None and row[0] is not None:  # closed by an older agentrl: taken to have signal
-                own = returns.of(unpack_task(row[1]).env)
-                found = strength(unpack_record(row[0]), own)
+        new = [id for id in groups if (id, returns) not in known]
+        rows = self._db.all_rows(*(("SELECT record, task FROM groups WHERE id = ?", (id,)) for id in new))
+        for id, ((record, task),) in zip(new, rows, strict=True):
+            if record is not None:  # closed by an older agentrl: taken to have signal
+                own = returns.of(unpack_task(task).env)
+                found = strength(unpack_record(record), own)
                 self._strengths[id, returns] = found, own.skips and not found
 
     def _skips(self, step: int) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any, ClassVar, NamedTuple
 
 
 class Result(NamedTuple):
@@ -15,9 +16,12 @@ class Result(NamedTuple):
 
 
 class Several(ABC):
-    """A call that `Database.together` makes at once with others of its kind."""
+    """A call that `Database.together` makes at once with others of its kind: all that come one after the other."""
 
     __slots__ = ()
+
+    first: ClassVar[bool] = False
+    """Whether calls of this kind go before all others."""
 
     @abstractmethod
     def __call__(self) -> Any:
@@ -30,8 +34,18 @@ class Several(ABC):
 
 
 def each(calls: Sequence[Callable[[], Any]]) -> list[Result]:
-    """What came of calls. Those that can be made at once are, before the others. Raises the error of any other."""
-    several = [call for call in calls if isinstance(call, Several)]
-    made = iter(several[0].all(several) if several else ())
-    first = {id(call): next(made) for call in several}
-    return [first[id(call)] if id(call) in first else Result(value=call()) for call in calls]
+    """What came of calls. Raises the error of one that is made alone."""
+    made = dict[int, Result]()
+    order = sorted(range(len(calls)), key=lambda at: not (isinstance(call := calls[at], Several) and call.first))
+    for kind, places in groupby(order, key=lambda at: _kind(calls[at])):
+        own = list(places)
+        if kind is None:
+            made.update((at, Result(value=calls[at]())) for at in own)
+        else:
+            made.update(zip(own, kind(type(calls[own[0]]), [calls[at] for at in own]), strict=True))
+    return [made[at] for at in range(len(calls))]
+
+
+def _kind(call: Callable[[], Any]) -> Callable[[type, Sequence[Any]], list[Result]] | None:
+    """How calls of its kind are made at once; None if they are not."""
+    return call.all.__func__ if isinstance(call, Several) else None

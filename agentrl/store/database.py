@@ -46,6 +46,8 @@ _P = ParamSpec("_P")
 _UNREADABLE = (zstandard.ZstdError, struct.error, json.JSONDecodeError, UnicodeDecodeError)
 
 Row = tuple[Any, ...]
+Asked = tuple[str, Sequence[Any]]
+"""A statement and its parameters."""
 _Whole = AbstractContextManager[None] | None
 
 
@@ -286,9 +288,7 @@ class Database(ABC):
             self._together, self._shared, self._begun = True, shared, False
             try:
                 done = self._at_once(calls) or [self._one(call) for call in calls]
-                if self._in_transaction:
-                    with self._naming():
-                        self._commit()
+                self._end_together()
                 return done
             finally:
                 self._together = False
@@ -317,14 +317,13 @@ class Database(ABC):
         raise given_up from error
 
     def _at_once(self, calls: Sequence[Callable[[], Any]]) -> list[Result] | None:
-        """What came of calls, if none failed and their transaction may commit; None if they are to be made one by one,
-        and nothing is written yet. Most often none fails, and so none needs a savepoint."""
+        """What came of calls, if none failed and their transaction is committed; None if they are to be made one by
+        one, and nothing is written yet. Most often none fails, and so none needs a savepoint."""
         self._swift, self._torn = True, False
         try:
             done = each(calls)
-            with self._naming():
-                self._settle()
             if not self._torn:
+                self._end_together()
                 return done
         except StoreAway:
             raise
@@ -340,9 +339,10 @@ class Database(ABC):
         self._begun = False
         return None
 
-    def _settle(self) -> None:  # noqa: B027
-        """Wait for all statements so far, if the database answers later. Raises the driver's error of the first that
-        failed."""
+    def _end_together(self) -> None:
+        if self._in_transaction:
+            with self._naming():
+                self._commit()
 
     def _one(self, call: Callable[[], Any]) -> Result:
         try:
@@ -404,6 +404,10 @@ class Database(ABC):
     def rows(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
         """All rows that one statement returns."""
         return list(self.execute(sql, parameters))
+
+    def all_rows(self, *asked: Asked) -> list[list[Row]]:
+        """All rows that each of several statements returns: asked at once, of a server."""
+        return [self.rows(sql, parameters) for sql, parameters in asked]
 
     def row(self, sql: str, parameters: Sequence[Any] = ()) -> Row | None:
         """The first row that one statement returns; None if it returns none."""

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from agentrl.records import StopReason, Task
 from agentrl.store.codec import pack_identity, unpack_task
 from agentrl.store.database import Part
+from agentrl.store.endings import end_episode
 from agentrl.store.groups import close_if_ended, forget_starts, shift_starts
-from agentrl.store.journal import end_episode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -134,6 +134,8 @@ class Entry(Several):
 
     __slots__ = ("db", "episode_id", "fence")
 
+    first = True
+
     def __init__(self, db: Database, episode_id: int, fence: int) -> None:
         self.db, self.episode_id, self.fence = db, episode_id, fence
 

@@ -7,14 +7,15 @@ knows a token, a worker or the learner, nor when a group closes (see `closing`).
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 
 from agentrl.records import UNKNOWN, GroupState, MemberRecord, StopReason, Task, member_record
 from agentrl.store.admission import Bounds, Load, Room, admissible_groups
 from agentrl.store.codec import pack_identity, pack_record, pack_task, unpack_task
-from agentrl.store.database import Database, Part
-from agentrl.store.readers import load_scores, source_weights
+from agentrl.store.database import Asked, Database, Part, Row
+from agentrl.store.readers import WEIGHTS
 from agentrl.store.replays import lost_groups, quarantined
 from agentrl.store.schema import SET_META
 from agentrl.store.versions import latest_confirmed
@@ -188,38 +189,46 @@ def close_if_ended(db: Database, group_id: int, now: float) -> None:
         (group_id,),
     )
     if row is not None and row[0]:
-        close(db, group_id, now)
+        close(db, [group_id], now)
 
 
-def close(db: Database, group_id: int, now: float) -> None:
-    """Close a group with the members that have ended. An evaluation group becomes scored. A training group becomes
+def close(db: Database, group_ids: Sequence[int], now: float) -> None:
+    """Close groups with the members that have ended. An evaluation group becomes scored. A training group becomes
     scored if at least min(2, size) members are scored, else failed, with the most common failure as its reason. A
     scored training group gets its record, in the order in which its members ended, which never changes; open members
     are late from now on."""
-    group = db.row("SELECT purpose, size FROM groups WHERE id = ?", (group_id,))
-    assert group is not None
-    purpose, size = group
-    state, reason, packed = GroupState.SCORED, None, None
-    if purpose == TRAIN:
-        ended = db.rows(
+    weights, *found = db.all_rows((WEIGHTS, ()), *chain(*map(_closing, group_ids)))
+    for at, group_id in enumerate(group_ids):
+        ((purpose, size),), ended, turns, scores = found[4 * at : 4 * at + 4]
+        state, reason, packed = GroupState.SCORED, None, None
+        if purpose == TRAIN:
+            record = {
+                member: _record(id, outcome, outcomes, turns, scores, weights)
+                for id, member, stop_reason, outcome, outcomes in ended
+                if scored(stop_reason, outcome)
+            }
+            packed = pack_record(record)
+            if len(record) < enough(size):
+                by_member = sorted(ended, key=lambda row: row[1])  # of two reasons as common, that of the first member
+                state, reason, packed = GroupState.FAILED, _failure([stop for _, _, stop, *_ in by_member]), None
+        db.execute(
+            "UPDATE groups SET state = ?, reason = ?, record = ?, closed_s = ? WHERE id = ?",
+            (state, reason, packed, now, group_id),
+        )
+        db.execute("UPDATE episodes SET late = 1 WHERE group_id = ? AND state IN ('waiting', 'running')", (group_id,))
+
+
+def _closing(group_id: int) -> tuple[Asked, ...]:
+    """What a closing has to know of its group."""
+    return (
+        ("SELECT purpose, size FROM groups WHERE id = ?", (group_id,)),
+        (
             "SELECT id, member, stop_reason, outcome, outcomes FROM episodes WHERE group_id = ?"
             " AND stop_reason IS NOT NULL ORDER BY ended_s, member",
             (group_id,),
-        )
-        record = {
-            member: record_of(db, id, outcome, outcomes)
-            for id, member, stop_reason, outcome, outcomes in ended
-            if scored(stop_reason, outcome)
-        }
-        packed = pack_record(record)
-        if len(record) < enough(size):
-            by_member = sorted(ended, key=lambda row: row[1])  # of two reasons as common, that of the first member
-            state, reason, packed = GroupState.FAILED, _failure([stop for _, _, stop, *_ in by_member]), None
-    db.execute(
-        "UPDATE groups SET state = ?, reason = ?, record = ?, closed_s = ? WHERE id = ?",
-        (state, reason, packed, now, group_id),
+        ),
+        *_earned("e.group_id = ?", group_id),
     )
-    db.execute("UPDATE episodes SET late = 1 WHERE group_id = ? AND state IN ('waiting', 'running')", (group_id,))
 
 
 def forget_starts(db: Database, first: float = 0, purpose: str | None = None) -> None:
@@ -242,22 +251,46 @@ def enough(size: int) -> int:
 
 def record_of(db: Database, episode_id: int, outcome: float, outcomes: str) -> MemberRecord:
     """The record of a scored member, from its last trial."""
-    last_trial = "t.episode_id = ?1 AND t.trial = (SELECT trial FROM episodes WHERE id = ?1)"
-    turns = db.rows(
-        "SELECT t.idx, t.role, t.state, COALESCE(s.reward, 0.0), COALESCE(json_extract(s.info, '$.rewards'), '{}')"
-        " FROM turns t"
-        f" LEFT JOIN steps s ON s.turn_id = t.id WHERE {last_trial} ORDER BY t.idx",
-        (episode_id,),
+    turns, scores, weights = db.all_rows(*_earned("e.id = ?", episode_id), (WEIGHTS, ()))
+    return _record(episode_id, outcome, outcomes, turns, scores, weights)
+
+
+def _earned(where: str, id: int) -> tuple[Asked, Asked]:
+    """Of the last trials of the episodes (`e`) that `where` selects: turns with their rewards, and scores of turns.
+    A run without sources looks at no turn for the latter."""
+    turns = "CROSS JOIN turns t ON t.episode_id = e.id AND t.trial = e.trial"
+    return (
+        (
+            "SELECT e.id, t.idx, t.role, t.state, COALESCE(s.reward, 0.0),"
+            " COALESCE(json_extract(s.info, '$.rewards'), '{}')"
+            f" FROM episodes e {turns} LEFT JOIN steps s ON s.turn_id = t.id WHERE {where} ORDER BY e.id, t.idx",
+            (id,),
+        ),
+        (
+            f"SELECT e.id, t.idx, r.source, r.value FROM sources c CROSS JOIN episodes e ON {where} {turns}"
+            " CROSS JOIN rewards r ON r.turn_id = t.id AND r.source = c.source AND r.counts = 1",
+            (id,),
+        ),
     )
-    scores, _ = load_scores(db, last_trial, (episode_id,))
+
+
+def _record(
+    id: int, outcome: float, outcomes: str, turns: Iterable[Row], scores: Iterable[Row], weights: Iterable[Row]
+) -> MemberRecord:
+    """The record of a scored member, whose turns and scores are among these."""
+    by_turn: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    for episode_id, index, source, value in scores:
+        if episode_id == id:
+            by_turn[index][source] = value
     return member_record(
         outcome,
         json.loads(outcomes),
         [
-            (role, reward, json.loads(others), scores.get(index, {}), UNKNOWN if state is None else state)
-            for index, role, state, reward, others in turns
+            (role, reward, json.loads(others), by_turn.get(index, {}), UNKNOWN if state is None else state)
+            for episode_id, index, role, state, reward, others in turns
+            if episode_id == id
         ],
-        source_weights(db),
+        dict(weights),
     )
 
 

@@ -6,34 +6,19 @@ call carries the fence of its claim and raises LeaseLost if another worker, or n
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
+from typing import Any
 
 from agentrl.errors import StoreError
 from agentrl.records import Messages, Step, StopReason, Turn
 from agentrl.store.codec import pack_messages, printable
-from agentrl.store.database import Database
+from agentrl.store.endings import EndEntry, Ending
 from agentrl.store.entries import PartEntry, StepEntry, TurnEntry
-from agentrl.store.groups import close_if_ended, scored
 from agentrl.store.leases import check_fence, held
-from agentrl.store.outages import FAILURES, note_failure
-from agentrl.store.partials import Partial, discard_partial, drop_partial
+from agentrl.store.partials import Partial, discard_partial
 from agentrl.store.snapshots import drop_snapshot
 from agentrl.store.versions import Versions
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How an episode ended: the arguments of `Journal.finish`."""
-
-    stop_reason: StopReason
-    outcome: float | None = None
-    success: bool | None = None
-    outcomes: Mapping[str, float] = field(default_factory=dict[str, float])
-    detail: str = ""
-
 
 # The index of the last turn of the row `e` of an episode.
 _LAST = "COALESCE((SELECT MAX(t.idx) FROM turns t WHERE t.episode_id = e.id AND t.trial = e.trial), -1)"
@@ -116,89 +101,9 @@ class Journal(Versions):
 
         `outcomes` are the outcomes by role; `detail` is the one-line cause of a failure. Raises StoreError for an
         outcome that is not finite."""
-        ending = Ending(
-            stop_reason=stop_reason, outcome=outcome, success=success, outcomes=outcomes or {}, detail=printable(detail)
-        )
-        for value in (outcome, *ending.outcomes.values()):
-            if value is not None and not math.isfinite(value):
-                raise StoreError(f"episode {episode_id}: outcome {value} is not finite")
-        now = self._db.clock()
-        with self._db.write():
-            check_fence(self._db, episode_id, fence)
-            conclude(self._db, episode_id, ending, now)
+        said: dict[str, Any] = {"outcome": outcome, "success": success, "outcomes": outcomes or {}, "detail": detail}
+        self.end_entry(episode_id, fence, Ending(stop_reason=stop_reason, **said))()
 
-
-def conclude(db: Database, episode_id: int, ending: Ending, now: float) -> None:
-    """End an episode, or hold it until its sources have scored it. Inside a transaction."""
-    waits = db.row("SELECT 1 FROM unscored WHERE episode_id = ? LIMIT 1", (episode_id,))
-    if waits is not None and scored(ending.stop_reason, ending.outcome):
-        _hold(db, episode_id, ending, now)
-    else:
-        end_as(db, episode_id, ending, now)
-
-
-def _hold(db: Database, episode_id: int, ending: Ending, now: float) -> None:
-    """Keep an episode's ending until its sources have scored it. The fence rises: nobody holds it."""
-    db.execute(
-        "INSERT INTO endings VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
-        (
-            episode_id,
-            now,
-            ending.stop_reason,
-            ending.outcome,
-            ending.success,
-            json.dumps(dict(ending.outcomes)),
-            ending.detail,
-        ),
-    )
-    db.execute("UPDATE episodes SET holder = NULL, fence = fence + 1 WHERE id = ?", (episode_id,))
-
-
-def held_ending(db: Database, episode_id: int) -> Ending | None:
-    """The ending of an episode that waits for its sources; None if it does not wait."""
-    row = db.row(
-        "SELECT stop_reason, outcome, success, outcomes, detail FROM endings WHERE episode_id = ?", (episode_id,)
-    )
-    if row is None:
-        return None
-    stop_reason, outcome, success, outcomes, detail = row
-    return Ending(
-        stop_reason=StopReason(stop_reason),
-        outcome=outcome,
-        success=None if success is None else bool(success),
-        outcomes=json.loads(outcomes),
-        detail=detail,
-    )
-
-
-def end_as(db: Database, episode_id: int, ending: Ending, now: float) -> None:
-    """End an episode; close its open group if it was the last open member. Inside a transaction."""
-    end_episode(db, episode_id, "finished", ending.stop_reason, now)
-    db.execute(
-        "UPDATE episodes SET outcome = ?, success = ?, outcomes = ?, detail = ? WHERE id = ?",
-        (ending.outcome, ending.success, json.dumps(dict(ending.outcomes)), ending.detail, episode_id),
-    )
-    group = db.row("SELECT group_id FROM episodes WHERE id = ?", (episode_id,))
-    assert group is not None
-    if scored(ending.stop_reason, ending.outcome):
-        db.execute("UPDATE groups SET n_scored = n_scored + 1 WHERE id = ?", group)
-    close_if_ended(db, group[0], now)
-
-
-def end_episode(db: Database, episode_id: int, state: str, stop_reason: StopReason, now: float) -> None:
-    """Close an episode and write down its length and the step of its newest token, inside a transaction."""
-    db.execute(
-        "UPDATE episodes SET state = ?, stop_reason = ?, ended_s = ?, holder = NULL, (n_turns, n_tokens) ="
-        " (SELECT COUNT(*), COALESCE(SUM(t.n_tokens), 0) FROM turns t"
-        "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial), newest_step ="
-        " (SELECT MAX(v.step) FROM turns t CROSS JOIN json_each(t.spans) s"
-        "  JOIN versions v ON v.version = CAST(json_extract(s.value, '$[0]') AS INTEGER)"
-        "  WHERE t.episode_id = episodes.id AND t.trial = episodes.trial AND t.learns = 1) WHERE id = ?",
-        (state, stop_reason, now, episode_id),
-    )
-    for table in ("unscored", "endings"):
-        db.execute(f"DELETE FROM {table} WHERE episode_id = ?", (episode_id,))
-    drop_partial(db, episode_id)
-    drop_snapshot(db, episode_id)
-    if stop_reason in FAILURES:
-        note_failure(db, episode_id, stop_reason, now)
+    def end_entry(self, episode_id: int, fence: int, ending: Ending) -> EndEntry:
+        """`finish` as a call that `together` makes at once with others. Raises StoreError as it."""
+        return EndEntry(self._db, episode_id, fence, replace(ending, detail=printable(ending.detail)))

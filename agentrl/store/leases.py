@@ -18,10 +18,9 @@ from agentrl.errors import LeaseLost
 from agentrl.records import Messages, Task, Turn
 from agentrl.store.codec import unpack_messages, unpack_task
 from agentrl.store.database import Database, Part, Row
-from agentrl.store.groups import TRAIN
-from agentrl.store.partials import Partial, load_partial
-from agentrl.store.readers import load_turns
-from agentrl.store.versions import latest_confirmed
+from agentrl.store.partials import Partial, load_partials
+from agentrl.store.readers import turns_of
+from agentrl.store.versions import LATEST_CONFIRMED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +89,25 @@ SELECT deaths > 0, evaluation, fresh, group_id, id, deaths FROM (
 ) claimable WHERE evaluation = 1 OR group_id < ?4 ORDER BY deaths > 0, evaluation DESC, fresh, id
 """
 
+_LOAD = (
+    "SELECT e.group_id, e.member, g.size, g.task, g.purpose, e.fence, e.trial, e.start, g.fork_turn, g.started_step"
+    " FROM episodes e JOIN groups g ON g.id = e.group_id WHERE e.id = ?"
+)
+_AHEAD = (
+    "SELECT id FROM (SELECT id FROM groups"
+    " WHERE purpose = 'train' AND state IN ('waiting', 'running', 'finished', 'scored')"
+    " UNION ALL SELECT id FROM groups WHERE purpose = 'train' AND state = 'taken' AND taken_step > {step}) ahead"
+    " ORDER BY id"
+)
+# The same with ?4 how many groups may be played ahead; of a server, one statement, so that it waits for one answer.
+_STEP = f"COALESCE((SELECT step FROM ({LATEST_CONFIRMED}) latest), 0)"
+_CLAIMABLE_AHEAD = f"""
+WITH early (id) AS MATERIALIZED (
+    SELECT COALESCE(({_AHEAD.format(step=_STEP)} LIMIT 1 OFFSET ?4), 9223372036854775807)
+)
+{_CLAIMABLE.replace("?4", "(SELECT id FROM early)")}
+"""
+
 _APART = 2  # from so many deaths on, an episode is played apart from all that are suspected
 _SUSPECTED_HERE = """
 SELECT MAX(e.deaths) FROM episodes e WHERE e.holder = ? AND e.state = 'running' AND e.deaths > 0
@@ -115,29 +133,29 @@ class Leases(Part):
         others, but after a rollback more may be open, and an episode played too early grows stale (law 5)."""
         now = self._db.clock() if now is None else now
         with self._db.read():  # an idle worker asks often: without work it must not take the write lock
-            if not to_claim([self._claimable(worker, 1, now, self._end(ahead))], 1):
+            if not to_claim([self._claimable(worker, 1, now, ahead=ahead)], 1):
                 return []
         with self._db.write():
             holder = self._renew(worker, now + lease_s)
-            found = to_claim([self._claimable(worker, limit, now, self._end(ahead))], limit)
+            found = to_claim([self._claimable(worker, limit, now, ahead=ahead)], limit)
             return self._claim(holder, found, now)
 
     def claimable(self, worker: str, limit: int, *, now: float, end: float) -> Claimable:
         """What `worker` may claim now of groups before `end`: more than `limit` of some kinds, see `to_claim`."""
         with self._db.read():
-            return self._claimable(worker, limit, now, end)
+            return self._claimable(worker, limit, now, end=end)
 
     def claim_of(self, worker: str, chosen: Sequence[Free], *, lease_s: float, now: float, end: float) -> list[Claim]:
         """Claim those of `chosen` that nobody has claimed since; the worker's lease is renewed."""
         with self._db.write():
             holder = self._renew(worker, now + lease_s)
-            free = {one.id for one in self._claimable(worker, len(chosen), now, end).free}
+            free = {one.id for one in self._claimable(worker, len(chosen), now, end=end).free}
             return self._claim(holder, [one for one in chosen if one.id in free], now)
 
     def next_untrained(self, step: int, limit: int) -> list[int]:
         """The ids of the first `limit` training groups that a learner at `step` has yet to train."""
         with self._db.read():
-            rows = self._db.rows(f"{_AHEAD} LIMIT ?3", (TRAIN, step, limit))
+            rows = self._db.rows(f"{_AHEAD.format(step='?1')} LIMIT ?2", (step, limit))
         return [id for (id,) in rows]
 
     def _claim(self, holder: str, found: Collection[Free], now: float) -> list[Claim]:
@@ -151,13 +169,13 @@ class Leases(Part):
             " WHERE id = ? AND (state = 'waiting' OR started_s IS NULL)",
             [(now, group_id) for group_id in {one.group_id for one in found}],
         )
-        return [self._load(one.id) for one in found]
+        return self._load([one.id for one in found])
 
     def reload(self, claim: Claim) -> Claim:
         """The same claim with what was journaled since. Raises LeaseLost if the episode is no longer held."""
         with self._db.read():
             check_fence(self._db, claim.episode_id, claim.fence)
-            found = self._load(claim.episode_id)
+            (found,) = self._load([claim.episode_id])
             return replace(found, fence=claim.fence, resumed=found.start is not None)
 
     def renew(self, worker: str, *, lease_s: float, now: float | None = None) -> frozenset[int]:
@@ -179,15 +197,13 @@ class Leases(Part):
             )
         return cursor.rowcount
 
-    def _end(self, ahead: int | None) -> float:
-        if ahead is None:
-            return math.inf
-        version = latest_confirmed(self._db)
-        return too_early(self._db, 0 if version is None else version.step, ahead)
-
-    def _claimable(self, worker: str, limit: int, now: float, end: float) -> Claimable:
+    def _claimable(
+        self, worker: str, limit: int, now: float, *, end: float = math.inf, ahead: int | None = None
+    ) -> Claimable:
+        """What may be claimed of groups before `end`, and of the first `ahead` only."""
         holder = self._holder(worker)
-        rows = self._db.rows(_CLAIMABLE, (now, holder, limit, end))
+        sql, bound = (_CLAIMABLE, end) if ahead is None else (_CLAIMABLE_AHEAD, ahead)
+        rows = self._db.rows(sql, (now, holder, limit, bound))
         free = [Free(bool(suspected), not of_eval, bool(fresh), *rest) for suspected, of_eval, fresh, *rest in rows]
         here = self._db.row(_SUSPECTED_HERE, (holder,)) if any(one.suspected for one in free) else None
         return Claimable(free, None if here is None else here[0])
@@ -204,31 +220,33 @@ class Leases(Part):
         )
         return holder
 
-    def _load(self, episode_id: int) -> Claim:
-        row = self._db.row(
-            "SELECT e.group_id, e.member, g.size, g.task, g.purpose, e.fence, e.trial, e.start, g.fork_turn,"
-            " g.started_step"
-            " FROM episodes e JOIN groups g ON g.id = e.group_id WHERE e.id = ?",
-            (episode_id,),
-        )
-        assert row is not None
-        group_id, member, size, task, purpose, fence, trial, start, fork_turn, started_step = row
-        return Claim(
-            episode_id=episode_id,
-            group_id=group_id,
-            member=member,
-            size=size,
-            task=unpack_task(task),
-            purpose=purpose,
-            fence=fence,
-            trial=trial,
-            start=None if start is None else unpack_messages(start),
-            turns=() if start is None else load_turns(self._db, episode_id),
-            partial=None if start is None else load_partial(self._db, episode_id),
-            fork_turn=fork_turn,
-            resumed=fence > 1 and start is not None,
-            started_step=started_step,
-        )
+    def _load(self, episodes: Sequence[int]) -> list[Claim]:
+        rows = self._db.all_rows(*((_LOAD, (id,)) for id in episodes))
+        begun = [id for id, ((*_, start, _, _),) in zip(episodes, rows, strict=True) if start is not None]
+        turns = turns_of(self._db, begun)
+        partials = dict(zip(begun, load_partials(self._db, begun), strict=True))
+        claims: list[Claim] = []
+        for id, (row,) in zip(episodes, rows, strict=True):
+            group_id, member, size, task, purpose, fence, trial, start, fork_turn, started_step = row
+            claims.append(
+                Claim(
+                    episode_id=id,
+                    group_id=group_id,
+                    member=member,
+                    size=size,
+                    task=unpack_task(task),
+                    purpose=purpose,
+                    fence=fence,
+                    trial=trial,
+                    start=None if start is None else unpack_messages(start),
+                    turns=turns.get(id, ()),
+                    partial=partials.get(id),
+                    fork_turn=fork_turn,
+                    resumed=fence > 1 and start is not None,
+                    started_step=started_step,
+                )
+            )
+        return claims
 
 
 def to_claim(offers: Iterable[Claimable], limit: int) -> list[Free]:
@@ -246,18 +264,10 @@ def to_claim(offers: Iterable[Claimable], limit: int) -> list[Free]:
     return found[:limit]
 
 
-_AHEAD = (
-    "SELECT id FROM (SELECT id FROM groups"
-    " WHERE purpose = ?1 AND state IN ('waiting', 'running', 'finished', 'scored')"
-    " UNION ALL SELECT id FROM groups WHERE purpose = ?1 AND state = 'taken' AND taken_step > ?2) ahead"
-    " ORDER BY id"
-)
-
-
 def too_early(db: Database, step: int, ahead: int) -> float:
     """The id of the first training group after the first `ahead` that a learner at `step` has yet to train; infinity if
     there is none. Inside a transaction."""
-    row = db.row(f"{_AHEAD} LIMIT 1 OFFSET ?3", (TRAIN, step, ahead))
+    row = db.row(f"{_AHEAD.format(step='?1')} LIMIT 1 OFFSET ?2", (step, ahead))
     return math.inf if row is None else row[0]
 
 

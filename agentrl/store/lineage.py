@@ -14,8 +14,8 @@ from pathlib import Path
 from agentrl.errors import StoreError
 from agentrl.records import StopReason, WeightVersion
 from agentrl.store.database import Database, Part
+from agentrl.store.endings import end_episode
 from agentrl.store.groups import TRAIN, forget_starts
-from agentrl.store.journal import end_episode
 from agentrl.store.leading import check_lead
 from agentrl.store.leases import too_early
 

@@ -16,10 +16,10 @@ from typing import Any
 from agentrl.errors import StoreError
 from agentrl.records import Messages, StopReason, Task, Turn, VersionSpan
 from agentrl.store.codec import pack_messages, unpack_messages, unpack_task
+from agentrl.store.endings import Ending, conclude, held_ending
 from agentrl.store.entries import PackedTurn, Rows
 from agentrl.store.groups import LATE, TRAIN, create_group, scored
-from agentrl.store.journal import Ending, conclude, held_ending
-from agentrl.store.partials import Partial, load_partial, pack_part
+from agentrl.store.partials import Partial, load_partials, pack_part
 from agentrl.store.readers import load_turns
 from agentrl.store.snapshots import Snapshot
 from agentrl.store.versions import Versions, latest_confirmed
@@ -143,7 +143,7 @@ class Moving(Versions):
         return MovedMember(
             start=messages,
             turns=turns,
-            partial=load_partial(self._db, id),
+            partial=load_partials(self._db, [id])[0],
             snapshot=None if snapshot is None else Snapshot(turn=snapshot[0], seconds=snapshot[1], data=snapshot[2]),
             ending=ending,
         )

@@ -10,6 +10,7 @@ named columns as in `codec`. Only the first row of a turn has the prompt.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from agentrl.columns import Columns, joined
 from agentrl.errors import StoreError
 from agentrl.records import POLICY, VersionSpan, spans_of
 from agentrl.store.codec import pack_columns, pack_spans, unpack_columns, unpack_spans
-from agentrl.store.database import Database
+from agentrl.store.database import Database, Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,15 +55,17 @@ def pack_part(episode_id: int, part: Partial) -> tuple[Any, ...]:
     return (episode_id, part.at, n, part.index, part.parent, part.role, spans, *times, data)
 
 
-def load_partial(db: Database, episode_id: int) -> Partial | None:
-    """The turn under way, as far as it was written; None if there is none."""
-    rows = db.rows(
+def load_partials(db: Database, episodes: Sequence[int]) -> list[Partial | None]:
+    """The turn under way of each episode, as far as it was written; None if there is none. Inside a transaction."""
+    sql = (
         "SELECT at, n, turn, parent, role, spans, started_s, spent_s, data FROM partials WHERE episode_id = ?"
-        " ORDER BY at",
-        (episode_id,),
+        " ORDER BY at"
     )
-    if not rows:
-        return None
+    return [_joined(rows) if rows else None for rows in db.all_rows(*((sql, (id,)) for id in episodes))]
+
+
+def _joined(rows: Sequence[Row]) -> Partial:
+    """A turn from its parts."""
     prompt, tokens, logprobs, versions = tuple[int, ...](), list[int](), list[float](), list[int]()
     named = list[tuple[int, Columns]]()
     for at, n, *_, spans, _, _, data in rows:

@@ -6,8 +6,8 @@ The run's folder holds an address file in the place of SQLite's file. Owns the c
 Every commit waits for the server's disk: the server may fall and come back under processes that live on, and they must
 not have seen what it lost. A write holds an advisory lock of its run until it commits, so writers take turns as they do
 with SQLite; but those of the journal share it: each writes only rows of an episode whose fence it checked, and fences
-rise under the lock that nobody shares. Statements of a write go out without waiting for each other; only one whose rows
-are asked for, and the end, wait for the server.
+rise under the lock that nobody shares. Statements of a transaction go out without waiting for each other, its end with
+them; only the lock, and statements whose rows are asked for, wait for the server.
 
 The server ends a session that is silent within a transaction for `_SILENT_S`, and one whose host no longer answers; one
 that is silent between two statements is ended by whoever waits for its lock. So a process that hangs, or is cut off,
@@ -25,6 +25,7 @@ import hashlib
 import json
 import os
 import re
+import select
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -42,12 +43,13 @@ from psycopg.types.string import StrDumper
 
 from agentrl.errors import DiskFull, StoreAway, StoreBusy, StoreError, StoreVersionError, UsageError
 from agentrl.store import schema
-from agentrl.store.database import PAUSE_S, Cursor, Database, Watch
+from agentrl.store.database import PAUSE_S, Asked, Cursor, Database, Row, Watch
 from agentrl.store.postgres_arrays import parted
 from agentrl.store.postgres_notices import Notices
 from agentrl.store.postgres_parts import READ, Parts
 from agentrl.store.postgres_session import Pipeline, Session
 from agentrl.store.postgres_sql import OURS, definition, many, plain_insert, translated
+from agentrl.store.postgres_tables import Tables
 
 CONNECT_S = 10.0
 _SILENT_S = 30.0
@@ -147,6 +149,7 @@ WHERE l.locktype = 'advisory' AND l.granted AND a.datname = current_database()
 """
 
 
+_BEGIN_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _NUMBERED = b"INSERT INTO last_writes VALUES ($1, $2) ON CONFLICT (writer) DO UPDATE SET number = excluded.number"
 
 
@@ -170,7 +173,7 @@ class Postgres(Database):
         self._address, self._reads = address, reads
         self._lock_id = 0
         self._shares_lock = False  # whether the open write transaction does
-        self._columns = dict[str, dict[str, int]]()  # types, by table
+        self._tables = Tables(self, address.schema)
         self._writer, self._written = uuid.uuid4().hex[:16], 0  # how many write transactions it has begun
         self._prepared = False  # whether the tables are there, as this agentrl has them
         self._parts = Parts(self, self._once, lambda: -self._lock_id)
@@ -267,9 +270,23 @@ class Postgres(Database):
         )
 
     def _begin_read(self) -> None:
-        begin = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
-        self._start(f"{begin}; {READ}" if self._prepared else begin)
+        begins = (_BEGIN_READ, *READ) if self._prepared else (_BEGIN_READ,)
+        if not self._said_nothing():  # it may have been closed: then a new one is
+            self._start("; ".join(begins))
+            self._pipeline.enter()
+            return
         self._pipeline.enter()
+        for statement in begins:
+            self._pipeline.send(statement.encode(), ())
+
+    def _said_nothing(self) -> bool:
+        """Whether the server has sent nothing unasked, as it does when it ends a session."""
+        connection = self._connection
+        if connection.closed:
+            return False
+        poll = select.poll()
+        poll.register(connection.fileno(), select.POLLIN)
+        return not poll.poll(0)
 
     def _begin_write(self, *, durable: bool, shared: bool) -> None:
         how = "_shared" if shared else ""
@@ -316,12 +333,23 @@ class Postgres(Database):
     def _commit(self) -> None:
         """A notification locks out all other commits of the database until this one is on the disk, so the journal goes
         without: nobody waits for it but reward sources, whose turns notify them by a trigger."""
-        self._settle()
         try:
-            self._run("COMMIT" if self._shares_lock else f"NOTIFY {self._address.schema}; COMMIT")
+            self._end("COMMIT" if self._shares_lock else f"NOTIFY {self._address.schema}; COMMIT")
         except psycopg.Error as error:
             if not self._lost(error) or not self._committed():
                 raise
+
+    def _end(self, command: str) -> None:
+        """Run the last statements of the open transaction, which goes with all that was sent: after one that failed,
+        the server runs none of them."""
+        if not self._pipeline.entered:
+            self._run(command)
+            return
+        for statement in command.split("; "):
+            self._pipeline.send(statement.encode(), ())
+        self._settle()
+        if self._in_transaction:
+            raise psycopg.errors.InFailedSqlTransaction("a statement of the transaction failed")
 
     def _committed(self) -> bool:
         """Whether the last transaction was committed, whose connection was lost meanwhile. Raises StoreError if the
@@ -344,6 +372,11 @@ class Postgres(Database):
         why = f"{self.path}: the database does not answer, and may have kept the last write or not"
         raise StoreError(f"{why}: start it, then go on with agentrl train --resume {self.path.parent}") from error
 
+    def all_rows(self, *asked: Asked) -> list[list[Row]]:
+        """See `Database`: all of them go out before the first is waited for."""
+        sent = [self.execute(sql, parameters) for sql, parameters in asked]
+        return [list(one) for one in reversed(sent)][::-1]  # with the last answer come all before it
+
     def _settle(self) -> None:
         """Wait for all statements so far, and leave the pipeline. Raises psycopg.Error for the first that failed."""
         self._pipeline.leave()
@@ -356,6 +389,9 @@ class Postgres(Database):
             yield
 
     def _roll_back(self) -> None:
+        with suppress(psycopg.Error):
+            if self._pipeline.entered:
+                self._pipeline.send(b"ROLLBACK", ())
         with suppress(psycopg.Error):
             self._settle()
         if self._in_transaction:
@@ -400,21 +436,10 @@ class Postgres(Database):
             for row in rows:
                 self.execute(sql, row)
             return
-        types = self._types(plain.table)
+        types = self._tables.types(plain.table)
         columns = [types[name] for name in plain.columns] if plain.columns else list(types.values())
         for few in parted(rows):
             self._pipeline.send_arrays(many(sql, tuple(columns)), columns, list(zip(*few, strict=True)))
-
-    def _types(self, table: str) -> dict[str, int]:
-        """The types of a table's columns, by name and in their order."""
-        if table not in self._columns:
-            found = self.rows(
-                "SELECT attname::text, atttypid::bigint FROM pg_attribute"
-                " WHERE attrelid = to_regclass(?) AND attnum > 0 AND NOT attisdropped ORDER BY attnum",
-                (f"{self._address.schema}.{table}",),
-            )
-            self._columns[table] = dict(found)
-        return self._columns[table]
 
     def insert(self, sql: str, parameters: Sequence[Any]) -> int:
         number = "version" if sql.startswith("INSERT INTO versions") else "id"
@@ -425,17 +450,10 @@ class Postgres(Database):
         return row[0]
 
     def numbers(self, table: str, n: int) -> Sequence[int]:
-        found = self.rows("SELECT nextval(?::regclass) FROM generate_series(1, ?::integer)", (f"{table}_id_seq", n))
-        return [id for (id,) in found]
+        return self._tables.numbers(table, n)
 
     def skip_numbers(self, table: str, beyond: int, n: int) -> None:
-        column = "version" if table == "versions" else "id"
-        ((sequence,),) = self.rows("SELECT pg_get_serial_sequence(?, ?)", (table, column))
-        ((last, apart),) = self.rows(
-            f"SELECT last_value, seqincrement FROM {sequence}, pg_sequence WHERE seqrelid = '{sequence}'::regclass"
-        )
-        steps = 1 + (max(beyond, last) - last + n) // apart  # whole ones: one of several databases gives every so many
-        self.execute(f"SELECT setval('{sequence}', ?)", (last + apart * steps,))
+        self._tables.skip_numbers(table, beyond, n)
 
     def forget(self, groups: Sequence[int]) -> None:
         self._parts.forget(groups)
@@ -447,24 +465,13 @@ class Postgres(Database):
         return Notices(self._address)
 
     def tables(self) -> dict[str, tuple[str, ...]]:
-        found: dict[str, tuple[str, ...]] = {}
-        for table, column in self.rows(
-            "SELECT c.relname::text, a.attname::text FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid"
-            " WHERE c.relnamespace = to_regnamespace(current_schema()) AND c.relkind IN ('r', 'p')"
-            " AND NOT c.relispartition AND a.attnum > 0 AND NOT a.attisdropped"
-            " AND c.relname NOT IN ('schema_version', 'last_writes', 'parts') ORDER BY c.relname, a.attnum"
-        ):
-            found[table] = (*found.get(table, ()), column)
-        return found
+        return self._tables.all()
 
     def loosen(self) -> None:
         self.execute("SET CONSTRAINTS ALL DEFERRED")
 
     def renumber(self) -> None:
-        for table, columns in self.tables().items():
-            if columns[0] in ("id", "version") and self.row("SELECT pg_get_serial_sequence(?, ?)", (table, columns[0])):
-                sequence = f"pg_get_serial_sequence('{table}', '{columns[0]}')"
-                self.execute(f"SELECT setval({sequence}, (SELECT MAX({columns[0]}) FROM {table}))")
+        self._tables.renumber()
 
     def faults(self) -> list[str]:
         return []  # checksums are the server's own affair

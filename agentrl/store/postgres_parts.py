@@ -27,7 +27,7 @@ from agentrl.store.schema import BYTES
 TURNS = 1 << 14
 """How many turns a part has room for, at least."""
 
-READ = "SET LOCAL lock_timeout = '60s'; LOCK TABLE ONLY tokens IN ACCESS SHARE MODE"
+READ = ("SET LOCAL lock_timeout = '60s'", "LOCK TABLE ONLY tokens IN ACCESS SHARE MODE")
 """What begins a transaction that reads."""
 
 _MOMENT_MS = 100

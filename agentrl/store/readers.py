@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +25,7 @@ from agentrl.store.codec import (
     unpack_text,
     unpack_tokens,
 )
-from agentrl.store.database import Database, Part, Row
+from agentrl.store.database import Asked, Database, Part, Row
 
 EpisodeState = Literal["waiting", "running", "finished", "expired"]
 
@@ -132,9 +132,10 @@ class Readers(Part):
                     trial=trial,
                     reason=reason,
                     start=unpack_messages(start or "[]"),
-                    turns=tuple(_turns(self._db, "t.episode_id = ? AND t.trial = ?", (episode_id, trial))),
+                    turns=tuple(_turns(*self._db.all_rows(scores_asked(*of), _turns_asked(*of)))),
                 )
                 for trial, reason, start in rows
+                for of in [("t.episode_id = ? AND t.trial = ?", (episode_id, trial))]
             ]
 
     def episodes(
@@ -184,17 +185,21 @@ def _episode_row(row: Row) -> EpisodeRow:
 def load_group(db: Database, group_id: int, only: Collection[int] | None = None) -> Group:
     """A group with its members, or only those with ids in `only`, inside a transaction. Raises StoreError for an
     unknown id."""
-    row = db.row("SELECT task, state, size, started_step, taken_step, record FROM groups WHERE id = ?", (group_id,))
-    if row is None:
-        raise StoreError(f"no group {group_id} in {db.path}")
-    task, state, size, started_step, taken_step, record = row
     chosen = "TRUE" if only is None else f"e.id IN ({', '.join('?' * len(only))})"
+    found, episodes, weights = db.all_rows(
+        ("SELECT task, state, size, started_step, taken_step, record FROM groups WHERE id = ?", (group_id,)),
+        (_episodes(f"e.group_id = ? AND {chosen}"), (group_id, *(only or ()))),
+        (WEIGHTS, ()),
+    )
+    if not found:
+        raise StoreError(f"no group {group_id} in {db.path}")
+    ((task, state, size, started_step, taken_step, record),) = found
     return Group(
         id=group_id,
         task=unpack_task(task),
         state=GroupState(state),
         size=size,
-        trajectories=tuple(load_trajectories(db, f"e.group_id = ? AND {chosen}", (group_id, *(only or ())))),
+        trajectories=tuple(_trajectories(db, episodes, dict(weights))),
         started_step=started_step,
         taken_step=taken_step,
         record=None if record is None else unpack_record(record),
@@ -203,12 +208,19 @@ def load_group(db: Database, group_id: int, only: Collection[int] | None = None)
 
 def load_trajectories(db: Database, where: str, parameters: Sequence[int]) -> list[Trajectory]:
     """The episodes (`e`) that `where` selects, with the turns of their last trial, inside a transaction."""
-    episodes = db.rows(
+    episodes, weights = db.all_rows((_episodes(where), parameters), (WEIGHTS, ()))
+    return _trajectories(db, episodes, dict(weights))
+
+
+def _episodes(where: str) -> str:
+    return (
         "SELECT e.id, e.group_id, e.member, g.task, e.start, e.stop_reason, e.outcome, e.success, e.outcomes"
-        f" FROM episodes e JOIN groups g ON g.id = e.group_id WHERE {where} ORDER BY e.id",
-        parameters,
+        f" FROM episodes e JOIN groups g ON g.id = e.group_id WHERE {where} ORDER BY e.id"
     )
-    weights = source_weights(db)
+
+
+def _trajectories(db: Database, episodes: Sequence[Row], weights: Mapping[str, float]) -> list[Trajectory]:
+    turns = turns_of(db, [id for id, *_ in episodes])
     return [
         Trajectory(
             episode_id=id,
@@ -216,7 +228,7 @@ def load_trajectories(db: Database, where: str, parameters: Sequence[int]) -> li
             member=member,
             task=unpack_task(task),
             start=() if start is None else unpack_messages(start),
-            turns=load_turns(db, id),
+            turns=turns[id],
             stop_reason=None if stop_reason is None else StopReason(stop_reason),
             outcome=outcome,
             success=None if success is None else bool(success),
@@ -229,41 +241,56 @@ def load_trajectories(db: Database, where: str, parameters: Sequence[int]) -> li
 
 def load_turns(db: Database, episode_id: int) -> tuple[Turn, ...]:
     """The turns of an episode's last trial, inside a transaction."""
-    last_trial = "t.episode_id = ?1 AND t.trial = (SELECT trial FROM episodes WHERE id = ?1)"
-    return tuple(_turns(db, last_trial, (episode_id,)))
+    return turns_of(db, [episode_id])[episode_id]
 
 
-def load_scores(
-    db: Database, where: str, parameters: Sequence[int]
-) -> tuple[dict[int, dict[str, float]], dict[int, float]]:
-    """For the turns (`t`) that `where` selects, by index: the values that count by source, and their weighted sum."""
-    scores: defaultdict[int, dict[str, float]] = defaultdict(dict)
-    sums: defaultdict[int, float] = defaultdict(float)
-    for index, source, value, weight in db.rows(
+def turns_of(db: Database, episodes: Sequence[int]) -> dict[int, tuple[Turn, ...]]:
+    """The turns of each episode's last trial, inside a transaction."""
+    asked = [asked for id in episodes for asked in (scores_asked(LAST_TRIAL, (id,)), _turns_asked(LAST_TRIAL, (id,)))]
+    found = db.all_rows(*asked)
+    pairs = zip(found[::2], found[1::2], strict=True)
+    return {id: tuple(_turns(scores, turns)) for id, (scores, turns) in zip(episodes, pairs, strict=True)}
+
+
+LAST_TRIAL = "t.episode_id = ?1 AND t.trial = (SELECT trial FROM episodes WHERE id = ?1)"
+"""In SQL, of a turn: it is of an episode's last trial."""
+
+
+def scores_asked(where: str, parameters: Sequence[int]) -> Asked:
+    """For the turns (`t`) that `where` selects: the values that count, for `scores_by_turn`."""
+    return (
         "SELECT t.idx, r.source, r.value, c.weight FROM turns t JOIN rewards r ON r.turn_id = t.id AND r.counts = 1"
         f" JOIN sources c ON c.source = r.source WHERE {where} ORDER BY t.idx, r.source",
         parameters,
-    ):
+    )
+
+
+def scores_by_turn(rows: Iterable[Row]) -> tuple[dict[int, dict[str, float]], dict[int, float]]:
+    """By the index of a turn: the values that count by source, and their weighted sum."""
+    scores: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    sums: defaultdict[int, float] = defaultdict(float)
+    for index, source, value, weight in rows:
         scores[index][source] = value
         sums[index] += weight * value
     return scores, sums
 
 
-def source_weights(db: Database) -> dict[str, float]:
-    """The weights of the declared sources, inside a transaction."""
-    return dict(db.rows("SELECT source, weight FROM sources ORDER BY source"))
+WEIGHTS = "SELECT source, weight FROM sources ORDER BY source"
+"""The weights of the declared sources."""
 
 
-def _turns(db: Database, where: str, parameters: Sequence[int]) -> Iterator[Turn]:
-    scores, sums = load_scores(db, where, parameters)
-    rows = db.rows(
+def _turns_asked(where: str, parameters: Sequence[int]) -> Asked:
+    return (
         "SELECT t.idx, t.parent, t.role, t.learns, t.finish, t.text, t.spans, t.started_s, t.ended_s, k.data, x.data,"
         " s.observation, s.reward, s.terminated, s.truncated, s.info, t.episode_id, t.trial"
         " FROM turns t LEFT JOIN tokens k ON k.turn_id = t.id LEFT JOIN experts x ON x.turn_id = t.id"
-        " LEFT JOIN steps s ON s.turn_id = t.id"
-        f" WHERE {where} ORDER BY t.idx",
+        f" LEFT JOIN steps s ON s.turn_id = t.id WHERE {where} ORDER BY t.idx",
         parameters,
     )
+
+
+def _turns(scored: Iterable[Row], rows: Iterable[Row]) -> Iterator[Turn]:
+    scores, sums = scores_by_turn(scored)
     for index, parent, role, learns, finish, text, spans, began, ended, blob, experts, *step, episode, trial in rows:
         prompt_ids, token_ids, logprobs, columns = ((), (), (), NONE) if blob is None else unpack_tokens(blob)
         yield Turn(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from agentrl.records import StopReason
 from agentrl.store.database import Part
+from agentrl.store.endings import end_episode
 from agentrl.store.groups import TRAIN, create_again
-from agentrl.store.journal import end_episode
 from agentrl.store.leases import check_fence
 from agentrl.store.partials import discard_partial
 from agentrl.store.versions import latest_confirmed

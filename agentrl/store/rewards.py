@@ -21,7 +21,7 @@ from agentrl.errors import StoreError
 from agentrl.records import LARGEST, StopReason, turn_id
 from agentrl.store.codec import with_columns
 from agentrl.store.database import Database, Part
-from agentrl.store.journal import Ending, end_as, held_ending
+from agentrl.store.endings import Ending, end_as, held_ending
 
 Late = Literal["drop", "neutral", "partial"]
 

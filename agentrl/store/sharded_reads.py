@@ -135,6 +135,7 @@ class ShardedReads(RunStore):
     restart_episode = routed(RunStore.restart_episode)
     discard_turn = routed(RunStore.discard_turn)
     finish = routed(RunStore.finish)
+    end_entry = routed(RunStore.end_entry)
     reload = routed(RunStore.reload)
     keep_snapshot = routed(RunStore.keep_snapshot)
     snapshot = routed(RunStore.snapshot)

@@ -97,10 +97,13 @@ class Versions(Part):
         return None if row is None or row[0] is None else Path(row[0])
 
 
+LATEST_CONFIRMED = (
+    "SELECT version, step FROM versions WHERE confirmed_s IS NOT NULL AND undone_attempt IS NULL"
+    " ORDER BY version DESC LIMIT 1"
+)
+
+
 def latest_confirmed(db: Database) -> WeightVersion | None:
     """The latest confirmed version that no rollback undid. Inside a transaction."""
-    row = db.row(
-        "SELECT version, step FROM versions WHERE confirmed_s IS NOT NULL AND undone_attempt IS NULL"
-        " ORDER BY version DESC LIMIT 1"
-    )
+    row = db.row(LATEST_CONFIRMED)
     return None if row is None else WeightVersion(version=row[0], step=row[1])

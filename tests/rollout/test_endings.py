@@ -80,7 +80,7 @@ async def test_an_episode_that_was_over_is_only_finished_after_a_crash(
     first = claim_one("first", now=0.0)
     env = ScriptedEnv([going(reward=0.5, unsettled=-0.5)], end={"outcome": 0.75})
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(store, "finish", dying)
+        patched.setattr(store, "end_entry", dying)
         await play(first, context(env, max_turns=1))
     second = next(c for c in store.claim("second", 2, lease_s=10, now=11.0) if c.episode_id == first.episode_id)
     nobody = ScriptedEnv([])

@@ -10,7 +10,12 @@ import pytest
 
 from agentrl.store import RunStore
 
-_ENTRIES = {"journal_turn": "turn_entry", "journal_step": "step_entry", "journal_partial": "part_entry"}
+_ENTRIES = {
+    "journal_turn": "turn_entry",
+    "journal_step": "step_entry",
+    "journal_partial": "part_entry",
+    "finish": "end_entry",
+}
 """Writes that a store makes together with others of their kind: it is asked for an entry, which is the write."""
 
 

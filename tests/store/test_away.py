@@ -63,16 +63,16 @@ def crash(server: Server) -> None:
 
 def at_commit(monkeypatch: pytest.MonkeyPatch, store: RunStore, act: Callable[[Callable[[], None]], None]) -> None:
     """The next COMMIT is `act`'s affair, which is given what commits."""
-    db, commit = database(store), database(store)._run
+    db, commit = database(store), database(store)._end
     left = [act]
 
     def run(command: str) -> None:
-        if "COMMIT" in command and left:
+        if left:
             left.pop()(partial(commit, command))
         else:
             commit(command)
 
-    monkeypatch.setattr(db, "_run", run)
+    monkeypatch.setattr(db, "_end", run)
 
 
 @pytest.mark.parametrize("how", ["call", "together", "alone"])

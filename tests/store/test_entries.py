@@ -1,13 +1,17 @@
-"""Turns, answers and parts of turns that are journaled at once: each as if it came alone. Both databases run these."""
+"""Turns, answers, parts of turns and ends that are written at once: each as if alone. Both databases run these."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from agentrl.errors import LeaseLost
 from agentrl.records import StopReason, VersionSpan
 from agentrl.store import Claim, RunStore, Source
 from agentrl.store.audit import audit
+from agentrl.store.codec import unpack_record
+from agentrl.store.endings import Ending
 from agentrl.store.entries import Entry
 
 from .play import START, admit, answer, part, turn
@@ -26,9 +30,13 @@ def errors(store: RunStore, *entries: Entry) -> list[str]:
     return [str(result.error or "") for result in store.together(entries, shared=store.shares)]
 
 
-def count(store: RunStore, table: str) -> int:
+def rows(store: RunStore, sql: str) -> list[tuple[Any, ...]]:
     with store._db.read():  # pyright: ignore[reportPrivateUsage]
-        return store._db.rows(f"SELECT COUNT(*) FROM {table}")[0][0]  # pyright: ignore[reportPrivateUsage]
+        return store._db.rows(sql)  # pyright: ignore[reportPrivateUsage]
+
+
+def count(store: RunStore, table: str) -> int:
+    return rows(store, f"SELECT COUNT(*) FROM {table}")[0][0]
 
 
 def test_of_entries_at_once_those_that_may_not_be_written_leave_the_others(store: RunStore) -> None:
@@ -116,3 +124,50 @@ def test_a_fork_copies_turns_that_came_at_once(store: RunStore) -> None:
     forks = [claim for claim in store.claim("v", 9, lease_s=1e9) if claim.fork_turn == 1]
     assert [[own.token_ids for own in claim.turns] for claim in forks] == [[turn(0, 1).token_ids]] * 2
     assert audit(store).violations == []
+
+
+def test_of_ends_at_once_those_that_may_not_be_leave_the_others(store: RunStore) -> None:
+    claims = begun(store, 3)
+    for claim in claims:
+        own = turn(0, 1, step=answer(0, last=True))
+        store.journal_turn(claim.episode_id, claim.fence, own)
+    store.journal_partial(claims[2].episode_id, claims[2].fence, part(turn(1, 1, 4), 0, 2))
+    good, bad = (Ending(stop_reason=StopReason.DONE, outcome=n, success=n > 0) for n in (1.0, 0.0))
+    one, two, three = claims
+    found = store.together(
+        [
+            store.end_entry(one.episode_id, one.fence, good),
+            store.end_entry(two.episode_id, two.fence + 1, good),
+            store.end_entry(one.episode_id, one.fence, bad),
+            store.end_entry(999, 1, bad),
+            partial(store.meta, "config"),
+            store.end_entry(two.episode_id, two.fence, bad),
+            store.end_entry(three.episode_id, three.fence, replace(good, stop_reason=StopReason.ENV_FAILED)),
+        ]
+    )
+    why = ["", "claimed anew", "is finished, no longer running", "episode 999 does not exist", "", "", ""]
+    for result, said in zip(found, why, strict=True):
+        assert (result.error is None) == (said == "") and said in str(result.error or "")
+    ((_, state, n, record),) = rows(store, "SELECT id, state, n_scored, record FROM groups")
+    assert (state, n, sorted(unpack_record(record))) == ("scored", 2, [one.member, two.member])
+    ends = rows(store, "SELECT outcome, stop_reason, n_turns, n_tokens, newest_step FROM episodes ORDER BY id")
+    assert ends == [(1.0, "done", 1, 3, 0), (0.0, "done", 1, 3, 0), (1.0, "env_failed", 1, 3, 0)]
+    assert count(store, "partials") == 0 and rows(store, "SELECT episodes FROM outages") == [(1,)]
+    assert audit(store).violations == []
+
+
+def test_ends_at_once_wait_for_their_sources_and_only_once(store: RunStore) -> None:
+    one, two, *_ = begun(store, 2)
+    store.declare_sources([Source(name="prm", late="neutral")])
+    for claim in (one, two):
+        store.journal_turn(claim.episode_id, claim.fence, turn(0, 1, step=answer(0, last=True)))
+    store.score(f"{two.episode_id}.0.0", "prm", 2.0)
+    done = Ending(stop_reason=StopReason.DONE, outcome=1.0, success=True)
+    ends = [store.end_entry(claim.episode_id, claim.fence, done) for claim in (one, two, one)]
+    held, ended, again = store.together(ends)
+    assert held.error is None and ended.error is None and "was claimed anew" in str(again.error)
+    assert rows(store, "SELECT episode_id FROM endings") == [(one.episode_id,)] and store.ready_count() == 0
+    store.score(f"{one.episode_id}.0.0", "prm", 3.0)
+    assert store.ready_count() == 1 and count(store, "endings") == 0 and audit(store).violations == []
+    ((record,),) = rows(store, "SELECT record FROM groups")
+    assert {id: own.streams["policy"]["prm"] for id, own in unpack_record(record).items()} == {0: (3.0,), 1: (2.0,)}

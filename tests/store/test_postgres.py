@@ -240,7 +240,7 @@ def test_many_turns_take_as_many_statements_as_two(store: RunStore, monkeypatch:
     for few in (claims[:2], claims[2:]):
         before = len(sent)
         assert errors(store, *(store.turn_entry(one.episode_id, one.fence, odd) for one in few)) == [""] * len(few)
-        assert len(sent) - before <= 8, sent[before:]
+        assert len(sent) - before <= 10, sent[before:]  # two of them once in a session
     monkeypatch.setattr(postgres_arrays, "_MOST_BYTES", 150)
     answers = [store.step_entry(one.episode_id, one.fence, 0, answer(n)) for n, one in enumerate(claims)]
     before = len(sent)
