@@ -22,6 +22,9 @@ _OF_KINDS = {  # settings of a reward source, and what has a use for them
     **dict.fromkeys(("label", "activation"), ("prm",)),
 }
 
+_OF_OWN_ENGINES = {"replicas", "threads"}
+"""Settings of engines that the run starts."""
+
 
 def contradictions(config: RunConfig) -> Iterator[str]:
     """One line for each, with what to change."""
@@ -29,13 +32,35 @@ def contradictions(config: RunConfig) -> Iterator[str]:
     yield from _of_groups(config)
     for source in config.rewards:
         yield from _of_source(source)
-    engine = config.engine
+    yield from _of_engines(config)
+    yield from _of_training(config)
+    if config.eval.every and not config.eval.sets:
+        yield "eval.every has no effect without held-out sets: give an [[eval.sets]] table with a name"
+
+
+def _of_engines(config: RunConfig) -> Iterator[str]:
+    engine, given = config.engine, config.engine.model_fields_set
     if engine.hedge_after is not None and len(engine.urls or engine.places) == 1:
         yield "engine.hedge_after has no effect while there is one engine: --set engine.replicas=2"
     if engine.weights_url is not None and config.sync == "adapter":
         yield "engine.weights_url has no effect, as only adapters travel: --set engine.weights_url=false"
-    if config.eval.every and not config.eval.sets:
-        yield "eval.every has no effect without held-out sets: give an [[eval.sets]] table with a name"
+    if engine.canary_tolerance is not None and not engine.canary:
+        yield "engine.canary_tolerance has no effect without the canary: --set engine.canary=true"
+    if engine.stage == "file" and (engine.kind == "embedded" or config.sync not in ("full", "delta")):
+        yield "engine.stage has no effect: vLLM alone stages, and only what is a file: --set engine.stage=auto"
+    if engine.kind == "embedded" and engine.dtype != "float32" and not engine.urls:
+        yield f"engine.dtype = {engine.dtype!r}: the embedded engine computes in float32: --set engine.dtype=float32"
+    if engine.urls and (useless := sorted(given & _OF_OWN_ENGINES)):
+        yield f"[engine] {', '.join(useless)}: no effect on engines at engine.urls, which others start: leave it out"
+
+
+def _of_training(config: RunConfig) -> Iterator[str]:
+    train, given = config.train, config.train.model_fields_set
+    if train.optimizer == "sgd" and "betas" in given:
+        yield "train.betas has no effect with train.optimizer = 'sgd': --set train.optimizer=adamw"
+    if train.warmup_steps >= train.steps and "warmup_steps" in given:
+        how = f"the rate never reaches train.lr within train.steps = {train.steps}"
+        yield f"train.warmup_steps = {train.warmup_steps}: {how}: --set train.warmup_steps={train.steps // 10}"
 
 
 def _of_deadlines(config: RunConfig) -> Iterator[str]:

@@ -30,6 +30,12 @@ SOURCE = {"source": "s", "kind": "prm", "url": "http://h"}
         (["rollout.pivot.below=1"], "no effect with rule = 'uniform'"),
         (["engine.hedge_after=2", "engine.stream_tokens=1"], "while there is one engine"),
         (["engine.kind=vllm", "train.lora_rank=8", "engine.weights_url=s3://b/x"], "only adapters travel"),
+        (["engine.canary=false", "engine.canary_tolerance=0.1"], "no effect without the canary"),
+        (["engine.stage=file"], "vLLM alone stages"),
+        (["engine.kind=vllm", "train.lora_rank=8", "engine.stage=file"], "only what is a file"),
+        (["engine.dtype=bfloat16"], "the embedded engine computes in float32"),
+        (["train.optimizer=sgd", "train.betas=[0.9, 0.99]"], "no effect with train.optimizer = 'sgd'"),
+        (["train.steps=20", "train.warmup_steps=20"], "the rate never reaches train.lr within train.steps = 20"),
     ],
 )
 def test_it_is_said_and_what_it_says_to_type_mends_it(given: list[str], said: str) -> None:
@@ -37,6 +43,13 @@ def test_it_is_said_and_what_it_says_to_type_mends_it(given: list[str], said: st
     assert said in line
     _, typed = line.split("--set ")
     assert list(contradictions(parsed([*given, typed]))) == []
+
+
+def test_engines_of_others_take_no_settings_of_the_runs_own() -> None:
+    urls = ["engine.kind=vllm", 'engine.urls=["http://h:8000"]']
+    (line,) = contradictions(parsed([*urls, "engine.threads=2", "engine.replicas=3"]))
+    assert "[engine] replicas, threads: no effect" in line
+    assert list(contradictions(parsed(urls))) == []
 
 
 def parsed(given: list[str], **sections: Any) -> configuration.RunConfig:
