@@ -130,7 +130,7 @@ def scale(run: RunDir, *, engines: int | None, workers: int | None) -> str:
     """Ask for another number of engines or workers. Returns what to tell. Raises as `scaling.ask`."""
     size = scaling.ask(run, engines=engines, workers=workers)
     if holder(run).kind == "nobody":
-        return f"{run.path} is not under way; it will have {size}: agentrl train --resume {run.path}"
+        return f"{run.path} is not under way; it will have {size}: {_resume(run)}"
     return f"{run.path} shall have {size}; see them come with agentrl status {run.path}"
 
 
@@ -139,7 +139,7 @@ def stop(run: RunDir, deadline_s: float) -> str:
     what to tell. Raises UsageError if it has not ended after `deadline_s`."""
     held = holder(run)
     if held.kind == "nobody":
-        return f"{run.path} is not under way; go on with agentrl train --resume {run.path}"
+        return f"{run.path} is not under way; go on with {_resume(run)}"
     if held.pid is None:
         with RunStore.open(run.store_path) as store:  # its supervisor, on whatever machine, looks there
             store.set_meta(STOP, run.lock_path.read_text())
@@ -161,7 +161,13 @@ def _ended(run: RunDir, deadline_s: float, hint: str) -> str:
             late = f"{run.path} has not ended within {deadline_s:g} s: look at agentrl logs {run.path}"
             raise UsageError(f"{late}; {hint}; it can be resumed in any case")
         time.sleep(_POLL_S)
-    return f"{run.path} is stopped; go on with agentrl train --resume {run.path}"
+    return f"{run.path} is stopped; go on with {_resume(run)}"
+
+
+def _resume(run: RunDir) -> str:
+    """What to type to go on with a run that nobody holds; one that is over needs more steps."""
+    more = f" --set train.steps={2 * run.config().train.steps}" if run.summary.exists() else ""
+    return f"agentrl train --resume {run.path}{more}"
 
 
 _STATES = {

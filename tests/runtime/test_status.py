@@ -104,7 +104,10 @@ def test_a_run_that_has_ended_is_over(run: RunDir) -> None:
     run.summary.write_text("{}")
     told = list(status.lines(status.status(run)))
     assert told[0] == f"{run.path}: over"
-    assert told[-1].endswith(f"--resume {run.path} --set train.steps=160 trains it for longer")
+    longer = f"agentrl train --resume {run.path} --set train.steps=160"
+    assert told[-1].endswith(f"{longer} trains it for longer")
+    assert status.stop(run, 0).endswith(f"go on with {longer}"), "without more steps it would do nothing"
+    assert status.scale(run, engines=None, workers=3).endswith(longer)
 
 
 def test_a_supervisor_that_a_signal_stopped_is_told_and_can_be_ended(run: RunDir) -> None:
