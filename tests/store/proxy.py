@@ -69,15 +69,17 @@ class Proxy:
                     threading.Thread(target=self._carry, args=ends, daemon=True).start()
 
     def _carry(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
+        try:
             while data := source.recv(_CHUNK):
                 if self.delay_s:
                     time.sleep(self.delay_s)
                 self._carries.wait()
                 sink.sendall(data)
-        for end in (source, sink):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+            sink.shutdown(socket.SHUT_WR)  # whoever has said all may still listen
+        except OSError:
+            for end in (source, sink):
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager
