@@ -21,7 +21,7 @@ from agentrl.engine import exclusive as locks
 from agentrl.engine.client import EngineClient
 from agentrl.engine.exclusive import exclusive, hold, name_of
 from agentrl.engine.vllm import launch
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, UsageError
 from agentrl.runtime import turns as module
 from agentrl.runtime.publisher import NotDelivered, WeightPublisher
 from agentrl.runtime.rundir import RunDir
@@ -266,7 +266,7 @@ def test_a_run_that_takes_turns_trains_and_an_engine_wakes_without_its_learner(t
                 os.kill(pid, signal.SIGSTOP)
                 asleep = httpx.get(f"{url}/is_sleeping", timeout=5).json()["is_sleeping"]
                 os.kill(pid, signal.SIGKILL if asleep else signal.SIGCONT)
-            except (ValueError, OSError, httpx.HTTPError):
+            except (UsageError, ValueError, OSError, httpx.HTTPError):  # the run is being made, or changes
                 return False
             return asleep
 
