@@ -4,9 +4,10 @@
 
 Three nodes of Ray's test cluster on this machine; two engines, two workers, a learner of two ranks, the tiny model.
 Each fault comes once: SIGKILL of a worker, an engine, a rank, the learner, the supervisor, a node; a crash of
-PostgreSQL, which is away for `--away-s`. The clock stops when what died works again. Then the head, the only node
-without which Ray does not go on: the run ends, a new head starts, and `agentrl train --resume` goes on there. After
-each an auditor that shares no code with the store reads it. Prints the table of cluster.md.
+PostgreSQL, which is away for `--away-s`. The clock stops when what died works again. Then Ray's head is killed, and
+started again at once where it was: one that keeps nothing, so that the run leaves and joins the new cluster, and one
+that keeps what it knows on a disk. After each an auditor that shares no code with the store reads it. Prints the table
+of cluster.md.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import json
 import os
 import random
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,9 @@ AMONG = (*(Fault(kind="kill", part=part) for part in PARTS), Fault(kind="restart
 MAIN = (sys.executable, "-c", "from agentrl.cli import main; main()")
 NODE = {"num_cpus": 2, "object_store_memory": 100 << 20}
 DEADLINE_S = 600.0
+MILESTONES = ("listens", "left", "joined", "turn", "step")
+HEADS = ("head", "lasting-head")
+NEWEST = "SELECT COALESCE(MAX(step), 0) FROM versions WHERE confirmed_s IS NOT NULL AND undone_attempt IS NULL"
 RUN = """
 model = "agentrl/tiny-coder"
 env = {{id = "agentrl/Calculator-v0"}}
@@ -109,52 +115,115 @@ class OnCluster(ChaosRun):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Seconds until a run whose head was killed had ended, with its exit status, and until it took its next step on a
-    new one, from the command on."""
+    """Seconds `at` which a killed head listened again, the run had left, it had joined with all its processes, and had
+    journaled a turn and made a step; a run that stays has nothing to join."""
 
-    ended_s: float
-    status: int
-    resumed_s: float
+    kind: str
+    at: dict[str, float]
+    tokens_lost: int
+    at_stake: int
     violations: tuple[str, ...]
 
 
-def lose_the_head(run: Path, cluster: Any) -> Head:
-    """Go on with a run, kill the head of its cluster, and go on with it on another cluster."""
-    auditor = OutsideAuditor(store_rows.place(run))
-    with resumed(run) as process:
-        cluster.remove_node(cluster.head_node, allow_graceful=False)
-        began = time.monotonic()
-        status = process.wait(DEADLINE_S)
-        ended_s = time.monotonic() - began
-        found = auditor.look(ended=True)
-    cluster.shutdown()
-    other = new_cluster()
+def lose_the_head(run: OnCluster, cluster: Any) -> Head:
+    """Kill the head and nothing else; at once another one starts at its address, with room for the run."""
+    head, port = cluster.head_node, int(cluster.address.rpartition(":")[2])
+
+    def again() -> None:
+        cluster.head_node = None
+        cluster.add_node(**NODE | {"num_cpus": 6, "gcs_server_port": port}, include_dashboard=False)
+
     try:
-        began = time.monotonic()
-        with resumed(run, f"cluster.address={other.address}") as process:
-            resumed_s = time.monotonic() - began
-            process.terminate()
-            process.wait(DEADLINE_S)
+        return _lose(run, "that keeps nothing", head, port, again, stays=False)
     finally:
-        other.shutdown()
-    return Head(ended_s, status, resumed_s, (*found, *auditor.look(ended=True)))
+        head.kill_all_processes(check_alive=False, allow_graceful=False)
+
+
+def lose_the_lasting_head(run: OnCluster, folder: Path) -> Head:
+    """The same with a head that keeps what it knows in `folder`."""
+    os.environ |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(folder)}
+    cluster = new_cluster()
+    head, port = cluster.head_node, int(cluster.address.rpartition(":")[2])
+    settings = (f"cluster.address={cluster.address}", "cluster.head_away_s=50")
+    try:
+        return _lose(run, "that keeps what it knows", head, port, head.start_gcs_server, *settings, stays=True)
+    finally:
+        cluster.shutdown()
+
+
+def _lose(
+    run: OnCluster, kind: str, head: Any, port: int, again: Callable[[], None], *settings: str, stays: bool
+) -> Head:
+    auditor = OutsideAuditor(store_rows.place(run.folder))
+    with resumed(run.folder, *settings) as process, ThreadPoolExecutor(1) as beside:
+        auditor.look()
+        abandoned, at_stake, old = auditor.abandoned, auditor.at_stake, _pids(run)
+        head.kill_gcs_server()
+        following = beside.submit(_follow, run, process, old, port, time.monotonic(), stays)
+        again()
+        at = following.result()
+        if stays and not old <= _pids(run):
+            raise SystemExit("a process of the run was started anew")
+        process.terminate()
+        process.wait(DEADLINE_S)
+    found = auditor.look(ended=True)
+    return Head(kind, at, auditor.abandoned - abandoned, at_stake, tuple(found))
+
+
+def _follow(
+    run: OnCluster, process: subprocess.Popen[bytes], old: set[int], port: int, began: float, stays: bool
+) -> dict[str, float]:
+    """The milestones, as far as the run passes them, until it has made a turn and a step under the new head."""
+    at, work = dict[str, float](), None
+    while not {"turn", "step"} <= set(at):
+        now, after_s = _pids(run), time.monotonic() - began
+        if process.poll() is not None or after_s > DEADLINE_S:
+            raise SystemExit(f"the run did not go on: {at}; read {run.folder.parent}")
+        if _listens(port):
+            at.setdefault("listens", after_s)
+        if work is None and (not old & now or (stays and "listens" in at)):
+            work = _work(run)
+            at |= {} if stays else {"left": after_s}
+        if not stays and len(now - old) >= len(old):
+            at.setdefault("joined", after_s)
+        if work is not None and "listens" in at:
+            done = [name for name, was, found in zip(("turn", "step"), work, _work(run), strict=True) if found > was]
+            at |= {name: after_s for name in done if name not in at}
+        time.sleep(0.1)
+    return at
+
+
+def _pids(run: OnCluster) -> set[int]:
+    """The workers, engines and the learner, wherever Ray has them."""
+    marks = ("child\0worker", "child\0learner", "engine")
+    return {pid for pid, _, words in faults.processes() if run._on_ray(words) and any(mark in words for mark in marks)}
+
+
+def _work(run: OnCluster) -> list[int]:
+    """The newest turn and step."""
+    return [run._ask(sql) or 0 for sql in ("SELECT COALESCE(MAX(id), 0) FROM turns", NEWEST)]
+
+
+def _listens(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False
 
 
 @contextmanager
 def resumed(run: Path, *settings: str) -> Iterator[subprocess.Popen[bytes]]:
     """The run, once it has taken a step more."""
-    newest = "SELECT COALESCE(MAX(step), 0) FROM versions WHERE confirmed_s IS NOT NULL AND undone_attempt IS NULL"
     store = store_rows.place(run)
     words = [word for setting in settings for word in ("--set", setting)]
     with (run.parent / f"{run.name}.log").open("ab") as log:
         process = subprocess.Popen(
-            [*MAIN, "train", "--resume", str(run), *words], stdout=log, stderr=log, process_group=0
+            [*MAIN, "train", "--resume", str(run), "--keep-alive", *words], stdout=log, stderr=log, process_group=0
         )
     try:
         before, until = None, time.monotonic() + DEADLINE_S
-        while before is None or (store_rows.ask(store, newest) or 0) <= before:
+        while before is None or (store_rows.ask(store, NEWEST) or 0) <= before:
             if before is None and store_rows.ask(store, "SELECT value FROM meta WHERE key = 'phase'") == "train":
-                before = store_rows.ask(store, newest)
+                before = store_rows.ask(store, NEWEST)
             if process.poll() is not None or time.monotonic() > until:
                 raise SystemExit(f"the run did not go on: read {run.parent / f'{run.name}.log'}")
             time.sleep(0.1)
@@ -165,22 +234,26 @@ def resumed(run: Path, *settings: str) -> Iterator[subprocess.Popen[bytes]]:
             process.wait()
 
 
-def table(outcomes: list[Outcome], head: Head) -> str:
+def table(outcomes: list[Outcome], heads: list[Head]) -> str:
     lines = ["| killed | works again after | sampled tokens left behind | at stake | audit |", "|---|---|---|---|---|"]
     for one in outcomes:
         what = {"database": "PostgreSQL", "node": f"a node {one.proof}"}.get(one.fault.part, one.fault.part)
         more = f", {one.proof}" if one.fault.part == "database" else ""
         audit = "; ".join(one.violations) or "clean"
         lines.append(f"| {what}{more} | {one.recovery_s:.1f} s | {one.tokens_lost} | {one.at_stake} | {audit} |")
-    audit = "; ".join(head.violations) or "clean"
-    lines.append(f"| the head: the run ends (exit status {head.status}) | {head.ended_s:.1f} s | | | |")
-    lines.append(f"| `agentrl train --resume` on a new head | {head.resumed_s:.1f} s | | | {audit} |")
+    lines += ["", "| head | " + " | ".join(MILESTONES) + " | tokens left behind | at stake | audit |", "|---" * 9 + "|"]
+    for head in heads:
+        times = " | ".join(f"{head.at[name]:.1f} s" if name in head.at else "" for name in MILESTONES)
+        audit = "; ".join(head.violations) or "clean"
+        lines.append(f"| {head.kind} | {times} | {head.tokens_lost} | {head.at_stake} | {audit} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=[fault.part for fault in AMONG], help="of the parts, these alone")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*(fault.part for fault in AMONG), *HEADS], help="of the parts, these alone"
+    )
     parser.add_argument("--every-s", type=float, default=5.0, help="mean pause between two faults")
     parser.add_argument("--seed", type=int, default=0, help="the order of the faults")
     parser.add_argument("--lease-s", type=float, default=10.0, help="cluster.lease_s")
@@ -216,10 +289,17 @@ def main() -> None:
                 cluster=cluster,
             )
             outcomes = run.hurt()
-            head = lose_the_head(folder / "run", cluster)
-    print(table(outcomes, head))
+            heads = list[Head]()
+            try:
+                if "head" in (chosen.only or HEADS):
+                    heads.append(lose_the_head(run, cluster))
+            finally:
+                cluster.shutdown()
+            if "lasting-head" in (chosen.only or HEADS):
+                heads.append(lose_the_lasting_head(run, folder / "head"))
+    print(table(outcomes, heads))
     if chosen.out:
-        found = {"outcomes": [asdict(one) for one in outcomes], "head": asdict(head)}
+        found = {"outcomes": [asdict(one) for one in outcomes], "heads": [asdict(one) for one in heads]}
         chosen.out.write_text(json.dumps(found, indent=2) + "\n")
 
 

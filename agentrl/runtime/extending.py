@@ -43,6 +43,7 @@ _MAY_CHANGE = (
     "engine.kv_cache_mb",
     "buffer.keep_*",
     "cluster.address",
+    "cluster.head_away_s",
     "cluster.lease_s",
     "alarms.*",
     "eval.every",

@@ -30,9 +30,9 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_more_steps_keep_the_last_evaluation_as_one_of_those_during(run: RunDir) -> None:
-    extending.change(run, ["train.steps=5", "rollout.workers=2"])
+    extending.change(run, ["train.steps=5", "rollout.workers=2", "cluster.head_away_s=50"])
     config = run.config()
-    assert (config.train.steps, config.rollout.workers) == (5, 2)
+    assert (config.train.steps, config.rollout.workers, config.cluster.head_away_s) == (5, 2, 50.0)
     with RunStore.open(run.store_path) as store:
         assert json.loads(store.meta("config") or "") == config.model_dump(mode="json")
         assert sum(store.counts("eval:h:during@2").values()) == 1
