@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from agentrl import terminal
 
 _SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")]
 _RESTART_GROUPS = Annotated[
@@ -17,8 +18,6 @@ _RESTART_DATABASE = Annotated[
     str, typer.Option(help="The shell's command that restarts the PostgreSQL server of the run's store")
 ]
 _ONLY = Annotated[list[str] | None, typer.Option(help="Only this fault, as kill:worker; may be given again")]
-
-_WIDE = 10_000  # columns of text for a pipe
 
 
 def chaos(
@@ -56,8 +55,7 @@ def chaos(
     if not 0 < every_s < math.inf:
         raise UsageError(f"--every-s {every_s:g}: must be a number of seconds above 0, such as 60")
     what.check(config, disk_mb)
-    console = Console()
-    console = console if console.is_terminal else Console(width=_WIDE, soft_wrap=True)
+    console = terminal.console()
     status = on_a_small_disk(what, disk_mb)
     if status is None:
         status = 0 if hurt(what, console) else 1

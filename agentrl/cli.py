@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from agentrl import terminal
 from agentrl.chaos_cli import chaos
 from agentrl.episodes_cli import add_commands
 from agentrl.errors import AgentRLError, UsageError
@@ -64,7 +64,6 @@ for command in (
 ):
     app.command()(command)
 app.add_typer(store, name="store")
-_UNWRAPPED = 10_000  # columns
 _SETTINGS = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")]
 
 
@@ -107,12 +106,6 @@ def _of_all(version: _VERSION = False) -> None:
     """Train language-model agents with reinforcement learning."""
 
 
-def _console() -> Console:
-    """Text for a terminal has its width; text for a file or a pipe is never wrapped."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_UNWRAPPED, soft_wrap=True)
-
-
 @app.command()
 def train(
     file: Annotated[Path | None, typer.Argument(help="The run file (TOML)")] = None,
@@ -151,7 +144,7 @@ def train(
 
             config = shrunk(config, path.with_name(f"{path.name}-model"))
         summary = Trainer(config=config, out=path, overwrite=overwrite).train(LiveView())
-    report.show(_console(), path, summary)
+    report.show(terminal.console(), path, summary)
 
 
 @app.command("eval")
@@ -180,7 +173,7 @@ def evaluate(
     for r in results:
         tokens = f"{r.tokens:.1f}" if endpoint is None else "-"
         table.add_row(r.name, str(r.n), f"{r.success:.3f}", f"{r.outcome:.3f}", f"{r.turns:.2f}", tokens, str(r.failed))
-    _console().print(table)
+    terminal.console().print(table)
 
 
 def _evaluate_model(
@@ -253,7 +246,7 @@ def audit(
         table = Table("checked", "found")
         for name, value in json.loads(report.to_json()).items():
             table.add_row(name, json.dumps(value))
-        _console().print(table)
+        terminal.console().print(table)
     if report.violations:
         raise SystemExit(1)
 
@@ -314,7 +307,7 @@ def validate(
         missed = ", ".join(f"{at} (got {got})" for at, got in list(tally.missed.items())[:10])
         turns = f"{tally.turns / tally.episodes:.1f}"
         table.add_row(tally.name, f"{tally.expected:g}", str(tally.episodes), str(tally.held), turns, missed or "-")
-    _console().print(table)
+    terminal.console().print(table)
     if any(tally.missed for tally in tallies):
         raise SystemExit(1)
 
@@ -333,7 +326,7 @@ def list_ids(
     for each in KINDS if kind is None else (kind,):
         for entry in entries(each):
             table.add_row(each, escape(entry.id), escape(entry.summary))
-    _console().print(table)
+    terminal.console().print(table)
 
 
 @app.command()
@@ -355,7 +348,7 @@ def keys(
     table = Table("key", "value", "default", "meaning")
     for key in found:
         table.add_row(*map(escape, (key.name, key.kind.replace("`", ""), key.default, key.meaning)))
-    _console().print(table)
+    terminal.console().print(table)
 
 
 @app.command()
@@ -366,7 +359,7 @@ def show(
     from agentrl.runtime.catalogue import find
 
     entry = find(id)
-    console = _console()
+    console = terminal.console()
     console.print(f"{entry.id}  ({entry.kind}, {entry.target})\n\n{entry.text}\n", markup=False, highlight=False)
     table = Table("argument", "kind", "default")
     for argument in entry.arguments:
@@ -387,7 +380,7 @@ def doctor() -> None:
     for finding in findings:
         mark = "[green]ok[/]" if finding.works else "[red]missing[/]" if finding.needed else "[yellow]-[/]"
         table.add_row(finding.part, mark, escape(finding.seen), escape("" if finding.works else finding.hint))
-    _console().print(table)
+    terminal.console().print(table)
     if any(finding.needed and not finding.works for finding in findings):
         raise SystemExit(1)
 

@@ -26,40 +26,25 @@ class _Engine(Protocol):
     def urls(self) -> Sequence[str]: ...
 
 
-class _Cluster(Protocol):
-    @property
-    def on_ray(self) -> bool: ...
-
-
-class _Config(Protocol):
-    @property
-    def engine(self) -> _Engine: ...
-    @property
-    def train(self) -> Train: ...
-    @property
-    def cluster(self) -> _Cluster: ...
-
-
 def _taken(engine: _Engine) -> list[int]:
     """The GPUs of the engines that the run starts: the first one where `engine.gpus` says nothing."""
     return [gpu for own in engine.places for gpu in own or [0]]
 
 
-def start_together(config: _Config) -> bool:
+def start_together(engine: _Engine, *, on_ray: bool) -> bool:
     """Whether all replicas of a policy may start at once: no two of them measure how much of one GPU is free."""
-    taken = _taken(config.engine)
-    return _without_shared(config) or len(set(taken)) == len(taken)
+    taken = _taken(engine)
+    return _each_alone(engine, on_ray) or len(set(taken)) == len(taken)
 
 
-def starts_apart(config: _Config) -> bool:
+def starts_apart(engine: _Engine, train: Train, *, on_ray: bool) -> bool:
     """Whether the learner may start while engines do: it is on no GPU whose free memory they measure."""
-    together = not set(config.train.gpus) & set(_taken(config.engine))
-    return not config.engine.colocated and (_without_shared(config) or together)
+    return not engine.colocated and (_each_alone(engine, on_ray) or not set(train.gpus) & set(_taken(engine)))
 
 
-def _without_shared(config: _Config) -> bool:
-    """Whether no two processes of the run can be on one GPU: Ray gives each its own."""
-    return config.cluster.on_ray or config.engine.kind == "embedded"
+def _each_alone(engine: _Engine, on_ray: bool) -> bool:
+    """Whether no two processes of a run can be on one GPU: Ray gives each its own."""
+    return on_ray or engine.kind == "embedded"
 
 
 def check_memory_sync(engine: _Engine, train: Train, *, sync: str, on_ray: bool) -> None:

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from agentrl import terminal
 from agentrl.errors import UsageError
 
 if TYPE_CHECKING:
     from agentrl.runtime.planning import Plan, Work
-
-_WIDE = 10_000  # columns of text for a pipe
 
 
 def plan(
@@ -39,8 +37,7 @@ def plan(
     config, chosen = planning.started(configuration.load(file, settings), planning.GPUS[gpu], n)
     work = planning.Work(row=row or config.rollout.max_context, sampled=sampled, mfu=mfu, mbu=mbu)
     found = planning.plan(config, planning.GPUS[gpu], n, work)
-    console = Console()
-    console = console if console.is_terminal else Console(width=_WIDE, soft_wrap=True)
+    console = terminal.console()
     if chosen:
         values = ", ".join(f"{key} = {value!r}" for key, value in chosen.items())
         console.print(f"As train chooses on such a machine with vLLM: {values}", markup=False, highlight=False)

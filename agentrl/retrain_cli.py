@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.console import Console
 from rich.table import Table
+
+from agentrl import terminal
 
 if TYPE_CHECKING:
     from agentrl.runtime.retrain import Retrained
@@ -33,8 +34,7 @@ def retrain(
     again = train_again(
         run, step, settings=settings or [], out=out, dump=dump, told=lambda line: print(line, file=sys.stderr)
     )
-    console = Console()
-    console = console if console.is_terminal else Console(width=10_000, soft_wrap=True)
+    console = terminal.console()
     console.print(_table(again))
     for line in lines(again):
         console.print(line, markup=False, highlight=False)

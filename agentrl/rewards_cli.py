@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-_WIDE = 10_000  # columns of text for a pipe
+from agentrl import terminal
+
 _RUN = Annotated[Path, typer.Argument(help="A run directory")]
 
 
@@ -25,9 +25,7 @@ def rewards(path: _RUN) -> None:
     for one in found:
         numbers = [f"{value:.3f}" for value in (one.mean, one.least, one.most, one.took_s)]
         table.add_row(one.source, str(one.version), str(one.turns), str(one.counted), *numbers, f"{one.cost:g}")
-    console = Console()
-    console = console if console.is_terminal else Console(width=_WIDE, soft_wrap=True)
-    console.print(table if found else "no reward source scored a turn of this run")
+    terminal.console().print(table if found else "no reward source scored a turn of this run")
 
 
 def rescore(path: _RUN, source: Annotated[str, typer.Option(help="Its name in the run file")]) -> None:

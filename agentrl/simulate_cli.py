@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
+from agentrl import terminal
 from agentrl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ def simulate(
         seed=seed,
     )
     measured = None if run is None else _measured(run, config.buffer.max_lag)
-    console = Console()
-    console = console if console.is_terminal else Console(width=10_000, soft_wrap=True)
+    console = terminal.console()
     rows = run_all(plan(config, wishes, measured))
     console.print(table(rows))
     if measured is not None:

@@ -94,7 +94,7 @@ class Supervisor:
         check_room(self.config, models, self.run.scratch)
         await self.writes(partial(declare, self.config))
         await self._with_space(_go_on)
-        apart = starts_apart(self.config)
+        apart = starts_apart(self.config.engine, self.config.train, on_ray=self.config.cluster.on_ray)
         learned = self.processes.start_learner() if apart else trio.Event()
         await self.processes.start_engines(self.start)
         await self._with_space(_enter("eval"))

@@ -90,7 +90,8 @@ class RunProcesses:
     async def start_engines(self, start: StartPoint) -> None:
         """Start (or attach to) the engines with the current weights, and write their URLs into the store."""
         self._start = start
-        weights, together = partial(self._weights, None), start_together(self.config)
+        weights = partial(self._weights, None)
+        together = start_together(self.config.engine, on_ray=self.config.cluster.on_ray)
         for url in self.config.engine.urls:
             await attach(url, weights(), self.config)
             self.nursery.start_soon(self._watch(url, url, weights).run)
@@ -157,13 +158,14 @@ class RunProcesses:
                 config=self.config,
                 weights=lambda weights=weights: weights,
             )
-            await self._serve(replica, trio.CapacityLimiter(1), learns=False)
+            await replica.up()
+            self._keep_serving(replica, learns=False)
             self._given[policy] = replica
 
-    async def _serve(self, replica: Replica, at_once: trio.CapacityLimiter, *, learns: bool = True) -> None:
+    async def _serve(self, replica: Replica, at_once: trio.CapacityLimiter) -> None:
         async with at_once:
             await replica.up()
-        self._keep_serving(replica, learns=learns)
+        self._keep_serving(replica)
 
     def _keep_serving(self, replica: Replica, *, learns: bool = True) -> None:
         watch = self._watch(replica.child.name, replica.url, replica.weights if learns else None)
@@ -467,10 +469,8 @@ class RunProcesses:
             try:
                 await again()
                 return
-            except WrongWeights:
-                raise
             except AgentRLError as error:
-                if isinstance(error, NoRoom) and self._spares(child):
+                if isinstance(error, WrongWeights) or (isinstance(error, NoRoom) and self._spares(child)):
                     raise
                 why = str(error)
                 await child.end()

@@ -50,7 +50,9 @@ def config(engine: dict[str, Any], device: str = "cpu", **sections: Any) -> RunC
     ],
 )
 def test_nothing_starts_beside_what_it_shares_a_gpu_with(settings: RunConfig, together: bool, apart: bool) -> None:
-    assert (start_together(settings), starts_apart(settings)) == (together, apart)
+    engine, on_ray = settings.engine, settings.cluster.on_ray
+    assert start_together(engine, on_ray=on_ray) == together
+    assert starts_apart(engine, settings.train, on_ray=on_ray) == apart
 
 
 class Enough(Exception):
