@@ -6,6 +6,7 @@ import inspect
 import time
 from collections.abc import AsyncIterator, Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -19,7 +20,7 @@ from agentrl.store.choice import ADDRESS, STORE, part
 from agentrl.store.copying import move
 from agentrl.store.desks import desk_of
 from agentrl.store.shards import home
-from agentrl.testing import store_rows
+from agentrl.testing import postgres_copy, store_rows
 from agentrl.testing.outside_audit import OutsideAuditor
 
 from .conformance import *  # noqa: F403  (the tests)
@@ -316,7 +317,7 @@ def test_the_outside_auditor_waits_for_a_rollback_that_is_half_done(
         waits.append(seconds)
         control.rollback(0)
 
-    monkeypatch.setattr("agentrl.testing.postgres_copy.time.sleep", goes_on)
+    monkeypatch.setattr(postgres_copy, "time", SimpleNamespace(sleep=goes_on, monotonic=time.monotonic))
     assert auditor.look() == [] and len(waits) == 1
 
 
