@@ -32,7 +32,6 @@ _RAY: Any = ray  # they are typed in parts only
 _RAYLET: Any = _raylet
 _SERVICES: Any = services
 _LOOK_S = 0.5
-_CHECK_S = 10.0  # between two looks at which cluster's head it is
 _ANSWER_S = 2.0  # after which a head counts as silent
 _LEAVE_S = 10.0
 _LOST_S = 0.2
@@ -75,15 +74,13 @@ def _refused(error: OSError) -> bool:
 
 async def watch(address: str, *, away_s: float, silent_s: float) -> str:
     """Returns why the head at `address` counts as gone, once it does."""
-    ours = await _cluster(address)
+    one = trio.CapacityLimiter(1)
+    ours = await _cluster(address, one)
     since = dict[Answer, float]()  # when a row of refusals, or of looks without an answer, began
-    checked = trio.current_time()
     while True:
         found, now = await ask(address), trio.current_time()
-        if found is Answer.ANSWERS and (since or now - checked >= _CHECK_S):
-            checked = now
-            if ours and await _cluster(address) not in (ours, None):
-                return "was started anew and knows nothing of before"
+        if ours and found is Answer.ANSWERS and await _cluster(address, one) not in (ours, None):
+            return "was started anew and knows nothing of before"
         if found is not Answer.REFUSES:
             since.pop(Answer.REFUSES, None)
         if found is Answer.ANSWERS:
@@ -97,11 +94,11 @@ async def watch(address: str, *, away_s: float, silent_s: float) -> str:
         await trio.sleep(_LOOK_S)
 
 
-async def _cluster(address: str) -> str | None:
+async def _cluster(address: str, one: trio.CapacityLimiter) -> str | None:
     """The id of the cluster whose head is there, None if it does not say: a head has a new one unless it has kept what
-    it knows."""
+    it knows. One thread asks (0.5 ms), so a head that only greets holds no other thread of this process."""
     with trio.move_on_after(_ANSWER_S), suppress(Exception):  # Ray names no error that this raises
-        return await called(partial(_cluster_id, address))
+        return await called(partial(_cluster_id, address), one)
 
 
 def _cluster_id(address: str) -> str:
@@ -171,9 +168,9 @@ async def beside(*others: Callable[[], Awaitable[object]]) -> AsyncGenerator[Non
         nursery.cancel_scope.cancel()
 
 
-async def called(function: Callable[[], _T]) -> _T:
+async def called(function: Callable[[], _T], limiter: trio.CapacityLimiter | None = None) -> _T:
     """The result of a call that waits for the head. It may be given up: then its thread goes on alone."""
-    return await trio.to_thread.run_sync(function, abandon_on_cancel=True)
+    return await trio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=limiter)
 
 
 async def result(reference: Any, deadline_s: float) -> Any:

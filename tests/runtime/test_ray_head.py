@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
 from pathlib import Path
@@ -58,7 +59,7 @@ def says(monkeypatch: pytest.MonkeyPatch, answers: Iterable[Answer], *, each_s: 
         await trio.sleep(each_s)
         return next(left)
 
-    async def same(address: str) -> str:
+    async def same(address: str, _: trio.CapacityLimiter) -> str:
         await trio.lowlevel.checkpoint()
         return "the same"
 
@@ -67,6 +68,7 @@ def says(monkeypatch: pytest.MonkeyPatch, answers: Iterable[Answer], *, each_s: 
     return asked
 
 
+asked_for_real = ray_head._cluster  # pyright: ignore[reportPrivateUsage]
 GOOD, NO, SILENT = Answer.ANSWERS, Answer.REFUSES, Answer.SILENT
 
 
@@ -103,27 +105,42 @@ async def test_one_refusal_after_a_long_stand_is_not_taken_for_many(
     assert len(asked) == 6
 
 
-@pytest.mark.parametrize(("answers", "after_s"), [([GOOD, NO, GOOD], 1.0), ([GOOD] * 30, 10.0)])
+@pytest.mark.parametrize("answers", [[GOOD, NO, GOOD, GOOD], [GOOD] * 3])
 async def test_a_head_that_was_started_anew_is_left_even_if_no_refusal_was_seen(
-    answers: Iterable[Answer],
-    after_s: float,
-    monkeypatch: pytest.MonkeyPatch,
-    autojump_clock: trio.testing.MockClock,
+    answers: Iterable[Answer], monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
     """It keeps the address, and is the head of another cluster; one that does not say which is not left for that."""
     says(monkeypatch, answers)
-    clusters = iter(["first", None, "first", "second"] if after_s > 5 else ["first", "second"])
+    clusters = iter(["first", "first", None, "second"])
 
-    async def cluster(address: str) -> str | None:
+    async def cluster(address: str, _: trio.CapacityLimiter) -> str | None:
         await trio.lowlevel.checkpoint()
         return next(clusters)
 
     monkeypatch.setattr(ray_head, "_cluster", cluster)
-    if after_s > 5:
-        monkeypatch.setattr(ray_head, "_CHECK_S", after_s / 3)
     began = trio.current_time()
     assert "started anew" in await watch("10.0.0.1:6379", away_s=2.0, silent_s=300.0)
-    assert trio.current_time() - began == pytest.approx(after_s, abs=1.0)
+    assert trio.current_time() - began < 2.0
+
+
+async def test_a_head_that_greets_and_says_nothing_else_is_asked_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    says(monkeypatch, chain([GOOD] * 8, repeat(NO)))
+    monkeypatch.setattr(ray_head, "_cluster", asked_for_real)
+    monkeypatch.setattr(ray_head, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(ray_head, "_LOOK_S", 0.01)
+    asked, over = list[str](), threading.Event()
+
+    def cluster(address: str) -> str:
+        asked.append(address)
+        assert len(asked) == 1 or over.wait(60.0)
+        return "the first"
+
+    monkeypatch.setattr(ray_head, "_cluster_id", cluster)
+    try:
+        assert "refused connections" in await watch("10.0.0.1:6379", away_s=0.1, silent_s=300.0)
+        assert len(asked) == 2
+    finally:
+        over.set()
 
 
 def connects(monkeypatch: pytest.MonkeyPatch, failures: int = 0) -> list[str]:
