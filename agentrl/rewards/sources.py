@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 import httpx
@@ -19,6 +20,7 @@ import trio
 
 from agentrl.columns import NONE
 from agentrl.engine.scoring import ScoringClient
+from agentrl.env.bridge import LoopThread
 from agentrl.errors import DiskFull, ScoreError, StoreAway
 from agentrl.records import LARGEST, StopReason, Trajectory
 from agentrl.registry import load_reference
@@ -33,7 +35,7 @@ from agentrl.settings import RewardSource
 from agentrl.store.roles import RewardStore
 
 TurnRewarder = Callable[[Trajectory], "float | Verdict | Awaitable[float | Verdict]"]
-"""Scores the last turn of an episode as far as it went. May be async; a blocking one runs in a thread."""
+"""Scores the last turn of an episode as far as it went. A plain one runs in a thread, an async one in trio."""
 
 _LOOK_S: Final = 1.0  # a source looks so often for turns that may be asked for again
 _PAUSE_S: Final = 0.5  # before a second attempt; twice as long before each further one
@@ -59,9 +61,7 @@ def rewarder_of(
     if settings.measure == "overlong":
         return Overlong(settings.most_tokens or 0, settings.margin_tokens or 0)
     if settings.measure in ("callable", "tests"):
-        own: TurnRewarder = (
-            BoxTests(settings, artifacts_of) if settings.measure == "tests" else load_reference(settings.call or "")
-        )
+        own: TurnRewarder = BoxTests(settings, artifacts_of) if settings.measure == "tests" else _own_callable(settings)
         if settings.kind != "shaping":
             return own
         threads = trio.CapacityLimiter(settings.concurrency)
@@ -184,9 +184,29 @@ class Scorer:
         raise ScoreError(f"{self.settings.retries + 1} attempts failed, the last one: {failure}")
 
 
+def _own_callable(settings: RewardSource) -> TurnRewarder:
+    """The callable of a run file. An async one has a trio loop of its own, in a thread: if it blocks, or never ends,
+    its own source is late, and the worker goes on."""
+    own: TurnRewarder = load_reference(settings.call or "")
+    if not _is_async(own):
+        return own
+    loop = LoopThread()
+
+    async def within_deadline(seen: Trajectory) -> float | Verdict:
+        with trio.fail_after(settings.call_deadline_s):
+            answer = own(seen)
+            return await answer if inspect.isawaitable(answer) else answer
+
+    return partial(loop.run, within_deadline)
+
+
+def _is_async(ask: TurnRewarder) -> bool:
+    return inspect.iscoroutinefunction(ask) or inspect.iscoroutinefunction(type(ask).__call__)
+
+
 async def _called(ask: TurnRewarder, seen: Trajectory, threads: trio.CapacityLimiter) -> Verdict:
     """A source's answer. A blocking one is left behind at the deadline, in its thread, and holds its place there."""
-    if inspect.iscoroutinefunction(ask) or inspect.iscoroutinefunction(type(ask).__call__):
+    if _is_async(ask):
         answer = ask(seen)
     else:
         answer = await trio.to_thread.run_sync(ask, seen, abandon_on_cancel=True, limiter=threads)

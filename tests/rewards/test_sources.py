@@ -13,6 +13,7 @@ from trio.testing import MockClock
 
 from agentrl.errors import ConfigError, ScoreError, UsageError
 from agentrl.records import Trajectory
+from agentrl.rewards import sources
 from agentrl.rewards.sources import Scorer, rewarder_of, until
 from agentrl.runtime import scoring
 from agentrl.settings import RewardSource
@@ -321,3 +322,27 @@ async def test_blocking_sources_that_hang_take_no_thread_from_the_environments(s
         assert trio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
     finally:
         release.set()
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+async def test_an_async_source_of_ones_own_that_never_answers_holds_up_itself_alone(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch, blocks: bool
+) -> None:
+    release = threading.Event()
+
+    async def endless(_: Trajectory) -> float:
+        if blocks:  # the loop that it runs in, as async code must not
+            release.wait()
+        await trio.sleep_forever()
+        raise AssertionError
+
+    monkeypatch.setattr(sources, "load_reference", lambda _: endless)
+    play_all(store)
+    own = settings(call_deadline_s=0.05, retries=0)
+    scorer = Scorer(own, desk(store), rewarder_of(own))
+    try:
+        with pytest.raises(ScoreError, match=r"1 attempts failed"):
+            await scorer.score("1.0.0")
+    finally:
+        release.set()
+    await eventually(lambda: scorer._threads.borrowed_tokens == 0)  # pyright: ignore[reportPrivateUsage]
