@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,7 +206,7 @@ async def test_a_wall_clock_that_jumps_by_an_hour_costs_no_group(
         return 1e9 + ahead + trio.current_time()
 
     one = supervisor(clock=wall, rollout={"group_deadline_s": 12.0})
-    monkeypatch.setattr(pipeline.time, "time", wall)
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(time=wall))  # threads know no `trio.current_time`
 
     async def play() -> None:
         nonlocal ahead

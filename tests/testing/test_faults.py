@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trio
@@ -62,8 +63,9 @@ def test_a_process_that_cannot_be_stopped_is_said_to_go_on(monkeypatch: pytest.M
         with faults.stopped(victim.pid):
             assert faults.state(victim.pid) == "T"
         ticks = iter(range(100))
-        monkeypatch.setattr(os, "kill", lambda pid, number: None)
-        monkeypatch.setattr(time, "monotonic", lambda: float(next(ticks)))
+        clock = SimpleNamespace(monotonic=lambda: float(next(ticks)), sleep=lambda seconds: None)
+        monkeypatch.setattr(faults, "time", clock)  # in that module alone: threads of others have the real one
+        monkeypatch.setattr(faults, "os", SimpleNamespace(kill=lambda pid, number: None))
         with pytest.raises(NoEffect, match="was stopped and goes on"), faults.stopped(victim.pid):
             pass
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,14 @@ class Killer:
 
     def __init__(self, patch: pytest.MonkeyPatch, at: int, *, torn: bool) -> None:
         self.at, self.torn, self.done, self.dead = at, torn, list[str](), False
+        self.thread = threading.get_ident()
         for owner, name in OPERATIONS:
             patch.setattr(owner, name, self._watched(name, getattr(owner, name)))
 
     def _watched(self, name: str, does: Callable[..., Any]) -> Callable[..., Any]:
         def operation(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self.thread:  # of another test's: it is not the one that dies
+                return does(*args, **kwargs)
             if self.dead:
                 raise Killed  # a dead process cleans nothing up
             self.done.append(name)
