@@ -300,7 +300,7 @@ class Stuck(agentrl.Env):
     """A step that never ends where its seed is odd, as a call without a deadline does."""
 
     replayable = True
-    released = threading.Event()
+    hanging, released = threading.Semaphore(0), threading.Event()
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
@@ -310,36 +310,56 @@ class Stuck(agentrl.Env):
     def step(self, action: str) -> Any:
         self._steps += 1
         if self._hangs:
-            self.released.wait(60)
+            self.hanging.release()
+            self.released.wait(300)
         return (said("on"), 0.0, False, False, {}) if self._steps < 3 else done()
 
 
 async def test_a_worker_whose_threads_hang_hands_its_episodes_back_and_asks_to_be_started_anew(
     store: RunStore, worker: Callable[..., Worker], mock_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mock_clock.rate = 50.0
+    """The clock jumps past the deadline of four steps once they hang, while another episode samples its first turn."""
+    mock_clock.rate = 1.0
     monkeypatch.setattr(bridge, "MAX_THREADS", 8)
+    monkeypatch.setattr(Stuck, "hanging", threading.Semaphore(0))
+    monkeypatch.setattr(Stuck, "released", threading.Event())
     store.set_meta("phase", "eval")
     tasks = [Task(index=at, env="test/Env", seed=seed) for at, seed in enumerate([1, 3, 5, 7, 2, 4])]
     store.add_groups(tasks, size=1, purpose="eval:a:now")
     one = worker(lambda task: Stuck(), rollout={"step_deadline_s": 20, "max_running": 5, "group_size": 2})
-    slow = one.context.engine
+    engine: Any = one.context.engine
+    sessions, samples, sampled = list[str](), trio.Event(), trio.Event()
 
     async def generate(request: Any) -> Any:
-        await trio.sleep(8)
-        return await type(slow).generate(slow, request)
+        if request.session not in sessions:
+            sessions.append(request.session)
+        if request.session in sessions[5:]:
+            samples.set()
+            await sampled.wait()
+        return await type(engine).generate(engine, request)
 
-    monkeypatch.setattr(slow, "generate", generate)
+    async def hang() -> None:
+        for _ in range(4):
+            assert await trio.to_thread.run_sync(Stuck.hanging.acquire, True, 200)
+        await samples.wait()
+        mock_clock.jump(20)
+        while not one.context.leaving.is_set():  # noqa: ASYNC110
+            await trio.sleep(0.01)
+        sampled.set()
+
+    monkeypatch.setattr(engine, "generate", generate)
     try:
-        with pytest.RaisesGroup(WornOut, allow_unwrapped=True) as raised:
-            await one.run()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(hang)
+            with pytest.raises(WornOut, match="go on elsewhere"):
+                await one.run()
     finally:
         Stuck.released.set()
-    assert "go on elsewhere" in str(raised.value)
     trajectories = [store.trajectory(id) for id in range(1, 7)]
     assert [each.stop_reason for each in trajectories[:4]] == [StopReason.ENV_FAILED] * 4, "each hangs once, and here"
     assert trajectories[5].stop_reason is None
     assert len(trajectories[5].turns) == 1, "the turn under way was ended and journaled"
+    mock_clock.rate = 5.0  # of polls; a step has five seconds for what takes it a moment
     await until(lambda: not bridge.worn_out())
     # another process has threads of its own
     await run(worker(lambda task: Stuck()), lambda: store.counts("eval:a:now").get(GroupState.SCORED, 0) == 6)
