@@ -32,6 +32,7 @@ from agentrl.testing.vllm_server import FakeVLLM
 from .conftest import Server
 
 ALICE, BOB = Tenant(name="alice"), Tenant(name="bob")
+CARRIED_S = 0.05  # real seconds of silence after which the virtual clock jumps where real sockets carry what is said
 
 
 class Direct(httpx.AsyncBaseTransport):
@@ -165,6 +166,7 @@ async def test_tokens_of_the_shared_weights_have_the_runs_own_first_version(auto
 
 @pytest.mark.parametrize("kind", ["embedded", "vllm"])
 async def test_a_run_attaches_without_a_change_to_the_engine(autojump_clock: MockClock, kind: str) -> None:
+    autojump_clock.autojump_threshold = CARRIED_S
     fake, first = FakeVLLM(), WeightVersion(version=1, step=0)
     fake.adapters |= {"alice.policy-9": "/earlier", "bob.policy-9": "/other"}
     found = Shared(fake, ALICE, BOB)
@@ -440,6 +442,7 @@ async def test_what_is_no_request_is_refused_and_harms_nobody(autojump_clock: Mo
 
 async def test_a_client_on_a_socket_that_never_reads_blocks_nobody(autojump_clock: MockClock) -> None:
     """The answer is larger than the sockets' buffers."""
+    autojump_clock.autojump_threshold = CARRIED_S
 
     async def large() -> AsyncGenerator[bytes, None]:
         for _ in range(128):

@@ -82,10 +82,12 @@ NO_THREAD = pytest.mark.xfail(strict=True, reason="the loop stands still")
 
 @pytest.mark.parametrize("inline", [False, pytest.param(True, marks=NO_THREAD)])
 async def test_law_4_deadlines_hold_while_somebody_holds_the_write_lock(
-    store: RunStore, claims: list[Claim], inline: bool
+    store: RunStore, claims: list[Claim], monkeypatch: pytest.MonkeyPatch, inline: bool
 ) -> None:
     """Without the thread the loop stands still, so this test does notice."""
-    store.hurry(0.5)
+    monkeypatch.setattr(awaitable, "_LAST_WORD_S", 0.0)
+    busy_s = 0.5 if inline else 60.0
+    store.hurry(busy_s)
     with locked(store.path), RunStore.read(store.path) as reader:
         desk = AsyncStore(store, reader, inline=inline)
         async with trio.open_nursery() as nursery:
@@ -97,7 +99,7 @@ async def test_law_4_deadlines_hold_while_somebody_holds_the_write_lock(
             assert await desk.meta("attempt") == "1", "nor does reading wait"
             waited_s = trio.current_time() - started
             nursery.cancel_scope.cancel()
-        assert waited_s < 0.4
+        assert waited_s < 0.8 * busy_s
         store.close() if inline else await desk.aclose()
 
 
@@ -307,10 +309,10 @@ async def test_law_4_whatever_goes_wrong_in_the_thread_everybody_who_waits_hears
         raise Killed("the thread's own failure")
 
     monkeypatch.setattr(store, "together", together)
-    with trio.fail_after(5), pytest.raises(StoreError, match="the thread's own failure"):
+    with trio.fail_after(60), pytest.raises(StoreError, match="the thread's own failure"):
         await desk.begin(claims[0].episode_id, claims[0].fence, START)
     monkeypatch.undo()
-    with trio.fail_after(5):
+    with trio.fail_after(60):
         await desk.begin(claims[0].episode_id, claims[0].fence, START)
 
 
@@ -354,7 +356,7 @@ async def test_law_4_closing_waits_for_the_lock_no_longer_than_the_end_of_its_pr
         begun = desk.post_partial(id, fence, part(turn(0, 1), 0, 2))
         while not store.waits:  # noqa: ASYNC110
             await trio.sleep(0.001)
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             await desk.aclose()
         await trio.lowlevel.checkpoint()
     assert begun.result is not None

@@ -175,7 +175,7 @@ async def test_who_waits_sleeps_until_the_server_notifies_also_beside_another(st
 
 @pytest.mark.parametrize("asked", [True, False], ids=["after an answer", "between statements"])
 def test_a_writer_that_hangs_gives_the_lock_up(store: RunStore, monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
-    monkeypatch.setattr(postgres, "_SILENT_S", 0.3)
+    monkeypatch.setattr(postgres, "_SILENT_S", 1.0)
     with RunStore.open(store.path) as stopped:
         db = stopped._db  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(StoreError, match=r"terminating connection|server closed the connection"), db.write():

@@ -130,9 +130,9 @@ def test_law_2_a_worker_that_comes_back_from_a_partition_writes_nothing_over_its
     far.hurry(0.1)
     with pytest.raises(StoreError):
         far.journal_step(old.episode_id, old.fence, 0, answer(0))
+    monkeypatch.setattr(session, "ANSWER_S", 60.0)  # for `near`, too
     new = near.claim("near", 1, lease_s=1e9, now=60.0)[0]
     assert new.episode_id == old.episode_id and len(new.turns) == 1
-    monkeypatch.setattr(session, "ANSWER_S", 60.0)
     proxy.carry()
     far.hurry(60.0)
     for late in (
@@ -159,10 +159,10 @@ def test_law_2_a_learner_that_comes_back_from_a_partition_trains_nothing_twice(
     far.hurry(0.1)
     with pytest.raises(StoreError):
         far.mint_version(1)
+    monkeypatch.setattr(session, "ANSWER_S", 60.0)  # for `near`, too
     near.lead()
     near.rollback(0)
     assert near.take(1, 1, max_lag=1)
-    monkeypatch.setattr(session, "ANSWER_S", 60.0)
     proxy.carry()
     far.hurry(60.0)
     for late in (lambda: far.mint_version(1), lambda: far.take(2, 1, max_lag=1), lambda: far.rollback(0)):

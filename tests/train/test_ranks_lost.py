@@ -50,12 +50,14 @@ def test_a_rank_that_hangs_is_named_at_the_deadline_with_the_collective(
     try:
         learner = Learner(config(parallel={"ranks": 2} | ({together: 2} if together else {})), qwen3_dir, ranks=ranks)
         (other,) = ranks.processes
-        for group in list(distributed.distributed_c10d._world.pg_map):
+        met = list(distributed.distributed_c10d._world.pg_map)
+        for group in met:
             assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=120)
-            distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
 
         def stop(*_: object) -> None:
             os.kill(other, signal.SIGSTOP)
+            for group in met:  # from here on: until now, the other may be late
+                distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
 
         if together is None:
             learner.on_pass = stop
