@@ -18,7 +18,7 @@ from agentrl.store.audit import audit
 from tests.runtime.gate import Gate
 
 from . import gloo
-from .test_run import RUN, RUN_S, end, kill_engine, processes_of, steps_of, wait_for_step
+from .test_run import RUN, RUN_S, assert_nothing_remains, end, kill_engine, steps_of, wait_for_step
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -66,4 +66,4 @@ def test_a_run_learns_without_weight_files_and_a_new_engine_gets_the_current_wei
     assert max(row["canary_error"] for row in steps) < TOLERANCE["float32"]
     assert all(0 < row["pause_s"] <= row["sync_s"] and row["sync_bytes"] > 0 for row in steps)
     assert json.loads(run.summary.read_text())["restarts"] == {"engine-0": 1}
-    assert processes_of(run) == []
+    assert_nothing_remains(run)

@@ -65,6 +65,13 @@ def processes_of(run: RunDir) -> list[int]:
     return found
 
 
+def assert_nothing_remains(run: RunDir) -> None:
+    deadline = time.monotonic() + 60
+    while (left := processes_of(run)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, [command_line(pid) for pid in left]
+
+
 def train(out: Path, *settings: str, **environment: str) -> subprocess.Popen[str]:
     """A run that has begun; its engines take part in what it was started with."""
     file = out.with_suffix(".toml")
@@ -86,8 +93,9 @@ def end(process: subprocess.Popen[str], deadline_s: float = RUN_S) -> tuple[int,
 
 
 def steps_of(run: RunDir) -> list[dict[str, Any]]:
-    lines = run.metrics.read_text().splitlines() if run.metrics.exists() else []
-    return [row for row in map(json.loads, lines) if "sync_bytes" in row]
+    lines = run.metrics.read_text().splitlines(keepends=True) if run.metrics.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half written
+    return [row for row in rows if "sync_bytes" in row]
 
 
 def wait_for_step(step: int, run: RunDir, process: subprocess.Popen[str]) -> None:
@@ -121,7 +129,7 @@ def test_a_run_with_vllm_learns_from_tokens_of_every_version(tmp_path: Path, syn
     assert max(row["canary_error"] for row in steps) < TOLERANCE["float32"]
     first, *later = (row["sync_bytes"] for row in steps)
     assert all(size < first for size in later) if sync == "delta" else all(size == first for size in later)
-    assert processes_of(run) == []
+    assert_nothing_remains(run)
 
 
 @pytest.mark.timeout(1200)  # vLLM starts twice
@@ -145,14 +153,14 @@ def test_adapters_are_trained_without_a_pause_and_a_new_engine_gets_the_current_
     assert max(row["sync_bytes"] for row in steps) < newest.joinpath("model.safetensors").stat().st_size / 4
     assert newest.joinpath("adapter/adapter_model.safetensors").is_file()
     assert json.loads(run.summary.read_text())["restarts"] == {"engine-0": 1}
-    assert processes_of(run) == []
+    assert_nothing_remains(run)
 
 
 def test_weights_that_an_engine_did_not_take_end_the_run_and_are_named(tmp_path: Path) -> None:
     status, said = end(train(tmp_path / "run", "train.lr=0.01", AGENTRL_VLLM_MEND="0"))
     assert status == 1
     assert "canary" in said and "not taken: lm_head (tied to model.embed_tokens.weight)" in said
-    assert processes_of(RunDir(tmp_path / "run")) == []
+    assert_nothing_remains(RunDir(tmp_path / "run"))
 
 
 @contextmanager
@@ -171,6 +179,9 @@ def served(port: int) -> Iterator[None]:
         watch.cancel()
         process.kill()
         process.communicate()
+        deadline = time.monotonic() + 60
+        while free_port(first=port) != port and time.monotonic() < deadline:  # its engine goes by itself
+            time.sleep(0.05)
 
 
 @pytest.mark.timeout(1200)  # vLLM starts twice

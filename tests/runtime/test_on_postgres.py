@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import tempfile
@@ -18,14 +17,10 @@ from agentrl.store import RunStore
 from agentrl.store.audit import audit
 from agentrl.testing.outside_audit import OutsideAuditor
 
-from .test_run import DEADLINE_S, child, command, run_file, started, wait_for_step
+from .test_run import DEADLINE_S, child, command, last_step, run_file, started, wait_for_step
 
 pytestmark = [pytest.mark.postgres, pytest.mark.slow]
 NAMES = ("learner", "engine", "worker")
-
-
-def last_step(run: RunDir) -> int:
-    return max(row.get("step", 0) for row in map(json.loads, run.metrics.read_text().splitlines()))
 
 
 def wait_until_it_waits(run: RunDir, name: str) -> None:

@@ -27,7 +27,7 @@ from agentrl.store.choice import ADDRESS
 
 from . import network
 from .network import Network
-from .test_run import DEADLINE_S, command, run_file, wait_for_step
+from .test_run import DEADLINE_S, command, last_step, run_file, wait_for_step
 
 postgres = pytest.importorskip("agentrl.store.postgres")
 session = pytest.importorskip("agentrl.store.postgres_session")
@@ -132,11 +132,6 @@ def reaches(hosts: Network, name: str, port: int) -> bool:
     knock = "import socket, sys\nsocket.create_connection((sys.argv[1], int(sys.argv[2])), float(sys.argv[3]))"
     knocking = hosts.on("run", sys.executable, "-c", knock, *words)
     return subprocess.run(knocking, capture_output=True, timeout=DEADLINE_S, check=False).returncode == 0
-
-
-def last_step(run: RunDir) -> int:
-    rows = (run.path / "metrics.jsonl").read_text().splitlines()
-    return max((json.loads(row).get("step", 0) for row in rows), default=0)
 
 
 def test_law_2_a_run_on_three_hosts_goes_on_after_each_was_cut_off(

@@ -26,16 +26,17 @@ from agentrl.store.audit import audit
 from agentrl.testing.faults import processes
 from agentrl.testing.outside_audit import OutsideAuditor
 
-from .test_on_postgres import last_step
 from .test_run import (
     DEADLINE_S,
     assert_nothing_remains,
     children,
     command,
     command_line,
+    last_step,
     run_file,
     started,
     wait_for_step,
+    wait_until,
 )
 
 pytestmark = pytest.mark.ray
@@ -129,7 +130,7 @@ def wait_for_others(run: RunDir, before: dict[str, int], names: Collection[str])
     while left:
         assert time.monotonic() < deadline, left
         time.sleep(0.5)
-        left -= {name for name, pid in lives(run).items() if pid != before[name]}
+        left -= {name for name, pid in lives(run).items() if pid != before.get(name)}
 
 
 @pytest.mark.slow
@@ -150,6 +151,7 @@ def test_law_2_a_run_on_ray_with_its_store_in_postgresql_survives_what_dies_ther
         )
         with started("train", file, "--out", run.path, "--keep-alive") as process:
             wait_for_step(run.path, 1, process)
+            wait_until(lambda: len(lives(run)) == 6, process)  # one may still be starting
             outside, there = OutsideAuditor(run.store_path), lives(run)
             assert outside.look() == [] and len(there) == 6, there
             nodes = {name: above(above(pid)) for name, pid in there.items() if name != "rank"}

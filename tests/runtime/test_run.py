@@ -100,6 +100,12 @@ def wait_for_step(path: Path, step: int, process: subprocess.Popen[str]) -> None
     wait_until(lambda: any(f'"step": {step},' in line for line in _lines(path / "metrics.jsonl")), process)
 
 
+def last_step(run: RunDir) -> int:
+    """The last step in the run's metrics, of which a line may be half written."""
+    rows = [json.loads(line) for line in run.metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return max((row.get("step", 0) for row in rows), default=0)
+
+
 def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 

@@ -20,6 +20,7 @@ from agentrl.cli import main
 from agentrl.engine.vllm import launch
 from agentrl.engine.vllm.launch import Build, VLLMServer
 from agentrl.errors import RunFailed
+from agentrl.testing.faults import processes
 
 DEADLINE_S = 280
 
@@ -51,9 +52,7 @@ def short_tmp() -> Iterator[Path]:
 
 
 def engines_of(pid: int) -> list[int]:
-    lists = Path(f"/proc/{pid}/task").glob("*/children")  # a thread's children are its own
-    children = [int(child) for found in lists for child in found.read_text().split()]
-    return [child for child in children if "agentrl.engine" in Path(f"/proc/{child}/cmdline").read_text()]
+    return [child for child, parent, words in processes() if parent == pid and "agentrl.engine" in words]
 
 
 def folders_of(pid: int) -> list[Path]:
