@@ -55,7 +55,8 @@ test: setup $(VENV)/.dev ## the tests, save the slow ones
 test-slow: setup $(VENV)/.dev ## the tests marked slow: whole runs, above all
 	$(PYTEST) -m slow $(ARGS)
 
-test-all: test test-slow ## all tests, as continuous integration runs them
+test-all: setup $(VENV)/.dev ## all tests at once, as continuous integration runs them: servers start once
+	$(PYTEST) $(ARGS)
 
 # `make setup UV_TORCH_BACKEND=auto` first: the pinned set has PyTorch's CPU build.
 gpu-check: setup ## check what needs an NVIDIA GPU, at most 40 minutes; ARGS=--tiny runs the same cases on this CPU

@@ -17,6 +17,7 @@ import os
 import shutil
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -162,8 +163,9 @@ def pytest_runtest_call() -> Generator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """vLLM's tests take longest: where several workers run tests, the others are run beside them."""
-    items.sort(key=lambda item: worker_group(item.nodeid) != "vllm")
+    """What takes longest begins first: where several workers run tests, none is left with a long file at the end."""
+    slow = Counter(worker_group(item.nodeid) for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: (worker_group(item.nodeid) != "vllm", -slow[worker_group(item.nodeid)]))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -103,6 +103,18 @@ def test_tests_that_share_servers_run_on_one_worker(pytester: pytest.Pytester) -
     assert {len(ran) for ran in workers.values()} == {1}
 
 
+def test_the_files_with_most_slow_tests_begin_first(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(CONFTEST)
+    pytester.makeini("[pytest]\nmarkers =\n  slow\n")
+    slow = "import pytest\n\n@pytest.mark.slow\n@pytest.mark.parametrize('n', range({}))\ndef test_it(n): pass\n"
+    files = {"test_a": "def test_it(): pass", "test_b": slow.format(1), "test_c": slow.format(2)}
+    pytester.makepyfile(**files, test_vllm="def test_it(): pass")
+    lines = pytester.runpytest_inprocess("--collect-only", "-q").outlines
+    assert [line.partition("::")[0] for line in lines if "::" in line] == [
+        *("test_vllm.py", "test_c.py", "test_c.py", "test_b.py", "test_a.py")
+    ]
+
+
 HANGING = """
 import os, subprocess, sys, time
 
