@@ -17,7 +17,7 @@ from agentrl.engine import objects, weightfile
 from agentrl.engine.objects import Folder, Outbox, Sent, fetch
 from agentrl.errors import WeightSyncError
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 class Versions:

@@ -25,7 +25,7 @@ from agentrl.telemetry import Telemetry
 
 from .test_learner import Scene
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 TWO = {"kind": "vllm", "gpus": [[0], [1]]}
 
 

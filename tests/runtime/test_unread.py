@@ -17,7 +17,7 @@ import pytest
 from agentrl.runtime.live import LiveView
 from agentrl.runtime.unread import Unread, waiting_for_no_reader
 
-_DEADLINE_S = 20.0
+_DEADLINE_S = 120.0
 
 
 class Pipe:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.owner import OwnedFolder
+from agentrl.ports import free_port
 
 from . import certificates, rootfs
 
@@ -50,8 +50,7 @@ def tls_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsEngine]:
     authority = certificates.Authority("the CA of the tests")
     authority.issue(server, "127.0.0.1")
     authority.issue(client)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    url = f"tcp://127.0.0.1:{free_port()}"
     keys = [f"--tlscacert={server}/ca.pem", f"--tlscert={server}/cert.pem", f"--tlskey={server}/key.pem"]
     with daemon(f"--host={url}", "--tlsverify", *keys) as local:
         yield TlsEngine(url, client, local)
@@ -110,7 +109,7 @@ def answers(address: str) -> bool:
 
 
 def wait_for(address: str, daemon: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while not answers(address):
         if daemon.poll() is not None or time.monotonic() > deadline:
             pytest.fail(f"dockerd does not start:\n{log.read_text()[-2000:]}")

@@ -115,8 +115,8 @@ def test_law_4_nothing_outlives_its_owner(how: str, groups: str) -> None:
             owner.kill()
         elif how == "SIGKILL to the group":
             os.killpg(owner.pid, signal.SIGKILL)
-        owner.wait(timeout=30)
-        deadline = time.monotonic() + 10
+        owner.wait(timeout=60)
+        deadline = time.monotonic() + 60
         while left := left_by(owner.pid, marker):  # for the end of processes that are not ours there is no event
             assert time.monotonic() < deadline, left
             time.sleep(0.02)
@@ -228,7 +228,7 @@ async def test_command_ended_before_its_box_stands_leaves_no_zombie(how: str, ba
                 nursery.start_soon(run, other, 60)
                 await trio.sleep(moment)
                 await other.close()
-    assert len(own_children()) == before
+    assert len(own_children()) <= before  # one of another test may end
 
 
 def own_children() -> list[str]:

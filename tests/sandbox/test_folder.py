@@ -116,7 +116,7 @@ def test_reaper_takes_the_dead_of_this_machine_only(tmp_path: Path) -> None:
     spared = subprocess.Popen(["sleep", "60"], env={"AGENTRL_OWNER": str(tmp_path / mine)})
     try:
         assert dead in reap(tmp_path)
-        assert marked.wait(timeout=10) == -signal.SIGKILL and spared.poll() is None
+        assert marked.wait(timeout=60) == -signal.SIGKILL and spared.poll() is None
     finally:
         for process in (marked, spared):
             process.kill()

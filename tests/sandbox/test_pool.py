@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -158,6 +159,7 @@ async def test_three_hundred_boxes_leave_nothing() -> None:
         task = Path(f"/proc/self/task/{os.getpid()}/children")
         return len(task.read_text().split())
 
+    gc.collect()  # what earlier tests forgot is not to be closed meanwhile
     descriptors_before, children_before, before = descriptors(), children(), set(left_behind())
     backend = Bubblewrap()
     async with Pool(backend, ready=4, per_second=1000) as pool:
@@ -173,6 +175,6 @@ async def test_three_hundred_boxes_leave_nothing() -> None:
             if number % 50 != 3:
                 await box.close()
         assert pool.counts.warm > 200
-    assert descriptors() == descriptors_before
-    assert children() == children_before
+    assert descriptors() <= descriptors_before
+    assert children() <= children_before
     assert set(left_behind()) <= before  # other tests of this process may keep a backend open

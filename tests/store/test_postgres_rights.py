@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -14,6 +13,7 @@ from sandbox.certificates import Authority
 
 from agentrl.config import parse
 from agentrl.errors import StoreError
+from agentrl.ports import free_port
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
@@ -48,7 +48,7 @@ def server() -> Generator[tuple[Server, str]]:
                 folder.chmod(0o755)
                 for file in ("key.pem", "cert.pem", "pg_hba.conf"):
                     shutil.chown(folder / "data" / file, "postgres", "postgres")
-            port = _free_port()
+            port = free_port()
             at = (f"port={port}", "listen_addresses=127.0.0.1", "password_encryption=scram-sha-256")
             server.start(*at, "ssl=on", "ssl_cert_file=cert.pem", "ssl_key_file=key.pem")
             with psycopg.connect(f"{server.url}&port={port}", autocommit=True) as admin:
@@ -64,11 +64,6 @@ def _documented(begins: str) -> list[str]:
     text = (Path(__file__).parents[2] / "docs" / "store.md").read_text(encoding="utf-8")
     (block,) = [part for part in text.split("```text\n")[1:] if part.startswith(begins)]
     return [line for line in block.split("```")[0].splitlines() if line]
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

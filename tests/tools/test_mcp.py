@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Iterator
@@ -14,6 +13,7 @@ import pytest
 import trio
 
 from agentrl.errors import InfrastructureError, ToolArgumentError, ToolError, UsageError
+from agentrl.ports import free_port
 from agentrl.protocols import Sandbox
 from agentrl.testing.chaos import sweep
 from agentrl_tools.mcp import McpServer, McpTool
@@ -124,9 +124,7 @@ async def test_server_that_does_not_start_says_so() -> None:
 
 @pytest.fixture
 def http_server() -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with subprocess.Popen([*STDIO, str(port)], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
         for line in process.stderr:
