@@ -230,7 +230,7 @@ def test_ranks_that_compute_passes_together_train_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_mends_itself_when_engine_worker_and_learner_die(tmp_path: Path) -> None:
-    file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 12, "checkpoint_every": 2})
+    file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 8, "checkpoint_every": 2})
     run, gate = RunDir(tmp_path / "run"), Gate(tmp_path, at=14)
     with started("train", file, "--out", run.path, *gate.arguments) as process:
         for step, role in ((1, "engine.embedded"), (3, "worker"), (5, "learner")):
@@ -241,7 +241,7 @@ def test_a_run_mends_itself_when_engine_worker_and_learner_die(tmp_path: Path) -
     assert process.returncode == 0, err
     summary = json.loads(run.summary.read_text())
     assert set(summary["restarts"]) == {"engine-0", "worker-0", "learner"}
-    assert_lawful(run, steps=12)
+    assert_lawful(run, steps=8)
     assert_nothing_remains(run)
 
 
@@ -312,7 +312,7 @@ def test_a_task_that_kills_its_worker_ends_no_run_and_is_named(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_task_that_blocks_its_workers_loop_does_not_take_every_worker_and_is_named(tmp_path: Path) -> None:
-    rollout = {"workers": 2, "lease_s": 16.0}
+    rollout = {"workers": 2, "lease_s": 16.0, "group_size": 2}
     file = run_file(tmp_path, f"{ENVS}:Blocking", rollout=rollout, train={"steps": 4}, eval={"sets": []})
     run = RunDir(tmp_path / "run")
     with started("train", file, "--out", run.path) as process:
@@ -329,7 +329,7 @@ def test_a_task_that_blocks_its_workers_loop_does_not_take_every_worker_and_is_n
 
 @pytest.mark.slow
 def test_a_supervisor_that_is_killed_and_one_that_is_stopped_are_started_again(tmp_path: Path) -> None:
-    train = {"steps": 12, "checkpoint_every": 2, "liveness_deadline_s": 8.0}
+    train = {"steps": 8, "checkpoint_every": 2, "liveness_deadline_s": 8.0}
     file = run_file(tmp_path, f"{ENVS}:Vowels", train=train)
     run, gate = RunDir(tmp_path / "run"), Gate(tmp_path, at=14)
     with started("train", file, "--out", run.path, "--keep-alive", *gate.arguments) as process:
@@ -342,8 +342,8 @@ def test_a_supervisor_that_is_killed_and_one_that_is_stopped_are_started_again(t
     assert process.returncode == 0, err
     assert "ended with signal SIGKILL; it is started again" in err
     assert "for 8 s (train.liveness_deadline_s); it is started again" in err
-    assert "12 steps" in out
-    assert_lawful(run, steps=12)
+    assert "8 steps" in out
+    assert_lawful(run, steps=8)
     assert_nothing_remains(run)
 
 
@@ -362,8 +362,8 @@ def engines_of(run: RunDir) -> dict[str, int]:
 @pytest.mark.slow
 def test_one_of_two_engines_hangs_and_is_killed_again_while_it_starts_and_the_run_goes_on(tmp_path: Path) -> None:
     engine = {"replicas": 2, "liveness_deadline_s": 10.0, "admin_deadline_s": 5.0}
-    file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 26, "checkpoint_every": 50}, engine=engine)
-    run, gate = RunDir(tmp_path / "run"), Gate(tmp_path, at=40)
+    file = run_file(tmp_path, f"{ENVS}:Vowels", train={"steps": 16, "checkpoint_every": 50}, engine=engine)
+    run, gate = RunDir(tmp_path / "run"), Gate(tmp_path, at=20)
     with started("train", file, "--out", run.path, *gate.arguments) as process:
         wait_for_step(run.path, 2, process)
         hung = engines_of(run)["engine-0"]
@@ -378,8 +378,8 @@ def test_one_of_two_engines_hangs_and_is_killed_again_while_it_starts_and_the_ru
     assert json.loads(run.summary.read_text())["restarts"] == {"engine-0": 2}
     rows = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     behind = [row["engines_behind"] for row in rows if "engines_behind" in row]
-    assert len(behind) == 26 and max(behind) == 1 and behind[-1] == 0
-    assert_lawful(run, steps=26)
+    assert len(behind) == 16 and max(behind) == 1 and behind[-1] == 0
+    assert_lawful(run, steps=16)
     assert_nothing_remains(run)
 
 
