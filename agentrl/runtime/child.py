@@ -17,7 +17,8 @@ from agentrl.runtime.heartbeat import DUMP
 def main() -> None:
     """Dispatch to the role's module, imported only here: a worker never loads torch."""
     role, path, *rest = sys.argv[1:]
-    faulthandler.register(DUMP)  # a process that hangs writes its stacks to its log before it is killed
+    faulthandler.enable()  # a process that crashes in a library's code writes its stacks to its log
+    faulthandler.register(DUMP)  # and one that hangs before it is killed
     if role == "worker":
         from agentrl.runtime.worker import serve
 

@@ -97,6 +97,19 @@ async def test_a_signal_is_named_where_no_line_was_left(tmp_path: Path) -> None:
     assert one.failure(status).startswith("part ended with signal SIGKILL")
 
 
+async def test_a_child_that_crashes_in_a_librarys_code_says_where(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\nfrom agentrl.runtime import child\ndef crashes(*_): os.abort()\n"
+        "child.run_role, sys.argv = crashes, ['', 'worker', 'run', '0']\nchild.main()"
+    )
+    one = child(tmp_path, code)
+    one.start()
+    with trio.fail_after(DEADLINE_S):
+        assert await one.wait() == -signal.SIGABRT
+    said = one.log_path.read_text()
+    assert "Fatal Python error: Aborted" in said and "in crashes" in said
+
+
 async def test_law_4_what_a_killed_child_leaves_in_its_group_ends_before_it_is_started_again(tmp_path: Path) -> None:
     """Such as the engine core of a vLLM server; and Python's resource tracker removes the semaphore of the dead."""
     code = (

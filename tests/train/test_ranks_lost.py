@@ -21,16 +21,20 @@ from .making import run_config
 from .test_ranks import STEP_OF, config, groups
 
 
-def test_a_rank_that_is_killed_ends_the_step_and_is_named(qwen3_dir: Path) -> None:
+def test_a_rank_that_crashes_ends_the_step_is_named_and_says_where_it_stood(
+    qwen3_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     ranks = Leader([torch.device("cpu")] * 2, deadline_s=120, start_s=200)
     try:
         learner = Learner(config(), qwen3_dir, ranks=ranks)
         (other,) = ranks.processes
-        learner.on_pass = lambda *_: os.kill(other, signal.SIGKILL)
-        with pytest.raises(RankLost, match=r"rank 1 of 2 ended by SIGKILL"):
+        learner.on_pass = lambda *_: os.kill(other, signal.SIGABRT)
+        with pytest.raises(RankLost, match=r"rank 1 of 2 ended by SIGABRT"):
             learner.step(groups(3), step_of=STEP_OF)
         with pytest.raises(RankLost, match="start the learner again"):
             learner.step(groups(3), step_of=STEP_OF)
+        said = capfd.readouterr().err
+        assert "Fatal Python error: Aborted" in said and "parallel/worker.py" in said
     finally:
         ranks.close()
 

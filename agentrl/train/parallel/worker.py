@@ -63,6 +63,7 @@ def _listen(line: Connection[Any, Any], orders: queue.SimpleQueue[tuple[str, Any
 def main() -> None:
     rank, size, line, ledger, port, device, wait_s = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)  # as every child of a run: it writes its stacks to its log
     kept = Ledger(int(ledger), int(rank), int(size))
     serve(Connection(int(line)), kept, int(rank), int(size), int(port), device, float(wait_s))
