@@ -161,14 +161,22 @@ async def test_a_child_that_stands_still_is_killed_with_its_group_and_says_where
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "_LOOK_S", 0.01)
-    monkeypatch.setattr(heartbeat, "_DUMP_S", 0.3)
+    monkeypatch.setattr(heartbeat, "_DUMP_S", 0.0)
     other = "import subprocess; subprocess.Popen(['sleep', '600'])\n"
     child = Child("worker-0", ["-c", other + STANDS], tmp_path, beat=tmp_path / "beat")
     child.start()
+
+    def kill(why: str) -> None:
+        """Once it has said where it stands, which it was asked for."""
+        deadline = time.monotonic() + DEADLINE_S / 2
+        while "in stands_still" not in child.log_path.read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        child.kill(why)
+
     with trio.fail_after(DEADLINE_S):
-        await Pulse(process=child, start_s=50.0, silent_s=0.2, stopped_s=50.0, names=NAMES).run(child.kill)
+        await Pulse(process=child, start_s=50.0, silent_s=1.0, stopped_s=50.0, names=NAMES).run(kill)
         status = await child.wait()
-    assert child.failure(status) == "worker-0: came no further for 0.2 s (silent_s)"
+    assert child.failure(status) == "worker-0: came no further for 1 s (silent_s)"
     assert "in stands_still" in child.log_path.read_text()
     assert child.pid is not None
     assert not launch._lives(child.pid), "but for zombies"

@@ -60,7 +60,7 @@ STANDS = "time.sleep(600)"
 def test_a_supervisor_that_dies_or_hangs_is_started_again(
     life: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    kept = Kept(tmp_path, life, "sys.exit(0)", hang_s=1.0)
+    kept = Kept(tmp_path, life, "beat.retire()\nsys.exit(0)", hang_s=1.0)
     assert (kept.status(), kept.started) == (0, 2)
     assert "agentrl: the supervisor " in capfd.readouterr().err
 
