@@ -28,7 +28,7 @@ from agentrl.records import Messages, Step, StopReason, Task, Turn, VersionSpan
 from agentrl.store import Bounds, Claim, RunStore
 from agentrl.store.awaitable import AsyncStore
 from agentrl.store.signal import Role
-from agentrl.store.waiting import wait_for_work
+from agentrl.store.waiting import Waiting
 
 START: Messages = ({"role": "user", "content": "go"},)
 BOUNDS = Bounds(group_size=8, groups_per_step=8, max_lag=4, max_running=0, steps_total=100)
@@ -120,7 +120,7 @@ def wait(store: RunStore, role: Role) -> None:
     if role == "learner":
         store.wait_for_work(role, IDLE_S)
     else:
-        trio.run(wait_for_work, store, role, IDLE_S)
+        trio.run(Waiting(store), role, IDLE_S)
 
 
 def idle(call: Callable[[RunStore], None]) -> float:

@@ -40,6 +40,19 @@ def adapter_name(version: int, role: str | None = None, *, kept: bool = False) -
     return f"{LEAGUE if kept else NAME}-{version}" + (f"-{role}" if role else "")
 
 
+Current = Callable[[], Awaitable[int | None]]
+"""Says a version; None while there is none."""
+
+
+def always(version: int | None) -> Current:
+    """Says the same version for ever."""
+
+    async def current() -> int | None:
+        return version
+
+    return current
+
+
 class AdapterClient(EngineClient):
     """Samples from the adapter that `current` names at the start of each turn, and stamps its tokens with that version
     (an engine's own stamp is that of the weights below). `current` gives None while there is none yet. `below` gives
@@ -49,8 +62,8 @@ class AdapterClient(EngineClient):
         self,
         url: str,
         *,
-        current: Callable[[], int | None],
-        below: Callable[[], int | None] | None = None,
+        current: Current,
+        below: Current | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(url, **settings)
@@ -60,11 +73,11 @@ class AdapterClient(EngineClient):
         """As `EngineClient.stream`. Raises EngineUnavailable if the engine lacks the adapter: it was restarted and
         waits to be refit, or was left behind by several versions."""
         kept = request.version is not None
-        version = request.version if kept else self._current()
+        version = request.version if kept else await self._current()
         if version:  # 0 has the weights below
             request = replace(request, model=adapter_name(version, request.policy, kept=kept))
         elif version is None and self._below is not None:
-            version = self._below()
+            version = await self._below()
         try:
             async with aclosing(super().stream(request)) as chunks:
                 async for chunk in chunks:
@@ -78,7 +91,7 @@ class AdapterClient(EngineClient):
         self, token_ids: Sequence[int], *, deadline_s: float, model: str | None = None
     ) -> tuple[float, ...]:
         """As `EngineClient.score`, under the current adapter if no `model` is named."""
-        version = self._current()
+        version = await self._current()
         if model is None and version is not None:
             model = adapter_name(version)
         return await super().score(token_ids, deadline_s=deadline_s, model=model)
@@ -88,7 +101,7 @@ class AdapterClient(EngineClient):
         found = await loaded(self, deadline_s=deadline_s)
         if found:
             return max(found)
-        below = None if self._below is None else self._below()
+        below = None if self._below is None else await self._below()
         return await super().served_version(deadline_s=deadline_s) if below is None else below
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 
@@ -61,7 +61,7 @@ class Fleet:
         clients: Sequence[Servable],
         *,
         decode: Decode | None = None,
-        fits: Callable[[int], bool] | None = None,
+        fits: Callable[[int], Awaitable[bool]] | None = None,
         stall_s: float = 30.0,
         probe_s: float = 30.0,
         outage_deadline_s: float = 600.0,
@@ -158,7 +158,7 @@ class Fleet:
             if replica.state is State.READY:
                 if not await self._lives(replica):
                     self._broke(replica, _MUTE)
-                elif not self._fits(replica.serves):  # it may have missed newer weights
+                elif not await self._fits(replica.serves):  # it may have missed newer weights
                     await self._ask(replica)
                 elif rule is not None:
                     await self._limit(replica, rule)
@@ -267,13 +267,14 @@ class Fleet:
                 version = await replica.client.served_version()
         except EngineError as error:
             trouble = str(error)
+        fits = version is not None and await self._fits(version)
         if replica.state is State.DRAINING:
             return
         if version is None:
             self._put_off(replica, trouble)
             return
         replica.serves = version
-        if self._fits(version):
+        if fits:
             replica.state, replica.trouble = State.READY, ""
             self._announce()
         else:
@@ -294,7 +295,10 @@ class Fleet:
         self._changed.set()
         self._changed = trio.Event()
 
-    def _is_newest(self, version: int) -> bool:
+    async def _outdated(self, versions: Sequence[int]) -> bool:
+        return bool(versions) and not await self._fits(versions[-1])
+
+    async def _is_newest(self, version: int) -> bool:
         return version >= self._newest
 
     def _of(self, url: str) -> Replica:
@@ -325,7 +329,7 @@ class Fleet:
                         yield chunk
                     if chunk.finish:
                         return
-                    if outdated := self._preempt and not all(map(self._fits, turn.versions(chunk)[-1:])):
+                    if outdated := self._preempt and await self._outdated(turn.versions(chunk)):
                         break
             if outdated:
                 await self._ask(replica)  # without the new weights it becomes stale and gets no turn

@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +28,7 @@ from agentrl.registry import load_reference
 from agentrl.sandbox.sharing import SharedBackend, shared
 from agentrl.settings import RewardSource
 
-ArtifactsOf = Callable[[str], Mapping[str, bytes] | None]
+ArtifactsOf = Callable[[str], Awaitable[Mapping[str, bytes] | None]]
 """The files of a turn by its id, None if there are none."""
 
 _MOST_BYTES: Final = 16 << 20  # of the files of tests
@@ -59,7 +59,7 @@ class BoxTests:
         Before the first turn there is no work, and the score is 0."""
         if not seen.turns:
             return 0.0
-        work = self._artifacts_of(seen.turns[-1].id)
+        work = await self._artifacts_of(seen.turns[-1].id)
         if work is None:
             raise ScoreError(
                 f"{seen.task.env} gave no artifacts for turn {seen.turns[-1].id}: give the environment a method"

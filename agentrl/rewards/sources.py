@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 def rewarder_of(
     settings: RewardSource,
     *,
-    artifacts_of: ArtifactsOf = lambda _: None,
+    artifacts_of: ArtifactsOf | None = None,
     teacher_of: Callable[[RewardSource], TurnRewarder] | None = None,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> TurnRewarder:
@@ -61,7 +61,10 @@ def rewarder_of(
     if settings.measure == "overlong":
         return Overlong(settings.most_tokens or 0, settings.margin_tokens or 0)
     if settings.measure in ("callable", "tests"):
-        own: TurnRewarder = BoxTests(settings, artifacts_of) if settings.measure == "tests" else _own_callable(settings)
+        if settings.measure == "tests":
+            own: TurnRewarder = BoxTests(settings, artifacts_of or _none)
+        else:
+            own = _own_callable(settings)
         if settings.kind != "shaping":
             return own
         threads = trio.CapacityLimiter(settings.concurrency)
@@ -87,6 +90,10 @@ def rewarder_of(
         return await model(replace(seen, turns=(*seen.turns[:-1], replace(seen.turns[-1], step=None))))
 
     return of_action
+
+
+async def _none(_: str) -> None:
+    return None
 
 
 def until(trajectory: Trajectory, turn: str, *, settled: bool = False) -> Trajectory:

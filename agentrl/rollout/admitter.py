@@ -19,7 +19,7 @@ from agentrl.rollout.pivot import Pivots
 from agentrl.store.admission import Bounds
 from agentrl.store.aside import Aside
 from agentrl.store.roles import AdmissionStore
-from agentrl.store.waiting import wait_for_work
+from agentrl.store.waiting import Waiting
 
 _SKIPPED = 64  # quarantined tasks that one admission skips at most
 _LOOK_S = 1.0  # admission looks so often even if nothing changed
@@ -52,13 +52,14 @@ class Admitter:
 
     async def run(self, aside: Aside[Any]) -> None:
         """Admit for ever, whenever there may be room, in calls that `aside` makes. On a full disk, try again."""
+        work = Waiting(self.store)
         while True:
             try:
                 while await aside(lambda _: self.admit(self.bounds.groups_per_step)):
                     await trio.lowlevel.checkpoint()
             except DiskFull:
                 await trio.sleep(_DISK_S)
-            await wait_for_work(self.store, "control", _LOOK_S)
+            await work("control", _LOOK_S)
 
     def admit(self, limit: int) -> int:
         """Start at most `limit` groups; returns how many. Forks that are due come first, as long as there are tasks

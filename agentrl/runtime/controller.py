@@ -34,6 +34,7 @@ from agentrl.simulate.measured import measure
 from agentrl.simulate.sweep import START_UP
 from agentrl.store import RunStore
 from agentrl.store.aside import Aside
+from agentrl.store.looks import Looks
 from agentrl.store.metrics import Metric
 from agentrl.store.roles import ControlStore, ReadStore
 from agentrl.telemetry import Telemetry
@@ -48,7 +49,7 @@ class Controller:
     run: RunDir
     config: RunConfig
     settings: Settings
-    store: ReadStore
+    looks: Looks[ReadStore]
     writes: Aside[ControlStore]
     telemetry: Telemetry
     engines: Callable[[], int]
@@ -62,25 +63,36 @@ class Controller:
 
     def __post_init__(self) -> None:
         self._judge = Judge(self.settings)
-        self._judged = max((row.step for row in self.store.metrics("step")), default=0)  # none of an earlier life
-        for row in self.store.metrics(KIND, undone=True):
-            if to := row.values.get("to"):
-                self._judge.moved(_split(row.values["split"]), _split(to), row.time_s)
 
     async def keep_looking(self) -> None:
         """For ever."""
+        remembers = False
         while True:
-            await trio.sleep(self.settings.every_s)
             with suppress(StoreError):
-                await self._look()
+                if remembers:
+                    await self._look()
+                else:
+                    await self.looks(self._remember)
+                    remembers = True
+            await trio.sleep(self.settings.every_s)
+
+    def _remember(self, store: ReadStore) -> None:
+        self._judged = max((row.step for row in store.metrics("step")), default=0)  # none of an earlier life
+        for row in store.metrics(KIND, undone=True):
+            if to := row.values.get("to"):
+                self._judge.moved(_split(row.values["split"]), _split(to), row.time_s)
+
+    def _rows(self, store: ReadStore) -> tuple[dict[str, Any], Split, list[Metric]]:
+        """The learner that runs, the split that was asked for, and the steps of this learner."""
+        learner = json.loads(store.meta(asked.LEARNER) or "{}")
+        split = Split(wanted(self.config, store.meta).engines, asked.ranks(self.config, store.meta))
+        return learner, split, store.metrics("step", after=int(learner["step"])) if learner else []
 
     async def _look(self) -> None:
-        learner = json.loads(self.store.meta(asked.LEARNER) or "{}")
+        learner, split, rows = await self.looks(self._rows)
         present = Split(self.engines(), int(learner.get("ranks", 0)))
-        meta = self.store.meta
-        if present != Split(wanted(self.config, meta).engines, asked.ranks(self.config, meta)):
+        if present != split:
             return  # a place is on its way
-        rows = self.store.metrics("step", after=int(learner["step"]))
         if not rows or not await self._arrived(rows[0]):
             return
         window = self.settings.window_steps
@@ -140,7 +152,7 @@ class Controller:
         if self._moving is None:
             return True
         (was, since_s), self._moving = self._moving, None
-        refused = asked.refused(self.store.meta)
+        refused = await self.looks(lambda store: asked.refused(store.meta))
         self._cost_s = max(0.0, first.time_s - since_s)
         row: dict[str, Json] = {"split": None, "was": list(was), "took_s": self._cost_s, "refused": refused}
         await self.writes(lambda _: self.telemetry.record(KIND, first.step, row))

@@ -7,7 +7,7 @@ no file holds the current ones: the replica starts with those of the run's start
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -91,15 +91,11 @@ def current_weights(config: RunConfig, store: Versions, start: StartPoint, role:
     )
 
 
-def version_below(config: RunConfig, store: Versions) -> Callable[[], int | None] | None:
-    """How an `AdapterClient` knows the version of the weights below adapters: an engine of the run says it; a shared
-    fleet serves the model that the run began with, under a version of nobody's."""
-
-    def first() -> int | None:
-        found = store.version_at(0)
-        return None if found is None else found.version
-
-    return first if config.engine.shared else None
+def version_below(store: Versions) -> int | None:
+    """The version of the weights below the adapters of a shared fleet: it serves the model that the run began with,
+    under a version of nobody's. An engine of the run says its own."""
+    found = store.version_at(0)
+    return None if found is None else found.version
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,7 +106,7 @@ class Replica:
     port: int
     scratch: Path
     config: RunConfig
-    weights: Callable[[], Weights]
+    weights: Callable[[], Awaitable[Weights]]
     gpus: Sequence[int] = ()
     host: str = "127.0.0.1"
     start_s: float = 0.0  # that its last start took
@@ -158,7 +154,7 @@ class Replica:
 
     async def _started(self) -> None:
         self.host, self.port = await self.child.place(self.port)
-        weights, began = self.weights(), trio.current_time()
+        weights, began = await self.weights(), trio.current_time()
         if self.config.engine.kind == "vllm":
             await self._start_vllm(weights)
         else:
@@ -207,10 +203,10 @@ class Replica:
 async def fit(
     name: str,
     url: str,
-    weights: Callable[[], Weights],
+    weights: Callable[[], Awaitable[Weights]],
     config: RunConfig,
     locks: Path,
-    fits: Callable[[int], bool] | None = None,
+    fits: Callable[[int], Awaitable[bool]] | None = None,
     *,
     fresh: bool = False,
 ) -> bool:
@@ -219,14 +215,14 @@ async def fit(
     else sends to the engine. Returns as `prove`. Raises as `attach`, and WrongWeights."""
     deadline_s, key = config.engine.admin_deadline_s, config.engine.api_key()
     async with exclusive(locks, name_of(url, colocated=config.engine.colocated), deadline_s=deadline_s):
-        found = weights()
+        found = await weights()
         client = EngineClient(url, api_key=key)
         if config.sync == "adapter":
-            client = adapters.AdapterClient(url, current=lambda: None, api_key=key)
+            client = adapters.AdapterClient(url, current=adapters.always(None), api_key=key)
         async with aclosing(client):
             served = await client.served_version(deadline_s=deadline_s)
             halted = halts(config) and await client.paused(deadline_s=deadline_s)  # its pusher has died
-        if halted or not (served >= found.current.version if fits is None else fits(served)):
+        if halted or not (served >= found.current.version if fits is None else await fits(served)):
             await attach(url, found, config, fresh=fresh)
         return await prove(name, url, found, config)
 
@@ -242,7 +238,7 @@ async def prove(name: str, url: str, weights: Weights, config: RunConfig) -> boo
     version, key = weights.current.version, config.engine.api_key()
     client = EngineClient(url, api_key=key)
     if weights.adapter is not None:
-        client = adapters.AdapterClient(url, current=lambda: version, api_key=key)
+        client = adapters.AdapterClient(url, current=adapters.always(version), api_key=key)
     info = update_info(weights.file) if isinstance(weights.file, Path) else None
     deadline_s = config.engine.admin_deadline_s
     async with aclosing(client):

@@ -52,6 +52,7 @@ from agentrl.runtime.sources import task_source
 from agentrl.runtime.status import STOP
 from agentrl.store import RunStore, close_policy
 from agentrl.store.aside import Aside
+from agentrl.store.looks import Looks
 from agentrl.store.roles import ControlStore, ReadStore
 from agentrl.telemetry import Telemetry
 
@@ -73,7 +74,8 @@ class Interrupted(RunFailed):
 
 @dataclass(slots=True)
 class Supervisor:
-    """One live run. `on_tick` is called with the supervisor four times a second, to draw; it never decides."""
+    """One live run. `on_tick` is called with the supervisor four times a second, to draw; it never decides. It reads by
+    `store`: in a thread, if that is on a server."""
 
     run: RunDir
     config: RunConfig
@@ -86,6 +88,10 @@ class Supervisor:
     phase: str = "starting"
     started_s: float = field(default_factory=time.time)
     _clocks: tuple[float, float] | None = None  # wall and own, at the last look
+    _looks: Looks[ReadStore] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._looks = Looks(self.store)
 
     async def train(self) -> None:
         """Evaluate, train, evaluate again. Returns when all results are in the store. Raises ConfigError if the scratch
@@ -136,7 +142,7 @@ class Supervisor:
             run=self.run,
             config=self.config,
             settings=settings,
-            store=self.store,
+            looks=self._looks,
             writes=self.writes,
             telemetry=self.telemetry,
             engines=lambda: len(self.processes.present("engine")),
@@ -205,8 +211,8 @@ class Supervisor:
         await self._follow_the_clock()
         await self._with_space(self._expire)
         await self.writes(self._check_failures)
-        with suppress(StoreAway):  # it reads in the loop, by `store`, which waits for nothing
-            self.on_tick(self)
+        with suppress(StoreAway):
+            await self._looks(lambda _: self.on_tick(self))
         await trio.sleep(_TICK_S)
 
     def _check_failures(self, store: ReadStore) -> None:
@@ -289,14 +295,14 @@ async def supervise(
             heartbeat.mark_while(lambda: store.waits)
             start = start_point(run, store)
             store.release_all()
-            writes = Aside[ControlStore](store)
+            writes, looks = Aside[ControlStore](store), Looks[ReadStore](reader)
             size = Size.of(config).at_most(wanted(config, store.meta))  # a run that grew grows again
             starting = partial(_beat_until_interrupted, run, heartbeat)
-            async with _launcher_of(run, config, size, reader, starting) as launcher, trio.open_nursery() as nursery:
-                processes = RunProcesses(run, config, reader, writes, nursery, mark, launcher, size)
+            async with _launcher_of(run, config, size, looks, starting) as launcher, trio.open_nursery() as nursery:
+                processes = RunProcesses(run, config, looks, writes, nursery, mark, launcher, size)
                 telemetry = Telemetry(store, run.metrics, "supervisor")
                 nursery.start_soon(_interrupt, run.path)
-                nursery.start_soon(_stop_when_asked, run, reader)
+                nursery.start_soon(_stop_when_asked, run, looks)
                 nursery.start_soon(heartbeat.beat)
                 nursery.start_soon(launcher.watch)
                 try:
@@ -304,7 +310,7 @@ async def supervise(
                 finally:
                     store.hurry(_LAST_WORD_S)
                     await processes.stop()
-                    await _forget_objects(config, reader)
+                    await _forget_objects(config, looks)
                 nursery.cancel_scope.cancel()
         finally:
             heartbeat.retire()
@@ -312,11 +318,11 @@ async def supervise(
             store.close()
 
 
-async def _forget_objects(config: RunConfig, store: ReadStore) -> None:
+async def _forget_objects(config: RunConfig, looks: Looks[ReadStore]) -> None:
     """Remove what the run has in its object store: the newest checkpoint has the weights."""
-    if (there := objects_of(config, store.meta, None)) is not None:
-        last = Folder(there.url, deadline_s=_STORE_S)
-        with trio.CancelScope(shield=True), suppress(WeightSyncError):
+    with trio.CancelScope(shield=True), suppress(WeightSyncError, StoreAway):
+        if (there := await looks(lambda store: objects_of(config, store.meta, None))) is not None:
+            last = Folder(there.url, deadline_s=_STORE_S)
             await trio.to_thread.run_sync(last.remove_all)
 
 
@@ -332,12 +338,12 @@ async def _beat_until_interrupted(run: RunDir, heartbeat: Heartbeat) -> None:
         nursery.start_soon(heartbeat.beat)
 
 
-async def _stop_when_asked(run: RunDir, store: ReadStore) -> None:
+async def _stop_when_asked(run: RunDir, looks: Looks[ReadStore]) -> None:
     """Somebody on another machine can send no signal."""
     ours = run.lock_path.read_text()
     while True:
         with suppress(StoreError):
-            if store.meta(STOP) == ours:
+            if await looks(lambda store: store.meta(STOP)) == ours:
                 raise Interrupted(f"stopped by agentrl stop; go on with agentrl train --resume {run.path}")
         await trio.sleep(_ASKED_S)
 
@@ -362,7 +368,7 @@ def run_to_end(
 
 @asynccontextmanager
 async def _launcher_of(
-    run: RunDir, config: RunConfig, size: Size, store: ReadStore, starting: Callable[[], Awaitable[None]]
+    run: RunDir, config: RunConfig, size: Size, looks: Looks[ReadStore], starting: Callable[[], Awaitable[None]]
 ) -> AsyncGenerator[Launcher]:
     """The launcher that the run file names, with places for a run of this size; `starting` runs until it has them.
     Raises UsageError if it cannot start anything."""
@@ -373,6 +379,9 @@ async def _launcher_of(
         from agentrl.runtime import ray_launcher
     except ImportError as error:
         raise UsageError(f"cluster.launcher = 'ray' needs Ray ({error}): pip install 'agentrl[ray]'") from None
-    ranks = partial(asked.ranks, config, store.meta)
+
+    async def ranks() -> int:
+        return await looks(lambda store: asked.ranks(config, store.meta))
+
     async with ray_launcher.connected(run, config, size, ranks, starting) as launcher:
         yield launcher

@@ -38,6 +38,7 @@ from agentrl.runtime.scaling import WORKERS, Kind, NoRoom, Scaler, Size
 from agentrl.runtime.supervise import Child, RestartBudget
 from agentrl.runtime.watch import Watch
 from agentrl.store.aside import Aside
+from agentrl.store.looks import Looks
 from agentrl.store.roles import ControlStore, ReadStore
 
 _DISK_S = 2.0  # until a child that found the disk full, or the database away, is started again
@@ -69,7 +70,7 @@ class RunProcesses:
 
     run: RunDir
     config: RunConfig
-    store: ReadStore
+    looks: Looks[ReadStore]
     writes: Aside[ControlStore]
     nursery: trio.Nursery
     mark: Mapping[str, str]
@@ -90,10 +91,10 @@ class RunProcesses:
     async def start_engines(self, start: StartPoint) -> None:
         """Start (or attach to) the engines with the current weights, and write their URLs into the store."""
         self._start = start
-        weights = partial(self._weights, None)
+        weights = partial(self.looks, partial(self._weights, None))
         together = start_together(self.config.engine, on_ray=self.config.cluster.on_ray)
         for url in self.config.engine.urls:
-            await attach(url, weights(), self.config)
+            await attach(url, await weights(), self.config)
             self.nursery.start_soon(self._watch(url, url, weights).run)
         for role in self._policies:
             own = self._learning[role] = {index: self._replica(role, index) for index in range(self._size.engines)}
@@ -112,10 +113,10 @@ class RunProcesses:
     def _policies(self) -> tuple[str | None, ...]:
         return (None, *self.config.role_models)
 
-    def _weights(self, role: str | None) -> Weights:
+    def _weights(self, role: str | None, store: ReadStore) -> Weights:
         assert self._start is not None
-        start = where_it_stands(self._start, self.run, self.store)
-        found = current_weights(self.config, self.store, start, role)
+        start = where_it_stands(self._start, self.run, store)
+        found = current_weights(self.config, store, start, role)
         return replace(found, past=league.folders(self.run)) if self.config.league_roles else found
 
     def _replica(self, role: str | None, index: int) -> Replica:
@@ -126,7 +127,7 @@ class RunProcesses:
             port=free_port(),
             scratch=self.run.scratch,
             config=self.config,
-            weights=partial(self._weights, role),
+            weights=partial(self.looks, partial(self._weights, role)),
             gpus=self._gpus(index),
         )
 
@@ -156,7 +157,7 @@ class RunProcesses:
                 port=free_port(),
                 scratch=self.run.scratch,
                 config=self.config,
-                weights=lambda weights=weights: weights,
+                weights=partial(self.looks, lambda _, weights=weights: weights),
             )
             await replica.up()
             self._keep_serving(replica, learns=False)
@@ -179,8 +180,8 @@ class RunProcesses:
 
         self._start_keeping(replica.child, again, watch)
 
-    def _watch(self, name: str, url: str, weights: Callable[[], Weights] | None) -> Watch:
-        watch = Watch(url=url, config=self.config, store=self.store, weights=weights, locks=self.run.locks)
+    def _watch(self, name: str, url: str, weights: Callable[[], Awaitable[Weights]] | None) -> Watch:
+        watch = Watch(url=url, config=self.config, looks=self.looks, weights=weights, locks=self.run.locks)
         self._watches[name] = watch
         return watch
 
@@ -194,7 +195,7 @@ class RunProcesses:
 
     def follow_size(self) -> None:
         """From now on engines and workers come and go as it is asked for."""
-        self._start_keeper("scaling", Scaler(self.config, self.store.meta, self, self._set).run)
+        self._start_keeper("scaling", Scaler(self.config, self.looks, self, self._set).run)
 
     def _worker(self, index: int) -> Child:
         argv = ["-m", "agentrl.runtime.child", "worker", str(self.run.path), str(index)]

@@ -19,7 +19,7 @@ import trio
 
 from agentrl.config import RunConfig
 from agentrl.engine import adapters, canary, sleeping, weightfile
-from agentrl.engine.adapters import AdapterClient
+from agentrl.engine.adapters import AdapterClient, always
 from agentrl.engine.canary import Canary
 from agentrl.engine.client import EngineClient
 from agentrl.engine.exclusive import Held, exclusive, name_of
@@ -102,7 +102,8 @@ class WeightPublisher:
         samples from other weights."""
         started = trio.current_time()
         while True:
-            engines = [self._client(url, parcel.version) for url in (urls() if callable(urls) else urls)]
+            there = await trio.to_thread.run_sync(urls) if callable(urls) else urls
+            engines = [self._client(url, parcel.version) for url in there]
             delivery = _Delivery(held=held)
             try:
                 if isinstance(parcel, Parcel):
@@ -170,7 +171,7 @@ class WeightPublisher:
 
     def _client(self, url: str, version: int) -> EngineClient:
         if self._sync == "adapter":
-            return AdapterClient(url, current=lambda: version, api_key=self._settings.api_key())
+            return AdapterClient(url, current=always(version), api_key=self._settings.api_key())
         return EngineClient(url, api_key=self._settings.api_key())
 
     def _plain(self, urls: Sequence[str]) -> list[EngineClient]:

@@ -52,6 +52,8 @@ from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.scaling import NoRoom, Size
 from agentrl.store.choice import ADDRESS
 
+Ranks = Callable[[], Awaitable[int]]
+
 _LOOK_S = 0.5
 _CALL_S = 10.0  # for an answer of the head that the run can do without
 _RAY: Any = ray  # they are typed in parts only
@@ -190,13 +192,11 @@ class RayProcess:
 class RayLauncher:
     """Starts children by name, with places for a run of `size` to begin with. `nursery` looks after them."""
 
-    def __init__(
-        self, run: RunDir, config: RunConfig, size: Size, nursery: trio.Nursery, ranks: Callable[[], int]
-    ) -> None:
+    def __init__(self, run: RunDir, config: RunConfig, size: Size, nursery: trio.Nursery, ranks: Ranks) -> None:
         self._run, self._cluster, self._nursery = run, config.cluster, nursery
         self._config, self._ranks = config, ranks
-        self._first = bundles(config, size, ranks())
-        self._bundles = {name: need for name, need in self._first.items() if _always(name, config)}
+        self._size = size
+        self._bundles: dict[str, dict[str, float]] = {}
         self._group: Any = None
         self._seats: dict[str, Any] = {}
         self._nodes: dict[str, str] = {}  # the ids of their nodes
@@ -209,6 +209,8 @@ class RayLauncher:
     async def open(self) -> None:
         """Reserve the nodes and seat every child. Raises UsageError if the cluster is too small or a node does not see
         the run's folder."""
+        first = bundles(self._config, self._size, await self._ranks())
+        self._bundles = {name: need for name, need in first.items() if _always(name, self._config)}
         self._marker.write_text(self._text)
         self._nursery.start_soon(self._renew)
         await called(self._reserve)
@@ -217,7 +219,7 @@ class RayLauncher:
         except trio.TooSlowError:
             raise UsageError(f"{await self._no_place(list(self._bundles.values()))}; {self._mend}") from None
         async with trio.open_nursery() as nursery:
-            for name in self._first:
+            for name in first:
                 nursery.start_soon(self._seat_first, name)
 
     async def _seat_first(self, name: str) -> None:
@@ -312,7 +314,7 @@ class RayLauncher:
         NoRoom if none is placed in time."""
         if name in self._seats:
             return self._seats[name]
-        need, chosen = demand(self._config, name, self._ranks()), dict[str, Any]()
+        need, chosen = demand(self._config, name, await self._ranks()), dict[str, Any]()
         if name in self._bundles:
             at = list(self._bundles).index(name)
             chosen["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
@@ -435,7 +437,7 @@ async def connected(
     run: RunDir,
     config: RunConfig,
     size: Size,
-    ranks: Callable[[], int],
+    ranks: Ranks,
     meanwhile: Callable[[], Awaitable[object]] = trio.sleep_forever,
 ) -> AsyncGenerator[RayLauncher]:
     """A launcher on the cluster at `cluster.address`, for a run that begins with `size`, and a learner of as many

@@ -24,7 +24,8 @@ from agentrl.runtime.engines import WrongWeights
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import RestartBudget
 from agentrl.store import RunStore
-from agentrl.store.roles import ControlStore
+from agentrl.store.looks import Looks
+from agentrl.store.roles import ControlStore, Versions
 
 WORKERS = "workers"
 SCALING = "scaling"
@@ -152,7 +153,7 @@ class Scaler:
     fails otherwise is given up until somebody asks anew; the run goes on without it."""
 
     config: RunConfig
-    meta: Meta
+    looks: Looks[Versions]
     children: Elastic
     tell: Callable[[str, str], Any]
     _coming: dict[Part, trio.CancelScope] = field(default_factory=dict[Part, trio.CancelScope])
@@ -166,12 +167,14 @@ class Scaler:
         async with trio.open_nursery() as nursery:
             while True:
                 with suppress(StoreError):
-                    self._look(nursery)
+                    self._look(*await self.looks(self._wanted), nursery)
                     await self._tell()
                 await trio.sleep(_LOOK_S)
 
-    def _look(self, nursery: trio.Nursery) -> None:
-        size, asked_s = wanted(self.config, self.meta), float(asked(self.meta).get("asked_s", 0.0))
+    def _wanted(self, store: Versions) -> tuple[Size, float]:
+        return wanted(self.config, store.meta), float(asked(store.meta).get("asked_s", 0.0))
+
+    def _look(self, size: Size, asked_s: float, nursery: trio.Nursery) -> None:
         for kind in KINDS:
             there, count = self.children.present(kind), size.count(kind)
             for part in (Part(kind, index) for index in range(count) if index not in there):

@@ -25,7 +25,7 @@ def declare(config: RunConfig, store: ControlStore) -> None:
 
     Raises, before anything is played, UsageError if a source cannot be imported, ConfigError if a key is not set."""
     for one in config.rewards:
-        rewarder_of(one, artifacts_of=store.artifacts, teacher_of=partial(teacher_of, config, _nobody))
+        rewarder_of(one, teacher_of=partial(teacher_of, config, _nobody))
     store.declare_sources(
         [
             Source(
@@ -99,7 +99,7 @@ async def rescore(config: RunConfig, store: RunStore, source: str) -> tuple[int,
     sharing.configure(config.sandbox.arguments())
     desk = desk_of(store)
     teacher = partial(teacher_of, config, desk.meta)
-    scorer = Scorer(settings, desk, rewarder_of(settings, artifacts_of=store.artifacts, teacher_of=teacher))
+    scorer = Scorer(settings, desk, rewarder_of(settings, artifacts_of=desk.artifacts, teacher_of=teacher))
     limiter, failed = trio.CapacityLimiter(settings.concurrency), 0
 
     async def score(turn: str) -> None:

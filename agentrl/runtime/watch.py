@@ -10,18 +10,20 @@ If weights go from memory to memory, the learner sends them. It never starts a p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import trio
 
 from agentrl.config import RunConfig
-from agentrl.engine.adapters import AdapterClient
+from agentrl.engine.adapters import AdapterClient, always
 from agentrl.engine.client import EngineClient
 from agentrl.errors import AgentRLError, EngineError, StoreAway
 from agentrl.runtime.engines import Weights, WrongWeights, fit, halts, version_below
+from agentrl.store.looks import Looks
 from agentrl.store.roles import Versions
 
 _LOOK_S = 1.0  # time between two checks
@@ -34,8 +36,8 @@ class Watch:
 
     url: str
     config: RunConfig
-    store: Versions
-    weights: Callable[[], Weights] | None
+    looks: Looks[Versions]
+    weights: Callable[[], Awaitable[Weights]] | None
     locks: Path
     trouble: str = ""
 
@@ -54,7 +56,7 @@ class Watch:
                 if version is not None:
                     heard = now
                     with suppress(StoreAway):  # then nobody knows which weights are current
-                        if not self._fits(version) or await self._halted(client):
+                        if not await self._fits(version) or await self._halted(client):
                             await self._fit(version)
                         else:
                             self.trouble = ""
@@ -65,16 +67,18 @@ class Watch:
     def _client(self) -> EngineClient:
         key = self.config.engine.api_key()
         if self.weights is not None and self.config.sync == "adapter":
-            below = version_below(self.config, self.store)
-            return AdapterClient(self.url, current=lambda: None, below=below, api_key=key)
+            below = partial(self.looks, version_below) if self.config.engine.shared else None
+            return AdapterClient(self.url, current=always(None), below=below, api_key=key)
         return EngineClient(self.url, api_key=key)
 
-    def _fits(self, version: int) -> bool:
+    async def _fits(self, version: int) -> bool:
         """Whether an engine that serves `version` needs no weights. A newer version than the store's is being delivered
         just now."""
         if self.weights is None or self.config.syncs_memory:
             return True
-        return self.store.knows_version(version) and version >= self.store.current_version().version
+        return await self.looks(
+            lambda store: store.knows_version(version) and version >= store.current_version().version
+        )
 
     async def _halted(self, client: EngineClient) -> bool:
         """Whether it is paused; `fit` then waits for its pusher. An engine that takes weights from memory may stay
@@ -89,7 +93,7 @@ class Watch:
     async def _fit(self, served: int) -> None:
         assert self.weights is not None
         try:
-            fresh = not self.store.knows_version(served)
+            fresh = not await self.looks(lambda store: store.knows_version(served))
             await fit(self.url, self.url, self.weights, self.config, self.locks, self._fits, fresh=fresh)
             self.trouble = ""
         except WrongWeights:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +25,9 @@ from agentrl.engine.fleet import Fleet
 from agentrl.engine.policies import Policies
 from agentrl.engine.renderer import Renderer
 from agentrl.env import as_async
-from agentrl.errors import DiskFull, StoreAway, StoreError
+from agentrl.errors import DiskFull, StoreError
 from agentrl.protocols import AsyncEnv, Engine, Rewarder
-from agentrl.records import Task
+from agentrl.records import Task, WeightVersion
 from agentrl.rollout.episode import RolloutContext
 from agentrl.rollout.opponents import Opponents
 from agentrl.rollout.worker import Worker
@@ -43,7 +44,8 @@ from agentrl.runtime.scaling import workers_of
 from agentrl.sandbox import sharing
 from agentrl.store import RunStore
 from agentrl.store.desks import desk_of
-from agentrl.store.roles import ReadStore, RolloutStore, Versions
+from agentrl.store.looks import Looks, Newest
+from agentrl.store.roles import ReadStore, RolloutStore
 from agentrl.telemetry import Telemetry
 
 _REPORT_S = 5.0
@@ -75,9 +77,11 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
     opened = RunStore.open(run.store_path, away_s=config.cluster.store_deadline_s)
     reader = RunStore.read(run.store_path, away_s=0)
     store = desk_of(opened, reader, disk_wait_s=config.train.stall_deadline_s)  # then the run ends
-    renderer = renderer_of(config)
-    fleet = _fleet(config, reader, renderer)
-    own = {role: _fleet(config, reader, renderer, role) for role in config.role_models}
+    renderer, looks = renderer_of(config), Looks[ReadStore](reader)
+    known = await looks(partial(known_of, config))
+    sight = Sight(config, looks, known)
+    fleet = _fleet(sight, known, renderer)
+    own = {role: _fleet(sight, known, renderer, role) for role in config.role_models}
     rewarder: Rewarder | None = registry.load_reference(config.env.reward) if config.env.reward else None
     context = RolloutContext(
         engine=Policies(fleet, own),
@@ -86,14 +90,14 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
         settings=config.rollout,
         make_env=make_env,
         rewarder=rewarder,
-        frozen=_frozen(config, reader, renderer),
+        frozen=_frozen(config, known, renderer),
         adapted=config.own_roles,
         opponents=Opponents(settings=config.league, plays=config.league_roles, seed=config.seed),
         experts=config.engine.routed_experts,
         eval_sampling=config.eval_sampling,
         artifacts=any(one.measure == "tests" for one in config.rewards),
     )
-    worker = Worker(name, config, store, context, sharing=len(workers_of(config, reader.meta)))
+    worker = Worker(name, config, store, context, sharing=len(known.workers))
     telemetry = Telemetry(opened, run.metrics, name)
     heartbeat = Heartbeat.of_process()
     heartbeat.mark_while(lambda: opened.waits)
@@ -105,8 +109,7 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
             for one in (fleet, *own.values()):
                 nursery.start_soon(partial(one.control, start=_concurrency(config)))
             nursery.start_soon(report, fleet, telemetry, store)
-            nursery.start_soon(_follow, config, reader, {None: fleet, **own}, context.frozen)
-            nursery.start_soon(_follow_others, config, reader, worker, index)
+            nursery.start_soon(_follow, sight, {None: fleet, **own}, context.frozen, worker, index)
             if index == 0:  # one worker scores for all: a source limits its concurrent calls
                 nursery.start_soon(scoring.serve, config, store)
             await worker.run()
@@ -121,32 +124,73 @@ async def _serve(run: RunDir, config: RunConfig, name: str, index: int) -> None:
         opened.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The run's rows that a worker follows: where the engines serve, by role with a model of its own (None: all others)
+    and by the model that plays a role; which workers there are; the version that new clients begin with."""
+
+    urls: Mapping[str | None, list[str]]
+    given: Mapping[str, str]
+    workers: list[int]
+    version: WeightVersion
+
+
+def known_of(config: RunConfig, store: ReadStore) -> Known:
+    """What the store says now."""
+    return Known(
+        urls={role: urls_of(store.meta, role) for role in (None, *config.role_models)},
+        given=json.loads(store.meta("given_urls") or "{}"),
+        workers=workers_of(config, store.meta),
+        version=store.current_version(),
+    )
+
+
+class Sight:
+    """What turns have to know of the run, read while the loop goes on."""
+
+    def __init__(self, config: RunConfig, looks: Looks[ReadStore], known: Known) -> None:
+        self.config, self.looks = config, looks
+        self._current = Newest(lambda: looks(lambda store: store.current_version()), known.version)
+
+    async def fits(self, version: int) -> bool:
+        """Whether a turn may begin with these weights: this run minted them, and they are not older than the
+        current."""
+        try:
+            current = (await self._current()).version
+            return version == current or (
+                version > current and await self.looks(lambda store: store.knows_version(version))
+            )
+        except StoreError:  # the store cannot be read: a later call asks again
+            return False
+
+    async def adapter(self) -> int | None:
+        """The newest adapter that the learner confirmed; before the first step there is none."""
+        current = await self._current()
+        return current.version if current.step else None
+
+    async def below(self) -> int | None:
+        """The version of the weights below adapters."""
+        return await self.looks(version_below)
+
+
 async def _follow(
-    config: RunConfig, store: ReadStore, fleets: Mapping[str | None, Fleet], frozen: Mapping[str, Engine]
+    sight: Sight, fleets: Mapping[str | None, Fleet], frozen: Mapping[str, Engine], worker: Worker, index: int
 ) -> None:
-    """Follow engines that are started again on another host. `fleets` are by role."""
+    """Follow engines that are started again on another host, share the episodes with workers that come and go, and
+    leave if the run wants this one no more. `fleets` are by role."""
     while True:
         await trio.sleep(_FOLLOW_S)
         with suppress(StoreError):
+            known = await sight.looks(partial(known_of, sight.config))
             for role, fleet in fleets.items():
-                fleet.follow(urls_of(store.meta, role), partial(_client, config, store, role=role))
-            given: dict[str, str] = json.loads(store.meta("given_urls") or "{}")
-            for role, policy in config.rollout.frozen_roles().items():
+                fleet.follow(known.urls[role], partial(_client, sight, known, role=role))
+            for role, policy in sight.config.rollout.frozen_roles().items():
                 other = frozen.get(role)
-                if policy in given and isinstance(other, Fleet):
-                    other.follow([given[policy]], EngineClient)
-
-
-async def _follow_others(config: RunConfig, store: ReadStore, worker: Worker, index: int) -> None:
-    """Share the episodes with workers that come and go, and leave if the run wants this one no more."""
-    while True:
-        with suppress(StoreError):
-            there = workers_of(config, store.meta)
-            worker.sharing = len(there)
-            if index not in there:
+                if policy in known.given and isinstance(other, Fleet):
+                    other.follow([known.given[policy]], EngineClient)
+            worker.sharing = len(known.workers)
+            if index not in known.workers:
                 worker.leave()
-                return
-        await trio.sleep(_FOLLOW_S)
 
 
 async def report(fleet: Fleet, telemetry: Telemetry, store: RolloutStore) -> None:
@@ -159,37 +203,21 @@ async def report(fleet: Fleet, telemetry: Telemetry, store: RolloutStore) -> Non
             telemetry.append("fleet", step, gauges)
 
 
-def _fleet(config: RunConfig, store: ReadStore, renderer: Renderer, role: str | None = None) -> Fleet:
+def _fleet(sight: Sight, known: Known, renderer: Renderer, role: str | None = None) -> Fleet:
     """The engines of a role with a model of its own, or of all others."""
-    clients = [_client(config, store, url, role=role) for url in urls_of(store.meta, role)]
-    return _maker(config, renderer)(clients, fits=partial(fits, store), preempt=config.engine.preempt)
+    clients = [_client(sight, known, url, role=role) for url in known.urls[role]]
+    make = _maker(sight.config, renderer)
+    return make(clients, fits=sight.fits, preempt=sight.config.engine.preempt)
 
 
-def _client(config: RunConfig, store: ReadStore, url: str, *, role: str | None = None) -> EngineClient:
+def _client(sight: Sight, known: Known, url: str, *, role: str | None = None) -> EngineClient:
     """Speaks to one engine. If only adapters are sent, a turn begins with the newest one that the learner confirmed."""
+    config, version = sight.config, known.version.version
     key, tokens = config.engine.api_key(), vocabulary(model_dir(config.model_of(role)))
-
-    current = store.current_version()
-
-    def adapter() -> int | None:
-        nonlocal current
-        with suppress(StoreAway):  # then the last one that it named
-            current = store.current_version()
-        return current.version if current.step else None  # before the first step there is none
-
     if config.sync == "adapter":
-        below = version_below(config, store)
-        return AdapterClient(url, current=adapter, below=below, api_key=key, vocabulary=tokens)
-    return EngineClient(url, version=current.version, api_key=key, vocabulary=tokens)
-
-
-def fits(store: Versions, version: int) -> bool:
-    """Whether a turn may begin with these weights: this run minted them, and they are not older than the current."""
-    try:
-        store.step_of(version)
-        return version >= store.current_version().version
-    except StoreError:  # not minted, or the store cannot be read: a later call asks again
-        return False
+        below = sight.below if config.engine.shared else None
+        return AdapterClient(url, current=sight.adapter, below=below, api_key=key, vocabulary=tokens)
+    return EngineClient(url, version=version, api_key=key, vocabulary=tokens)
 
 
 def _maker(config: RunConfig, renderer: Renderer) -> partial[Fleet]:
@@ -214,12 +242,11 @@ def _concurrency(config: RunConfig) -> Aimd | None:
     return Aimd(limit=min(most, config.engine.max_batch), ceiling=most)
 
 
-def _frozen(config: RunConfig, store: ReadStore, renderer: Renderer) -> dict[str, Engine]:
+def _frozen(config: RunConfig, known: Known, renderer: Renderer) -> dict[str, Engine]:
     """An engine for each role that the learning policy does not play."""
-    urls: dict[str, str] = json.loads(store.meta("given_urls") or "{}")
     given = config.rollout.frozen_roles()
     make = _maker(config, renderer)
-    return {role: make([EngineClient(urls.get(policy, policy))]) for role, policy in given.items()}
+    return {role: make([EngineClient(known.given.get(policy, policy))]) for role, policy in given.items()}
 
 
 async def _end_on_sigterm(scope: trio.CancelScope) -> None:

@@ -1,8 +1,8 @@
 """The run store: one SQLite file that is journal, partial-rollout checkpoint, buffer, lineage and metrics of a run.
 
 Every process of a run opens it. Calls are synchronous and short, but another process's write lock may hold a write up:
-programs with a loop await theirs (see `awaitable`, `aside`). Standard library and zstandard only; trio in these two
-and in `waiting`.
+programs with a loop await theirs (see `awaitable`, `aside`, `looks`). Standard library and zstandard only; trio in
+these three and in `waiting`.
 
     versions    weight versions, minted once          admission   how many groups may start (pure)
     groups      birth and end of groups               closing     when a group closes (pure)
@@ -37,6 +37,7 @@ and in `waiting`.
     orders      which closed groups a step takes      returns     advantages of a closed group (both pure)
     awaitable   awaited writes, committed together by one thread
     aside       awaited calls of a handle, each in a thread
+    looks       awaited reads of a handle: of a server in a thread
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ class RunStore(
     def read(cls, path: str | Path, *, clock: Callable[[], float] = time.time, away_s: float | None = None) -> RunStore:
         """The store at `path`, to look at: nothing of it is written or migrated, and no writer waits. A store of an
         older agentrl is read from a private copy, which does not change any more. `away_s` as for `open`; 0 for reads
-        in a loop of tasks, which would all wait.
+        of a program with a loop (see `looks`).
 
         Raises UsageError if there is none, StoreVersionError if a newer agentrl wrote it, StoreAway."""
         dbs: list[Database] = []
@@ -258,6 +259,11 @@ class RunStore(
         return self._db.together(calls, shared=shared)
 
     @property
+    def remote(self) -> bool:
+        """Whether it is on a server, which a loop of tasks asks in a thread (see `looks`)."""
+        return self._db.remote
+
+    @property
     def shares(self) -> bool:
         """Whether calls that journal may go on in several processes at once."""
         return self._db.shares
@@ -265,7 +271,7 @@ class RunStore(
     def signal(self, role: Role) -> Signal:
         """Tells `role` when to look at the store again, see `signal`. One for each role of this handle."""
         if role not in self._signals:
-            self._signals[role] = Signal(self._watch(), role)
+            self._signals[role] = Signal(self._watch(), role, remote=self.remote)
         return self._signals[role]
 
     def wait_for_work(self, role: Role, timeout_s: float) -> None:

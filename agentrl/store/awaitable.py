@@ -2,8 +2,9 @@
 
 The thread takes all writes that are queued and commits them in one transaction, each a savepoint of its own: an error
 of one undoes that one alone. If another process holds the write lock, or the disk is slow, callers wait; all other
-tasks, deadlines and cancellation go on. Reads have a read-only connection in the loop, and wait for nobody. A database
-that is away is waited for by the thread alone: so it makes the reads, too, that fail meanwhile.
+tasks, deadlines and cancellation go on. Reads have a read-only connection and wait for no write: in the loop if the
+store is a file, else in a thread of their own (`looks`). A database that is away is waited for by the thread of the
+writes alone: so it makes the reads, too, that fail meanwhile.
 
 Writes are committed in the order in which they were asked for; if the store lets processes journal at once, those of
 the journal go before others that were asked for at the same moment, and have a transaction of their own. A write whose
@@ -31,9 +32,10 @@ from agentrl.records import Json, Messages, Step, StopReason, Trajectory, Turn, 
 from agentrl.store import Claim, Partial, RunStore, Snapshot
 from agentrl.store.calls import Result
 from agentrl.store.endings import Ending
+from agentrl.store.looks import Looks
 from agentrl.store.roles import ReadStore
 from agentrl.store.signal import Role
-from agentrl.store.waiting import wait_for_work
+from agentrl.store.waiting import Waiting
 
 _T = TypeVar("_T")
 _LAST_WORD_S = 4.0  # less than a supervisor leaves a child to end
@@ -62,7 +64,8 @@ class AsyncStore:
     ) -> None:
         """`store` writes, `reader` (default: `store`) reads; a `reader` of its own never waits for a writer. Writes
         wait `disk_wait_s` for space before they raise DiskFull, but for `claim`, `renew` and `record`."""
-        self._store, self._reader, self._disk_wait_s = store, reader or store, disk_wait_s
+        self._store, self._disk_wait_s = store, disk_wait_s
+        self._looks, self._waiting = Looks(reader or store, inline=inline), Waiting(store)
         self._queue: SimpleQueue[Write | None] = SimpleQueue()
         self._made: deque[tuple[list[Write], list[Result]]] = deque()  # by the thread; the loop has yet to look
         self._ready: deque[Write] = deque()  # they have their results, and their callers wait
@@ -148,7 +151,7 @@ class AsyncStore:
         await self._once(partial(self._store.record, kind, step, values))
 
     async def wait_for_work(self, role: Role, timeout_s: float) -> None:
-        await wait_for_work(self._store, role, timeout_s)
+        await self._waiting(role, timeout_s)
 
     # --- what a reward source does
 
@@ -159,8 +162,8 @@ class AsyncStore:
     async def trajectory(self, episode_id: int) -> Trajectory:
         return await self._read(lambda store: store.trajectory(episode_id))
 
-    def artifacts(self, turn: str) -> dict[str, bytes] | None:
-        return self._reader.artifacts(turn)
+    async def artifacts(self, turn: str) -> dict[str, bytes] | None:
+        return await self._read(lambda store: store.artifacts(turn))
 
     async def score(
         self,
@@ -179,7 +182,7 @@ class AsyncStore:
 
     async def _read(self, call: Callable[[ReadStore], _T]) -> _T:
         try:
-            return call(self._reader)
+            return await self._looks(call)
         except StoreAway:
             return await self._once(partial(call, self._store))
 

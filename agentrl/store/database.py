@@ -85,6 +85,7 @@ class Database(ABC):
 
     shares: ClassVar[bool] = False
     """Whether shared writes of several processes go on at once."""
+    remote: ClassVar[bool] = False  # on a server, which may answer late or never: a loop of tasks asks it in a thread
     _errors: ClassVar[type[Exception]]  # the driver's
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
@@ -437,9 +438,10 @@ class _Turn:
     def __init__(self) -> None:
         self._lock, self._depth, self._thread = threading.RLock(), 0, 0
 
-    def acquire(self) -> None:
-        self._lock.acquire()
-        self._depth, self._thread = self._depth + 1, threading.get_ident()
+    def acquire(self, timeout_s: float = -1) -> bool:
+        if got := self._lock.acquire(timeout=timeout_s):
+            self._depth, self._thread = self._depth + 1, threading.get_ident()
+        return got
 
     def release(self) -> None:
         self._depth -= 1

@@ -21,7 +21,7 @@ from agentrl.store.rewards import read_turn_id
 from agentrl.store.roles import RewardStore, RolloutStore
 from agentrl.store.shards import home
 from agentrl.store.signal import Role
-from agentrl.store.waiting import wait_for_work
+from agentrl.store.waiting import Waiting
 
 _T = TypeVar("_T")
 
@@ -49,7 +49,7 @@ class _Desks:
 
     def __init__(self, store: RunStore, desks: Sequence[AsyncStore], inline: bool) -> None:
         self._store, self._desks, self._inline = store, desks, inline
-        self._one = trio.CapacityLimiter(1)
+        self._one, self._waiting = trio.CapacityLimiter(1), Waiting(store)
 
     def _of(self, episode_id: int) -> AsyncStore:
         return self._desks[home(episode_id, len(self._desks))]
@@ -138,7 +138,7 @@ class _Desks:
         await self._desks[0].record(kind, step, values)
 
     async def wait_for_work(self, role: Role, timeout_s: float) -> None:
-        await wait_for_work(self._store, role, timeout_s)
+        await self._waiting(role, timeout_s)
 
     # --- what a reward source does
 
@@ -148,8 +148,8 @@ class _Desks:
     async def trajectory(self, episode_id: int) -> Trajectory:
         return await self._of(episode_id).trajectory(episode_id)
 
-    def artifacts(self, turn: str) -> dict[str, bytes] | None:
-        return self._of_turn(turn).artifacts(turn)
+    async def artifacts(self, turn: str) -> dict[str, bytes] | None:
+        return await self._of_turn(turn).artifacts(turn)
 
     async def score(
         self,

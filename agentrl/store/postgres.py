@@ -165,6 +165,7 @@ class Postgres(Database):
     """A store in a schema of a PostgreSQL database."""
 
     shares: ClassVar[bool] = True
+    remote: ClassVar[bool] = True
     _errors: ClassVar[type[Exception]] = psycopg.Error
 
     def __init__(self, path: Path, address: Address, clock: Callable[[], float], *, reads: bool = False) -> None:
@@ -192,8 +193,10 @@ class Postgres(Database):
         return connection
 
     def close(self) -> None:
-        with self._lock:
+        """Close the connection; one that a thread waits for a silent server on ends with the process."""
+        if self._lock.acquire(_MOMENT_S):
             self._connection.close()
+            self._lock.release()
 
     def prepare(self, *, create: bool, first: Callable[[], object] = lambda: None) -> None:
         if create:

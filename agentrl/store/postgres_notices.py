@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -31,7 +32,9 @@ class Notices:
     @property
     def wakes(self) -> int | None:
         """The socket on which notifications come."""
-        return None if self._connection is None or self._connection.closed else self._connection.fileno()
+        with suppress(psycopg.Error):  # another thread may close it just now
+            return None if self._connection is None or self._connection.closed else self._connection.fileno()
+        return None
 
     def written(self) -> bool:
         """Whether anybody has committed since this was last asked; also if nobody can tell."""

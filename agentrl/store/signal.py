@@ -34,7 +34,9 @@ _MARKS: dict[Role, str | None] = {
 class Signal:
     """Tells one waiting role of changes. The first look is a change."""
 
-    def __init__(self, watch: Watch, role: Role) -> None:
+    def __init__(self, watch: Watch, role: Role, *, remote: bool = False) -> None:
+        """`remote`: a look asks a server, which may answer late."""
+        self.remote = remote
         self._watch, self._mark_of = watch, _MARKS[role]
         self._mark: Row | None = None
         self._pause_s = _LEAST_S

@@ -11,7 +11,7 @@ import torch
 import trio
 
 from agentrl.engine import adapters, canary
-from agentrl.engine.adapters import AdapterClient
+from agentrl.engine.adapters import AdapterClient, always
 from agentrl.engine.canary import Canary, probe_tokens
 from agentrl.engine.embedded.adapter import Adapter, read
 from agentrl.engine.embedded.architecture import read_architecture
@@ -87,7 +87,7 @@ async def test_a_version_has_the_adapters_of_all_roles(server: Server, model_dir
     """Loaded, sampled from and retired together; a past self stays, under names of its own."""
     old, new = policies(model_dir, seed=1), policies(model_dir, seed=2)
     folders = {7: lora.save(old.module, tmp_path / "7"), 8: lora.save(new.module, tmp_path / "8")}
-    client = AdapterClient(server.url, current=lambda: 8)
+    client = AdapterClient(server.url, current=always(8))
 
     async def ask(**given: Any) -> tuple[float, ...]:
         generation = await client.generate(

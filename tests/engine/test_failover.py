@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 import trio
 
-from agentrl.engine.adapters import AdapterClient
+from agentrl.engine.adapters import AdapterClient, always
 from agentrl.engine.client import EngineClient
 from agentrl.engine.fleet import Fleet, State
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable
@@ -286,11 +286,18 @@ async def test_a_server_without_our_plugin_states_its_version_last_and_a_broken_
     assert {span.version for span in (await fleet.generate(ask("second"))).spans} == {4}
 
 
+def fitting(judge: Callable[[int], bool]) -> Callable[[int], Awaitable[bool]]:
+    async def fits(version: int) -> bool:
+        return judge(version)
+
+    return fits
+
+
 async def test_a_version_that_the_run_cannot_train_is_stale(autojump_clock: trio.testing.MockClock) -> None:
     foreign, own = servers()
     foreign.version = "99"
     foreign.fail("cut")
-    fleet = fleet_of([foreign, own], fits=lambda version: version == 4)
+    fleet = fleet_of([foreign, own], fits=fitting(lambda version: version == 4))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(fleet.control)
         await fleet.generate(ask())
@@ -304,7 +311,7 @@ async def test_a_replica_that_new_weights_passed_by_serves_nobody_until_it_has_t
 ) -> None:
     behind, well = servers()
     newest = 4
-    fleet = fleet_of([behind, well], fits=lambda version: version >= newest)
+    fleet = fleet_of([behind, well], fits=fitting(lambda version: version >= newest))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(fleet.control)
         await trio.sleep(5)
@@ -351,7 +358,7 @@ async def test_an_engine_that_lost_its_adapter_is_stale_until_it_has_it_again(
 ) -> None:
     (fake,) = servers(1)
     fake.adapters["policy-7"] = "folder"
-    fleet = Fleet([AdapterClient(fake.url, current=lambda: 7, transport=fake)])
+    fleet = Fleet([AdapterClient(fake.url, current=always(7), transport=fake)])
     await fleet.generate(ask())
     fake.restart()
     with trio.move_on_after(20):
@@ -371,8 +378,12 @@ async def test_a_preempted_turn_goes_on_under_the_newest_adapter(
 ) -> None:
     (fake,), newest = servers(1, token_s=1.0, stream_tokens=2), 7
     fake.adapters = {"policy-7": "seven"}
-    client = AdapterClient(fake.url, current=lambda: newest, transport=fake)
-    fleet = Fleet([client], decode=spell, fits=lambda version: version >= newest, preempt=preempt)
+
+    async def current() -> int:
+        return newest
+
+    client = AdapterClient(fake.url, current=current, transport=fake)
+    fleet = Fleet([client], decode=spell, fits=fitting(lambda version: version >= newest), preempt=preempt)
     generations = list[Generation]()
 
     async def play() -> None:
@@ -401,7 +412,7 @@ async def test_a_preempted_turn_does_not_come_back_to_an_engine_that_is_behind(
 ) -> None:
     behind, well = servers(token_s=1.0, stream_tokens=2)
     newest = 4
-    fleet = fleet_of([behind, well], fits=lambda version: version >= newest, preempt=True)
+    fleet = fleet_of([behind, well], fits=fitting(lambda version: version >= newest), preempt=True)
     generations = list[Generation]()
 
     async def play() -> None:

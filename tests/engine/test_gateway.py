@@ -17,7 +17,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from agentrl import config as configuration
 from agentrl.engine import adapters
-from agentrl.engine.adapters import AdapterClient
+from agentrl.engine.adapters import AdapterClient, always
 from agentrl.engine.client import EngineClient
 from agentrl.engine.fleet import Fleet
 from agentrl.engine.gateway import Gateway, SharedEngine
@@ -75,7 +75,7 @@ class Shared:
         return EngineClient(f"http://gateway/{tenant}/0", transport=self.transport, **settings)
 
     def adapted(self, tenant: str, version: int | None) -> AdapterClient:
-        return AdapterClient(f"http://gateway/{tenant}/0", current=lambda: version, transport=self.transport)
+        return AdapterClient(f"http://gateway/{tenant}/0", current=always(version), transport=self.transport)
 
     def gauges(self, tenant: str) -> dict[str, float]:
         return dict(self.engine.gauges())[tenant]
@@ -155,7 +155,7 @@ async def test_tokens_of_the_shared_weights_have_the_runs_own_first_version(auto
     """The engine knows no run's versions, and says 0 of the weights below the adapters: no run minted that."""
     async with shared(FakeVLLM()) as there:
         client = AdapterClient(
-            "http://gateway/alice/0", current=lambda: None, below=lambda: 3, transport=there.transport
+            "http://gateway/alice/0", current=always(None), below=always(3), transport=there.transport
         )
         assert {span.version for span in (await client.generate(turn())).spans} == {3}
         assert await client.served_version() == 3

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from agentrl.engine import adapters
-from agentrl.engine.adapters import AdapterClient
+from agentrl.engine.adapters import AdapterClient, always
 from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm.probe import FOR_TRAINING, Need, probe
 from agentrl.engine.weights import push
@@ -67,7 +67,7 @@ async def test_new_weights_are_taken_and_served_under_their_version(tmp_path: Pa
 
 async def test_adapters_are_loaded_sampled_from_and_unloaded(tmp_path: Path) -> None:
     fake = FakeVLLM()
-    client = AdapterClient(fake.url, current=lambda: 2, transport=fake)
+    client = AdapterClient(fake.url, current=always(2), transport=fake)
     with pytest.raises(EngineUnavailable, match="no adapter 'policy-2'"):
         await client.generate(ask())
     await adapters.load([client], tmp_path, 2)

@@ -63,7 +63,11 @@ async def test_adapters_come_as_bytes_and_go_with_their_version(
     monkeypatch.setattr(inbox, "_PIECE", 20_000)
     first, second = policy.adapter(), policy.adapter()
     current = first[0]
-    client = AdapterClient(server.url, current=lambda: current)
+
+    async def said() -> int:
+        return current
+
+    client = AdapterClient(server.url, current=said)
     try:
         for version, folder in (first, second):
             hidden = folder.rename(folder.with_name(f"moved-{version}"))  # nothing of vLLM's ever sees where it was

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import trio
 
 from agentrl import config as configuration
 from agentrl.engine import adapters
-from agentrl.engine.adapters import AdapterClient
+from agentrl.engine.adapters import AdapterClient, always
 from agentrl.engine.renderer import Renderer
 from agentrl.errors import EngineUnavailable
 from agentrl.league import META, from_json
@@ -107,10 +108,16 @@ class Scene:
             past=folders(self.run),
         )
         self.run.locks.mkdir(parents=True, exist_ok=True)
-        await fit("engine-0", self.url, lambda: found, self.config, self.run.locks)
+        await fit("engine-0", self.url, partial(self._found, found), self.config, self.run.locks)
 
     def client(self) -> AdapterClient:
-        return AdapterClient(self.url, current=lambda: self.current.version)
+        return AdapterClient(self.url, current=self._now)
+
+    async def _now(self) -> int:
+        return self.current.version
+
+    async def _found(self, weights: Weights) -> Weights:
+        return weights
 
     async def play(self, groups: int) -> set[int]:
         """Games, two of each group, all at once: each turn is of whom it should be, and the first of each with its
@@ -169,13 +176,13 @@ def scene_of(tmp_path: Path, policy: Policy) -> Iterator[Callable[[Server], Scen
 
 
 async def names(url: str) -> set[str]:
-    async with aclosing(AdapterClient(url, current=lambda: None)) as client:
+    async with aclosing(AdapterClient(url, current=always(None))) as client:
         return {name for name in await adapters._places(client, ADMIN_S) if "-" in name}  # pyright: ignore[reportPrivateUsage]
 
 
 async def empty(url: str) -> None:
     """As an engine is that has just been started."""
-    async with aclosing(AdapterClient(url, current=lambda: None)) as client:
+    async with aclosing(AdapterClient(url, current=always(None))) as client:
         await adapters.forget([client], deadline_s=ADMIN_S)
         left = frozenset({0})
         while left:

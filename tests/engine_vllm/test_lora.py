@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from agentrl.engine import adapters
-from agentrl.engine.adapters import AdapterClient, adapter_name
+from agentrl.engine.adapters import AdapterClient, adapter_name, always
 from agentrl.engine.canary import probe_tokens
 from agentrl.engine.client import EngineClient
 from agentrl.errors import EngineUnavailable, WeightSyncError
@@ -29,7 +29,7 @@ class Current:
 
     version: int | None = None
 
-    def __call__(self) -> int | None:
+    async def __call__(self) -> int | None:
         return self.version
 
 
@@ -119,12 +119,12 @@ async def test_requests_with_and_without_an_adapter_share_a_batch(server: Server
     errors: dict[int | None, list[float]] = {}
 
     async def one(version: int | None) -> None:
-        client = AdapterClient(server.url, current=lambda: version)
+        client = AdapterClient(server.url, current=always(version))
         generation = await client.generate(ask())
         errors.setdefault(version, []).append(policy.error(ask().token_ids, generation))
         await client.aclose()
 
-    plain = AdapterClient(server.url, current=lambda: None)
+    plain = AdapterClient(server.url, current=always(None))
     plain.version = await EngineClient(server.url).served_version(deadline_s=ADMIN_S)
     slots = [policy.adapter() for _ in range(2)]
     for version, folder in slots:

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.config import Train
 from agentrl.engine import adapters
-from agentrl.engine.adapters import AdapterClient
+from agentrl.engine.adapters import AdapterClient, always
 from agentrl.engine.client import EngineClient
 from agentrl.engine.weights import push
 from agentrl.train import lora
@@ -48,7 +48,7 @@ async def test_an_adapter_of_a_mixtures_attention_is_served_exactly(server: Serv
     before = await plain.generate(ask())
     assert mixture.error(ask().token_ids, before) <= EXACT
     version, folder = trained(mixture)
-    client = AdapterClient(server.url, current=lambda: version)
+    client = AdapterClient(server.url, current=always(version))
     await adapters.load([client], folder, version, deadline_s=ADMIN_S)
     after = await client.generate(ask())
     assert {span.version for span in after.spans} == {version}

@@ -13,7 +13,7 @@ from trio.testing import MockClock
 
 from agentrl.errors import ConfigError, SandboxPathError, ScoreError, UsageError
 from agentrl.protocols import ExecResult, SandboxSpec
-from agentrl.rewards.box_tests import value_of
+from agentrl.rewards.box_tests import ArtifactsOf, value_of
 from agentrl.rewards.sources import Scorer, rewarder_of
 from agentrl.runtime import scoring
 from agentrl.settings import RewardSource
@@ -67,7 +67,15 @@ def worked(store: RunStore, *works: bytes | None) -> str:
 
 def scorer_of(store: RunStore, **changes: Any) -> Scorer:
     own = settings(**{"retries": 0, **changes})
-    return Scorer(own, AsyncStore(store, inline=True), rewarder_of(own, artifacts_of=store.artifacts))
+    desk = AsyncStore(store, inline=True)
+    return Scorer(own, desk, rewarder_of(own, artifacts_of=desk.artifacts))
+
+
+def always(work: dict[str, bytes]) -> ArtifactsOf:
+    async def artifacts(_: str) -> dict[str, bytes]:
+        return work
+
+    return artifacts
 
 
 @pytest.mark.bubblewrap
@@ -87,14 +95,14 @@ async def test_each_turns_work_gets_the_share_of_hidden_tests_that_it_passes(sto
 @pytest.mark.parametrize("name", ["hidden.py/module.py", "../module.py", "a\udcff.py", "a\ud800.py", "a\0"])
 async def test_work_whose_names_no_box_takes_gets_nothing_and_is_no_failure(store: RunStore, name: str) -> None:
     id = worked(store, None)
-    rewarder = rewarder_of(settings(call=f"{__name__}:hidden"), artifacts_of=lambda _: {name: RIGHT})
+    rewarder = rewarder_of(settings(call=f"{__name__}:hidden"), artifacts_of=always({name: RIGHT}))
     assert await rewarder(store.trajectory(int(id.split(".")[0]))) == 0.0  # type: ignore[misc]
 
 
 @pytest.mark.bubblewrap
 async def test_tests_whose_names_no_box_takes_are_a_failure(store: RunStore) -> None:
     id = worked(store, RIGHT)
-    rewarder = rewarder_of(settings(call=f"{__name__}:outside"), artifacts_of=store.artifacts)
+    rewarder = rewarder_of(settings(call=f"{__name__}:outside"), artifacts_of=always({"module.py": RIGHT}))
     with pytest.raises(SandboxPathError):
         await rewarder(store.trajectory(int(id.split(".")[0])))  # type: ignore[misc]
 

@@ -16,10 +16,24 @@ from agentrl.records import RoutedExperts, StopReason, Trajectory, Turn, context
 from agentrl.rollout.episode import play
 from agentrl.rollout.sampling import untold
 from agentrl.store import Claim, RunStore
+from agentrl.store.awaitable import AsyncStore
 from agentrl.testing.engine import Failure, FakeEngine
 
 from .conftest import ScriptedEnv, done, going, said
 from .writing import instead, written
+
+
+async def test_a_turn_reads_nothing_of_the_store(store: RunStore, claim_one: Any, context: Any) -> None:
+    """A claim has all that its episode needs: on a server, each read would be a wait."""
+
+    class Unread:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"a turn asked for {name}")
+
+    claim, scene = claim_one(), context(ScriptedEnv([going(), going(), done()]))
+    unread: Any = Unread()
+    await play(claim, replace(scene, store=AsyncStore(store, unread, inline=True)))
+    assert len(store.trajectory(claim.episode_id).turns) == 3
 
 
 async def test_an_episode_is_journaled_turn_by_turn(store: RunStore, claim_one: Any, context: Any) -> None:

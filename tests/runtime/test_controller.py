@@ -21,6 +21,7 @@ from agentrl.simulate.measured import Run
 from agentrl.simulate.service import Constant, parse_episodes
 from agentrl.store import RunStore
 from agentrl.store.aside import Aside
+from agentrl.store.looks import Looks
 
 from .test_status import typed
 
@@ -113,7 +114,7 @@ async def test_a_learner_that_finds_no_place_has_its_own_again_and_the_engine_co
     run = made(tmp_path)
     with RunStore.open(run.store_path) as store:
         asked.move(store, ONE, was=TWO)
-        processes = RunProcesses(run, run.config(), store, Aside(store, inline=True), None, {}, LOCAL)  # type: ignore[arg-type]
+        processes = RunProcesses(run, run.config(), Looks(store), Aside(store, inline=True), None, {}, LOCAL)  # type: ignore[arg-type]
         processes.launcher = full = Full(lambda: asked.ranks(run.config(), store.meta))  # type: ignore[assignment]
         await processes._reseat(processes._child("learner", [], 1))
         assert full.seats == [0, 1]

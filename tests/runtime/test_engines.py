@@ -30,6 +30,7 @@ from agentrl.runtime.rundir import LOCKS, RunDir
 from agentrl.runtime.supervise import Child
 from agentrl.store import RunStore
 from agentrl.store.aside import Aside
+from agentrl.store.looks import Looks
 from agentrl.train.export import export_weights
 from agentrl.train.model import PolicyModel
 
@@ -50,9 +51,14 @@ async def replica(tmp_path: Path) -> AsyncIterator[Start]:
     """`replica(weights)` is one that has not been started; it ends with the test."""
     child = Child("engine-0", [], tmp_path)
     (tmp_path / LOCKS).mkdir()
-    yield lambda weights: Replica(
-        child=child, port=free_port(), scratch=tmp_path, config=CONFIG, weights=lambda: weights
-    )
+
+    def make(weights: Weights) -> Replica:
+        async def own() -> Weights:
+            return weights
+
+        return Replica(child=child, port=free_port(), scratch=tmp_path, config=CONFIG, weights=own)
+
+    yield make
     await child.stop()
 
 
@@ -134,7 +140,7 @@ async def going(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         async with trio.open_nursery() as nursery:
 
             async def start() -> Going:
-                processes = RunProcesses(run, run.config(), store, Aside(store), nursery, mark={})
+                processes = RunProcesses(run, run.config(), Looks(store), Aside(store), nursery, mark={})
                 await processes.start_engines(start_point(run, store))
                 return Going(run, store, started[-1])
 
@@ -266,6 +272,6 @@ async def test_each_replica_is_started_on_its_gpus(tmp_path: Path, monkeypatch: 
             first = store.mint_version(0)
             store.confirm_version(first)
             async with trio.open_nursery() as nursery:
-                processes = RunProcesses(run, config, store, Aside(store), nursery, mark={})
+                processes = RunProcesses(run, config, Looks(store), Aside(store), nursery, mark={})
                 await processes.start_engines(StartPoint(model=FOLDER, checkpoint=None, version=first))
     assert sorted(started[:2]) == [("engine-0", "1"), ("engine-1", "2,3")] and started[2:] == [("engine-0", None)]

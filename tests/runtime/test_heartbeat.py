@@ -27,6 +27,7 @@ from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.supervise import Child
 from agentrl.store import RunStore
 from agentrl.store.aside import Aside
+from agentrl.store.looks import Looks
 
 DEADLINE_S = 60
 NAMES = ("silent_s", "stopped_s")
@@ -198,7 +199,7 @@ async def test_workers_and_learner_that_are_stopped_are_started_again_within_the
     try:
         with RunStore.open(run.store_path) as store, trio.fail_after(DEADLINE_S):
             async with trio.open_nursery() as nursery:
-                processes = RunProcesses(run, config, store, Aside(store), nursery, mark={})
+                processes = RunProcesses(run, config, Looks(store), Aside(store), nursery, mark={})
                 await processes.start_workers()
                 processes.start_learner()
                 for name in ("worker-0", "learner"):

@@ -19,6 +19,7 @@ from agentrl.runtime.processes import RunProcesses
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.store.aside import Aside
+from agentrl.store.looks import Looks
 from agentrl.store.roles import ControlStore
 
 from .test_heartbeat import DEADLINE_S, _runs
@@ -51,7 +52,7 @@ async def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenera
         with RunStore.open(run.store_path) as store, RunStore.read(run.store_path) as reader:
             with trio.fail_after(DEADLINE_S):
                 async with trio.open_nursery() as nursery:
-                    processes = RunProcesses(run, config, reader, Aside[ControlStore](store), nursery, mark={})
+                    processes = RunProcesses(run, config, Looks(reader), Aside[ControlStore](store), nursery, mark={})
                     await processes.start_workers()
                     processes.start_learner()
                     for child in processes._children:

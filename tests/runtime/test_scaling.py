@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.scaling import Kind, NoRoom, Part, Scaler, Size
 from agentrl.store import RunStore
 from agentrl.store.aside import Aside
+from agentrl.store.looks import Looks
 
 from .test_heartbeat import _runs
 from .test_status import typed
@@ -135,7 +137,8 @@ class Scene:
         self.config = parse({"model": "m", "env": {"id": "e"}})
         self.rows: dict[str, str] = {}
         self.children = Children(engines, workers)
-        self.scaler = Scaler(self.config, self.rows.get, self.children, self.tell)
+        store: Any = SimpleNamespace(remote=False, meta=self.rows.get)
+        self.scaler = Scaler(self.config, Looks(store), self.children, self.tell)
 
     async def tell(self, key: str, value: str) -> None:
         self.rows[key] = value
@@ -232,7 +235,7 @@ async def test_an_engine_that_joins_waits_for_weights_and_proof_but_not_for_ever
     async def start(_: Replica) -> None: ...
 
     def replica() -> Replica:
-        def weights() -> Weights:
+        async def weights() -> Weights:
             raise AssertionError
 
         deadlines = dict.fromkeys(("start_deadline_s", "liveness_deadline_s", "admin_deadline_s"), 1.0)
@@ -290,7 +293,7 @@ async def family(folder: Path, patch: pytest.MonkeyPatch, full: int = 0) -> Asyn
     try:
         with RunStore.open(run.store_path) as store, trio.fail_after(60):
             async with trio.open_nursery() as nursery:
-                processes = RunProcesses(run, run.config(), store, Aside(store), nursery, {}, launcher)
+                processes = RunProcesses(run, run.config(), Looks(store), Aside(store), nursery, {}, launcher)
                 await processes.start_workers()
                 processes.follow_size()
                 yield processes
@@ -301,7 +304,7 @@ async def family(folder: Path, patch: pytest.MonkeyPatch, full: int = 0) -> Asyn
 
 
 def there(processes: RunProcesses) -> list[int]:
-    return json.loads(processes.store.meta(scaling.WORKERS) or "")
+    return json.loads(processes.looks._store.meta(scaling.WORKERS) or "")  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_real_children_come_and_go_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from agentrl.runtime.processes import RunProcesses
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 from agentrl.store.aside import Aside
+from agentrl.store.looks import Looks
 from agentrl.store.roles import ControlStore
 from agentrl.telemetry import Telemetry
 
@@ -102,7 +103,7 @@ class Start:
             writes = Aside[ControlStore](self.store)
             start = StartPoint(model=Path(), checkpoint=None, version=self.store.mint_version(0))
             async with trio.open_nursery() as nursery:
-                processes = RunProcesses(self.run, self.config, self.store, writes, nursery, mark={})
+                processes = RunProcesses(self.run, self.config, Looks(self.store), writes, nursery, mark={})
                 telemetry = Telemetry(self.store, self.run.metrics, "supervisor")
                 one = Supervisor(
                     self.run, self.config, self.store, writes, telemetry, processes, start, on_tick=lambda _: None

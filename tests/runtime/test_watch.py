@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from agentrl.runtime.checkpoints import StartPoint
 from agentrl.runtime.engines import WrongWeights, current_weights
 from agentrl.runtime.watch import Watch
 from agentrl.store import RunStore
+from agentrl.store.looks import Looks
 from agentrl.testing.vllm_server import FakeVLLM
 
 SETTINGS = EngineSettings(kind="vllm", liveness_deadline_s=60.0)
@@ -66,11 +68,12 @@ class Scene:
     @asynccontextmanager
     async def watched(self, *, learns: bool = True) -> AsyncIterator[Watch]:
         start = StartPoint(model=self.model, checkpoint=None, version=WeightVersion(version=1, step=0))
+        looks = Looks(self.store)
         found = Watch(
             url=self.server.url,
             config=self.config,
-            store=self.store,
-            weights=(lambda: current_weights(self.config, self.store, start)) if learns else None,
+            looks=looks,
+            weights=partial(looks, lambda store: current_weights(self.config, store, start)) if learns else None,
             locks=self.folder,
         )
         async with trio.open_nursery() as nursery:

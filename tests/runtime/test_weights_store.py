@@ -22,7 +22,7 @@ import torch
 from agentrl import Trainer
 from agentrl import config as configuration
 from agentrl.engine import adapters, canary, inbox
-from agentrl.engine.adapters import AdapterClient
+from agentrl.engine.adapters import AdapterClient, always
 from agentrl.engine.canary import Canary, probe_tokens
 from agentrl.engine.client import EngineClient
 from agentrl.engine.objects import Entry, Folder, Outbox
@@ -180,7 +180,7 @@ async def test_adapters_reach_it_by_their_bytes(engine: Elsewhere, monkeypatch: 
             torch.nn.init.normal_(parameter, std=0.1)
     folder = lora.save(model.module, engine.learner / "adapter")
     probe = probe_tokens(500, 24)
-    async with aclosing(AdapterClient(engine.url, current=lambda: 201)) as client:
+    async with aclosing(AdapterClient(engine.url, current=always(201))) as client:
         await adapters.load([client], folder, 200, deadline_s=60)
         monkeypatch.setattr(adapters, "is_near", lambda url: False)
         monkeypatch.setattr(inbox, "_PIECE", 10_000)

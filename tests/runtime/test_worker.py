@@ -22,9 +22,11 @@ from agentrl.protocols import GenerateRequest
 from agentrl.records import SamplingParams
 from agentrl.runtime import worker
 from agentrl.runtime.rundir import RunDir
-from agentrl.runtime.worker import fits, report
+from agentrl.runtime.worker import Sight, known_of, report
 from agentrl.store import RunStore
 from agentrl.store.awaitable import AsyncStore
+from agentrl.store.looks import Looks
+from agentrl.store.roles import ReadStore
 from agentrl.telemetry import Telemetry
 from agentrl.testing.engine import FakeEngine
 
@@ -59,13 +61,15 @@ async def test_the_limit_of_every_replica_is_in_the_metrics(tmp_path: Path, auto
     ]
 
 
-def test_turns_go_to_engines_with_the_newest_weights_of_this_run_alone(tmp_path: Path) -> None:
+async def test_turns_go_to_engines_with_the_newest_weights_of_this_run_alone(tmp_path: Path) -> None:
     with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
         old, current, coming = (store.mint_version(step).version for step in range(3))
         store.confirm_version(old)
         store.confirm_version(current)  # an engine that has the next one already is no worse
         unminted = (0, coming + 1)  # a server that was started anew, one of another run
-        fitting = [version for version in (*unminted, old, current, coming) if fits(store, version)]
+        config = parse({"model": "m", "env": {"id": "test/Env"}})
+        sight = Sight(config, Looks[ReadStore](store), known_of(config, store))
+        fitting = [version for version in (*unminted, old, current, coming) if await sight.fits(version)]
         assert fitting == [current, coming]
 
 
@@ -82,7 +86,9 @@ async def test_the_engines_of_a_run_may_send_no_token_that_its_model_lacks(
     with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
         store.confirm_version(store.mint_version(0).version)
         store.set_meta("engine_urls", json.dumps(["http://engine"]))
-        fleet = worker._fleet(config, store, SimpleNamespace(decode=str))  # type: ignore[arg-type]
+        known = known_of(config, store)
+        sight = Sight(config, Looks[ReadStore](store), known)
+        fleet = worker._fleet(sight, known, SimpleNamespace(decode=str))  # type: ignore[arg-type]
         asked = GenerateRequest(request_id="r", session="s", token_ids=(1,), sampling=SamplingParams(max_tokens=4))
         with pytest.raises(EngineBroke, match="token 9, and the model has 9"):
             await fleet.replicas[0].client.generate(asked)  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator
 from dataclasses import replace
@@ -26,7 +27,7 @@ from agentrl.store import Claim, RunStore, leases
 from agentrl.store.audit import audit
 from agentrl.store.awaitable import AsyncStore
 from agentrl.store.choice import ADDRESS, STORE
-from agentrl.store.waiting import wait_for_work
+from agentrl.store.waiting import Waiting
 from agentrl.testing.outside_audit import OutsideAuditor
 
 from .conformance import *  # noqa: F403  (the tests)
@@ -158,18 +159,41 @@ def test_a_notification_that_is_lost_delays_nobody_for_long(store: RunStore, mon
     watch.close()
 
 
+def test_law_4_closing_waits_for_no_thread_that_waits_for_the_server(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres, "_MOMENT_S", 0.01)
+    holds, over = threading.Event(), threading.Event()
+    with RunStore.open(store.path) as other:
+        db: Any = other._db  # pyright: ignore[reportPrivateUsage]
+
+        def hold() -> None:
+            with db._lock:
+                holds.set()
+                over.wait(60)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert holds.wait(60)
+        other.close()
+        assert not db._connection.closed, "somebody uses it"
+        over.set()
+        thread.join()
+    assert db._connection.closed
+
+
 async def test_who_waits_sleeps_until_the_server_notifies_also_beside_another(store: RunStore) -> None:
     with RunStore.read(store.path) as reader:
-        signal = reader.signal("rollout")
+        signal, waiting = reader.signal("rollout"), Waiting(reader)
         assert signal.changed()
         with trio.fail_after(60):
             async with trio.open_nursery() as nursery:
                 for _ in range(2):
-                    nursery.start_soon(wait_for_work, reader, "rollout", 3600.0)
+                    nursery.start_soon(waiting, "rollout", 3600.0)
                 await trio.testing.wait_all_tasks_blocked()
                 assert signal.wakes is not None
                 store.set_meta("a", "b")
-                await wait_for_work(reader, "rollout", 3600.0)
+                await waiting("rollout", 3600.0)
                 nursery.cancel_scope.cancel()
 
 

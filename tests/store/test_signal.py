@@ -15,7 +15,7 @@ from trio.testing import MockClock
 from agentrl.records import StopReason
 from agentrl.store import RunStore
 from agentrl.store.signal import Role, Signal
-from agentrl.store.waiting import wait_for_work
+from agentrl.store.waiting import Waiting
 
 from .play import START, admit, answer, play_all, serve, task, turn
 
@@ -102,7 +102,7 @@ def test_a_write_of_this_process_ends_the_wait(store: RunStore) -> None:
 async def test_the_wait_ends_at_its_timeout_and_looks_seldom(
     store: RunStore, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await wait_for_work(store, "rollout", 60.0)
+    await Waiting(store)("rollout", 60.0)
     looks = 0
     really = Signal.changed
 
@@ -113,14 +113,14 @@ async def test_the_wait_ends_at_its_timeout_and_looks_seldom(
 
     monkeypatch.setattr(Signal, "changed", changed)
     started = trio.current_time()
-    await wait_for_work(store, "rollout", 60.0)
+    await Waiting(store)("rollout", 60.0)
     assert trio.current_time() - started == pytest.approx(60.0)
     assert looks < 60.0 / 0.02 + 20, "at most fifty times a second, each one statement"
 
 
 async def test_what_is_written_between_two_waits_is_not_missed(store: RunStore, autojump_clock: MockClock) -> None:
-    await wait_for_work(store, "rollout", 60.0)
+    await Waiting(store)("rollout", 60.0)
     store.add_groups([task(0)], size=1, purpose="eval")
     started = trio.current_time()
-    await wait_for_work(store, "rollout", 60.0)
+    await Waiting(store)("rollout", 60.0)
     assert trio.current_time() == started
