@@ -18,7 +18,7 @@ _COUNTERS = {
     "ending_counts": "attempt, evaluation, stop_reason",
     "score_counts": "source",
 }
-_OF_THE_RUN = ("checkpoints", "imported_versions", "imports", "leases", "meta", "metrics", "sources", "versions")
+_OF_THE_RUN = ("checkpoints", "imported_versions", "leases", "meta", "metrics", "sources", "versions")
 _BATCH = 256
 _KEPT = (  # a server may still have what retention dropped
     " WHERE turn_id IN (SELECT t.id FROM turns t JOIN episodes e ON e.id = t.episode_id"

@@ -94,35 +94,68 @@ class Moving(Versions):
         that sampled a token of a turn that learns, the step of this run that stands for its age.
 
         Raises StoreError for turns that do not follow each other, or a version that `steps` has not."""
+        self.check_in(run, group)
+        with self._db.write(durable=True):
+            if self._came_in(run, group):
+                return None
+            return self._take_in(run, group, self._versions(run, group, steps))
+
+    def check_in(self, run: str, group: MovedGroup) -> None:
+        """Raises StoreError for a group of this very run, or one that no run can have."""
         if run == self.run_id():
             raise StoreError(f"group {group.id} is this run's own: it goes on by itself")
-        now = self._db.clock()
+        for member in group.members:
+            if fault := _fault(member, group.fork_turn or 0):
+                raise StoreError(f"member {fault}")
+
+    def came_in(self, run: str, group: MovedGroup) -> bool:
+        """Whether a group of run `run` is in this database."""
+        with self._db.read():
+            return self._came_in(run, group)
+
+    def versions_here(self, run: str, group: MovedGroup, steps: Mapping[int, int]) -> dict[int, int]:
+        """The versions of this run that stand for those that sampled a group, as in `move_in`."""
         with self._db.write(durable=True):
-            if self._db.row("SELECT 1 FROM imports WHERE run = ? AND group_there = ?", (run, group.id)):
-                return None
-            current = latest_confirmed(self._db)
-            step = 0 if current is None else current.step
-            here = create_group(self._db, group.task, len(group.members), TRAIN, step)
-            self._db.execute("INSERT INTO imports VALUES (?, ?, ?, ?)", (run, group.id, here, now))
-            self._db.execute(
-                "UPDATE groups SET fork_turn = ?, played_again = ?, state = iif(?, 'running', state) WHERE id = ?",
-                (group.fork_turn, group.fork_turn is not None, any(one.ending for one in group.members), here),
-            )
+            return self._versions(run, group, steps)
 
-            def versions_here(spans: Spans) -> Spans:
-                if unknown := {span.version for span in spans} - steps.keys():
-                    raise StoreError(
-                        f"group {group.id} has tokens of versions {sorted(unknown)}, whose age is not told"
-                    )
-                return tuple(replace(s, version=self._version(run, s.version, steps[s.version])) for s in spans)
+    def take_in(self, run: str, group: MovedGroup, versions: Mapping[int, int]) -> int | None:
+        """`move_in` into one database of several: `versions` are there."""
+        with self._db.write(durable=True):
+            return None if self._came_in(run, group) else self._take_in(run, group, versions)
 
-            ids = self._db.rows("SELECT id FROM episodes WHERE group_id = ? ORDER BY member", (here,))
-            for (episode_id,), member in zip(ids, group.members, strict=True):
-                self._write(episode_id, member, group.fork_turn or 0, versions_here)
-            for (episode_id,), member in zip(ids, group.members, strict=True):
-                if member.ending is not None:
-                    self._db.execute("UPDATE episodes SET state = 'running' WHERE id = ?", (episode_id,))
-                    conclude(self._db, episode_id, member.ending, now)
+    def _came_in(self, run: str, group: MovedGroup) -> bool:
+        return self._db.row("SELECT 1 FROM imports WHERE run = ? AND group_there = ?", (run, group.id)) is not None
+
+    def _versions(self, run: str, group: MovedGroup, steps: Mapping[int, int]) -> dict[int, int]:
+        learning = [turn for one in group.members for turn in one.turns if turn.learns]
+        parts = [one.partial for one in group.members if one.partial is not None]
+        sampled = sorted({span.version for one in (*learning, *parts) for span in one.spans})
+        if unknown := sorted(set(sampled) - steps.keys()):
+            raise StoreError(f"group {group.id} has tokens of versions {unknown}, whose age is not told")
+        return {version: self._version(run, version, steps[version]) for version in sampled}
+
+    def _take_in(self, run: str, group: MovedGroup, versions: Mapping[int, int]) -> int:
+        now, current = self._db.clock(), latest_confirmed(self._db)
+        step = 0 if current is None else current.step
+        here = create_group(self._db, group.task, len(group.members), TRAIN, step)
+        self._db.execute("INSERT INTO imports VALUES (?, ?, ?, ?)", (run, group.id, here, now))
+        self._db.execute(
+            "UPDATE groups SET fork_turn = ?, played_again = ? WHERE id = ?",
+            (group.fork_turn, group.fork_turn is not None, here),
+        )
+        if any(one.ending for one in group.members):
+            self._db.execute("UPDATE groups SET state = 'running' WHERE id = ?", (here,))
+
+        def here_of(spans: Spans) -> Spans:
+            return tuple(replace(span, version=versions[span.version]) for span in spans)
+
+        ids = self._db.rows("SELECT id FROM episodes WHERE group_id = ? ORDER BY member", (here,))
+        for (episode_id,), member in zip(ids, group.members, strict=True):
+            self._write(episode_id, member, here_of)
+        for (episode_id,), member in zip(ids, group.members, strict=True):
+            if member.ending is not None:
+                self._db.execute("UPDATE episodes SET state = 'running' WHERE id = ?", (episode_id,))
+                conclude(self._db, episode_id, member.ending, now)
         return here
 
     def _member(self, id: int, fork_turn: int, start: str | None, *ended: Any) -> MovedMember:
@@ -148,10 +181,8 @@ class Moving(Versions):
             ending=ending,
         )
 
-    def _write(self, episode_id: int, member: MovedMember, fork_turn: int, here: Callable[[Spans], Spans]) -> None:
+    def _write(self, episode_id: int, member: MovedMember, here: Callable[[Spans], Spans]) -> None:
         """Write a member that comes in; `here` gives spans in versions of this run."""
-        if fault := _fault(member, fork_turn):
-            raise StoreError(f"member {fault}")
         if member.start is not None:
             start = pack_messages(member.start, "the start of a member")
             self._db.execute("UPDATE episodes SET start = ? WHERE id = ?", (start, episode_id))

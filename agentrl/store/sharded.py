@@ -14,6 +14,8 @@ No transaction spans two databases. A call that writes to several is safe to be 
                 and marks or undoes the step everywhere.
     rollback    the control store is last; until then some database stands beyond the step, and it is done again.
     mint        the control store gives the number; the others have it before anybody is told.
+    move in     a group of another run always comes into the same database, in one transaction; its versions were minted
+                before, and are known to be the same at the next try.
     admit       a task belongs to database (index modulo n), which notes with the groups up to which task it has come;
                 the control store is last, and tasks that are there already are passed over.
 
@@ -26,7 +28,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -42,6 +44,7 @@ from agentrl.store.database import Database
 from agentrl.store.deaths import Released
 from agentrl.store.groups import create_again, create_group, load_of, next_task, without
 from agentrl.store.leases import Claim, Free, to_claim
+from agentrl.store.moving import MovedGroup
 from agentrl.store.orders import OLDEST, Chosen, TakeOrder, choose
 from agentrl.store.recovery import Saved
 from agentrl.store.replays import lost_groups, quarantined
@@ -64,6 +67,16 @@ class ShardedStore(ShardedReads):
     def fork(self, episode_id: int, *, turn: int, k: int) -> int:
         self._keep_pace(home(episode_id, len(self._shards)))
         return self.shard_of(episode_id).fork(episode_id, turn=turn, k=k)
+
+    def move_in(self, run: str, group: MovedGroup, steps: Mapping[int, int]) -> int | None:
+        self.check_in(run, group)
+        at = zlib.crc32(f"{run}:{group.id}".encode()) % len(self._shards)  # the same one each time, and so once
+        if self._shards[at].came_in(run, group):
+            return None
+        versions = self._shards[0].versions_here(run, group, steps)
+        self._same_versions()
+        self._keep_pace(at)
+        return self._shards[at].take_in(run, group, versions)
 
     # --- admission
 

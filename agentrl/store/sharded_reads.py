@@ -147,6 +147,7 @@ class ShardedReads(RunStore):
     trajectory = routed(RunStore.trajectory)
     group = routed(RunStore.group)
     restarts = routed(RunStore.restarts)
+    move_out = routed(RunStore.move_out)
 
     def awaiting(self, source: str, limit: int, *, skip: Iterable[str] = (), settled: bool = False) -> list[str]:
         skip = list(skip)
@@ -182,6 +183,10 @@ class ShardedReads(RunStore):
     def counts(self, purpose: str = "train") -> dict[GroupState, int]:
         return _total(shard.counts(purpose) for shard in self._shards)
 
+    def movable(self) -> list[int]:
+        return sorted(chain(*(shard.movable() for shard in self._shards)))
+
+    left_behind = summed(RunStore.left_behind)
     late_open = summed(RunStore.late_open)
     episodes_trained = summed(RunStore.episodes_trained)
 
@@ -273,10 +278,6 @@ class ShardedReads(RunStore):
     # --- what needs all rows in one database
 
     together = refused(RunStore.together)
-    movable = refused(RunStore.movable)
-    left_behind = refused(RunStore.left_behind)
-    move_out = refused(RunStore.move_out)
-    move_in = refused(RunStore.move_in)
 
 
 def _worst(step: tuple[int, Gone]) -> int:
