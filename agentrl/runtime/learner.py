@@ -96,6 +96,7 @@ class _Learning:
             device_of(self._config),
             folder_of=partial(slot_dir, self._config),
             progress=self._heartbeat.mark,
+            may_save=store.still_leads,
             ranks=self._ranks,
         )
         if start.checkpoint is not None:

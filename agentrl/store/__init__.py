@@ -63,7 +63,7 @@ from agentrl.store.durations import Durations, EpisodeTimes
 from agentrl.store.forks import Forks
 from agentrl.store.groups import TRAIN, Groups
 from agentrl.store.journal import Journal
-from agentrl.store.leading import Leading
+from agentrl.store.leading import Leading, check_lead
 from agentrl.store.leases import Claim, Leases
 from agentrl.store.lineage import Checkpoint, Lineage
 from agentrl.store.metrics import Failures, LengthBias, Lengths, Metric, Metrics
@@ -310,4 +310,5 @@ class RunStore(
     def set_meta(self, key: str, value: str) -> None:
         """Set a value for every process of the run."""
         with self._db.write():
+            check_lead(self._db)
             self._db.execute(SET_META, (key, value))

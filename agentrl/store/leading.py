@@ -1,7 +1,9 @@
 """Which process is the run's learner: the last that said so. What an earlier one still writes is refused.
 
 A learner that was cut off from the store for so long that another one began may come back and go on: its steps would
-count beside those of the other. Owns that fence; never knows what a learner writes.
+count beside those of the other. Owns that fence; never knows what a learner writes. A folder that it writes elsewhere
+no store refuses: so it asks right before one appears (`still_leads`). On a cluster it ends besides: Ray's seat of it
+kills it once nobody has looked for `cluster.lease_s`, also if it is stopped.
 """
 
 from __future__ import annotations
@@ -22,6 +24,11 @@ class Leading(Part):
         with self._db.write(durable=True):
             self._db.leads = _leader(self._db) + 1
             self._db.execute(SET_META, (_LEADER, str(self._db.leads)))
+
+    def still_leads(self) -> None:
+        """Raises LeaseLost if this handle was the learner's, and another's is by now."""
+        with self._db.read():
+            check_lead(self._db)
 
     def follow(self, leads: int) -> None:
         """The same in a further database of a run: `leads` is the number that the first one gave this learner. Raises

@@ -16,6 +16,7 @@ from agentrl.records import Json, StopReason
 from agentrl.store.codec import to_json
 from agentrl.store.database import Part
 from agentrl.store.groups import TRAIN
+from agentrl.store.leading import check_lead
 from agentrl.store.outages import ended_well
 
 
@@ -86,6 +87,7 @@ class Metrics(Part):
         """Record values under the current attempt. Numbers that are not finite become null."""
         data = to_json({key: finite(value) for key, value in values.items()}, f"metrics {kind!r}")
         with self._db.write(shared=True):
+            check_lead(self._db)
             self._db.execute(
                 "INSERT INTO metrics (kind, step, attempt, time_s, data)"
                 " VALUES (?, ?, (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'attempt'), ?, ?)",

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
@@ -93,47 +94,61 @@ def save(
     found: Iterable[tuple[str, Any]] | None = None,
     keep: int,
     progress: Callable[[], None] = lambda: None,
+    may_appear: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write a checkpoint under `root`, make it durable, drop all but the newest `keep`. Returns its folder. `own` are
     the models of roles with their own, by role. With `found`, which `copied` returned, it may run on any thread while
     the models go on: of these it only reads their names.
 
     It is built in a hidden folder and appears by one rename: a torn write is never read. `progress` is called after
-    every file. Raises RunFailed if the step already has a checkpoint, which would be another lineage's."""
+    every file; `may_appear` before the first one and right before the rename, and raises if the folder is no longer
+    this process's to write. Raises RunFailed if the step already has a checkpoint, which would be another lineage's."""
+    may_appear()
     root.mkdir(parents=True, exist_ok=True)
     folder = root / name_of(state.step)
     if folder.exists():
         raise RunFailed(f"checkpoint {str(folder)!r} exists already: resume from the newest one, or use a new folder")
     for draft in root.glob(".draft-*"):
         shutil.rmtree(draft)
-    draft = root / f".draft-{state.step:08d}"
+    draft = root / f".draft-{state.step:08d}-{secrets.token_hex(4)}"  # another process may still write one
     draft.mkdir()
-    _describe(model_folder, draft)
-    for role, model in own.items():
-        of_role(draft, role).mkdir(parents=True)
-        _describe(model.folder, of_role(draft, role))
-    progress()
-    for name, one in contents(module, optimizers, parts, own) if found is None else found:
-        if Path(name).name == WEIGHTS:
-            write_weights(one, draft / name)
-        elif name == ADAPTER:
-            lora.write(module, one, draft / name)
-        elif name in parts:
-            (draft / name).mkdir()
-            save_file({key: tensor.contiguous() for key, tensor in one.items()}, draft / name / parts[name].file)
-        else:
-            torch.save(one, draft / name)
+    given = contents(module, optimizers, parts, own) if found is None else found
+    try:
+        _describe(model_folder, draft)
+        for role, model in own.items():
+            of_role(draft, role).mkdir(parents=True)
+            _describe(model.folder, of_role(draft, role))
         progress()
-    (draft / STATE).write_text(json.dumps(asdict(state), indent=2))
-    for file in draft.rglob("*"):
-        _sync(file)
-        progress()
-    _sync(draft)
+        for name, one in given:
+            _write(draft / name, one, module, parts.get(name))
+            progress()
+        (draft / STATE).write_text(json.dumps(asdict(state), indent=2))
+        for file in draft.rglob("*"):
+            _sync(file)
+            progress()
+        _sync(draft)
+    except Exception:
+        may_appear()  # if it must not, another process has removed the draft
+        raise
+    may_appear()
     draft.rename(folder)
     _sync(root)
     for old in complete(root)[:-keep]:
         _discard(old)
     return folder
+
+
+def _write(path: Path, one: Any, module: Any, part: Part | None) -> None:
+    """Write what `contents` gave for a file or folder."""
+    if path.name == WEIGHTS:
+        write_weights(one, path)
+    elif path.name == ADAPTER:
+        lora.write(module, one, path)
+    elif part is not None:
+        path.mkdir()
+        save_file({key: tensor.contiguous() for key, tensor in one.items()}, path / part.file)
+    else:
+        torch.save(one, path)
 
 
 def contents(

@@ -81,16 +81,18 @@ class Learner:
         reference_dir: Path | None = None,
         folder_of: Callable[[str], Path] = Path,
         progress: Callable[[], None] = lambda: None,
+        may_save: Callable[[], None] = lambda: None,
         ranks: Ranks = ALONE,
     ) -> None:
         """`model_dir` holds the policy to start from, `reference_dir` the reference of a KL term (default: the same;
         after a restart from a checkpoint, name the initial policy's). If an adapter is trained over that same folder,
         the reference is the model with its adapter off, and no second one is loaded. `folder_of` finds the folder of a
         model that an algorithm or a role names. `progress` is called
-        whenever a part of long work is done: a pass, an update, a file. `ranks` share the work: this learner is that of
+        whenever a part of long work is done: a pass, an update, a file; `may_save` before a checkpoint appears, and
+        raises if it must not. `ranks` share the work: this learner is that of
         rank 0, and they make their own. Raises ModelError."""
         self.config, self.algorithms = config, distinct(config.algorithms)
-        self._progress, self.ranks = progress, ranks
+        self._progress, self._may_save, self.ranks = progress, may_save, ranks
         torch.set_num_threads(config.train.threads)
         torch.manual_seed(config.seed)
         with ranks.building(config, model_dir, reference_dir, folder_of):
@@ -389,6 +391,7 @@ class Learner:
             found=found,
             keep=self.config.train.keep_checkpoints,
             progress=progress,
+            may_appear=self._may_save,
         )
 
     def loaded(self, folder: Path) -> CheckpointState:

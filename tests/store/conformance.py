@@ -194,9 +194,13 @@ async def test_a_learner_that_another_has_followed_changes_nothing_any_more(offe
             lambda: first.confirm_version(version),
             lambda: first.checkpoint(1, version, "/checkpoints/1"),
             lambda: first.rollback(0),
+            lambda: first.set_meta("max_lag", "9"),
+            lambda: first.record("step", 1, {}),
+            first.still_leads,
         ):
             with pytest.raises(LeaseLost, match="another learner has begun"):
                 call()
+        second.still_leads()
         assert second.take(1, 2, max_lag=9)
         second.checkpoint(1, second.mint_version(1), "/checkpoints/1")
         assert offer.read.lineage(1) == members(offer, 1, 2)

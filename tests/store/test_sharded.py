@@ -74,7 +74,7 @@ CONTROL = {
 BY_OTHERS = {
     "ready_count", "members_dropped", "signal", "wait_for_work", "shares", "create", "open", "read",
     "aboard", "came_in", "check_in", "claim_of", "claimable", "follow", "leave", "next_untrained", "offered", "played",
-    "remote", "retake", "take_in", "versions_here",
+    "remote", "retake", "still_leads", "take_in", "versions_here",
 }  # fmt: skip
 """Made of calls that are there for all databases, or of one database alone."""
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.checkpoint_folders import complete, newest
 from agentrl.config import Train
-from agentrl.errors import ModelError, RunFailed
+from agentrl.errors import LeaseLost, ModelError, RunFailed
 from agentrl.train import checkpoint
 from agentrl.train.learner import Learner
 
@@ -98,6 +98,34 @@ def test_another_lineages_checkpoint_is_not_overwritten(qwen3_dir: Path, tmp_pat
             with pytest.raises(RunFailed, match="exists already"):
                 learner.save(tmp_path)
             assert learner.trained == [episodes(1)]
+
+
+def test_law_2_a_checkpoint_of_a_learner_that_was_followed_does_not_appear(qwen3_dir: Path, tmp_path: Path) -> None:
+    """It was stopped while it wrote; its successor has begun, and has saved the same step, when it goes on."""
+    fences, kept = list[str](), list[bytes]()
+
+    def follow() -> None:
+        if not fences:
+            fences.append("another learner has begun")
+            train(second, 4)
+            kept.append((second.save(tmp_path) / "model.safetensors").read_bytes())
+
+    def may_save() -> None:
+        if fences:
+            raise LeaseLost(fences[0])
+
+    second = Learner(CONFIG, qwen3_dir)
+    first = Learner(CONFIG, qwen3_dir, progress=follow, may_save=may_save)
+    fences.append("not yet")
+    train(first, 1)
+    fences.clear()
+    with pytest.raises(LeaseLost, match="another learner has begun"):
+        first.save(tmp_path)
+    with pytest.raises(LeaseLost):
+        first.save(tmp_path)
+    assert [path.name for path in complete(tmp_path)] == ["step-00000001"]
+    assert (tmp_path / "step-00000001" / "model.safetensors").read_bytes() == kept[0]
+    assert checkpoint.read_state(tmp_path / "step-00000001").episodes == (episodes(4),)
 
 
 class Killed(BaseException):
