@@ -112,7 +112,7 @@ class _Learning:
             self._league = League(self._config, run, store)
             if start.checkpoint is not None and self._league.is_due(start.version.step):
                 self._league.join(start.version, start.checkpoint)
-        self._publisher = Publishers(self._config, store.meta, sender, locks=run.locks)
+        self._publisher = Publishers(self._config, self._as_leader, sender, locks=run.locks)
         bound, full = store.meta("max_lag"), self._config.buffer.max_lag
         self._bound = LagBound(full, self._config.alarms.calm_steps, now=min(full, int(bound or full)))
         self._saved_at = time.monotonic()
@@ -225,6 +225,12 @@ class _Learning:
             self._heartbeat.mark()
             self._store.wait_for_work("learner", _WAIT_S)
         raise SystemExit(0)
+
+    def _as_leader(self, key: str) -> str | None:
+        """A push that no engine takes asks again and again where the engines are: it ends when another learner leads.
+        Raises LeaseLost."""
+        self._store.still_leads()
+        return self._store.meta(key)
 
     def _urls(self) -> list[str]:
         return urls_of(self._store.meta, None)

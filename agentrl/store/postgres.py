@@ -26,6 +26,7 @@ import json
 import os
 import re
 import select
+import sys
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -368,6 +369,9 @@ class Postgres(Database):
                     self._roll_back()
                     return found == (self._written,)
                 except psycopg.Error as again:
+                    if error is None:
+                        told = f"agentrl: {self._away(again)}; it is waited for, {self.away_s:g} s at most"
+                        print(told, file=sys.stderr, flush=True)
                     error = again
                 time.sleep(PAUSE_S)
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -13,14 +13,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import trio
 
 from agentrl.config import EnvSource, Rollout, RunConfig, Train
-from agentrl.errors import RunFailed
+from agentrl.errors import LeaseLost, RunFailed
 from agentrl.records import WeightVersion
 from agentrl.runtime import extending
 from agentrl.runtime import learner as module
 from agentrl.runtime.alarms import LagBound
 from agentrl.runtime.heartbeat import Heartbeat
+from agentrl.runtime.policies import Publishers
 from agentrl.runtime.publisher import NotDelivered
 from agentrl.settings import Buffer
 from agentrl.train.learner import Diverged
@@ -223,6 +225,30 @@ def test_a_run_that_skips_too_many_updates_is_saved_and_says_how_to_go_on(scene:
     assert typed == "train.max_skipped=6" and any(
         fnmatchcase(typed.split("=")[0], one) for one in extending._MAY_CHANGE
     )
+
+
+def test_law_4_a_push_that_no_engine_takes_ends_once_another_learner_leads(scene: Scene) -> None:
+    """Else its learner waits for it at its end, for as long as engines may take to come back."""
+    led = [True, True, False]
+
+    def still_leads() -> None:
+        if not led.pop(0):
+            raise LeaseLost("another learner has begun")
+
+    scene.learning._store.still_leads = still_leads
+    publishers = Publishers(
+        RunConfig(model="unused", env=EnvSource(id="test/none")), scene.learning._as_leader, locks=Path()
+    )
+    tries = list[Sequence[str]]()
+
+    async def deliver(urls: Callable[[], Sequence[str]], *_: object) -> None:
+        while True:
+            tries.append(urls())
+
+    publishers._of = {None: SimpleNamespace(deliver=deliver)}  # type: ignore[dict-item]
+    with pytest.raises(LeaseLost):
+        trio.run(publishers.deliver, {None: None})
+    assert tries == [["http://engine"]] * 2
 
 
 def test_a_run_whose_weights_are_wrong_saves_none(scene: Scene) -> None:

@@ -104,7 +104,7 @@ def test_law_2_a_write_whose_end_was_not_heard_is_made_once(
 
 
 def test_while_nobody_can_say_whether_a_write_was_kept_it_is_not_made_again(
-    store: RunStore, one: Claim, server: Server, monkeypatch: pytest.MonkeyPatch
+    store: RunStore, one: Claim, server: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def falls(commit: Callable[[], None]) -> None:
         commit()
@@ -117,6 +117,7 @@ def test_while_nobody_can_say_whether_a_write_was_kept_it_is_not_made_again(
         with pytest.raises(StoreError, match=r"may have kept the last write or not: start it, .*--resume") as error:
             store.journal_turn(one.episode_id, one.fence, turn(0, 1))
         assert not isinstance(error.value, StoreAway)
+        assert capfd.readouterr().err.count("it is waited for, 0.3 s at most") == 1
     finally:
         server.start()
     assert turns(store, one) == 1

@@ -255,7 +255,7 @@ def test_what_needs_one_database_says_how_to_get_it_and_that_has_all_rows(store:
     taken = store.take(1, 3, max_lag=9) or []
     store.checkpoint(1, store.mint_version(1), "/checkpoints/1")
     with pytest.raises(UsageError, match=rf"in 3 databases, .*: agentrl store copy {store.path.parent} --to sqlite"):
-        store.movable()
+        store.together([])
     before = (store.counts(), store.endings(), [store.trajectory(row.id) for row in store.episodes()])
     run = store.path.parent
     move(run, None, store._db.clock)  # pyright: ignore[reportPrivateUsage]
