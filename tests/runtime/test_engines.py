@@ -154,7 +154,7 @@ async def test_an_engine_started_again_takes_the_checkpoint_of_now_and_not_the_o
     resumed = await going()
     ahead = [resumed.version(step, kept=True) for step in (6, 7, 8)][-1]
     newest = resumed.checkpoint(7)  # the one resumed from is gone
-    weights = resumed.replica.weights()
+    weights = await resumed.replica.weights()
     assert (weights.model, weights.base.step) == (newest, 7)
     assert (weights.current, weights.file) == (ahead, resumed.run.path / "8.safetensors")
 
@@ -169,7 +169,7 @@ async def test_a_version_whose_file_was_tidied_is_taken_from_the_checkpoint_that
     for step in (6, 7):
         found.version(step, kept=True)
     assert start_point(found.run, found.store).version == kept  # as the next learner does
-    weights = found.replica.weights()
+    weights = await found.replica.weights()
     assert (weights.model, weights.base, weights.current, weights.file) == (folder, kept, kept, None)
 
 
@@ -179,7 +179,7 @@ async def test_a_version_that_is_nowhere_is_said_to_be_gone(going: Any) -> None:
     found.version(5, kept=False)
     found.version(6, kept=False)
     with pytest.raises(RunFailed, match="the weights of version 3 are gone: go on with --resume"):
-        found.replica.weights()
+        await found.replica.weights()
 
 
 async def test_an_engine_started_again_is_proved(replica: Start, second: Weights, monkeypatch: Any) -> None:
@@ -204,7 +204,7 @@ async def test_a_weight_file_that_is_gone_before_an_engine_has_started_is_nobody
     assert second.file is not None
     engine, asked = replica(second), list[int]()
 
-    def moved_on() -> Weights:
+    async def moved_on() -> Weights:
         asked.append(1)
         if len(asked) == 1:
             return replace(second, file=Path("/nonexistent/2.safetensors"))
