@@ -137,7 +137,7 @@ def wait_for_others(run: RunDir, before: dict[str, int], names: Collection[str])
 @pytest.mark.postgres
 def test_law_2_a_run_on_ray_with_its_store_in_postgresql_survives_what_dies_there(tmp_path: Path, cluster: Any) -> None:
     """At once the database crashes, an actor and a rank of the learner are killed, a node is lost with its children.
-    Then the head is, and the run goes on in the cluster of the next one."""
+    Then the head is, while the learner stands still, and the run goes on in the cluster of the next one."""
     run = RunDir(tmp_path / "run")
     with tempfile.TemporaryDirectory(prefix="agentrl-pg-") as folder, running(Path(folder)) as server:
         sections = {"launcher": "ray", "address": cluster.address, "lease_s": 10.0, "store": server.url}
@@ -168,6 +168,7 @@ def test_law_2_a_run_on_ray_with_its_store_in_postgresql_survives_what_dies_ther
             wait_for_others(run, there, hurt)
             wait_for_step(run.path, last_step(run) + 1, process)
             there = lives(run)
+            os.kill(there["learner"], signal.SIGSTOP)  # it cannot end by itself: its seat ends it
             cluster.another_head()
             wait_for_others(run, there, there)
             wait_for_step(run.path, last_step(run) + 1, process)
