@@ -53,7 +53,7 @@ class ParallelPlan(Section):
     context: Count = 1  # ranks, or groups of `tensor`, that compute each pass together, each for some of its tokens
     expert: Count = 1  # ranks that keep a mixture's experts apart and send each other tokens; divides ranks
     gpus: Gpus | None = None  # of ranks 0, 1, …; default: from that of train.device on
-    deadline_s: Positive = 120.0  # of a collective: the learner starts again and names the rank that did not come
+    deadline_s: Positive = 120.0  # of a collective or write: the learner starts again and names the rank that was late
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

@@ -11,6 +11,7 @@ the reader decides what follows from it.
         reference/                   those of a reference that follows the policy
         roles/ROLE/                  config.json, tokenizer*, model.safetensors of a role's own model, as above
         optimizer.pt                 optimizers and random state
+        optimizer/                   if ranks wrote it: what their optimizers remember, a file of each rank
         state.json                   step, episodes trained since the previous checkpoint, step by step
 """
 
@@ -37,13 +38,17 @@ from agentrl.checkpoint_folders import STATE, complete, name_of, of_role
 from agentrl.errors import RunFailed
 from agentrl.train import lora, masters
 from agentrl.train.export import checkpoint_tensors, write_weights
-from agentrl.train.parallel.shards import gathered, gathered_state, is_sharded, load_state, local
+from agentrl.train.parallel import remembered
+from agentrl.train.parallel.shards import gathered, is_sharded, load_state, local
 
 ADAPTER, CRITIC = "adapter", "critic"
 """The folders in a checkpoint that hold the adapter and the critic, where one is trained."""
 
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.pt"
 """Its files of weights, an adapter merged into them, and of the optimizers with the random state."""
+
+SHARDS = "optimizer"
+"""Its folder of what optimizers over ranks remember: see `agentrl.train.parallel.remembered`."""
 
 _COPIED = frozenset({".json", ".jinja", ".model", ".txt"})
 _OWN = frozenset({STATE, "model.safetensors.index.json"})
@@ -82,8 +87,24 @@ class CheckpointState:
     episodes: tuple[tuple[int, ...], ...] | None
 
 
+def begin(root: Path, step: int, *, shards: bool, may_appear: Callable[[], None] = lambda: None) -> Path:
+    """Make the hidden folder of a checkpoint under `root`, where this process has no other one under way; `shards`:
+    ranks are to write into it. Its name is that of no other one. Calls `may_appear` first: see `save`. Raises RunFailed
+    if the step already has a checkpoint, which would be another lineage's."""
+    may_appear()
+    folder = root / name_of(step)
+    if folder.exists():
+        raise RunFailed(f"checkpoint {str(folder)!r} exists already: resume from the newest one, or use a new folder")
+    root.mkdir(parents=True, exist_ok=True)
+    for draft in root.glob(".draft-*"):
+        shutil.rmtree(draft)
+    draft = root / f".draft-{step:08d}-{secrets.token_hex(4)}"  # another process may still write one
+    (draft / SHARDS if shards else draft).mkdir(parents=True)
+    return draft
+
+
 def save(
-    root: Path,
+    draft: Path,
     state: CheckpointState,
     *,
     module: Any,
@@ -93,25 +114,21 @@ def save(
     own: Mapping[str, Model] = _NO_MODELS,
     found: Iterable[tuple[str, Any]] | None = None,
     keep: int,
+    ranks: int = 1,
+    settle: Callable[[], None] = lambda: None,
     progress: Callable[[], None] = lambda: None,
     may_appear: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write a checkpoint under `root`, make it durable, drop all but the newest `keep`. Returns its folder. `own` are
-    the models of roles with their own, by role. With `found`, which `copied` returned, it may run on any thread while
-    the models go on: of these it only reads their names.
+    """Write the checkpoint that `begin` began, make it durable, drop all but the newest `keep`. Returns its folder.
+    `own` are the models of roles with their own, by role. With `found`, which `copied` returned, it may run on any
+    thread while the models go on: of these it only reads their names. `settle` waits until the other `ranks` have made
+    their files durable.
 
     It is built in a hidden folder and appears by one rename: a torn write is never read. `progress` is called after
     every file; `may_appear` before the first one and right before the rename, and raises if the folder is no longer
-    this process's to write. Raises RunFailed if the step already has a checkpoint, which would be another lineage's."""
+    this process's to write. Raises RunFailed if what another rank wrote is not there."""
     may_appear()
-    root.mkdir(parents=True, exist_ok=True)
-    folder = root / name_of(state.step)
-    if folder.exists():
-        raise RunFailed(f"checkpoint {str(folder)!r} exists already: resume from the newest one, or use a new folder")
-    for draft in root.glob(".draft-*"):
-        shutil.rmtree(draft)
-    draft = root / f".draft-{state.step:08d}-{secrets.token_hex(4)}"  # another process may still write one
-    draft.mkdir()
+    root, folder = draft.parent, draft.parent / name_of(state.step)
     given = contents(module, optimizers, parts, own) if found is None else found
     try:
         _describe(model_folder, draft)
@@ -120,8 +137,13 @@ def save(
             _describe(model.folder, of_role(draft, role))
         progress()
         for name, one in given:
-            _write(draft / name, one, module, parts.get(name))
+            if name == SHARDS:
+                remembered.write(draft / SHARDS, 0, one, progress)
+            else:
+                _write(draft / name, one, module, parts.get(name))
             progress()
+        settle()
+        _check_shared(draft / SHARDS, range(1, ranks))
         (draft / STATE).write_text(json.dumps(asdict(state), indent=2))
         for file in draft.rglob("*"):
             _sync(file)
@@ -158,7 +180,7 @@ def contents(
     own: Mapping[str, Model] = _NO_MODELS,
 ) -> Iterator[tuple[str, Any]]:
     """The tensors and states of a checkpoint by their file or folder. If the models are sharded, each comes when it is
-    asked for: every rank goes through all of them, and rank 0 has them."""
+    asked for: every rank goes through all of them, and rank 0 has them, but of SHARDS each rank its own."""
     yield WEIGHTS, checkpoint_tensors(module)
     for role, model in own.items():
         yield str(of_role(Path(), role) / WEIGHTS), checkpoint_tensors(model.module)
@@ -167,8 +189,10 @@ def contents(
     for name, part in parts.items():
         yield name, gathered({key: tensor.detach() for key, tensor in part.tensors().items()})
     rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
-    states = {name: gathered_state(optimizer) for name, optimizer in optimizers.items()}
-    yield OPTIMIZER, {"optimizers": states, "rng": rng}
+    states, apart = remembered.divided(optimizers)
+    yield OPTIMIZER, {"optimizers": states, "rng": rng} | ({"shards": list(apart)} if apart else {})
+    if apart is not None:
+        yield SHARDS, remembered.shards(apart)
 
 
 def copied(
@@ -187,7 +211,7 @@ def copied(
 
 
 def size_bytes(module: Any, optimizers: Mapping[str, torch.optim.Optimizer], own: Mapping[str, Model]) -> int:
-    """About what `copied` takes: weights whole, and what optimizers remember."""
+    """About what `copied` takes, on all ranks of the machine: weights whole, and what optimizers remember."""
     held = [*(masters.state(one) for one in (module, *(model.module for model in own.values())))]
     return sum(one.nbytes for one in _tensors([held, [one.state_dict()["state"] for one in optimizers.values()]]))
 
@@ -258,12 +282,24 @@ def load(
     for name, part in parts.items():
         part.load(folder / name)
     states = blob.get("optimizers") or {"policy": blob["optimizer"]}  # an older agentrl had one
+    names = blob.get("shards", ())  # none: one rank wrote it, or an older agentrl, which gathered them
+    shards = remembered.read(folder / SHARDS, names, optimizers) if names else {}
     for name, optimizer in optimizers.items():
-        load_state(optimizer, states[name])
+        load_state(optimizer, states[name], shards.get(name, {}))
     torch.set_rng_state(blob["rng"]["cpu"])
     if blob["rng"]["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(blob["rng"]["cuda"])
     return read_state(folder)
+
+
+def _check_shared(folder: Path, ranks: range) -> None:
+    """Raises RunFailed if what one of these ranks wrote is not there."""
+    for rank in ranks:
+        if not remembered.file_of(folder, rank).is_file():
+            raise RunFailed(
+                f"rank {rank} wrote its part of a checkpoint, and rank 0 does not see it in {folder.parent.parent}: "
+                "the run's folder has to be on a file system that all ranks share"
+            )
 
 
 def _describe(source: Path, folder: Path) -> None:

@@ -23,7 +23,7 @@ computed.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
@@ -47,6 +47,7 @@ from agentrl.train.machine import Prices, operations, prices, use
 from agentrl.train.models import Models, policy_of
 from agentrl.train.optimizers import lr_of
 from agentrl.train.packing import Pack, Tree
+from agentrl.train.parallel import remembered
 from agentrl.train.parallel.ranks import ALONE, Ranks
 from agentrl.train.parallel.shards import whole
 from agentrl.train.parallel.shares import Pass, divided, laid, moved
@@ -364,24 +365,33 @@ class Learner:
         return take(self.model.module, dtype)
 
     def saved(self, given: tuple[Path, CheckpointState]) -> Path | None:
-        """Write a checkpoint; other ranks than 0 only give their shards."""
-        module, optimizers, parts = self.model.module, self.models.optimizers, self.models.parts()
-        if self.ranks.rank:
-            for _ in checkpoint.contents(module, optimizers, parts, self.models.own):
-                pass
-            return None
-        return self._write(*given, None, self._progress)
+        """Write a checkpoint; other ranks than 0 give their shards of models, and begin to write what is theirs."""
+        draft, state = given
+        if self.ranks.rank == 0:
+            return self._write(draft, state, None, self._progress)
+        parts = self.models.parts()
+        self._begin(draft, checkpoint.contents(self.model.module, self.models.optimizers, parts, self.models.own))
+        return None
 
-    def copied(self, _: None) -> list[tuple[str, Any]]:
-        """See `checkpoint.copied`; other ranks than 0 only give their shards."""
+    def copied(self, draft: Path) -> list[tuple[str, Any]]:
+        """See `checkpoint.copied`; other ranks than 0 begin to write what is theirs, and return nothing."""
         found = checkpoint.copied(self.model.module, self.models.optimizers, self.models.parts(), self.models.own)
-        return found if self.ranks.rank == 0 else []
+        if self.ranks.rank == 0:
+            return found
+        self._begin(draft, found)
+        return []
+
+    def _begin(self, draft: Path, found: Iterable[tuple[str, Any]]) -> None:
+        for name, one in found:
+            if name == checkpoint.SHARDS:
+                write = partial(remembered.write, draft / name, self.ranks.rank, one)
+                self.ranks.beside(draft.name, write)
 
     def _write(
-        self, root: Path, state: CheckpointState, found: list[tuple[str, Any]] | None, progress: Callable[[], None]
+        self, draft: Path, state: CheckpointState, found: list[tuple[str, Any]] | None, progress: Callable[[], None]
     ) -> Path:
         return checkpoint.save(
-            root,
+            draft,
             state,
             module=self.model.module,
             model_folder=self.model.folder,
@@ -390,6 +400,8 @@ class Learner:
             own=self.models.own,
             found=found,
             keep=self.config.train.keep_checkpoints,
+            ranks=self.ranks.size,
+            settle=partial(self.ranks.settle, draft.name, progress),
             progress=progress,
             may_appear=self._may_save,
         )
@@ -446,7 +458,7 @@ class Learner:
         last = newest(root)
         if last is not None and self.checkpoint_step == self.step_index and not self.trained:
             return last
-        folder = self._all(self.saved, (root, self._state()))
+        folder = self._all(self.saved, (self._draft(root), self._state()))
         assert folder is not None, "rank 0 writes it"
         self.checkpoint_step, self.trained = self.step_index, []
         return folder
@@ -458,9 +470,14 @@ class Learner:
         are recorded in it, and forgotten: if it is not written, the learner has to go on from the one before."""
         if checkpoint.size_bytes(self.model.module, self.models.optimizers, self.models.own) > checkpoint.free_bytes():
             return None
-        write = partial(self._write, root, self._state(), self._all(self.copied, None))
+        draft = self._draft(root)
+        write = partial(self._write, draft, self._state(), self._all(self.copied, draft))
         self.checkpoint_step, self.trained = self.step_index, []
         return write
+
+    def _draft(self, root: Path) -> Path:
+        over = self.ranks.size > 1
+        return checkpoint.begin(root, self.step_index, shards=over, may_appear=self._may_save)
 
     def _state(self) -> CheckpointState:
         return CheckpointState(step=self.step_index, previous_step=self.checkpoint_step, episodes=tuple(self.trained))

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from agentrl import config as configuration
+from agentrl.checkpoint_folders import newest
 from agentrl.errors import RunFailed
 from agentrl.records import GroupState
 from agentrl.runtime.rundir import RunDir
@@ -224,6 +225,8 @@ def test_ranks_that_compute_passes_together_train_a_run(tmp_path: Path) -> None:
     summary = json.loads(run.summary.read_text())
     assert (summary["steps"], summary["steps_updated"], summary["episodes"]) == (2, 2, 16)
     assert run.config().train.parallel.tensor == 2
+    checkpoint = newest(run.checkpoints)
+    assert checkpoint is not None and len(list((checkpoint / "optimizer").iterdir())) == 2  # of each rank
     assert_lawful(run, steps=2)
     assert_nothing_remains(run)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 from collections.abc import Generator
 from contextvars import ContextVar
 from dataclasses import asdict, replace
@@ -12,12 +13,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import core_model_loading
 
 from agentrl.algos.grpo import GRPO
 from agentrl.algos.ppo import PPO
 from agentrl.config import Rollout, RunConfig, Train
+from agentrl.errors import ModelError
 from agentrl.records import Group
 from agentrl.train.learner import Learner
 from agentrl.train.packing import Pack, packs
@@ -340,11 +343,26 @@ def same(one: Learner, other: Learner, tmp: Path) -> bool:
     return mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
-def moments(folder: Path) -> dict[Any, torch.Tensor]:
-    """What the optimizers of a checkpoint remember."""
+def moments(folder: Path) -> dict[str, torch.Tensor]:
+    """What the optimizers of a checkpoint remember, put together from the files of all ranks."""
     states = torch.load(folder / "optimizer.pt")["optimizers"].items()
     each = ((name, at, own) for name, state in states for at, own in state["state"].items())
-    return {(name, at, key): value for name, at, own in each for key, value in own.items()}
+    found = {f"{name}.{at}.{key}": value for name, at, own in each for key, value in own.items()}
+    pieces: dict[str, list[tuple[list[int], torch.Tensor]]] = {}
+    for file in folder.glob("optimizer/*"):
+        with safe_open(file, "pt") as opened:
+            starts = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
+            for name in starts:
+                pieces.setdefault(name, []).append((starts[name]["saved_offsets"], opened.get_tensor(name)))
+    for name, parts in pieces.items():
+        ends = [[at + n for at, n in zip(start, part.shape, strict=True)] for start, part in parts]
+        found[name] = torch.full([max(end) for end in zip(*ends, strict=True)], torch.nan)
+        for (start, part), end in zip(parts, ends, strict=True):
+            place = found[name][tuple(map(slice, start, end))]
+            assert place.isnan().all(), "no two ranks have the same"
+            place.copy_(part)
+        assert not found[name].isnan().any()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -364,6 +382,8 @@ def test_a_checkpoint_of_two_ranks_is_that_of_one(
 ) -> None:
     model = mixture_dir if mixed else qwen3_dir
     shared = Learner(settings, model, ranks=two)
+    shared.trained = [()]  # else nothing is to be saved
+    begun = shared.save(tmp_path / "shared")  # no optimizer remembers anything yet
     shared.step(groups(3), step_of=STEP_OF)
     write = shared.copy(tmp_path / "shared")
     hashes, probe = shared.hashes(), (1, 2, 3, 4)
@@ -372,7 +392,9 @@ def test_a_checkpoint_of_two_ranks_is_that_of_one(
     shared.step(groups(3), step_of=STEP_OF)  # while the copy of before is yet to be written
     assert write is not None and shared.hashes() != hashes
     alone = Learner(settings, model)
-    alone.load(write(lambda: None))
+    alone.load(begun)
+    folder = write(lambda: None)
+    alone.load(folder)
     assert alone.hashes() == hashes
     assert alone.score(probe) == pytest.approx(scores, abs=1e-5)
     apart = settings.train.lora_rank and settings.train.parallel.expert > 1
@@ -384,5 +406,14 @@ def test_a_checkpoint_of_two_ranks_is_that_of_one(
     again.load(alone.save(tmp_path / "alone"))
     assert again.hashes() == hashes
     for learner in (alone, again):
-        learner.trained = [()]  # else nothing is to be saved
+        learner.trained = [()]
     assert same(alone, again, tmp_path)
+    one, both = moments(tmp_path / "0" / folder.name), moments(folder)
+    assert one.keys() == both.keys() and all(torch.equal(one[key], both[key]) for key in one)
+    files = sorted(folder.glob("optimizer/*"))
+    sizes = [sum(value.nbytes for value in load_file(file).values()) for file in files]
+    assert len(sizes) == 2 and max(sizes) < 0.6 * sum(sizes)
+    assert all("step" in name or name in torch.load(folder / "optimizer.pt")["shards"] for name in both)
+    files[1].unlink()
+    with pytest.raises(ModelError, match="numbers, and its parameter"):
+        alone.load(folder)

@@ -2,39 +2,86 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
+import threading
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed
 
+from agentrl.checkpoint_folders import newest
 from agentrl.config import Train
-from agentrl.errors import ConfigError, RankLost
+from agentrl.errors import ConfigError, RankLost, RunFailed
 from agentrl.train.learner import Learner
+from agentrl.train.parallel import remembered
 from agentrl.train.parallel.ranks import Leader
 
-from .making import run_config
+from .making import At, run_config
 from .test_ranks import STEP_OF, config, groups
 
 
-def test_a_rank_that_crashes_ends_the_step_is_named_and_says_where_it_stood(
-    qwen3_dir: Path, capfd: pytest.CaptureFixture[str]
+def stuck() -> None:
+    """From now on, the disk of this process takes nothing."""
+    remembered.write = lambda *_: threading.Event().wait()  # pyright: ignore
+
+
+def elsewhere() -> None:
+    """From now on, this process writes where no other one sees it."""
+    remembered.write = lambda *_: None  # pyright: ignore
+
+
+def full() -> None:
+    """From now on, the disk of this process is full."""
+
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    remembered.write = write
+
+
+def test_a_rank_that_crashes_or_cannot_write_ends_the_step_or_the_checkpoint_and_is_named(
+    qwen3_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ranks = Leader([torch.device("cpu")] * 2, deadline_s=120, start_s=200)
     try:
         learner = Learner(config(), qwen3_dir, ranks=ranks)
+        learner.step(groups(3), step_of=STEP_OF)
         (other,) = ranks.processes
+
+        def saves(disk: Callable[[], None]) -> Callable[[], object]:
+            ranks.run(learner.hashed, [None, At(disk)])  # pyright: ignore[reportArgumentType]
+            write = learner.copy(tmp_path)
+            assert write is not None
+            return partial(write, lambda: None)
+
+        with pytest.raises(RunFailed, match=r"rank 1 wrote its part .* on a file system that all ranks share"):
+            saves(elsewhere)()
+        with pytest.raises(OSError, match=r"rank 1 could not write its part .*No space left") as raised:
+            saves(full)()
+        assert raised.value.errno == errno.ENOSPC  # as if it were rank 0's: the learner starts again, at no cost
+        write = saves(stuck)
+        ranks._deadline_s = 0.2
+        with pytest.raises(RankLost, match=rf"rank 1 of 2 \(process {other}\), last in .* wrote nothing .* for 0.2 s"):
+            write()
+        ranks._deadline_s, write = 120, saves(stuck)
         learner.on_pass = lambda *_: os.kill(other, signal.SIGABRT)
         with pytest.raises(RankLost, match=r"rank 1 of 2 ended by SIGABRT"):
             learner.step(groups(3), step_of=STEP_OF)
         with pytest.raises(RankLost, match="start the learner again"):
             learner.step(groups(3), step_of=STEP_OF)
+        with pytest.raises(RankLost, match=r"rank 1 of 2 ended by SIGABRT.* had not written its part of a checkpoint"):
+            write()
         said = capfd.readouterr().err
         assert "Fatal Python error: Aborted" in said and "parallel/worker.py" in said
+        (draft,) = tmp_path.iterdir()
+        assert draft.name.startswith(".draft-") and newest(tmp_path) is None
     finally:
         ranks.close()
 

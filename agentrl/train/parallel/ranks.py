@@ -16,7 +16,6 @@ has ended, however that ended.
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import socket
 import struct
@@ -40,9 +39,10 @@ from torch.distributed.tensor import debug
 
 from agentrl.errors import AgentRLError, RankLost
 from agentrl.train.packing import Pack
-from agentrl.train.parallel import collectives
+from agentrl.train.parallel import beside, collectives
 from agentrl.train.parallel.collectives import Ledger, Standing
 from agentrl.train.parallel.meshes import Meshes, Teams, table, teams
+from agentrl.train.parallel.orders import Reply, receive, send
 from agentrl.train.parallel.portions import Portion, portion
 from agentrl.train.parallel.shards import shard, spread
 from agentrl.train_settings import ParallelPlan
@@ -96,6 +96,14 @@ class Ranks(Protocol):
         """What the method `work` of the learner of each rank returns for what it is given, by rank."""
         ...
 
+    def beside(self, key: str, work: Callable[[Callable[[], object]], None]) -> None:
+        """On others than rank 0: do `work` on a thread, while orders go on; it is given what to call as it gets on."""
+        ...
+
+    def settle(self, key: str, progress: Callable[[], None]) -> None:
+        """On rank 0, on any thread: wait until each other rank has done its work `key`: see `beside.settle`."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -110,6 +118,8 @@ class Alone:
     def arrange(self, plan: ParallelPlan) -> None: ...
     def spread(self, module: nn.Module) -> None: ...
     def cut(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None: ...
+    def beside(self, key: str, work: Callable[[Callable[[], object]], None]) -> None: ...
+    def settle(self, key: str, progress: Callable[[], None]) -> None: ...
     def close(self) -> None: ...
 
     def portion(self, pack: Pack) -> Portion:
@@ -185,17 +195,13 @@ class Member:
             self.store.set(key, "")
         return key
 
+    def beside(self, key: str, work: Callable[[Callable[[], object]], None]) -> None:
+        beside.begin(self.store, key, self.rank, work)
+
+    def settle(self, key: str, progress: Callable[[], None]) -> None: ...
+
     def run(self, work: Callable[[S], T], given: Sequence[S]) -> list[T]:
         raise RuntimeError("only rank 0 gives orders")
-
-
-def send(line: Connection[Any, Any], what: object) -> None:
-    """By value: torch would have tensors shared between the processes, by files."""
-    line.send_bytes(pickle.dumps(what))
-
-
-def receive(line: Connection[Any, Any]) -> Any:
-    return pickle.loads(line.recv_bytes())
 
 
 def join(ledger: Ledger, port: int, *, rank: int, size: int, device: torch.device, deadline_s: float) -> Member:
@@ -211,15 +217,6 @@ def join(ledger: Ledger, port: int, *, rank: int, size: int, device: torch.devic
     with collectives.named("meeting"):
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         return Member(rank, size, timeout, Meshes(init_device_mesh(device.type, (size,))), store)
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What a rank returned, or how it failed: `in_collective` if perhaps since another one did."""
-
-    value: object = None
-    error: str | None = None
-    in_collective: bool = False
 
 
 @dataclass(slots=True)
@@ -338,6 +335,19 @@ class Leader:
             self._order(work.__name__, given)
             found = [work(given[0])]
             return found + [cast(T, self._reply(rank, self._deadline_s)) for rank in range(1, self.size)]
+
+    def beside(self, key: str, work: Callable[[Callable[[], object]], None]) -> None: ...
+
+    def settle(self, key: str, progress: Callable[[], None]) -> None:
+        beside.settle(
+            self._store,
+            key,
+            range(1, self.size),
+            said=lambda rank: self._said(rank, self._others[rank - 1]),
+            where=lambda rank: self._where(rank, self.ledger.standings()[rank]),
+            deadline_s=self._deadline_s,
+            progress=progress,
+        )
 
     def close(self) -> None:
         """End the other ranks. Safe at any time."""

@@ -197,15 +197,11 @@ def settled(module: nn.Module) -> Generator[None]:
         reshard(module)
 
 
-def gathered_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of an optimizer as if nothing were sharded: every rank takes part, rank 0 has it."""
-    state = optimizer.state_dict()
-    whole = {at: gathered(own) for at, own in state["state"].items()}
-    return {**state, "state": whole}
-
-
-def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load what `gathered_state` returned, on every rank. Its tensors are copied."""
+def load_state(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], shards: Mapping[int, Mapping[str, Tensor]]
+) -> None:
+    """Load the state of an optimizer, on every rank: whole tensors, which are copied, and `shards` by their parameters,
+    which are cut as these are."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     cut = {
         at: {
@@ -214,6 +210,8 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         }
         for (at, own), parameter in ((one, parameters[one[0]]) for one in state["state"].items())
     }
+    for at, own in shards.items():
+        cut[at] = {**cut.get(at, {}), **own}
     optimizer.load_state_dict({**state, "state": cut})
 
 

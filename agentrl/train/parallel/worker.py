@@ -20,7 +20,8 @@ import torch
 
 from agentrl.train.learner import Learner
 from agentrl.train.parallel.collectives import Ledger
-from agentrl.train.parallel.ranks import Reply, join, receive, send
+from agentrl.train.parallel.orders import Reply, receive, send
+from agentrl.train.parallel.ranks import join
 
 
 def serve(
