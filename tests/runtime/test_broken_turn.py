@@ -22,7 +22,7 @@ from agentrl.records import StopReason, Task, VersionSpan
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 
-LENGTH, KILL_AT, BOUND = 2000, 700, 64
+LENGTH, KILL_AT, BOUND = 2000, 200, 64
 ENV = f"{Path(__file__).parent / 'envs.py'}:OneTurn"
 
 
