@@ -22,6 +22,16 @@ def prompt(groups: int, members: int = 8) -> list[Group]:
     return made
 
 
+def divided(groups: int, members: int = 8, tokens: int = 1024) -> list[Group]:
+    """Episodes of one turn: as many tokens as the prompt has. At a budget of two such lengths each is a pass."""
+    rng = random.Random(0)
+    made: list[Group] = []
+    for group in range(groups):
+        asked = _ids(rng, tokens)
+        made.append(_group(group, [[_turn(0, asked, _ids(rng, tokens))] for _ in range(members)], rng))
+    return made
+
+
 def forks(groups: int, members: int = 8, turns: int = 20) -> list[Group]:
     """Episodes of many turns. The next prompt keeps a turn's answer and drops its thoughts, as the templates of models
     that reason do: each turn is a row of its own."""
@@ -41,7 +51,7 @@ def forks(groups: int, members: int = 8, turns: int = 20) -> list[Group]:
     return made
 
 
-SHAPES: dict[str, Callable[[int], list[Group]]] = {"prompt": prompt, "forks": forks}
+SHAPES: dict[str, Callable[[int], list[Group]]] = {"prompt": prompt, "forks": forks, "divided": divided}
 
 
 def _length(rng: random.Random, mean: int, most: int) -> int:

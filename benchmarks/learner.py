@@ -8,13 +8,16 @@ Ways to get the same gradient (norms are compared first), taking turns so that a
     row by row  transformers on each row alone: no padding, no sharing
 
 The last two do forward and backward only. Shapes: `prompt`, 8 members with one turn, 60% of the tokens a shared prompt;
-`forks`, 8 members of 20 turns, each turn forking off from the history without its thoughts. A figure is the median of
+`forks`, 8 members of 20 turns, each turn forking off from the history without its thoughts; `divided`, 8 members of
+1,024 tokens after a prompt of as many, for which `--tokens-per-batch 2048` is one row. There the way `prompt again` is
+our step with `train.prompt_once = false`. A figure is the median of
 the rounds, in CPU seconds: they count only what a process was given, which matters on a busy machine. FLOPs are those
 of the model, by one formula for all ways, padding included. Memory is the most that was resident in a step, over what
 was before the model was loaded.
 
     make .venv-trl/.ready
     agentrl bench learner [--shape prompt] [--groups 2] [--rounds 3] [--vocab 512] [--ways trees TRL]
+    agentrl bench learner --shape divided --groups 1 --tokens-per-batch 2048 --ways trees "prompt again"
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ from agentrl.train.samples import group_rows, weigh
 HERE = Path(__file__).resolve().parent
 BATCH = 8  # rows of a micro-batch
 WAYS = ("trees", "TRL", "sorted", "row by row")
+AGAIN = "prompt again"
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -177,22 +181,28 @@ def ways_of(
 ) -> tuple[Any, dict[str, Any]]:
     """The module that counts operations, and the steps by their way."""
     before, found = resident_mb(), dict[str, Any]()
-    config = RunConfig(
-        model=str(folder),
-        env=EnvSource(id="benchmark"),
-        algo=GRPO(importance="none"),
-        rollout=Rollout(max_context=chosen.tokens_per_batch),
-        train=Train(
-            tokens_per_batch=chosen.tokens_per_batch, logits_mb=chosen.logits_mb, lr=1e-9, grad_clip=1e9, warmup_steps=0
-        ),
-    )
-    learner = Learner(config, folder)
 
-    def trees() -> float:
-        now = learner.step_index
-        return learner.step(groups, step_of=lambda _: now).grad_norm or 0.0
+    def learner(*, prompt_once: bool) -> Learner:
+        sizes = {"tokens_per_batch": chosen.tokens_per_batch, "logits_mb": chosen.logits_mb, "prompt_once": prompt_once}
+        sizes |= {"gradient_checkpointing": chosen.checkpointing}
+        config = RunConfig(
+            model=str(folder),
+            env=EnvSource(id="benchmark"),
+            algo=GRPO(importance="none"),
+            rollout=Rollout(max_context=chosen.tokens_per_batch),
+            train=Train(lr=1e-9, grad_clip=1e9, warmup_steps=0, **sizes),
+        )
+        return Learner(config, folder)
 
-    found["trees"] = lambda: measured(trees, before)
+    def trees(of: Learner) -> float:
+        now = of.step_index
+        return of.step(groups, step_of=lambda _: now).grad_norm or 0.0
+
+    once = learner(prompt_once=True)
+    found["trees"] = lambda: measured(lambda: trees(once), before)
+    if AGAIN in chosen.ways:
+        again = learner(prompt_once=False)
+        found[AGAIN] = lambda: measured(lambda: trees(again), before)
     if {"sorted", "row by row"} & {*chosen.ways}:
         module: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
         by_length = sorted(rows, key=lambda row: len(row.ids))
@@ -204,7 +214,7 @@ def ways_of(
 
         found["sorted"] = lambda: measured(lambda: plain(BATCH), before)
         found["row by row"] = lambda: measured(lambda: plain(1), before)
-    return learner.model.module, found
+    return once.model.module, found
 
 
 def counted(module: Any, groups: Sequence[Group], rows: Sequence[Row], budget: int) -> dict[str, float]:
@@ -215,7 +225,8 @@ def counted(module: Any, groups: Sequence[Group], rows: Sequence[Row], budget: i
     wide = max(row.scored[0] for row in rows)
     width = wide + max(len(row.ids) - row.scored[0] for row in rows)
     return {
-        "trees": sum(operations(module, pack) for pack in packs(weigh([ready])[0], budget)),
+        "trees": sum(operations(module, pack) for pack in packs(weigh([ready])[0], budget, stems=True)),
+        AGAIN: sum(operations(module, pack) for pack in packs(weigh([ready])[0], budget)),
         "TRL": flops(module, batches_of(rows, BATCH), width=width, first=wide - 1),
         "sorted": flops(module, batches_of(by_length, BATCH)),
         "row by row": flops(module, batches_of(by_length, 1)),
@@ -228,7 +239,8 @@ def main() -> None:
     sizes = {"groups": 2, "rounds": 3, "layers": 4, "width": 128, "vocab": 512, "tokens-per-batch": 4096}
     for name, default in {**sizes, "logits-mb": Train().logits_mb}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--checkpointing", action="store_true", help="train.gradient_checkpointing")
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, AGAIN), default=WAYS)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     groups = SHAPES[chosen.shape](chosen.groups)

@@ -89,7 +89,7 @@ def measure(folder: Path, groups: list[Group], budget: int, before: float) -> No
     learner.step(groups, step_of=lambda _: 0)
     cpu, peak = time.process_time() - began, peak_mb() - before
     ready = [group_rows(one, ALGO, step_of=lambda _: 0, step_now=0, max_lag=0) for one in groups]
-    laid = packs(weigh([ready])[0], budget)
+    laid = packs(weigh([ready])[0], budget, stems=True)
     work = sum(operations(learner.model.module, pack) for pack in laid) / 1e9
     rows = sum(len(one.trajectories) for one in groups)
     tokens = groups[0].trajectories[0].turns[0]

@@ -184,6 +184,11 @@ def rows_of(config: RunConfig, work: Work) -> list[Row]:
     ]
 
 
+def _passes(config: RunConfig, work: Work) -> int:
+    """Of each group, if it is larger than one."""
+    return -(-config.rollout.group_size // sum(row.group_id == 0 for row in rows_of(config, work)))
+
+
 def _split(config: RunConfig, folder: Path, bytes_: Held, gpu: Gpu, work: Work, engines: int, learners: int) -> Split:
     described = _described(folder)
     layers, of_experts = described["num_hidden_layers"], _used(described)
@@ -209,8 +214,10 @@ def _split(config: RunConfig, folder: Path, bytes_: Held, gpu: Gpu, work: Work, 
     groups, size = config.buffer.groups_per_step, config.rollout.group_size
     of_pass = sum(1 for row in rows_of(config, work) if row.group_id == 0)
     passes = groups * max(1.0, size / of_pass) / len({row.group_id for row in rows_of(config, work)})
-    again = 4 / 3 if config.train.gradient_checkpointing else 1.0
-    operations = bytes_.operations * passes * again * config.train.epochs
+    teams = max(1, ranks // (config.train.parallel.tensor * config.train.parallel.context))
+    stems = min(groups * min(_passes(config, work), teams), passes)  # each team computes those of all groups
+    once = (bytes_.operations - bytes_.again) * passes + bytes_.again * stems
+    operations = once * (4 / 3 if config.train.gradient_checkpointing else 1.0) * config.train.epochs
     return Split(
         engines=engines,
         learners=learners,
@@ -293,8 +300,9 @@ def _held(config: RunConfig, folder: Path, work: Work) -> Held:
     """What a learner holds. If ranks compute a pass together, its activations are those of one of them: of a model with
     so much fewer heads and neurons, and of its share of the tokens; of what comes and goes all tokens are counted.
     Raises ConfigError if they cannot divide the heads."""
-    rows, tensor, context = rows_of(config, work), config.train.parallel.tensor, config.train.parallel.context
-    whole = held(config, folder, rows, on_gpu=True)
+    rows, passes = rows_of(config, work), _passes(config, work)
+    tensor, context = config.train.parallel.tensor, config.train.parallel.context
+    whole = held(config, folder, rows, on_gpu=True, passes=passes)
     whole = replace(whole, activations=whole.activations / context)
     if tensor == 1:
         return whole
@@ -304,7 +312,7 @@ def _held(config: RunConfig, folder: Path, work: Work) -> Held:
     shares = {name: described[name] // tensor for name in (*HEADS, "intermediate_size") if name in described}
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "config.json").write_text(json.dumps({**described, **shares, "head_dim": width}))
-        part = held(config, Path(scratch), rows, on_gpu=True)
+        part = held(config, Path(scratch), rows, on_gpu=True, passes=passes)
     return replace(whole, activations=part.activations / context, temporary=part.temporary)
 
 

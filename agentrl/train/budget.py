@@ -17,7 +17,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,9 +31,9 @@ from torch.utils._pytree import tree_leaves
 from agentrl.config import RunConfig
 from agentrl.errors import ModelError
 from agentrl.train.loading import load
-from agentrl.train.machine import EXPERTS, operations
+from agentrl.train.machine import EXPERTS, operations, prices
 from agentrl.train.models import Models
-from agentrl.train.packing import Branch, packs
+from agentrl.train.packing import Branch, packs, stem
 from agentrl.train.parallel.ranks import ALONE
 from agentrl.train.samples import Row
 
@@ -45,7 +45,8 @@ class Held:
     """Bytes. `frozen` are other models that learn nothing, and those that follow the policy. `optimizer` is what an
     optimizer remembers, masters too; what of that waits in host memory is in `host` instead. `activations` are what the
     forward pass leaves for the backward pass, logits in `temporary`: what comes and goes within a pass or an update.
-    `operations` are floating-point ones, of the pass forward and backward."""
+    `operations` are floating-point ones, of the pass forward and backward; `again` of these would be those of its stem,
+    which is computed once for several passes."""
 
     weights: float
     frozen: float
@@ -55,6 +56,7 @@ class Held:
     activations: float
     temporary: float
     operations: float
+    again: float
     parameters: float  # of the policy, however many bytes one takes
     experts: float  # of these, those of a mixture's experts
 
@@ -135,25 +137,26 @@ def parameters_of(folder: Path) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def held(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: bool) -> Held:
-    """Of a step whose largest pass computes `rows`, after the first step. `folder` needs no more than a config.json.
-    With `on_gpu`, attention is one kernel that holds its inputs and its output, and optimizers work on all tensors at
-    once, as on CUDA. Raises ModelError for a model that cannot be computed without numbers."""
+def held(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: bool, passes: int = 1) -> Held:
+    """Of a step whose largest pass computes `rows`, after the first step; of a group that has several `passes` where it
+    is larger than one. `folder` needs no more than a config.json. With `on_gpu`, attention is one kernel that holds its
+    inputs and its output, and optimizers work on all tensors at once, as on CUDA. Raises ModelError for a model that
+    cannot be computed without numbers."""
     try:
-        return _held(config, folder, rows, on_gpu=on_gpu)
+        return _held(config, folder, rows, passes, on_gpu=on_gpu)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelError(f"cannot plan {str(folder)!r}: a pass without numbers failed ({reason})") from error
 
 
-def _held(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: bool) -> Held:
+def _held(config: RunConfig, folder: Path, rows: Sequence[Row], passes: int, *, on_gpu: bool) -> Held:
     described = json.loads((folder / "config.json").read_text())
     depth = described.get("num_hidden_layers")
     if not isinstance(depth, int) or depth <= max(TRACED):
-        return _traced(config, folder, rows, on_gpu=on_gpu)
+        return _traced(config, folder, rows, passes, on_gpu=on_gpu)
     with tempfile.TemporaryDirectory() as scratch:
         less, more = (
-            _traced(config, _shallow(described, layers, Path(scratch) / str(layers)), rows, on_gpu=on_gpu)
+            _traced(config, _shallow(described, layers, Path(scratch) / str(layers)), rows, passes, on_gpu=on_gpu)
             for layers in TRACED
         )
     times = (depth - TRACED[0]) / (TRACED[1] - TRACED[0])
@@ -169,7 +172,7 @@ def _shallow(described: dict[str, Any], layers: int, folder: Path) -> Path:
     return folder
 
 
-def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: bool) -> Held:
+def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], passes: int, *, on_gpu: bool) -> Held:
     with hollow():
         models = Models(config, folder, "cpu", reference_dir=folder, folder_of=lambda _: folder)
     if on_gpu:
@@ -177,6 +180,9 @@ def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: boo
             model.layout = _Kernel
     optimizers = list(models.optimizers.values())
     (pack,) = packs([rows], 1 << 60)
+    found = stem(rows, passes)
+    if passes > 1 and len(found) and config.train.parallel.context == 1 and models.prompt_once:
+        pack = replace(pack, stem=found)
     tracker = Tracker()
     with tracker:
         own, others = models.held()
@@ -189,15 +195,14 @@ def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: boo
         host = tracker.leave(models.away())
         static = tracker.now
         tracker.peak = static
-        with torch.no_grad():
+        with models.stem():
             models.others(pack)
-        outputs = models.forward(pack, trained=tuple(models.optimizers))
-        activations = tracker.now - static
-        loss = torch.stack([part.sum() for part in (outputs.logprobs_K, outputs.entropy_K) if part.requires_grad]).sum()
-        if outputs.values_K is not None:
-            loss = loss + outputs.values_K.sum()
-        loss.backward()
-        del outputs, loss
+            outputs = models.forward(pack, trained=tuple(models.optimizers))
+            activations = tracker.now - static
+            said = (outputs.logprobs_K, outputs.entropy_K, outputs.values_K)
+            loss = torch.stack([part.sum() for part in said if part is not None and part.requires_grad]).sum()
+            loss.backward()
+            del outputs, loss, said
         _update(optimizers, on_gpu)
     return Held(
         weights=weights,
@@ -207,7 +212,8 @@ def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: boo
         host=host,
         activations=activations,
         temporary=tracker.peak - static - activations,
-        operations=operations(models.policy.module, pack),
+        operations=operations(models.policy.module, replace(pack, stem=None)),
+        again=0.0 if pack.stem is None else prices(models.policy.module).stem(pack.stem),
         parameters=sum(parameter.numel() for parameter in models.policy.module.parameters()),
         experts=sum(part.numel() for name, part in models.policy.module.named_parameters() if EXPERTS in name),
     )

@@ -19,6 +19,7 @@ from agentrl.errors import ModelError
 from agentrl.train.model import PolicyModel
 from agentrl.train.packing import Pack
 from agentrl.train.parallel.shards import fill
+from agentrl.train.stems import Roots
 
 
 class Critic:
@@ -39,10 +40,10 @@ class Critic:
         """The model below the head: the critic's own, or the policy."""
         return self._trunk
 
-    def values(self, pack: Pack, hidden_PH: Tensor) -> Tensor:
+    def values(self, pack: Pack, hidden_PH: Tensor, roots: Roots | None = None) -> Tensor:
         """The value [K] of the text before each scored token. `hidden_PH` is the input of the policy's output layer, of
-        those that this rank has; a trunk of its own runs a pass here."""
-        hidden_PH = self._trunk.hidden(pack) if self.own else hidden_PH
+        those that this rank has; a trunk of its own runs a pass here, after the `roots` that it made."""
+        hidden_PH = self._trunk.hidden(pack, roots) if self.own else hidden_PH
         values_P = self._trunk.joined(pack, self.head(hidden_PH.float())[:, 0], "values")
         return values_P[pack.predictor_K]
 

@@ -23,10 +23,10 @@ computed.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -207,7 +207,10 @@ class Learner:
         budget, size = self.config.train.tokens_per_batch, self._at_once
         shared = not any(model.obstacle for model in self.models.policies())
         kept_rows = [[kept(group) for group in part] for part in weigh(parts)]
-        return [laid(rows, budget, size, self._place, cost=cost, shared=shared) for rows in kept_rows]
+        return [
+            laid(rows, budget, size, self._place, cost=cost, shared=shared, stems=self.models.prompt_once)
+            for rows in kept_rows
+        ]
 
     def _looked_ahead(self, updates: Sequence[Sequence[Pack]], *, every: bool) -> list[list[Pack]]:
         """The passes with what the models say of them before the first update: of `every` pass, or if its algorithm
@@ -284,12 +287,21 @@ class Learner:
     def _here(self, one: Pass) -> Pack:
         return one.pack if self.ranks.size == 1 else moved(one.pack, self.model.device)
 
+    def _each(self, share: Sequence[Pass], part: str) -> Iterator[tuple[Pass, Pack]]:
+        """The passes, those of one stem after each other, then what is left of their gradients; its time is one of
+        that `part` of the step."""
+        for _, own in groupby(share, lambda one: (one.pack.policy, one.pack.stem)):
+            with self.models.stem():
+                yield from ((one, self._here(one)) for one in own)
+            self._watch.lap(part)
+            self._progress()
+
     def ahead(self, share: list[Pass]) -> list[dict[str, Tensor]]:
         """Columns of each pass under the models as they are now."""
         found: list[dict[str, Tensor]] = []
-        for one in share:
+        for _, pack in self._each(share, "proximal"):
             self._progress()
-            found.append(moved(self.models.ahead(self._here(one)), self._place))
+            found.append(moved(self.models.ahead(pack), self._place))
         return found
 
     @torch.no_grad()
@@ -307,8 +319,7 @@ class Learner:
     def passed(self, share: list[Pass]) -> list[Seen]:
         """Add the gradients of some passes to those at hand."""
         found: list[Seen] = []
-        for one in share:
-            pack = self._here(one)
+        for one, pack in self._each(share, "backward"):
             others = {} if "proximal" in pack.columns else self.models.others(pack)
             trained = pack.algo.trained(self.step_index)
             with listening(self._routers(pack)) as heard:

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from agentrl.train import lora
-from agentrl.train.packing import Branch, Pack
+from agentrl.train.packing import Branch, Pack, Stem
 
 PEAKS: Final = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H200": 989.0, "A100": 312.0}
 """Dense bfloat16 in TFLOP/s as the vendor states it, by a part of the device's name; the first that fits counts."""
@@ -80,6 +80,10 @@ class Prices:
         seen = sum(pairs(branch.stop - branch.start, len(branch.path)) for branch in branches)
         return self.node * nodes + self.predictor * predictors + self.pair * seen
 
+    def stem(self, stem: Stem) -> float:
+        """Of its nodes: they are one row, and predict nothing."""
+        return self.node * len(stem) + self.pair * pairs(len(stem), len(stem))
+
 
 def prices(module: Any) -> Prices:
     """Under an adapter, frozen weights have no gradient."""
@@ -101,8 +105,10 @@ def prices(module: Any) -> Prices:
 
 
 def operations(module: Any, pack: Pack) -> float:
-    """Floating-point operations of a pass forward and backward."""
-    return prices(module).of(len(pack.token_ids_N), len(pack.predictors_P), pack.branches)
+    """Floating-point operations of a pass forward and backward, with its share of those of its stem."""
+    price = prices(module)
+    whole = price.of(len(pack.token_ids_N), len(pack.predictors_P), pack.branches)
+    return whole if pack.stem is None else whole - price.stem(pack.stem) * (1 - 1 / pack.stem.passes)
 
 
 def pairs(queries: int, keys: int) -> int:

@@ -33,12 +33,13 @@ from agentrl.train.head import Asked, Head, Places, head_of, overheard, rows_wit
 from agentrl.train.loading import load
 from agentrl.train.masters import master
 from agentrl.train.packing import Branch, Pack
-from agentrl.train.parallel.portions import Portion
+from agentrl.train.parallel.portions import Portion, after_stem, of_stem
 from agentrl.train.parallel.ranks import ALONE, Ranks
 from agentrl.train.parallel.shards import exactly, local, reshard, settled
 from agentrl.train.ragged import normalised
 from agentrl.train.routes import Routes
 from agentrl.train.routing import Routers, routers
+from agentrl.train.stems import Names, Roots, can_be_lent
 from agentrl.train_settings import Train
 
 ATTENTION = "agentrl_tree"
@@ -106,8 +107,11 @@ class PolicyModel:
             self.module.requires_grad_(False)
         ranks.cut(self.module, torch.float32 if self._narrow else dtype)
         with lora.switched_off(self.module):
-            self.obstacle = _obstacle(self.module)
+            self.obstacle = _obstacle(self.module, layers := Names())
             self._head, self.routers = _check(self.module, folder, self.obstacle)
+        # Ranks that share a pass by its tokens gather keys and values themselves; a compiled layer is not tried.
+        alone = ranks.team == ranks.tensor and not compiled and not self.obstacle
+        self.has_stems = alone and can_be_lent(self.module, layers.heard)
         reshard(self.module)
         if self.obstacle and ranks.team > ranks.tensor:
             hint = f"the model is computed row by row ({self.obstacle}): give 1"
@@ -135,12 +139,22 @@ class PolicyModel:
         """Token ids that the model knows: 0 to `vocab` - 1."""
         return self.module.config.get_text_config().vocab_size
 
-    def hidden(self, pack: Pack) -> Tensor:
+    def roots(self, pack: Pack) -> Roots:
+        """The stem of a pass, for that and the others that have it."""
+        assert pack.stem is not None and self.has_stems, "the learner asks"
+        computing, roots = _computing(self.device, self.dtype), Roots()
+        with settled(self.module), computing, self._keeping(), overheard(self._layer, _nothing):
+            output = self._run(of_stem(pack, len(pack.stem)), roots.keep)
+        if self._ranks.size > 1:
+            roots.end(output)
+        return roots
+
+    def hidden(self, pack: Pack, roots: Roots | None = None) -> Tensor:
         """The input of the output layer [P, H] at `predictors_P`, computed in `dtype`, of those that this rank has. No
         experts are replayed."""
-        computing, portion = _computing(self.device, self.dtype), self._ranks.portion(replace(pack, routes=None))
+        computing, portion = _computing(self.device, self.dtype), self._portion(replace(pack, routes=None), roots)
         with settled(self.module), computing, self._keeping(), overheard(self._layer, _nothing) as heard:
-            self._run(portion)
+            self._run(portion, roots and roots.before)
         return _joined(heard)[portion.rows]
 
     def joined(self, pack: Pack, own_P: Tensor, name: str) -> Tensor:
@@ -150,23 +164,25 @@ class PolicyModel:
             return own_P
         return portion.joined([(own_P, portion.row_p, len(pack.predictors_P))], name)[0]
 
-    def logprobs(self, pack: Pack, *, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+    def logprobs(
+        self, pack: Pack, *, temperature: float, entropy_grad: bool = False, roots: Roots | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Log-prob [K] of each scored token and entropy [K] at its place, in nats, of the distribution that it was
         sampled from: softmax(logits / temperature), over its kept set if the engine cut. Logits are computed for
-        `predictors_P` only, a few of them at a time."""
-        return self.outputs(pack, temperature=temperature, entropy_grad=entropy_grad)[:2]
+        `predictors_P` only, a few of them at a time; with `roots`, of its stem no node is."""
+        return self.outputs(pack, temperature=temperature, entropy_grad=entropy_grad, roots=roots)[:2]
 
     def outputs(
-        self, pack: Pack, *, temperature: float, entropy_grad: bool = False
+        self, pack: Pack, *, temperature: float, entropy_grad: bool = False, roots: Roots | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`logprobs`, the log-prob [O] of each observed token, at temperature 1: nobody sampled it, and the input of
         the output layer [P, H], of those `predictors_P` that this rank has."""
-        portion, kept = self._ranks.portion(pack), pack.ragged.get(KEPT)
+        portion, kept = self._portion(pack, roots), pack.ragged.get(KEPT)
         of_M, ids_M = (pack.target_K[:0],) * 2 if kept is None else kept.sets()
         own = Places(torch.cat([pack.predictor_K, pack.predictor_K[of_M]]), torch.cat([pack.target_K, ids_M]))
         plain = Places(pack.observer_O, pack.observed_O)
         with settled(self.module):
-            run = partial(self._run, portion)
+            run = partial(self._run, portion, roots and roots.before)
             hidden_PH, found = self._read(run, own, plain, portion, temperature=temperature, dtype=self.dtype)
         own_KM, observed_O, entropy_P = found
         logprobs_K, logprobs_M = own_KM.split([len(pack.target_K), len(ids_M)])
@@ -194,11 +210,17 @@ class PolicyModel:
             _, (logprobs_T, _, _) = self._read(run, next_, none, None, temperature=1.0, dtype=torch.float32)
         return tuple(logprobs_T.tolist())
 
-    def _run(self, portion: Portion) -> Tensor:
+    def _portion(self, pack: Pack, roots: Roots | None) -> Portion:
+        portion = self._ranks.portion(pack)
+        return portion if roots is None or pack.stem is None else after_stem(portion, len(pack.stem))
+
+    def _run(self, portion: Portion, gather: Gather | None = None) -> Tensor:
         pack, routes = portion.pack, None if self.routers is None else portion.routes
         if self.obstacle:
             return _logits_of_rows(self.module, pack.token_ids_N, pack.branches, pack.predictors_P, routes)
-        layout, gather = self.layout(portion.branches), None if portion.node_n is None else portion.gather
+        if gather is None and portion.node_n is not None:
+            gather = portion.gather
+        layout = self.layout(portion.branches)
         found = _logits(self.module, portion.token_ids_n, portion.depth_n, layout, portion.keep_c, gather, routes)
         if self.routers is not None and portion.meshes is not None:
             self.routers.join(portion.meshes.context)
@@ -380,11 +402,12 @@ def _hold_in(
 
 
 @torch.no_grad()
-def _obstacle(module: Any) -> str | None:
+def _obstacle(module: Any, layers: Names) -> str | None:
     """Why a model cannot be computed over prefix trees; None if it can. Two rows that share a prefix must get the
     logits that transformers' own attention gives them; an architecture that mixes tokens in another way (recurrent
     layers, attention biases) would train on wrong numbers. The rows are several windows long: the model's windows are
-    shortened during the check, so that a long one costs nothing. Afterwards it has the attention that it needs."""
+    shortened during the check, so that a long one costs nothing. Afterwards it has the attention that it needs, and
+    `layers` have been heard once."""
     device = next(module.parameters()).device
     shared, alone = 3 * _SHORT, 2 * _SHORT
     n = shared + 2 * alone
@@ -399,7 +422,7 @@ def _obstacle(module: Any) -> str | None:
         if detect_fake_mode() is not None:  # there are no numbers to compare
             return None
         with _short_windows(module), _rounded(module, torch.float32):
-            tree_NV = _logits(module, tokens_N, depth_N, Paths(branches), numbers)
+            tree_NV = _logits(module, tokens_N, depth_N, Paths(branches), numbers, layers)
             module.set_attn_implementation("eager")
             for path in paths:
                 row_TV = module(input_ids=tokens_N[path][None], use_cache=False).logits[0]

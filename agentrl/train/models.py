@@ -11,8 +11,8 @@ Owns them, their optimizers, and what a checkpoint keeps of those besides the po
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from agentrl.train.model import PolicyModel
 from agentrl.train.packing import Pack
 from agentrl.train.parallel.ranks import ALONE, Ranks
 from agentrl.train.parallel.shards import clipped, reshard
+from agentrl.train.stems import Roots
 
 REFERENCE = "reference"
 
@@ -68,6 +69,7 @@ class Models:
         self.own = {role: self._load(folder_of(of), device, held=train) for role, of in config.role_models.items()}
         self._frozen: dict[str, PolicyModel | None] = {}  # None: the policy with its adapter switched off
         self.moving: dict[str, Follower] = {}
+        self._roots: dict[str, Roots] = {}  # of the stem of the passes under way, by model
         for role in (None, *self.own):
             slots, begun = algorithms.slots(config.algorithms_of(role)), self.of(role).folder
             for name, folder in slots.frozen.items():
@@ -193,10 +195,14 @@ class Models:
         critic = None if pack.algo.slots.critic is None else self.critic
         self._play(pack)  # until the next pass: a backward pass may compute layers again
         logprobs_K, entropy_K, observed_O, hidden_PH = self.of(pack.policy).outputs(
-            pack, temperature=self._temperature, entropy_grad=pack.algo.entropy_gradient
+            pack,
+            temperature=self._temperature,
+            entropy_grad=pack.algo.entropy_gradient,
+            roots=self._roots_of(policy_of(pack.policy), self.of(pack.policy), pack),
         )
         heard_PH = hidden_PH if "policy" in trained else hidden_PH.detach()
-        values_K = None if critic is None else critic.values(pack, heard_PH)
+        own = self._roots_of("critic", critic.trunk, pack) if critic is not None and critic.own else None
+        values_K = None if critic is None else critic.values(pack, heard_PH, own)
         return Outputs(
             logprobs_K=logprobs_K,
             entropy_K=entropy_K,
@@ -221,11 +227,38 @@ class Models:
         for name in pack.algo.slots.frozen:
             model = self._frozen[_named(name, role)]
             with lora.switched_off(policy.module) if model is None else nullcontext():
-                columns[name] = (model or policy).logprobs(pack, temperature=self._temperature)[0]
+                columns[name] = self._logprobs(_named(name, role), model or policy, pack)
         for name in pack.algo.slots.moving:
             with self.moving[_named(name, role)].in_place():
-                columns[name] = policy.logprobs(pack, temperature=self._temperature)[0]
+                columns[name] = self._logprobs(_named(name, role), policy, pack)
         return columns
+
+    def _logprobs(self, name: str, model: PolicyModel, pack: Pack) -> Tensor:
+        return model.logprobs(pack, temperature=self._temperature, roots=self._roots_of(name, model, pack))[0]
+
+    def _roots_of(self, name: str, model: PolicyModel, pack: Pack) -> Roots | None:
+        """The stem of a pass under the model of that name: the first pass computes it."""
+        if pack.stem is None:
+            return None
+        if name not in self._roots:
+            self._roots[name] = model.roots(pack)
+        return self._roots[name]
+
+    @contextmanager
+    def stem(self) -> Generator[None]:
+        """Around the passes of one stem, forward and backward, or around passes without one. At its end the stem's
+        parameters have their gradients too."""
+        try:
+            yield
+            for roots in self._roots.values():
+                roots.backward()
+        finally:
+            self._roots = {}
+
+    @property
+    def prompt_once(self) -> bool:
+        """Whether passes may have stems: all models can compute one by itself, and the run does not say no."""
+        return self._config.train.prompt_once and all(model.has_stems for model in self.language_models())
 
     # --- updates --------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,9 @@ and lie side by side. So a branch's queries are a slice, its keys and
 values are gathered by its path, and the mask is causal from the bottom right: attention costs what the rows need
 beyond their shared prefix, there is no [N, N] mask, and several trees lie in one pass without padding and without
 seeing each other. The depth of a node is its position id.
+
+A group with more nodes than a pass is divided into trees, each with a pass of its own. All begin with the same nodes,
+their stem, which may then be computed once (`agentrl.train.stems`).
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -33,6 +36,8 @@ from agentrl.train.ragged import Ragged
 from agentrl.train.routes import Routes
 from agentrl.train.samples import Row
 
+_SAVED = 0.05  # of a divided group's nodes, so many must be: a stem is a pass more
+
 
 @dataclass(frozen=True, slots=True)
 class Branch:
@@ -52,6 +57,17 @@ class Tree:
     branches: tuple[Branch, ...]
     rows: tuple[Row, ...]
     paths: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stem:
+    """The first nodes of each of `passes` passes over one group, before any that predicts."""
+
+    token_ids: tuple[int, ...]
+    passes: int
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +93,13 @@ class Pack:
     observed_weight_O: Tensor  # shares of the loss on observations
     ragged: Mapping[str, Ragged] = field(default_factory=dict[str, Ragged])  # those of the rows
     routes: Routes | None = None  # which experts compute the nodes of a mixture; None: its routers choose
+    stem: Stem | None = None  # its first nodes, if these are computed once for several passes
+
+    @property
+    def distinct(self) -> float:
+        """Nodes that it computes, with its share of those of its stem."""
+        size = len(self.token_ids_N)
+        return size if self.stem is None else size - len(self.stem) * (1 - 1 / self.stem.passes)
 
     def having(self, columns: Mapping[str, Tensor]) -> Pack:
         """The pack with these columns, [K, ...] each."""
@@ -152,30 +175,66 @@ def forest(rows: Sequence[Row], budget: int) -> list[Tree]:
 
 
 def packs(
-    groups: Sequence[Sequence[Row]], budget: int, device: torch.device | str = "cpu", *, shared: bool = True
+    groups: Sequence[Sequence[Row]],
+    budget: int,
+    device: torch.device | str = "cpu",
+    *,
+    shared: bool = True,
+    stems: bool = False,
 ) -> list[Pack]:
     """Lay the rows of each group into trees and the trees, in order, into passes of at most `budget` nodes. The rows of
     each policy, and of each algorithm, have passes of their own. If nothing is `shared`, each row
-    is a tree."""
-    kinds: list[tuple[str | None, Algorithm]] = []
+    is a tree. With `stems`, groups that are divided have them where that pays."""
+    return [pack for own in kinds(groups) for pack in _packs(own, budget, device, shared, stems)]
+
+
+def kinds(groups: Sequence[Sequence[Row]]) -> list[list[list[Row]]]:
+    """The rows of each group by their policy and algorithm."""
+    found: list[tuple[str | None, Algorithm]] = []
     for row in (row for rows in groups for row in rows):
-        if (row.policy, row.algo) not in kinds:
-            kinds.append((row.policy, row.algo))
-    of_kind = ([[row for row in rows if (row.policy, row.algo) == kind] for rows in groups] for kind in kinds)
-    return [pack for own in of_kind for pack in _packs(own, budget, device, shared)]
+        if (row.policy, row.algo) not in found:
+            found.append((row.policy, row.algo))
+    return [[[row for row in rows if (row.policy, row.algo) == kind] for rows in groups] for kind in found]
 
 
-def _packs(groups: Sequence[Sequence[Row]], budget: int, device: torch.device | str, shared: bool) -> list[Pack]:
+def _packs(
+    groups: Sequence[Sequence[Row]], budget: int, device: torch.device | str, shared: bool, stems: bool
+) -> list[Pack]:
     filled: list[list[Tree]] = [[]]
     room = budget
-    for tree in (tree for rows in groups if rows for tree in (forest(rows, budget) if shared else chains(rows))):
-        size = len(tree.token_ids_N)
-        if size > room and filled[-1]:
-            filled.append([])
-            room = budget
-        filled[-1].append(tree)
-        room -= size
-    return [_pack(trees, device) for trees in filled if trees]
+    apart: list[Pack] = []
+    for rows in filter(None, groups):
+        trees = forest(rows, budget) if shared else chains(rows)
+        if stems and shared and (own := grown(trees, device)):
+            apart += own
+            continue
+        for tree in trees:
+            size = len(tree.token_ids_N)
+            if size > room and filled[-1]:
+                filled.append([])
+                room = budget
+            filled[-1].append(tree)
+            room -= size
+    return [_pack(trees, device) for trees in filled if trees] + apart
+
+
+def grown(trees: Sequence[Tree], device: torch.device | str, ranks: int = 1) -> list[Pack]:
+    """The passes of a group that was divided into these trees, if to compute their stem once saves the nodes that it
+    must; else none. Of several `ranks` each computes the stem, and some of the passes."""
+    found = stem([row for tree in trees for row in tree.rows], len(trees))
+    sizes = sorted((len(tree.token_ids_N) for tree in trees), reverse=True)
+    without = sum(sizes) / ranks
+    rounds = sizes[::ranks]  # the most that a rank computes in each
+    if len(found) + sum(rounds) - len(rounds) * len(found) > (1 - _SAVED) * without:
+        return []
+    return [replace(_pack([tree], device), stem=found) for tree in trees]
+
+
+def stem(rows: Sequence[Row], passes: int) -> Stem:
+    """That of so many passes over some rows."""
+    first = min(int(torch.cat([row.place_S, row.observed_O]).min()) for row in rows) - 1
+    ids = [torch.tensor(row.token_ids[:first]) for row in rows]
+    return Stem(rows[0].token_ids[: min(_shared(ids[0], other) for other in ids)], passes)
 
 
 def _pack(trees: Sequence[Tree], device: torch.device | str) -> Pack:

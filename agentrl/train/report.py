@@ -256,7 +256,7 @@ def summarise(
         tokens_scored=len(lag_S),
         tokens_trained=sum(len(pack.target_K) for pack in tally.packs),
         tokens_row=sum(pack.row_tokens for pack in tally.packs),
-        tokens_distinct=sum(len(pack.token_ids_N) for pack in tally.packs),
+        tokens_distinct=round(sum(pack.distinct for pack in tally.packs)),
         turns_cut=_mean([float(cut) for group in ready for cut in group.cut]),
         tokens_stale=stale.total(),
         tokens_stale_by_lag={str(lag): n for lag, n in sorted(stale.items())},

@@ -97,6 +97,23 @@ def test_a_pass_is_planned_full_but_not_over_its_budget(config: RunConfig) -> No
     assert len(planning.rows_of(config, replace(WORK, sampled=0.5))) == 4  # 100 + 4 x 100 = 500
 
 
+def test_the_prompt_of_a_group_larger_than_a_pass_is_planned_once_for_each_rank(config: RunConfig) -> None:
+    """Each member of eight has a pass of 100 + 100 tokens; the last token of the prompt predicts and is in all."""
+    gpu, work = Gpu(memory_gb=1, tflops=1, gb_per_s=1, bus_gb_per_s=1), replace(WORK, sampled=0.5)
+    tight = setting(config, "train.tokens_per_batch=256")
+    once, again = (
+        planning.plan(setting(tight, f"train.prompt_once={said}"), gpu, 10, work).splits for said in ("true", "false")
+    )
+    groups, body = config.buffer.groups_per_step, PARAMETERS - 1024 * 64
+    stem = 6 * body * 99 + 12 * 2 * 64 * (99 * 100 // 2)  # 2 layers, 4 heads of 16
+    for one, other in zip(once, again, strict=True):
+        ranks = one.learners
+        saved = groups * (8 - min(8, ranks)) * stem / (ranks * 0.5e12)
+        assert other.learner_s - one.learner_s == pytest.approx(saved, rel=1e-6, abs=1e-15)
+        assert one.learner_bytes == pytest.approx(other.learner_bytes, rel=0.1)
+    assert once[-1].learners == 1 and once[-1].learner_s < 0.75 * again[-1].learner_s
+
+
 def test_the_settings_that_it_names_make_a_run_fit(config: RunConfig) -> None:
     whole = planning.plan(config, planning.GPUS["h100"], 1, WORK)
     (one,) = whole.splits

@@ -14,7 +14,7 @@ from agentrl.algos.ppo import PPO
 from agentrl.config import Rollout, Train
 from agentrl.records import Group
 from agentrl.train import budget
-from agentrl.train.budget import Tracker, held
+from agentrl.train.budget import Held, Tracker, held
 from agentrl.train.learner import Learner
 from agentrl.train.samples import Row, group_rows, weigh
 
@@ -85,9 +85,24 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_memory_of_a_step_is_predicted_within_a_tenth(name: str, folder: Path) -> None:
     algo, settings = CASES[name]
+    predicted(algo, {"tokens_per_batch": PROMPT + MEMBERS * SAMPLED, **settings}, folder)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"logits_mb": 1}, {"logits_mb": 1, "gradient_checkpointing": True}, {"logits_mb": 1, "prompt_once": False}],
+    ids=["kept", "recomputed", "in every pass"],
+)
+def test_so_is_that_of_a_group_that_is_larger_than_a_pass(settings: dict[str, Any], folder: Path) -> None:
+    found = predicted(GRPO(kl_weight=0.1), {"tokens_per_batch": PROMPT + SAMPLED, **settings}, folder, members=1)
+    assert (0 < found.again < found.operations / 2) == settings.get("prompt_once", True)
+
+
+def predicted(algo: Any, settings: dict[str, Any], folder: Path, members: int = MEMBERS) -> Held:
+    """What a step is predicted to hold, of passes over so many members; beside what it holds."""
     config = run_config(
         algo=algo,
-        train=Train(warmup_steps=0, tokens_per_batch=PROMPT + MEMBERS * SAMPLED, **settings),
+        train=Train.model_validate({"warmup_steps": 0, **settings}),
         rollout=Rollout(max_context=PROMPT + SAMPLED, max_tokens_per_turn=SAMPLED),
     )
     learner = Learner(config, folder)
@@ -103,11 +118,14 @@ def test_the_memory_of_a_step_is_predicted_within_a_tenth(name: str, folder: Pat
         host = tracker.leave(learner.models.away())
         tracker.peak = tracker.now
         learner.step(groups, step_of=lambda _: 0)
-    found = held(config, folder, rows_of(group(1), algo), on_gpu=False)
+    rows = rows_of(group(1), algo)[:members]
+    found = held(config, folder, rows, on_gpu=False, passes=MEMBERS // members)
     assert found.total == pytest.approx(tracker.peak, rel=0.1)
     assert found.host == host
     assert found.weights >= sum(p.nbytes for p in learner.model.module.parameters())
-    assert found.activations > found.total / 10 or "lora" in settings or "checkpointing" in name
+    recomputed = {"lora_rank", "gradient_checkpointing"} & settings.keys()
+    assert found.activations > found.total / 10 or recomputed
+    return found
 
 
 def test_what_an_optimizer_remembers_is_planned_by_its_kind(folder: Path) -> None:

@@ -34,6 +34,7 @@ from .test_kept import rows_with_sets
 from .test_packing import row
 from .test_routing import after as routed_step
 from .test_routing import all_groups, largest, other_choice
+from .test_stems import long_prompt
 
 STEP_OF = {1: 0, 2: 0}.__getitem__
 SHORT = Rollout(max_context=30, max_tokens_per_turn=16)
@@ -116,6 +117,39 @@ def test_two_ranks_train_as_one(config: RunConfig, two: Leader, qwen3_dir: Path)
     entered = two.ledger.names(0)
     assert two.ledger.names(1) == entered
     assert {"gathering model.layers.0", "adding up the gradients of model.layers.0"} < set(entered)
+
+
+@pytest.mark.parametrize(
+    ("algo", "train"),
+    [
+        (GRPO(kl_weight=0.1, reference_every=1), {"gradient_checkpointing": True}),
+        (PPO(critic="own"), {}),
+        (GRPO(kl_weight=0.1), {"parallel": TENSOR, "lora_rank": 2, "minibatches": 2}),
+        (GRPO(), {"parallel": CONTEXT}),
+    ],
+    ids=["moving, recomputed", "own critic", "tensor, adapter, several updates", "context"],
+)
+def test_ranks_compute_the_prompt_of_a_group_that_is_larger_than_a_pass_once_each(
+    algo: Any, train: dict[str, Any], two: Leader, qwen3_dir: Path
+) -> None:
+    made = [long_prompt(1), long_prompt(2, members=7), long_prompt(3, members=3)]
+
+    def stepped(ranks: Ranks, **more: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        settings = Train.model_validate({**TRAIN, **STEEP, "tokens_per_batch": 40, **train, **more})
+        run = run_config(algo=algo, rollout=Rollout(max_context=40, max_tokens_per_turn=16), train=settings)
+        learner = Learner(run, qwen3_dir, ranks=ranks)
+        reports = [learner.step(made, step_of=STEP_OF) for _ in range(2)]
+        return reports, load_file(learner.export(qwen3_dir / "now.safetensors").path)
+
+    alone, weights = stepped(ALONE, prompt_once=False)
+    shared, others = stepped(two)
+    for one, other in zip(alone, shared, strict=True):
+        assert other.loss == pytest.approx(one.loss, abs=1e-5)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(others[name], tensor, atol=1e-5, rtol=0)
+    assert two.ledger.names(1) == two.ledger.names(0)
+    assert (shared[0].tokens_distinct < 0.9 * alone[0].tokens_distinct) == (train.get("parallel") != CONTEXT)
 
 
 @pytest.fixture(scope="module")

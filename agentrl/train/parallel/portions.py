@@ -116,6 +116,19 @@ class Portion:
         return list(added_up(torch.cat(whole), self.meshes.team, name).split([len(one) for one in whole]))
 
 
+def of_stem(pack: Pack, size: int) -> Portion:
+    """The first `size` nodes of a pass by themselves, of which one is asked for its logits."""
+    nodes = torch.arange(size, device=pack.token_ids_N.device)
+    return Portion(pack, [Branch(0, size, nodes)], nodes[-1:], nodes)
+
+
+def after_stem(portion: Portion, size: int) -> Portion:
+    """The nodes of a pass after the first `size`, which predict nothing. The rank has all of them."""
+    nodes = torch.arange(size, len(portion.pack.token_ids_N), device=portion.keep_c.device)
+    own = pieces(portion.branches, [(size, size + len(nodes))])
+    return replace(portion, branches=own, keep_c=portion.keep_c - size, node_n=nodes)
+
+
 def portion(pack: Pack, meshes: Meshes) -> Portion:
     """That of this rank."""
     if meshes.team is None:

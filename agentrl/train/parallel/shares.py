@@ -1,8 +1,8 @@
 """Which rank computes which pass.
 
 All ranks are in the same layer of a pass at the same time, since each holds a shard of it. So the passes of an update
-are put into rounds of one pass a rank, of about equal cost, and all of one algorithm, which decides the models that
-run. Where a round lacks a pass, the rank runs another one of the round and its gradient counts 0 times.
+are put into rounds of one pass a rank, of about equal cost, and all of one algorithm, policy and stem, which decide the
+models that run. Where a round lacks a pass, the rank runs another one of the round and its gradient counts 0 times.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -17,8 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from agentrl.algos.algorithm import Algorithm
-from agentrl.train.packing import Pack, Tree, build_tree, forest, packs
+from agentrl.train.packing import Pack, Tree, build_tree, forest, grown, kinds, packs
 from agentrl.train.samples import Row
 
 
@@ -38,15 +37,19 @@ def divided(packs: Sequence[Pack], size: int, cost: Callable[[Pack], float]) -> 
     left = sorted(range(len(packs)), key=lambda at: -cost(packs[at]))
     shares: list[list[Pass]] = [[] for _ in range(size)]
     while left:
-        algo = packs[left[0]].algo
-        own = [at for at in left if packs[at].algo == algo]
+        own = [at for at in left if _models(packs[at]) == _models(packs[left[0]])]
         for start in range(0, len(own), size):
             turn = own[start : start + size]
             for rank, share in enumerate(shares):
                 at = turn[min(rank, len(turn) - 1)]
                 share.append(Pass(at, packs[at], counts=rank < len(turn)))
-        left = [at for at in left if packs[at].algo != algo]
+        left = [at for at in left if at not in own]
     return shares
+
+
+def _models(pack: Pack) -> tuple[object, ...]:
+    """What decides the models that run in a pass, and the passes of which they do together."""
+    return pack.algo, pack.policy, pack.stem
 
 
 def moved(value: Any, device: torch.device | str) -> Any:
@@ -71,22 +74,23 @@ def laid(
     *,
     cost: Callable[[Tree], float],
     shared: bool = True,
+    stems: bool = False,
 ) -> list[Pack]:
     """The passes over the rows of some groups, of at most `budget` nodes, for `size` ranks: as `packs` lays them for
     one rank; for several, of equal cost, a multiple of `size` of them where there are so many rows.
 
-    Trees share less where a group has to be divided, so that one is divided only while a rank would be idle."""
+    Trees share less where a group has to be divided, so that one is divided only while a rank would be idle. If it is
+    larger than a pass, and its stem is computed once on each rank, its passes are as they are."""
     if size == 1:
-        return packs(groups, budget, device, shared=shared)
+        return packs(groups, budget, device, shared=shared, stems=stems)
     found: list[Pack] = []
-    algos: list[Algorithm] = []
-    for row in (row for rows in groups for row in rows):
-        if row.algo not in algos:
-            algos.append(row.algo)
-    for algo in algos:
-        own = [[row for row in rows if row.algo == algo] for rows in groups]
+    for own in kinds(groups):
         own = own if shared else [[row] for rows in own for row in rows]
-        trees = [tree for rows in own if rows for tree in forest(rows, budget)]
+        trees: list[Tree] = []
+        for divided in (forest(rows, budget) for rows in own if rows):
+            apart = grown(divided, device, size) if stems else []
+            found += apart
+            trees += [] if apart else divided
         for together in _bins(trees, budget, size, cost):
             found += packs(together, budget, device, shared=shared)
     return found
