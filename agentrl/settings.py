@@ -113,15 +113,16 @@ class Buffer(Section):
 
 
 def as_stored(document: Any) -> Any:
-    """A run's stored settings with what an older agentrl, which did not store it, meant: it skipped no group. What is
-    no table is left to be refused."""
+    """A run's stored settings with what an older agentrl, which did not store them, meant: it skipped no group, and
+    computed a prompt in every pass. What is no table is left to be refused."""
     if not isinstance(document, dict):
         return document
     table = cast("dict[str, Any]", document)
-    buffer = table.get("buffer", {})
-    if isinstance(buffer, dict):
-        buffer = {"skip_without_signal": False} | cast("dict[str, Any]", buffer)
-    return table | {"buffer": buffer}
+    for name, meant in (("buffer", {"skip_without_signal": False}), ("train", {"prompt_once": False})):
+        own = table.get(name, {})
+        if isinstance(own, dict):
+            table = table | {name: meant | cast("dict[str, Any]", own)}
+    return table
 
 
 PIVOT_RULES = ("uniform", "entropy", "low_reward")

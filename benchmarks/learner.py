@@ -134,7 +134,7 @@ def flops(module: Any, batches: Sequence[Sequence[Row]], *, width: int = 0, firs
         long = width or max(len(row.ids) for row in batch)
         logits = long - (first or min(row.scored[0] for row in batch) - 1)
         branch = SimpleNamespace(start=0, stop=long, path=range(long))
-        shape = {"token_ids_N": range(long * len(batch)), "predictors_P": range(logits * len(batch))}
+        shape = {"token_ids_N": range(long * len(batch)), "predictors_P": range(logits * len(batch)), "stem": None}
         found += operations(module, SimpleNamespace(branches=[branch] * len(batch), **shape))  # type: ignore[arg-type]
     return found
 

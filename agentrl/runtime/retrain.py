@@ -41,6 +41,7 @@ _OTHERWISE = (
         "weight_decay",
         "grad_clip",
         "tokens_per_batch",
+        "prompt_once",
         "minibatches",
         "epochs",
         "dtype",

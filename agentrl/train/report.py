@@ -64,7 +64,7 @@ class StepReport:
     tokens_scored: int  # sampled tokens in the normalisation
     tokens_trained: int  # of these, computed
     tokens_row: int  # tokens of the computed rows, prompts and answers included
-    tokens_distinct: int  # of these, nodes of the trees: what the passes computed
+    tokens_distinct: int  # of these, nodes of the trees: what the passes computed, prompts that ranks share once
     turns_cut: float | None  # share of the policy's turns that ended by their length
     tokens_stale: int  # beyond the lag bound, not scored (law 5)
     tokens_stale_by_lag: Mapping[str, int]  # the same by their lag

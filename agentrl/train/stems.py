@@ -54,7 +54,6 @@ class Roots:
     def backward(self) -> None:
         """Add the gradients of all passes to those of the stem's parameters; once."""
         lent = [one for both in self._lent.values() for one in both if one.sums]
-        self._lent = {}
         if not lent:
             return  # nothing is trained
         tensors = [one.made for one in lent]
@@ -63,7 +62,6 @@ class Roots:
             tensors.append(self._end)
             grads.append(torch.zeros_like(self._end))
         torch.autograd.backward(tensors, grads)
-        self._end = None
 
 
 class _Lent:

@@ -145,7 +145,16 @@ def test_a_stored_run_goes_on_skipping_as_it_did(stored: dict[str, Any], skips: 
     assert configuration.from_json(configuration.to_json(config)) == config
 
 
-@pytest.mark.parametrize("text", ["[]", "null", '{"buffer": []}'])
+def test_a_stored_run_goes_on_computing_prompts_as_it_did() -> None:
+    """To the bit, for `agentrl retrain`."""
+    config = run_config()
+    document = json.loads(configuration.to_json(config))
+    assert config.train.prompt_once and configuration.from_json(json.dumps(document)) == config
+    del document["train"]["prompt_once"]
+    assert not configuration.from_json(json.dumps(document)).train.prompt_once
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '{"buffer": []}', '{"train": 3}'])
 def test_what_is_no_stored_run_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         configuration.from_json(text)

@@ -24,7 +24,7 @@ from agentrl.train.parallel.shares import divided, laid
 from agentrl.train.report import StepReport
 from agentrl.train.samples import Row
 
-from .making import VOCAB, episode, group_of, mixture, run_config, tiny_llama, tiny_qwen3, turn
+from .making import VOCAB, episode, group_of, mixture, run_config, tiny_qwen3, turn
 from .test_model import mixed_gemma, recurrent_qwen, sliding_mistral
 from .test_packing import row
 
@@ -123,8 +123,15 @@ def test_ranks_compute_the_passes_of_a_stem_at_the_same_time() -> None:
 # --- the same numbers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [tiny_qwen3, tiny_llama, sliding_mistral, mixed_gemma])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("make", "checkpointing"),
+    [
+        (tiny_qwen3, False),
+        (tiny_qwen3, True),
+        pytest.param(sliding_mistral, False, marks=pytest.mark.slow),
+        pytest.param(mixed_gemma, True, marks=pytest.mark.slow),
+    ],
+)
 def test_logprobs_and_gradients_are_those_of_single_rows(
     make: Callable[[Path], Path], checkpointing: bool, tmp_path: Path
 ) -> None:
@@ -188,17 +195,22 @@ class Stepped:
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "grpo": (None, {}),
-    "recomputed": (None, {"gradient_checkpointing": True, "offload_activations": True}),
     "adapter": (GRPO(kl_weight=0.1), {"lora_rank": 2}),
     "several updates": (GRPO(kl_weight=0.1, entropy_weight=0.01), {"minibatches": 2, "epochs": 2}),
-    "moving": (GRPO(kl_weight=0.1, reference_every=1, observation_weight=0.1), {"gradient_checkpointing": True}),
+    "moving, recomputed": (
+        GRPO(kl_weight=0.1, reference_every=1, observation_weight=0.1),
+        {"gradient_checkpointing": True, "offload_activations": True},
+    ),
     "own critic": (PPO(critic="own", critic_warmup_steps=0), {}),
     "shared critic": (PPO(critic="shared", critic_warmup_steps=0), {"gradient_checkpointing": True}),
     "critic alone": (PPO(critic="shared", critic_warmup_steps=5), {}),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("grpo", "moving, recomputed") else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
 def test_a_step_is_that_of_passes_without_stems(name: str, qwen3_dir: Path) -> None:
     algo, train = CASES[name]
     once, again = (Stepped(qwen3_dir, algo, **train, prompt_once=how) for how in (True, False))
@@ -211,7 +223,7 @@ def test_a_step_is_that_of_passes_without_stems(name: str, qwen3_dir: Path) -> N
     assert once.computed < 0.75 * again.computed
     assert once.report.tokens_distinct < 0.75 * again.report.tokens_distinct
     assert once.report.tokens_row == again.report.tokens_row
-    if name in ("grpo", "recomputed"):
+    if name == "grpo":
         assert (once.computed, again.computed) == (once.report.tokens_distinct, again.report.tokens_distinct)
 
 
@@ -247,7 +259,7 @@ class Team(Alone):
 
 
 @pytest.mark.filterwarnings("ignore:.*is computed row by row")
-@pytest.mark.parametrize("make", [mixture, stretched_llama, recurrent_qwen])
+@pytest.mark.parametrize("make", [mixture, stretched_llama, pytest.param(recurrent_qwen, marks=pytest.mark.slow)])
 def test_a_model_that_cannot_compute_a_stem_by_itself_computes_it_in_every_pass(
     make: Callable[[Path], Path], tmp_path: Path
 ) -> None:
