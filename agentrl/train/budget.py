@@ -195,14 +195,16 @@ def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], passes: int, *
         host = tracker.leave(models.away())
         static = tracker.now
         tracker.peak = static
+        activations = 0
         with models.stem():
-            models.others(pack)
-            outputs = models.forward(pack, trained=tuple(models.optimizers))
-            activations = tracker.now - static
-            said = (outputs.logprobs_K, outputs.entropy_K, outputs.values_K)
-            loss = torch.stack([part.sum() for part in said if part is not None and part.requires_grad]).sum()
-            loss.backward()
-            del outputs, loss, said
+            for _ in range(1 if pack.stem is None else 2):  # in the second the sums of the stem's gradients are there
+                models.others(pack)
+                outputs = models.forward(pack, trained=tuple(models.optimizers))
+                activations = tracker.now - static
+                said = (outputs.logprobs_K, outputs.entropy_K, outputs.values_K)
+                loss = torch.stack([part.sum() for part in said if part is not None and part.requires_grad]).sum()
+                loss.backward()
+                del outputs, loss, said
         _update(optimizers, on_gpu)
     return Held(
         weights=weights,
