@@ -18,6 +18,7 @@ from agentrl.errors import UsageError, matters
 from agentrl.runtime import pipeline, status, submitting
 from agentrl.runtime.submitting import entrypoint, submit
 from agentrl.store import RunStore
+from agentrl.store.looks import Looks
 
 from .test_scaling import made
 from .test_status import typed
@@ -148,8 +149,8 @@ async def test_a_run_of_another_machine_ends_when_its_store_asks_for_it(
     with RunStore.open(run.store_path) as store:
         store.set_meta(status.STOP, "16.1.4026531999.abcd")  # it was for the one before
         with trio.move_on_after(100):
-            await pipeline._stop_when_asked(run, store)
+            await pipeline._stop_when_asked(run, Looks(store))
         store.set_meta(status.STOP, "17.1.4026531999.abcd")
         with trio.fail_after(5), pytest.raises(pipeline.Interrupted, match="--resume") as raised:
-            await pipeline._stop_when_asked(run, store)
+            await pipeline._stop_when_asked(run, Looks(store))
         assert matters(raised.value).exit_code == 130
