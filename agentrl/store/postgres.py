@@ -31,6 +31,7 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -469,7 +470,7 @@ class Postgres(Database):
         self._parts.reclaim()
 
     def watch(self) -> Watch:
-        return Notices(self._address)
+        return Notices(partial(self._address.connect, reads=True), self._address.schema)
 
     def tables(self) -> dict[str, tuple[str, ...]]:
         return self._tables.all()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import psycopg
 
@@ -13,19 +13,16 @@ from agentrl.store.database import PAUSE_S, Row
 from agentrl.store.postgres_session import Session
 from agentrl.store.postgres_sql import translated
 
-if TYPE_CHECKING:
-    from agentrl.store.postgres import Address
-
 _LOOK_S = 1.0  # the longest that a lost notification delays anybody
 
 
 class Notices:
-    """Every commit that somebody waits for notifies the channel of its run's schema; a connection of its own listens.
+    """Every commit that somebody waits for notifies a `channel`; a connection of its own, which `dial` opens, listens.
     If it was lost, something may have been written meanwhile; and a notification may be lost without a word, so once in
     `_LOOK_S` something may have been, too."""
 
-    def __init__(self, address: Address) -> None:
-        self._address = address
+    def __init__(self, dial: Callable[[], Session], channel: str) -> None:
+        self._dial, self._channel = dial, channel
         self._connection: Session | None = None
         self._dialled_s = self._told_s = -math.inf
 
@@ -49,8 +46,8 @@ class Notices:
                 if time.monotonic() < self._dialled_s + PAUSE_S:
                     return True
                 self._dialled_s = time.monotonic()
-                self._connection = self._address.connect(reads=True)
-                self._connection.execute(f"LISTEN {self._address.schema}".encode())
+                self._connection = self._dial()
+                self._connection.execute(f"LISTEN {self._channel}".encode())
                 return True
             return bool(list(self._connection.notifies(timeout=0)))
         except psycopg.Error:
