@@ -25,7 +25,7 @@ SWEEP_OTHERS = """
 for pass in 1 2 3; do
   before=$(echo /proc/[0-9]*)
   marked=$(grep -laE '{pattern}' /proc/[0-9]*/environ 2>/dev/null)
-  marked="$marked $(grep -laE '{pattern}' /proc/[0-9]*/environ 2>/dev/null)"
+  for look in 1 2; do marked="$marked $(grep -laE '{pattern}' /proc/[0-9]*/environ 2>/dev/null)"; done
   for process in $before; do
     pid=${{process#/proc/}}
     [ "$pid" = $$ ] && continue
@@ -33,8 +33,8 @@ for pass in 1 2 3; do
   done
 done; true
 """
-"""Listed before looked at, so that a child born meanwhile is spared; looked at twice, since a process in the middle of
-`execve` has no environment for a moment."""
+"""Listed before looked at, so that a child born meanwhile is spared; looked at thrice, since a process in the middle of
+`execve` has no environment for a moment, and a busy host may stop it there."""
 
 RESOLVE = f"""
 no() {{ echo "$1" >&2; exit {REFUSED}; }}
