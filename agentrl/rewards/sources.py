@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import Final, cast
 
 import httpx
 import trio
@@ -184,7 +184,7 @@ class Scorer:
                     if abs(verdict.value) <= LARGEST:
                         return verdict, attempt + 1.0
                     failure = f"{verdict.value} is no reward"
-                except Exception as error:  # whatever a source's own code raises is its failure, and is named here
+                except (Exception, SystemExit) as error:  # a source's own code has failed, whatever it raises: named
                     failure = " ".join(f"{type(error).__name__}: {error}".split())
             if scope.cancelled_caught:
                 failure = f"no answer within {self.settings.call_deadline_s:g} s"
@@ -201,8 +201,7 @@ def _own_callable(settings: RewardSource) -> TurnRewarder:
 
     async def within_deadline(seen: Trajectory) -> float | Verdict:
         with trio.fail_after(settings.call_deadline_s):
-            answer = own(seen)
-            return await answer if inspect.isawaitable(answer) else answer
+            return await cast("Awaitable[float | Verdict]", own(seen))
 
     return partial(loop.run, within_deadline)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -346,3 +347,19 @@ async def test_an_async_source_of_ones_own_that_never_answers_holds_up_itself_al
     finally:
         release.set()
     await eventually(lambda: scorer._threads.borrowed_tokens == 0)  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+async def test_a_source_that_calls_sys_exit_ends_no_worker(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """A parser of arguments does."""
+
+    async def leaves(_: Trajectory) -> float:
+        sys.exit(3)
+
+    monkeypatch.setattr(sources, "load_reference", lambda _: leaves if asynchronous else lambda _: sys.exit(3))
+    play_all(store)
+    own = settings(retries=0)
+    with pytest.raises(ScoreError, match="SystemExit: 3"):
+        await Scorer(own, desk(store), rewarder_of(own)).score("1.0.0")
