@@ -25,16 +25,20 @@ SWEEP_OTHERS = """
 for pass in 1 2 3; do
   before=$(echo /proc/[0-9]*)
   marked=$(grep -laE '{pattern}' /proc/[0-9]*/environ 2>/dev/null)
-  for look in 1 2; do marked="$marked $(grep -laE '{pattern}' /proc/[0-9]*/environ 2>/dev/null)"; done
+  marked="$marked $(grep -laE '{pattern}' /proc/[0-9]*/environ 2>/dev/null)"
   for process in $before; do
     pid=${{process#/proc/}}
     [ "$pid" = $$ ] && continue
-    case "$marked" in *"/proc/$pid/"*) ;; *) kill -KILL "$pid" 2>/dev/null ;; esac
+    case "$marked" in *"/proc/$pid/"*) continue ;; esac
+    words=; {{ read -r words <"/proc/$pid/cmdline"; }} 2>/dev/null
+    [ -z "$words" ] && [ $pass -lt 3 ] && continue
+    kill -KILL "$pid" 2>/dev/null
   done
 done; true
 """
-"""Listed before looked at, so that a child born meanwhile is spared; looked at thrice, since a process in the middle of
-`execve` has no environment for a moment, and a busy host may stop it there."""
+"""Listed before looked at, so that a child born meanwhile is spared; looked at twice, since a process in the middle of
+`execve` has no environment for a moment. It has no arguments then either, and a busy host may stop it there: such a one
+is spared until the last pass."""
 
 RESOLVE = f"""
 no() {{ echo "$1" >&2; exit {REFUSED}; }}
