@@ -109,6 +109,7 @@ class Buffer(Part):
         """What `step` may take, for `choose`. Changes nothing: a waiting learner asks often, and without work it must
         not take the write lock. Raises as `take`."""
         with self._db.read():
+            check_lead(self._db)  # one that was followed would wait for groups that the other takes
             offer = self._offer(step, max_lag, returns)
             return Offered(
                 ready=offer.ready,

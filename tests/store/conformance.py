@@ -190,6 +190,7 @@ async def test_a_learner_that_another_has_followed_changes_nothing_any_more(offe
         second.rollback(0)
         for call in (
             lambda: first.take(1, 1, max_lag=9),
+            lambda: first.take(1, 9, max_lag=9),  # it waits for more
             lambda: first.mint_version(1),
             lambda: first.confirm_version(version),
             lambda: first.checkpoint(1, version, "/checkpoints/1"),
@@ -202,6 +203,8 @@ async def test_a_learner_that_another_has_followed_changes_nothing_any_more(offe
                 call()
         second.still_leads()
         assert second.take(1, 2, max_lag=9)
+        with pytest.raises(LeaseLost, match="another learner has begun"):
+            first.take(1, 1, max_lag=9)
         second.checkpoint(1, second.mint_version(1), "/checkpoints/1")
         assert offer.read.lineage(1) == members(offer, 1, 2)
 
