@@ -107,7 +107,7 @@ HOSTILE = {
     "the parent's clock": "import time\nsaid.append(time.clock_gettime(~1 << 3 | 2))",
     "priorities": "import os\nos.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
     "memory without end": "x = b'x' * (1 << 30)",
-    "crash": "f = lambda: 0\nf.__code__ = f.__code__.replace(co_code=b'\\x64\\xff' * 9)\nf()",
+    "crash": "f = lambda: 0\nf.__code__ = f.__code__.replace(co_code=b'\\x90\\x7f\\x90\\xff\\x90\\xff\\x64\\xff')\nf()",
 }
 
 
