@@ -117,7 +117,7 @@ async def _connection(server: _Server, stream: trio.SocketStream) -> None:
                 connection.start_next_cycle()
                 continue
             return
-    except (h11.ProtocolError, trio.BrokenResourceError, trio.ClosedResourceError):
+    except Exception:  # a connection's boundary: whatever it was, other episodes are served on
         return
     finally:
         with trio.CancelScope(shield=True):
@@ -126,7 +126,7 @@ async def _connection(server: _Server, stream: trio.SocketStream) -> None:
 
 async def _read(connection: h11.Connection, stream: trio.SocketStream) -> Request | None:
     head: h11.Request | None = None
-    parts: list[bytes] = []
+    body = bytearray()
     while True:
         event = connection.next_event()
         if event is h11.NEED_DATA:
@@ -136,8 +136,8 @@ async def _read(connection: h11.Connection, stream: trio.SocketStream) -> Reques
         elif isinstance(event, h11.Request):
             head = event
         elif isinstance(event, h11.Data):
-            parts.append(bytes(event.data))
-            if sum(map(len, parts)) > MAX_BODY:
+            body += event.data
+            if len(body) > MAX_BODY:
                 raise h11.RemoteProtocolError("the body is too large")
         elif isinstance(event, h11.EndOfMessage) and head is not None:
             break
@@ -145,13 +145,13 @@ async def _read(connection: h11.Connection, stream: trio.SocketStream) -> Reques
             return None
     headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in head.headers}
     path = head.target.decode("latin-1").partition("?")[0]
-    return Request(head.method.decode("ascii"), path, headers, _parsed(b"".join(parts)))
+    return Request(head.method.decode("ascii"), path, headers, _parsed(body))
 
 
-def _parsed(data: bytes) -> Mapping[str, Json]:
+def _parsed(data: bytearray) -> Mapping[str, Json]:
     try:
         body: Any = json.loads(data or b"{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         body = None
     return cast("dict[str, Any]", body) if isinstance(body, dict) else {"invalid": True}
 

@@ -1,0 +1,77 @@
+"""The server of agent programs: hostile bytes on one connection cost that connection, and linear time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+import trio
+
+from agentrl.env.programs import http
+
+PATH = "/key/v1/chat/completions"
+
+
+@asynccontextmanager
+async def served() -> AsyncGenerator[str]:
+    """The address of a server that sends the field `answer` of a request back; without one it cannot write."""
+
+    async def handler(request: http.Request) -> http.Response:
+        return http.Response(200, request.body.get("answer", {1}))  # type: ignore[arg-type]  # a set is no JSON
+
+    address = await http.register("key", handler)
+    try:
+        yield address.removesuffix("/key")
+    finally:
+        await http.unregister("key")
+
+
+async def post(address: str, data: bytes) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=address, timeout=60, trust_env=False) as client:
+        return await client.post(PATH, content=data)
+
+
+@pytest.mark.parametrize("data", [b"[" * 3_000, b"[", b"\xff", b"1" * 5_000, b"null"], ids=len)
+async def test_a_body_that_is_no_json_object_is_a_bad_request(data: bytes) -> None:
+    async with served() as address:
+        assert (await post(address, data)).status_code == 400
+        assert (await post(address, b'{"answer": 1}')).json() == 1
+
+
+async def test_what_goes_wrong_in_one_connection_ends_it_alone() -> None:
+    async with served() as address:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await post(address, b"{}")
+        assert (await post(address, b'{"answer": 1}')).json() == 1
+
+
+async def test_a_body_of_many_chunks_is_measured_once_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = 0
+
+    def counting(value: bytes) -> int:
+        nonlocal measured
+        measured += 1
+        return len(value)
+
+    monkeypatch.setattr(http, "len", counting, raising=False)
+    chunks = 500
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    body = "1\r\n \r\n" * chunks + 'd\r\n{"answer": 1}\r\n0\r\n\r\n'
+    async with served() as address:
+        stream = await trio.open_tcp_stream("127.0.0.1", int(address.rpartition(":")[2]))
+        async with stream:
+            await stream.send_all((head + body).encode())
+            got = b"".join([piece async for piece in stream])
+    assert json.loads(got.rpartition(b"\r\n")[2]) == 1
+    assert measured <= 2 * chunks
+
+
+async def test_a_body_beyond_the_bound_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "MAX_BODY", 1_000)
+    async with served() as address:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await post(address, b" " * 1_001)
+        assert (await post(address, b'{"answer": 1}')).json() == 1
