@@ -28,7 +28,7 @@ WORKSPACE = "/workspace"
 _HOST_FAULTS = frozenset({errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EBADF, errno.ESTALE, errno.EROFS})
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _MAX_LINKS = 40
-MAX_DEPTH = 100  # folders in folders, of a tree that is copied
+MAX_DEPTH = 100  # folders in folders, of a path or of a tree that is copied: each takes a descriptor
 _MAX_ENTRIES = 1 << 16
 _CHUNK = 1 << 20
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -213,6 +213,8 @@ class Folder:
                             os.close(stack.pop())
                     todo.extendleft(reversed(target.split("/")))
                 elif any(rest not in ("", ".") for rest in todo):
+                    if len(stack) > MAX_DEPTH:
+                        raise SandboxPathError(f"{path[:100]!r}… is deeper than {MAX_DEPTH} folders")
                     stack.append(self._enter(stack[-1], part, make=make))
                 else:
                     return stack.pop(), part

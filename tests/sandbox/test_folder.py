@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import signal
 import subprocess
 import tarfile
@@ -15,7 +16,7 @@ import pytest
 from agentrl.errors import SandboxError, SandboxPathError
 from agentrl.owner import is_dead, label, reap
 from agentrl.sandbox import archive
-from agentrl.sandbox.folder import Folder, stays_inside, usage
+from agentrl.sandbox.folder import MAX_DEPTH, Folder, stays_inside, usage
 
 MB = 1 << 20
 
@@ -96,6 +97,33 @@ def test_faults_of_box_and_host_are_told_apart(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "readlink", broken)
     with pytest.raises(SandboxError):
         folder.read("f")
+    folder.close()
+
+
+@pytest.mark.parametrize("path", ["a/" * 3_000 + "f", "down/" * 8 + "f"], ids=["its own names", "links"])
+def test_a_path_without_end_is_the_policys_and_takes_few_descriptors(path: str, tmp_path: Path) -> None:
+    (tmp_path / ("a/" * 240)).mkdir(parents=True)
+    for depth in range(0, 240, 30):
+        (tmp_path / ("a/" * depth) / "down").symlink_to("a/" * 30)
+    folder = Folder(tmp_path, limit=MB)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 200, before[1]))
+    try:
+        for call in (lambda: folder.write(path, b"x"), lambda: folder.make_folder(path), lambda: folder.read(path)):
+            with pytest.raises(SandboxPathError):
+                call()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        folder.close()
+
+
+def test_a_path_may_be_deep_and_wind(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, limit=MB)
+    path = "a/../" * 1_000 + "a/" * MAX_DEPTH + "f"
+    folder.write(path, b"x")
+    assert folder.read(path) == b"x"
+    with pytest.raises(SandboxPathError, match=f"deeper than {MAX_DEPTH} folders"):
+        folder.write(f"a/{path}", b"x")
     folder.close()
 
 
