@@ -92,9 +92,9 @@ async def check_nothing_dropped(
 ) -> None:
     """Raises AssertionError, which names seed and action, if an action ends in a failure that leaves the baseline.
 
-    For each seed, every argument of every tool takes numbers and texts that tools stumble over, and `turns` actions are
-    drawn at random. `actions` adds your own to these: texts that your environment should survive, also correct ones.
-    When an episode ends, the next one begins with the same task."""
+    For each seed, every argument of every tool takes numbers and texts that tools stumble over, each of `actions` is
+    played (your own: texts that your environment should survive, also correct ones), and `turns` more are drawn at
+    random, some of them yours. When an episode ends, the next one begins with the same task."""
     for seed in seeds:
         env = make()
         try:
@@ -106,7 +106,7 @@ async def check_nothing_dropped(
 async def _played(env: AsyncEnv, task: Task, turns: int, own: Sequence[str]) -> None:
     chosen = random.Random(task.seed)
     await answers.start(env, task)
-    planned = [*_sweep(env, chosen), *(action_at_random(env, chosen, own) for _ in range(turns))]
+    planned = [*_sweep(env, chosen), *own, *(action_at_random(env, chosen, own) for _ in range(turns))]
     chosen.shuffle(planned)
     over = False
     for number, action in enumerate(planned):

@@ -7,7 +7,7 @@ import re
 
 def correct(prompt, completion: str, row) -> float:
     """1 if the last number behind `####` is the row's, else 0. A row's `answer` ends as GSM8K's do: `#### 72`."""
-    found = re.findall(r"####\s*(-?[\d,]+(?:\.\d+)?)", completion)
+    found = re.findall(r"####\s*(-?\d[\d,]*(?:\.\d+)?)", completion)
     return float(bool(found) and number(found[-1]) == number(row["answer"].rpartition("####")[2]))
 
 
