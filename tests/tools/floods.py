@@ -1,4 +1,4 @@
-"""A box whose program writes without end and never a line, but for what it says first."""
+"""Boxes without walls or programs: what runs there floods, ends at once, or says what it was told to say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ PIECE = 1 << 16
 
 
 class Floods:
-    """Box and process in one. `written` counts bytes as if `first` were a piece like the others."""
+    """Box and process in one, which writes without end and never a line, but for `first`. `written` counts bytes as if
+    `first` were a piece like the others."""
 
     def __init__(self, first: bytes = b"") -> None:
         self._first = first
@@ -47,3 +48,21 @@ class EndsAtOnce:
 
     async def kill(self) -> ExecResult:
         return self._result
+
+
+class Says:
+    """Box and process in one: what is started says these lines, one for each look."""
+
+    def __init__(self, *lines: bytes) -> None:
+        self._lines = list(lines)
+
+    async def start(self, *_: object, **__: object) -> Says:
+        return self
+
+    async def send(self, data: bytes) -> None: ...
+
+    async def receive(self) -> bytes:
+        await trio.lowlevel.checkpoint()
+        return self._lines.pop(0) + b"\n" if self._lines else b""
+
+    async def kill(self) -> None: ...

@@ -17,7 +17,7 @@ from agentrl_tools.python import Python
 from agentrl_tools.search import Search
 from agentrl_tools.shell import Shell
 
-from .floods import EndsAtOnce, Floods
+from .floods import EndsAtOnce, Floods, Says
 
 pytestmark = pytest.mark.bubblewrap
 
@@ -97,6 +97,15 @@ async def test_python_forged_answers_do_not_crash_the_host(box: Sandbox) -> None
     assert "NameError" in result.content  # the session's own names are not the code's
     forge = "import os\nfor fd in range(3, 20):\n  try: os.write(fd, b'not json\\n')\n  except OSError: pass"
     assert (await python.call({"code": forge})).is_error
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [b"[" * 20_000, b"9" * 20_000, b"[1]", b"null", b'{"output": 1, "failed": 0, "cut": 0}', b'{"output": "\xc3\xa9"}'],
+)
+async def test_a_reply_that_the_code_wrote_itself_is_an_error_that_the_model_reads(reply: bytes) -> None:
+    python = Python(cast(Sandbox, Says(b"ready", reply)))
+    assert "no readable answer" in (await python.call({"code": "1"})).content
 
 
 async def test_what_a_python_session_writes_is_bounded() -> None:

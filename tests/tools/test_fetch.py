@@ -77,6 +77,22 @@ async def test_redirect_to_elsewhere_is_not_followed() -> None:
         await HttpFetch(["docs.example.org"], transport=served(asked)).call({"url": "http://docs.example.org/loop"})
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["http://docs.example.org../", f"http://{'a' * 64}.example.org/", "http://a..example.org/", "http://\u200d.a/"],
+)
+async def test_a_host_that_cannot_be_looked_up_is_an_error_that_the_model_reads(url: str) -> None:
+    with pytest.raises(ToolError, match="cannot fetch"):
+        await HttpFetch(["docs.example.org", "*.example.org", "*.a"]).call({"url": url})
+
+
+async def test_a_redirect_to_what_is_no_address_is_an_error_that_the_model_reads() -> None:
+    for location in ("http://[bad", "//[", "http://docs.example.org:99999/", "/\x01"):
+        moved = httpx.MockTransport(lambda _, to=location: httpx.Response(302, headers={"location": to}))
+        with pytest.raises(ToolError, match=r"Invalid|not an address|fetch"):
+            await HttpFetch(["docs.example.org"], transport=moved).call({"url": "http://docs.example.org/"})
+
+
 async def test_size_is_bounded_and_flagged() -> None:
     fetch = HttpFetch(["*.example.org"], fetch_bytes=1000, output_bytes=5000, transport=served([]))
     result = await fetch.call({"url": "http://a.example.org/big"})

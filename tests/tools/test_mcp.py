@@ -148,8 +148,12 @@ async def test_server_in_a_box(box: Sandbox) -> None:
     await box.write("server.py", (HERE / "box_mcp_server.py").read_bytes())
     server = McpServer(command=["python3", "server.py"], sandbox=box, start_s=START_S)
     try:
-        (tool,) = await server.open()
+        tool, *wrong = await server.open()
         assert (await tool.call({})).content == "/workspace 1000"
+        for one in wrong:
+            with pytest.raises(ToolError, match=f"^{one.name}: "):
+                await one.call({})
+        assert len(wrong) == 6 and not (await tool.call({})).is_error, "it goes on after what it should not have said"
         await box.close()
         with pytest.raises(ToolError, match="is gone"):
             await tool.call({})
@@ -168,3 +172,12 @@ async def test_what_a_server_in_a_box_writes_is_bounded() -> None:
 def test_settings_of_another_kind_are_named() -> None:
     with pytest.raises(UsageError, match=r"^command = 'server --fast': give a list of the program and its arguments$"):
         McpServer(command="server --fast")
+
+
+@pytest.mark.bubblewrap
+async def test_a_list_of_tools_that_is_none_is_a_server_that_does_not_start(box: Sandbox) -> None:
+    program = (HERE / "box_mcp_server.py").read_text().replace('{"tools": TOOLS}', '{"tools": 1}')
+    await box.write("server.py", program.encode())
+    server = McpServer(command=["python3", "server.py"], sandbox=box, start_s=START_S)
+    with pytest.raises(InfrastructureError, match="'python3' does not list its tools: ValidationError"):
+        await server.open()

@@ -68,7 +68,7 @@ class HttpFetch(SchemaChecked):
                             url = urljoin(url, response.headers["location"])
                             continue
                         return await self._shown(url, response)
-                except (httpx.HTTPError, httpx.InvalidURL) as error:
+                except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # the last of urljoin, and of IDNA
                     raise ToolError(f"cannot fetch {url}: {error or type(error).__name__}") from error
         raise ToolError(f"more than {_REDIRECTS} redirects")
 

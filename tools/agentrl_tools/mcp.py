@@ -21,13 +21,14 @@ from typing import Any, Final
 import trio
 
 from agentrl.env.tools import argument_check, clean_text
-from agentrl.errors import InfrastructureError, ToolError, UsageError
+from agentrl.errors import InfrastructureError, ToolError, UsageError, boundary
 from agentrl.owner import owned_folder
 from agentrl.protocols import Sandbox, ToolResult
 from agentrl.records import Json
 from agentrl_tools.base import OUTPUT_BYTES, text_result
 
 _LINE_BYTES: Final = 16 << 20
+_WHY: Final = 300  # characters of what is wrong with an answer
 _WAITING_MESSAGES: Final = 16  # of a server in a box, which the policy may have made its own
 
 logging.getLogger("mcp").addHandler(logging.NullHandler())  # else each line that is no message is a traceback on stderr
@@ -72,7 +73,8 @@ class McpServer:
             with trio.move_on_after(self._start_s):
                 await self._ready.wait()
                 if self._client is not None:
-                    return await self._listed()
+                    with boundary(InfrastructureError, f"MCP server {self._name!r} does not list its tools:"):
+                        return await self._listed()
         except BaseException:
             await self.aclose()
             raise
@@ -98,8 +100,8 @@ class McpServer:
                 await self._gone.wait()
 
     async def ask(self, name: str, arguments: dict[str, Json]) -> Any:
-        """Call a tool: the package's `CallToolResult`. Raises ToolError for a call that the server refuses, and if a
-        server in a box is gone; InfrastructureError if a server elsewhere is gone."""
+        """Call a tool: the package's `CallToolResult`. Raises ToolError for a call that the server refuses or answers
+        in no shape of the protocol, and if a server in a box is gone; InfrastructureError if one elsewhere is gone."""
         from mcp.shared.exceptions import MCPError
         from mcp_types import CONNECTION_CLOSED
 
@@ -114,6 +116,8 @@ class McpServer:
                 if error.code == CONNECTION_CLOSED:
                     raise self._lost(f"it ended during {name}") from error
                 raise ToolError(f"{name}: {error}") from error
+            except (ValueError, RuntimeError) as error:  # the package's, for an answer that fits no schema
+                raise ToolError(f"{name}: the server's answer cannot be read: {str(error)[:_WHY]}") from error
         if deadline.cancelled_caught:
             raise ToolError(f"{name} was ended after {self.call_s:g} s")
         return result

@@ -7,7 +7,6 @@ the policy's code can import, and needs no disk.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Mapping
 from typing import Final
@@ -139,7 +138,7 @@ class Python(SchemaChecked):
         try:
             said = json.loads(reply)
             output, failed, was_cut = base64.b64decode(said["output"]), bool(said["failed"]), bool(said["cut"])
-        except (ValueError, KeyError, TypeError, binascii.Error):  # the code wrote on the session's own line
+        except (ValueError, KeyError, TypeError, RecursionError):  # the code wrote on the session's own line
             return ToolResult(content="[the session gave no readable answer]", is_error=True)
         text = readable(output).rstrip("\n") or "[no output]"
         return text_result(text, self._output_bytes, is_error=failed, truncated=was_cut)
