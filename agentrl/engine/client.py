@@ -272,6 +272,8 @@ class EngineClient:
         return kind(f"{self.url} answered {status}: {refusal(body)}")
 
     def _refused(self, status: int, body: bytes) -> EngineError:
+        if status in _REFUSALS:
+            return EngineRefusal(f"{self.url} answered {status}: {refusal(body)}")
         kind = EngineUnavailable if status >= 500 or status in _NOT_NOW else EngineError
         return kind(f"{self.url} answered {status}: {refusal(body)}")
 

@@ -61,12 +61,15 @@ class ScoringClient:
         """A classification head's outputs for a text or token ids, one number a label; with `activation` after a
         sigmoid (one label) or softmax.
 
-        Raises EngineTimeout at the deadline, EngineError if the server refuses, ScoreError if it answers otherwise."""
+        Raises EngineTimeout at the deadline, EngineRefusal if the server refuses what it is asked (a text too long for
+        it, say), EngineError if it refuses for another reason, ScoreError if it answers otherwise."""
         return await self._classify({"input": given if isinstance(given, str) else list(given)}, activation)
 
-    async def classify_chat(self, messages: Sequence[Message], *, activation: bool = False) -> tuple[float, ...]:
+    async def classify_chat(
+        self, messages: Sequence[Message], *, activation: bool = False, deadline_s: float | None = None
+    ) -> tuple[float, ...]:
         """The same of a conversation, rendered by the server's chat template."""
-        return await self._classify({"messages": list(messages)}, activation)
+        return await self._classify({"messages": list(messages)}, activation, deadline_s)
 
     async def chat(
         self,
@@ -79,7 +82,7 @@ class ScoringClient:
         """The model's answer, empty if it gave none. With a JSON `schema` the server lets it write nothing else.
         `options` go into the request as they are (`temperature`, `max_tokens`, `chat_template_kwargs`, …).
 
-        Raises EngineTimeout at the deadline, EngineError if the server refuses, ScoreError if it answers otherwise."""
+        Raises as `classify`."""
         asked = dict(options)
         if schema is not None:
             named: dict[str, Json] = {"name": "answer", "strict": True, "schema": dict(schema)}
@@ -112,8 +115,10 @@ class ScoringClient:
         except (KeyError, TypeError, ValueError) as error:
             raise ScoreError(f"{self.url} gave no tokens: {str(answer)[:200]}") from error
 
-    async def _classify(self, asked: Mapping[str, Json], activation: bool) -> tuple[float, ...]:
-        answer = await self._post("/classify", {**self._model, **asked, "use_activation": activation})
+    async def _classify(
+        self, asked: Mapping[str, Json], activation: bool, deadline_s: float | None = None
+    ) -> tuple[float, ...]:
+        answer = await self._post("/classify", {**self._model, **asked, "use_activation": activation}, deadline_s)
         try:
             (entry,) = answer["data"]
             return tuple(float(number) for number in entry["probs"])

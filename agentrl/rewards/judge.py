@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from agentrl.engine.scoring import ScoringClient
 from agentrl.errors import ConfigError, ScoreError
 from agentrl.records import Json, Message, Trajectory
-from agentrl.rewards.transcripts import fenced, messages_of
+from agentrl.rewards.shortening import asked_shorter
+from agentrl.rewards.transcripts import fenced, messages_of, shortened
 
 _REASON_CHARS = 600  # of a guided answer: so many and the rest fit its tokens
 # What changes from call to call comes last, so that a server computes the rubric once.
@@ -37,6 +38,9 @@ Answer with one JSON object and nothing else, the reason (a few sentences) first
 {low} to {high}:
 {{"reason": "...", "boundary": "{boundary}", "score": ...}}"""
 _ASK = "The transcript is over. Judge it by the rubric, and answer with the JSON object alone."
+_IN_PART = """\
+The transcript was too long. Where a line of it begins with {boundary} and a number of characters, these are missing.
+"""
 
 
 class _Answer(BaseModel):
@@ -61,6 +65,9 @@ class Judge:
     `guided` has the server hold the judge to the answer's format (JSON schema, as vLLM has it); switch it off for a
     server that cannot. An answer without a verdict is asked for again until `attempts` are spent. `options` go into
     each request (`chat_template_kwargs`, `reasoning_effort`, another `temperature` or `max_tokens`).
+
+    A transcript that the server refuses (it is too long for its model) is shown in part: its longest messages lose
+    their middle, and the judge is told where. One of which the server takes no part gets the lowest points.
 
     Example::
 
@@ -96,23 +103,30 @@ class Judge:
         if isinstance(transcript, str):
             transcript = [{"role": "work", "content": transcript}]
         deadline = trio.current_time() + self._client.deadline_s
-        for _ in range(self._attempts - 1):
-            with suppress(ScoreError):
-                return await self._ask(transcript, deadline)
-        return await self._ask(transcript, deadline)
+
+        async def ask(messages: Sequence[Message], most: int | None) -> Judgement:
+            for _ in range(self._attempts - 1):
+                with suppress(ScoreError):
+                    return await self._ask(messages, most, deadline)
+            return await self._ask(messages, most, deadline)
+
+        lowest = Judgement(points=self._scale[0], score=0.0, reason="the judge's server refused the transcript")
+        return await asked_shorter(ask, transcript, lowest)
 
     async def __call__(self, trajectory: Trajectory) -> float:
         """As a rewarder: the score, from 0 to 1, of all that was said."""
         return (await self.score(messages_of(trajectory))).score
 
-    async def _ask(self, messages: Sequence[Message], deadline: float) -> Judgement:
-        boundary = secrets.token_hex(8)
+    async def _ask(self, messages: Sequence[Message], most: int | None, deadline: float) -> Judgement:
+        boundary, said = secrets.token_hex(8), _ASK
+        if most is not None:
+            messages, said = shortened(messages, most, f"{boundary} "), _IN_PART.format(boundary=boundary) + _ASK
         low, high = self._scale
         system = _SYSTEM.format(boundary=boundary, rubric=self._rubric, low=low, high=high)
         answer = await self._client.chat(
             [
                 {"role": "system", "content": system},
-                {"role": "user", "content": f"{fenced(messages, boundary)}\n\n{_ASK}"},
+                {"role": "user", "content": f"{fenced(messages, boundary)}\n\n{said}"},
             ],
             schema=self._schema(boundary) if self._guided else None,
             deadline_s=max(deadline - trio.current_time(), 0.0),

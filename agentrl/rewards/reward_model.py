@@ -5,26 +5,42 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import trio
+
 from agentrl.engine.scoring import ScoringClient
 from agentrl.errors import ScoreError
 from agentrl.records import Message, Trajectory
-from agentrl.rewards.transcripts import defused_messages, messages_of
+from agentrl.rewards.shortening import asked_shorter
+from agentrl.rewards.transcripts import defused_messages, messages_of, shortened
 
 
 class RewardModel:
     """Scores by one output of a classification model that a server offers (`vllm serve MODEL --runner pooling`).
 
     `label` says which output, of a model with several. It is the head's own number, unbounded, unless `activation` asks
-    for a sigmoid's (one label) or softmax's (several)."""
+    for a sigmoid's (one label) or softmax's (several).
 
-    def __init__(self, client: ScoringClient, *, label: int = 0, activation: bool = False) -> None:
-        self._client, self._label, self._activation = client, label, activation
+    A conversation that the server refuses (it is too long for the model) is scored in part: its longest messages lose
+    their middle. One of which it takes no part is worth `refused`."""
+
+    def __init__(
+        self, client: ScoringClient, *, label: int = 0, activation: bool = False, refused: float = 0.0
+    ) -> None:
+        self._client, self._label, self._activation, self._refused = client, label, activation, refused
 
     async def score(self, messages: Sequence[Message]) -> float:
         """The reward of a conversation, which the server's chat template renders; nothing in it is a control token.
+        Takes no longer than the client's `deadline_s` in all.
 
         Raises ScoreError for a model without this label or for no number, EngineError as the client does."""
-        return self._read(await self._client.classify_chat(defused_messages(messages), activation=self._activation))
+        deadline = trio.current_time() + self._client.deadline_s
+
+        async def ask(messages: Sequence[Message], most: int | None) -> float:
+            shown = defused_messages(messages if most is None else shortened(messages, most))
+            left_s = max(deadline - trio.current_time(), 0.0)
+            return self._read(await self._client.classify_chat(shown, activation=self._activation, deadline_s=left_s))
+
+        return await asked_shorter(ask, messages, self._refused)
 
     async def score_raw(self, given: str | Sequence[int]) -> float:
         """The reward of a text or of token ids, unchanged: any control token in them counts as one. Raises as `score`

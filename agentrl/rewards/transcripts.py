@@ -41,6 +41,27 @@ def defused_messages(messages: Sequence[Message]) -> list[Message]:
     return [cast("Message", _defused(dict(message))) for message in messages]
 
 
+def shortened(messages: Sequence[Message], most: int, mark: str = "") -> list[Message]:
+    """Messages whose contents have about `most` characters together: the longest ones lose their middle, and a line in
+    its place, which begins with `mark`, says how much. Short ones stay whole: none pushes another out."""
+    sizes, level, left = sorted(map(_chars, messages)), 0, most
+    for at, size in enumerate(sizes):
+        if size > (level := left // (len(sizes) - at)):
+            break
+        left -= size
+    return [message if _chars(message) <= level else _cut(message, level, mark) for message in messages]
+
+
+def _chars(message: Message) -> int:
+    return len(message["content"])
+
+
+def _cut(message: Message, most: int, mark: str) -> Message:
+    text, half = message["content"], most // 2
+    note = f"\n{mark}{len(text) - 2 * half} characters are left out here\n"
+    return {**message, "content": text[:half] + note + text[len(text) - half :]}
+
+
 def fenced(messages: Sequence[Message], boundary: str) -> str:
     """The messages, each behind a line with `boundary` and who speaks, and a last such line."""
     parts = [f"{boundary} {_speaker(message)}\n{_body(message)}" for message in messages]

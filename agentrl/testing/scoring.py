@@ -18,17 +18,29 @@ class FakeScoring(httpx.AsyncBaseTransport):
     judge's points, a judge's text instead of a verdict, or an httpx exception to raise. A reward model's `outputs` are
     the same in every call that does not fail.
 
-    `requests` records all requests as (path, body)."""
+    A request with messages of more than `longest` characters is refused, as a model refuses what its context cannot
+    hold; it takes no entry of the script. `requests` records all requests as (path, body)."""
 
-    def __init__(self, *script: int | str | httpx.TransportError, outputs: Sequence[float] = (0.0,)) -> None:
+    def __init__(
+        self,
+        *script: int | str | httpx.TransportError,
+        outputs: Sequence[float] = (0.0,),
+        longest: int | None = None,
+    ) -> None:
         self.requests: list[tuple[str, dict[str, Any]]] = []
-        self._script, self._outputs = script or (0,), list(outputs)
+        self._script, self._outputs, self._longest = script or (0,), list(outputs), longest
+        self._answered = 0
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """The next answer of the script."""
         body: dict[str, Any] = json.loads(await request.aread())
-        entry = self._script[min(len(self.requests), len(self._script) - 1)]
         self.requests.append((request.url.path, body))
+        chars = sum(len(message["content"]) for message in body.get("messages", ()))
+        if self._longest is not None and chars > self._longest:
+            said = f"This model's maximum context length is {self._longest} characters, and there are {chars}"
+            return _answer({"error": {"message": said, "code": 400}}, 400)
+        entry = self._script[min(self._answered, len(self._script) - 1)]
+        self._answered += 1
         if isinstance(entry, httpx.TransportError):
             raise entry
         if request.url.path == "/classify":
@@ -42,5 +54,5 @@ def _verdict(system: str, points: int) -> str:
     return json.dumps({"reason": "scripted", "boundary": boundary[1] if boundary else "", "score": points})
 
 
-def _answer(document: dict[str, Json]) -> httpx.Response:
-    return httpx.Response(200, content=json.dumps(document).encode())
+def _answer(document: dict[str, Json], status: int = 200) -> httpx.Response:
+    return httpx.Response(status, content=json.dumps(document).encode())
