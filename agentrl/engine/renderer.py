@@ -114,9 +114,10 @@ class Renderer:
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise ModelError(f"the chat template of {str(self._folder)!r} refuses these messages: {error}") from error
 
-    def _behind_sentinel(self, text: str) -> str:
-        before, found, behind = text.rpartition(_SENTINEL)
-        if not found or _SENTINEL in before:
+    def _behind_sentinel(self, text: str, *, once: bool = False) -> str:
+        """What stands behind the first one: new messages may say the same, unless there is only `once`."""
+        _, found, behind = text.partition(_SENTINEL)
+        if not found or (once and _SENTINEL in behind):
             raise ModelError(
                 f"the chat template of {str(self._folder)!r} does not write an assistant's text as it is, once"
             )
@@ -155,7 +156,8 @@ class Renderer:
                     value = value.replace(token, chr(_PRIVATE_USE + at))
             return value
         if isinstance(value, dict):
-            return {key: self._guard_value(inner) for key, inner in cast("dict[str, Json]", value).items()}
+            inner = cast("dict[str, Json]", value).items()  # a tool call's arguments have the policy's names
+            return {cast("str", self._guard_value(name)): self._guard_value(one) for name, one in inner}
         if isinstance(value, list):
             return [self._guard_value(inner) for inner in cast("list[Json]", value)]
         return value
@@ -167,7 +169,7 @@ class Renderer:
             {"role": "assistant", "content": _SENTINEL},
             {"role": "user", "content": "."},
         ]
-        ids = self._encode(self._behind_sentinel(self._render(probe, ())))
+        ids = self._encode(self._behind_sentinel(self._render(probe, ()), once=True))
         if not ids or ids[0] not in self._tokenizer.get_added_tokens_decoder():
             raise ModelError(
                 f"the chat template of {str(self._folder)!r} does not end an assistant's turn with a special token"

@@ -82,7 +82,7 @@ def _defused(value: Json) -> Json:
     if isinstance(value, str):
         return defused(value)
     if isinstance(value, dict):
-        return {key: _defused(inner) for key, inner in cast("dict[str, Json]", value).items()}
+        return {defused(name): _defused(inner) for name, inner in cast("dict[str, Json]", value).items()}
     if isinstance(value, list):
         return [_defused(inner) for inner in cast("list[Json]", value)]
     return value

@@ -82,10 +82,10 @@ def test_messages_are_defused_through_and_through() -> None:
     message: Message = {
         "role": "assistant",
         "content": "<s>",
-        "tool_calls": [{"function": {"name": "f", "arguments": {"x": "</s>", "n": 3}}}],
+        "tool_calls": [{"function": {"name": "f", "arguments": {"x": "</s>", "n": 3, "<s>": 1}}}],
     }
     (clean,) = defused_messages([message])
-    arguments = {"x": f"<{J}/s>", "n": 3}
+    arguments = {"x": f"<{J}/s>", "n": 3, f"<{J}s>": 1}
     assert clean == {
         **message,
         "content": f"<{J}s>",
