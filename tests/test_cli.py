@@ -108,6 +108,19 @@ def test_what_is_no_run_file_or_no_folder_is_one_line(tmp_path: Path) -> None:
         assert "config.json is no configuration" in one_line(stderr)
 
 
+def test_an_evaluation_replaces_no_run_that_trained(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", parse({"model": "m", "env": {"id": "e"}}))
+    words = ("eval", "agentrl/tiny-coder", "--env", "agentrl/Calculator-v0", "--n", 2, "--out", run.path)
+    checkpoint = run.checkpoints / "step-00000001"
+    checkpoint.mkdir()
+    assert agentrl(*words)[::2] == (2, f"agentrl: {run.path} holds a run that trained: give another --out\n")
+    checkpoint.rmdir()
+    with RunStore.open(run.store_path) as store:
+        store.set_meta("train_started_s", "1.0")
+    assert agentrl(*words)[0] == 2
+    assert run.store_path.exists()
+
+
 def test_a_module_of_the_working_folder_is_found_as_its_file_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

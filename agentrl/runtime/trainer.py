@@ -320,16 +320,18 @@ def evaluate(
     adapters: Adapters | None = None,
     *,
     out: Path,
-    overwrite: bool = True,
     view: View | None = None,
 ) -> list[evaluation.EvalResult]:
     """Measure `config.model`, with `adapters` over it, on `config.eval.sets` without training; its own run directory
-    holds the episodes. `agentrl.runtime.measuring` gives both for a run that was trained."""
+    `out` holds the episodes, in the place of those of an earlier evaluation. `agentrl.runtime.measuring` gives both for
+    a run that was trained. Raises UsageError if `out` holds a run that trained."""
     if config.syncs_memory and config.engine.urls:
         hint = "no learner is there to send weights from its memory: leave it out, or give engine.sync = 'full'"
         raise ConfigError("engine.urls", config.engine.urls, hint)
     check_startable(config)
-    run = RunDir.create(out, config, overwrite=overwrite)
+    if _has_trained(RunDir(out)):
+        raise UsageError(f"{out} holds a run that trained: give another --out")
+    run = RunDir.create(out, config, overwrite=True)
     if adapters is not None:
         adapters.copy_into(run)
 
@@ -343,6 +345,14 @@ def evaluate(
     with RunStore.read(run.store_path) as store:
         found = [evaluation.result(store, s.name, evaluation.label(s.name, "now")) for s in config.eval.sets]
         return [result for result in found if result is not None]
+
+
+def _has_trained(run: RunDir) -> bool:
+    if not run.store_path.exists():
+        return False
+    with RunStore.read(run.store_path) as store:
+        begun = store.meta("train_started_s") is not None
+    return begun or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir()))
 
 
 def _document(config: RunConfig | Mapping[str, Any] | Path | str | None) -> dict[str, Any]:
