@@ -10,11 +10,13 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Final, TypeVar, cast, get_type_hints, overload
 
 import jsonschema
+import jsonschema.validators
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from agentrl.env.bridge import call
@@ -226,7 +228,7 @@ class ArgumentCheck:
             jsonschema.Draft202012Validator.check_schema(parameters)
         except jsonschema.SchemaError as error:
             raise UsageError(f"tool {self._name!r} has an invalid JSON schema: {error.message}") from error
-        self._validator: Any = jsonschema.Draft202012Validator(parameters)
+        self._validator: Any = _VALIDATOR(parameters)
 
     def __call__(self, arguments: Mapping[str, Json]) -> dict[str, Json]:
         """The arguments as a tool may take them: 1.0, an integer by JSON Schema, is 1. Raises ToolArgumentError naming
@@ -245,6 +247,30 @@ def _whole(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _whole(inner) for key, inner in cast("dict[str, Any]", value).items()}
     return [_whole(inner) for inner in cast("list[Any]", value)] if isinstance(value, list) else value
+
+
+def _unique_items(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+    """`uniqueItems` in linear time: equal values have one text, whatever the order of their members. jsonschema's own
+    compares each with each if they cannot be sorted."""
+    if wanted and isinstance(value, list):
+        items = cast("list[Any]", value)
+        if len({json.dumps(_whole(item), sort_keys=True) for item in items}) < len(items):
+            yield jsonschema.ValidationError(f"its items must differ: {value!r}")
+
+
+def _multiple_of(validator: Any, unit: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+    """`multipleOf`, also of an integer that no float can be: jsonschema's own raises OverflowError."""
+    try:
+        yield from jsonschema.Draft202012Validator.VALIDATORS["multipleOf"](validator, unit, value, schema)
+    except OverflowError:
+        if Fraction(value) % Fraction(unit):
+            yield jsonschema.ValidationError(f"not a multiple of {unit}: {value!r}")
+
+
+_extended = cast("Callable[..., Any]", jsonschema.validators.extend)  # pyright: ignore[reportUnknownMemberType]
+_VALIDATOR: Final = _extended(
+    jsonschema.Draft202012Validator, {"uniqueItems": _unique_items, "multipleOf": _multiple_of}
+)
 
 
 def _error_place(error: Any) -> str:

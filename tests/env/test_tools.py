@@ -1,5 +1,6 @@
 """`@tool`: schemas from hints and docstrings, argument checks, results as the model reads them."""
 
+import itertools
 import threading
 from typing import Annotated, Any, Literal
 
@@ -291,3 +292,63 @@ async def test_an_integer_written_with_a_point_is_an_integer_for_the_tool():
     schema = {"type": "object", "properties": {"line": {"type": "integer"}}}
     await SchemaTool("t", "T.", schema, lambda arguments: given.append(arguments["line"])).call({"line": 1.0})
     assert given == [1] and type(given[0]) is int
+
+
+json_values = st.recursive(
+    st.sampled_from([0, 1, 1.0, True, False, None, "1", "", 0.5]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+    max_leaves=4,
+)
+UNIQUE = ArgumentCheck({"parameters": {"properties": {"x": {"uniqueItems": True}}}})
+
+
+def unique(items: list[Any]) -> bool:
+    try:
+        UNIQUE({"x": items})
+    except ToolArgumentError as error:
+        assert "argument 'x': its items must differ" in str(error)
+        return False
+    return True
+
+
+def same(one: Any, other: Any) -> bool:
+    """As JSON Schema says it."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return one == other
+
+
+@given(st.lists(json_values, max_size=4))
+def test_items_are_unique_as_json_schema_says(items):
+    assert unique(items) == (not any(same(one, other) for one, other in itertools.combinations(items, 2)))
+
+
+def test_unique_items_are_found_in_linear_time():
+    compared = 0
+
+    class Counted(int):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    assert unique([None, *map(Counted, range(300))]) and not unique([None, *map(Counted, range(300)), 299])
+    assert compared <= 600
+
+
+@pytest.mark.parametrize(
+    ("unit", "value", "fits"), [(0.5, 10**400, True), (0.75, 10**400, False), (2, 10**400, True)], ids=str
+)
+def test_an_integer_that_no_float_can_be_is_judged(unit, value, fits):
+    check = ArgumentCheck({"parameters": {"properties": {"x": {"multipleOf": unit}}}})
+    if fits:
+        assert check({"x": value}) == {"x": value}
+    else:
+        with pytest.raises(ToolArgumentError, match=r"argument 'x': not a multiple of 0\.75: 1000"):
+            check({"x": value})
