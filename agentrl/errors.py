@@ -191,7 +191,10 @@ class ParseError(PolicyFault):
 
 
 class StructuralParseError(ParseError):
-    """The envelope is broken: an unclosed tag, JSON that does not parse."""
+    """The envelope is broken: an unclosed tag, JSON that does not parse. `read`: how many characters of JSON it took to
+    know it, at most."""
+
+    read: int = 0
 
 
 class ContentParseError(ParseError):

@@ -2,7 +2,8 @@
 
 A dialect is total: any text gives a `Parsed`, never an exception, and every call that was begun comes back in order,
 well-formed or `Malformed`. It reads a call's JSON where it begins and goes on where it ends, so that a tag within a
-string is content.
+string is content. A broken call may be read again from within: after `MAX_BROKEN` of them the rest is one, so that any
+text is read in linear time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from typing import Any, ClassVar, Final, cast
 from agentrl.env.tool_calls import Malformed, Parsed, ToolCall, call_of, decode_json, dump, named_call, skip_space
 from agentrl.errors import ContentParseError, ParseError, StructuralParseError, UnknownIdError
 from agentrl.records import Json, Message, Messages
+
+MAX_BROKEN: Final = 64
+"""So many broken calls of a text are read one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +43,22 @@ class ToolFormat(ABC):
     def parse(self, text: str) -> Parsed:
         start = self._end_of_thoughts(text)
         outside, calls, at = [text[:start]], list[ToolCall | Malformed](), start
-        for span in self.spans(text, start):
+        for span in self._spans(text, start):
             outside.append(text[at : span.begin])
             calls.append(span.call)
             at = span.end
         outside.append(text[at:])
         return Parsed("".join(outside), tuple(calls))
+
+    def _spans(self, text: str, start: int) -> Iterator[Span]:
+        broken = 0
+        for span in self.spans(text, start):
+            broken += isinstance(span.call, Malformed)
+            if broken > MAX_BROKEN:
+                error = StructuralParseError(f"{MAX_BROKEN} tool calls before it are broken: the rest is not read")
+                yield Span(span.begin, len(text), Malformed(error, text[span.begin :]))
+                return
+            yield span
 
     @abstractmethod
     def spans(self, text: str, start: int) -> Iterator[Span]:
@@ -71,7 +85,7 @@ class ToolFormat(ABC):
         if text.lstrip().startswith("<think>"):
             return len(text) if end < 0 else end + len("</think>")
         if end < 0 or any(
-            span.begin < end < span.end and isinstance(span.call, ToolCall) for span in self.spans(text, 0)
+            span.begin < end < span.end and isinstance(span.call, ToolCall) for span in self._spans(text, 0)
         ):
             return 0
         return end + len("</think>")
@@ -148,7 +162,7 @@ class Mistral(ToolFormat):
 
     name = "mistral"
     _tag: Final = "[TOOL_CALLS]"
-    _named: Final = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
+    _named: Final = re.compile(r"([\w.-]++)\s*+(?:\[CALL_ID\]\s*+\w++\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
 
     def write(self, *calls: ToolCall) -> str:
         return self._tag + "[" + ", ".join(_object(call, "arguments") for call in calls) + "]"
@@ -183,6 +197,8 @@ class Mistral(ToolFormat):
     def _list(self, text: str, at: int) -> Iterator[tuple[int, ToolCall | Malformed]]:
         """The elements of a list, one by one: what is broken must not take its siblings with it."""
         at = skip_space(text, at + 1)
+        if text.startswith("]", at):
+            yield at + 1, Malformed(StructuralParseError("the list of tool calls is empty"), "[]")
         while not text.startswith("]", at):
             call, end = _call_at(text, at, re.compile(r",\s*(?=\{\s*\"name\")|" + re.escape(self._tag)))
             after = skip_space(text, end)
@@ -197,8 +213,6 @@ class Mistral(ToolFormat):
                 return
             yield after + 1, call
             at = skip_space(text, after + 1)
-        if text[:at].rstrip().endswith("["):
-            yield at + 1, Malformed(StructuralParseError("the list of tool calls is empty"), "[]")
 
 
 class Harmony(ToolFormat):
@@ -209,6 +223,7 @@ class Harmony(ToolFormat):
     _message: Final = "<|message|>"
     _recipient: Final = re.compile(r"\bto=([^\s<]+)")
     _end: Final = re.compile(r"<\|(?:call|end|return|start|channel)\|>")
+    _more: Final = re.compile(r"\S")
 
     def write(self, *calls: ToolCall) -> str:
         heads = (f"<|channel|>commentary to=functions.{call.name} <|constrain|>json{self._message}" for call in calls)
@@ -233,9 +248,10 @@ class Harmony(ToolFormat):
                 call = Malformed(error, text[at:end].strip(), name)
             closed = re.compile(r"\s*<\|(?:call|end|return)\|>").match(text, end)
             start = closed.end() if closed else end
-            if not isinstance(call, Malformed) and not closed and text[end:].strip():
-                call = Malformed(StructuralParseError("the tool call holds more than one JSON object"), text[at:], name)
+            if not isinstance(call, Malformed) and not closed and self._more.search(text, end):
                 start = _next(text, end, self._end)
+                error = StructuralParseError("the tool call holds more than one JSON object")
+                call = Malformed(error, text[at:start], name)
             yield Span(begin, start, call)
 
     def _end_of_thoughts(self, text: str) -> int:
@@ -254,12 +270,14 @@ class PlainJson(ToolFormat):
         return "\n".join(_object(call, "arguments") for call in calls)
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
+        left = MAX_BROKEN * len(text)  # characters that may be read in vain; a line costs some, however early it breaks
         while (line := self._line.search(text, start)) is not None:
             at = line.end()
             try:
                 value, end = decode_json(text, at)
             except StructuralParseError as error:
-                following = self._line.search(text, at + 1)
+                left -= error.read + len(text) // MAX_BROKEN
+                following = self._line.search(text, at + 1) if left >= 0 else None
                 end = following.start() if following else len(text)
                 if re.search(r"\"name\"\s*:", text[at:end]):
                     yield Span(line.start(), end, Malformed(error, text[at:end].strip()))

@@ -52,16 +52,20 @@ def decode_json(text: str, at: int) -> tuple[Any, int]:
     surrogates, nesting deeper than `MAX_DEPTH`."""
     if text[at : at + 1] not in _BEGINS:  # cheaper than the decoder's error, which counts the lines before it
         raise StructuralParseError("the tool call is not valid JSON: Expecting value at character 0")
+    end = len(text)
     try:
         value, end = _DECODER.raw_decode(text, at)
+        _check_plain(value, MAX_DEPTH)
+        return value, end
+    except StructuralParseError as error:
+        broken = error
     except json.JSONDecodeError as error:
-        raise StructuralParseError(
-            f"the tool call is not valid JSON: {error.msg} at character {error.pos - at}"
-        ) from None
+        end = error.pos
+        broken = StructuralParseError(f"the tool call is not valid JSON: {error.msg} at character {end - at}")
     except (ValueError, RecursionError) as error:
-        raise StructuralParseError(f"the tool call is not valid JSON: {error}") from None
-    _check_plain(value, MAX_DEPTH)
-    return value, end
+        broken = StructuralParseError(f"the tool call is not valid JSON: {error}")
+    broken.read = end - at
+    raise broken from None
 
 
 def call_of(value: Any, raw: str, *, key: str = "arguments") -> ToolCall | Malformed:

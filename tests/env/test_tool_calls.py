@@ -1,12 +1,14 @@
 """Parsers of tool calls: total on any text, exact on what `write` wrote, in order, nothing dropped."""
 
+import json
 import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.env.dialects import FORMATS, get_format
+from agentrl.env import tool_calls
+from agentrl.env.dialects import FORMATS, MAX_BROKEN, get_format
 from agentrl.env.tool_calls import Malformed, ToolCall
 from agentrl.errors import ContentParseError, StructuralParseError, UnknownIdError
 
@@ -76,6 +78,69 @@ def test_a_long_text_is_read_in_time(name, piece):
     started = time.process_time()
     get_format(name).parse(text)
     assert time.process_time() - started < 20
+
+
+class Counting(json.JSONDecoder):
+    """Counts the characters that it reads, and some for those before a mistake, whose lines its error counts."""
+
+    def __init__(self) -> None:
+        super().__init__(strict=False)
+        self.read = 0
+
+    def raw_decode(self, s, idx=0):
+        end = len(s)
+        try:
+            value, end = super().raw_decode(s, idx)
+            return value, end
+        except json.JSONDecodeError as error:
+            end = error.pos
+            self.read += idx // MAX_BROKEN
+            raise
+        finally:
+            self.read += end - idx
+
+
+@pytest.mark.parametrize(
+    ("name", "piece"),
+    [
+        *(("json", piece) for piece in ("[\n", "{\n", "[[],\n", '[{"name": 1,\n', "[[[[[[[[[[]]]]]]]]]],[\n")),
+        *(("hermes", piece) for piece in ("<tool_call>{", "<tool_call>[", '<tool_call>["')),
+        *(("mistral", piece) for piece in ("[TOOL_CALLS][{", "[TOOL_CALLS]f{", ',{"name":1,"a":[1')),
+        ("harmony", "to=f<|message|>{"),
+        ("llama", ';{"a":[1'),
+        ("react", "Action: f\nAction Input: [\n"),
+    ],
+)
+def test_a_text_is_read_in_linear_time(name, piece, monkeypatch):
+    """An action is some thousand tokens, and nobody else is served while it is read."""
+    reader = Counting()
+    monkeypatch.setattr(tool_calls, "_DECODER", reader)
+    head, reads = {"mistral": "[TOOL_CALLS][1", "llama": "{"}.get(name, ""), list[int]()
+    for size in (60_000, 120_000):
+        reader.read = 0
+        get_format(name).parse(head + piece * (size // len(piece)))
+        reads.append(reader.read)
+    assert 0 < reads[1] <= 2.2 * reads[0] + 1_000 and reads[1] <= 2 * (MAX_BROKEN + 2) * 120_000
+
+
+def test_blanks_after_a_name_are_read_once():
+    """Each of them was tried as the end of the name's and the begin of the braces' blanks: minutes for this text."""
+    assert parsed("mistral", "[TOOL_CALLS]a" + " " * 300_000) == [("", STRUCTURAL)]
+
+
+def test_what_is_left_after_many_broken_calls_is_one():
+    last = ToolCall("last", {})
+    text = wrap("{") * (MAX_BROKEN + 1) + HERMES.write(last)
+    *_, last_read, rest = found = HERMES.parse(text).calls
+    assert len(found) == MAX_BROKEN + 1
+    assert last_read.raw == "{" and rest.raw == wrap("{") + HERMES.write(last)
+    assert "64 tool calls before it are broken" in str(rest.error)
+    assert HERMES.parse(wrap("{") * MAX_BROKEN + HERMES.write(last)).calls[-1] == last
+
+
+def test_the_texts_of_broken_calls_take_no_more_than_the_text():
+    text = "<|channel|> to=f<|message|>{} {}" * 3_000
+    assert sum(len(call.raw) for call in get_format("harmony").parse(text).calls) <= len(text)
 
 
 @pytest.mark.parametrize("name", FORMATS)
