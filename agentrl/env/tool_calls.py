@@ -55,7 +55,7 @@ def decode_json(text: str, at: int) -> tuple[Any, int]:
     end = len(text)
     try:
         value, end = _DECODER.raw_decode(text, at)
-        _check_plain(value, MAX_DEPTH)
+        check_plain(value, MAX_DEPTH)
         return value, end
     except StructuralParseError as error:
         broken = error
@@ -117,18 +117,19 @@ _BEGINS: Final = frozenset('{["-0123456789tfnNI')
 _DECODER: Final = json.JSONDecoder(strict=False, parse_constant=_refuse, parse_float=_finite)
 
 
-def _check_plain(value: Any, depth: int) -> None:
+def check_plain(value: Any, depth: int, what: str = "the tool call") -> None:
+    """Raises StructuralParseError for a value nested deeper than `depth`, or with a text that UTF-8 cannot carry."""
     if depth == 0:
-        raise StructuralParseError(f"the tool call is nested deeper than {MAX_DEPTH} levels")
+        raise StructuralParseError(f"{what} is nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, str) and not is_unicode(value):
-        raise StructuralParseError("the tool call holds a lone surrogate, which is no character")
+        raise StructuralParseError(f"{what} holds a lone surrogate, which is no character")
     if isinstance(value, dict):
         for key, inner in cast("dict[str, Any]", value).items():
-            _check_plain(key, depth)
-            _check_plain(inner, depth - 1)
+            check_plain(key, depth, what)
+            check_plain(inner, depth - 1, what)
     elif isinstance(value, list):
         for inner in cast("list[Any]", value):
-            _check_plain(inner, depth - 1)
+            check_plain(inner, depth - 1, what)
 
 
 def dump(value: Any) -> str:

@@ -7,12 +7,15 @@ whole or as a stream of events. It knows neither episodes nor tokens: token coun
 from __future__ import annotations
 
 import json
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
-from agentrl.env.tool_calls import ToolCall, dump
+from agentrl.env.spaces import ROLES, Messages
+from agentrl.env.tool_calls import MAX_DEPTH, ToolCall, check_plain, dump
+from agentrl.errors import StructuralParseError
 from agentrl.records import Json, Message
 
 Fields = Mapping[str, Any]
@@ -59,12 +62,33 @@ class Reply:
 
 
 class Api(ABC):
-    """One API. `read` raises BadRequest."""
+    """One API."""
 
     path: str
 
+    def read(self, body: Fields) -> Conversation:
+        """The conversation to continue. Raises BadRequest for a body of another shape, or one that no episode can
+        record: what the policy made a program send is the program's to hear of, and no failure of the environment."""
+        try:
+            check_plain(body, MAX_DEPTH, "the request")
+            read = self._read(body)
+            names = [tool["function"]["name"] for tool in read.tools]
+        except StructuralParseError as error:
+            raise BadRequest(str(error)) from None
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise BadRequest(f"no request as {self.path} takes it: {type(error).__name__}: {error}") from None
+        if reason := _MESSAGES.why_not(read.messages):
+            raise BadRequest(f"messages: {reason}")
+        for role in {message["role"] for message in read.messages}.difference(ROLES):
+            raise BadRequest(f"role {role!r} is none of {', '.join(ROLES)}")
+        if not all(isinstance(name, str) for name in names):
+            raise BadRequest("the name of a tool must be a text")
+        if len(read.stops) > _MOST_STOPS or not all(isinstance(stop, str) for stop in read.stops):
+            raise BadRequest(f"stops must be texts, at most {_MOST_STOPS}")
+        return read
+
     @abstractmethod
-    def read(self, body: Fields) -> Conversation: ...
+    def _read(self, body: Fields) -> Conversation: ...
 
     @abstractmethod
     def write(self, reply: Reply, body: Fields) -> Json: ...
@@ -86,13 +110,13 @@ class ChatCompletions(Api):
 
     path = "/v1/chat/completions"
 
-    def read(self, body: Fields) -> Conversation:
+    def _read(self, body: Fields) -> Conversation:
         if body.get("n", 1) not in (1, None):
             raise BadRequest("n must be 1: an episode has one continuation")
         messages = tuple(_chat_message(message) for message in _list(body, "messages"))
         stop = body.get("stop") or ()
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        return Conversation(messages, tuple(_chosen(body)), tuple(str(text) for text in stops))
+        return Conversation(messages, tuple(_chosen(body)), stops)
 
     def write(self, reply: Reply, body: Fields) -> Json:
         message = {**reply.message, "content": reply.text or None}
@@ -123,7 +147,7 @@ class Responses(Api):
     def __init__(self) -> None:
         self._earlier: dict[str, tuple[Message, ...]] = {}
 
-    def read(self, body: Fields) -> Conversation:
+    def _read(self, body: Fields) -> Conversation:
         given: Any = body.get("input", [])
         items = [{"role": "user", "content": given}] if isinstance(given, str) else cast("list[Fields]", given)
         before: tuple[Message, ...] = ()
@@ -198,7 +222,7 @@ class AnthropicMessages(Api):
 
     path = "/v1/messages"
 
-    def read(self, body: Fields) -> Conversation:
+    def _read(self, body: Fields) -> Conversation:
         system = body.get("system")
         opening = (Message(role="system", content=_text(system)),) if system else ()
         messages = [part for message in _list(body, "messages") for part in _anthropic_parts(message)]
@@ -262,6 +286,8 @@ def apis() -> dict[str, Api]:
     return {api.path: api for api in (ChatCompletions(), Responses(), AnthropicMessages())}
 
 
+_MESSAGES: Final = Messages(sys.maxsize, sys.maxsize)
+_MOST_STOPS: Final = 64  # each is looked for in the whole of a reply
 _DONE: Final = "[DONE]"
 _USAGE: Final = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
 _FUNCTION: Final = ("name", "description", "parameters", "strict")

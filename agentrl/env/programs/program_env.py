@@ -169,7 +169,7 @@ def _same(message: Message, reply: Reply) -> bool:
     sent = [call.get("function", {}) for call in message.get("tool_calls", ())]
     try:
         calls = [(call["name"], json.loads(call["arguments"])) for call in sent]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return False
     return calls == [(call.name, dict(call.arguments)) for call in reply.calls]
 

@@ -205,6 +205,57 @@ async def test_what_is_not_served_is_said():
         assert "n must be 1" in answers[0][1]["error"]["message"]
 
 
+def deep(levels):
+    return [] if levels == 0 else [deep(levels - 1)]
+
+
+HOSTILE = [
+    (CHAT, {"messages": [user("\udcff")]}),
+    (CHAT, {"messages": [{"role": "", "content": "x"}]}),
+    (CHAT, {"messages": [{"role": "narrator", "content": "x"}]}),
+    (CHAT, {"messages": [{"role": "tool", "content": [5]}]}),
+    (CHAT, {"messages": [user("x"), {"role": "assistant", "content": "", "tool_calls": [{"x": float("nan")}]}]}),
+    (CHAT, {"messages": [user("x"), {"role": "assistant", "content": "", "tool_calls": 5}]}),
+    (CHAT, {"messages": [user("x")], "stop": 5}),
+    (CHAT, {"messages": [user("x")], "stop": ["x"] * 65}),
+    (CHAT, {"messages": [user("x")], "tools": [{"type": "function"}]}),
+    (CHAT, {"messages": [user("x")], "tools": [{"type": "function", "function": {"name": "\udcff"}}]}),
+    (
+        CHAT,
+        {"messages": [user("x")], "tools": [{"type": "function", "function": {"name": "f", "parameters": deep(99)}}]},
+    ),
+    (RESPONSES, {"input": [5]}),
+    (RESPONSES, {"input": "x", "previous_response_id": []}),
+    (ANTHROPIC, {"messages": [user("x")], "stop_sequences": [1]}),
+    (ANTHROPIC, {"messages": [user("x")], "tools": [{"input_schema": {}, "name": 1}]}),
+    (ANTHROPIC, {"messages": [user([5])]}),
+]
+
+
+async def test_law_3_what_a_policy_makes_its_program_send_is_no_failure_of_the_environment():
+    """It may say anything, and a program may send it on."""
+    answers = []
+
+    async def program(session):
+        async with httpx.AsyncClient(base_url=session.base_url, timeout=60, trust_env=False) as client:
+            _, first = await ask(session, CHAT, messages=[user("x")])
+            said = first["choices"][0]["message"]
+            for path, body in HOSTILE:
+                answer = await client.post(path.removeprefix("/"), content=json.dumps(body))
+                answers.append((answer.status_code, answer.json()["error"]["message"], body))
+            said["tool_calls"] = [{"function": {"name": "f", "arguments": "[" * 3_000}}]
+            await ask(session, CHAT, messages=[user("x"), said, user("y")])
+        return False
+
+    async with ProgramEnv(program) as env:
+        await env.areset(seed=0)
+        observation, *_, info = await env.astep("wrong")
+        assert [(status, bool(text)) for status, text, _ in answers] == [(400, True)] * len(HOSTILE), answers
+        assert observation == () and len(info["history"]) == 3
+        *_, terminated, _, info = await env.astep("wrong")
+        assert terminated and (info["outcome"], info["success"]) == (0.0, False)
+
+
 async def test_streams_and_stops():
     got = []
 
