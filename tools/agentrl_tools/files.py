@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Final
 
 import trio
 
 from agentrl.env.tools import readable
-from agentrl.errors import ToolError
+from agentrl.errors import PolicyFault, SandboxPathError, ToolError
 from agentrl.protocols import Sandbox, ToolResult
 from agentrl.records import Json
 from agentrl_tools.base import OUTPUT_BYTES, SchemaChecked, text_result
@@ -23,6 +24,8 @@ MOST_BYTES: Final = 4 << 20
 """Bound of a file that is shown or edited."""
 _MOST_FILES: Final = 200  # of one patch
 _MOST_WRITTEN: Final = 16 << 20  # bytes of them together
+
+_AS_BEFORE: Final = 'while [ $# -gt 1 ]; do [ ! -x "$1" ] || chmod a+x "$2"; shift 2; done'
 
 _PATH: Json = {"type": "string", "description": "path relative to the work folder", "minLength": 1}
 
@@ -140,7 +143,8 @@ class ReplaceText(SchemaChecked):
 
 
 class ApplyPatch(SchemaChecked):
-    """`apply_patch(patch)`: a unified diff over one or several files; all of it is applied, or nothing."""
+    """`apply_patch(patch)`: a unified diff over one or several files; all of it is applied, or nothing. Of git's
+    headers it knows files that are new, empty, renamed, copied, removed or executable, and no binary ones."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         patch: Json = {"type": "string", "description": "a unified diff: --- a/file, +++ b/file, @@ hunks"}
@@ -153,37 +157,84 @@ class ApplyPatch(SchemaChecked):
         if len(changes) > _MOST_FILES:
             raise ToolError(f"the patch has {len(changes)} parts: give at most {_MOST_FILES} at once")
         written: dict[str, bytes | None] = {}
+        before: dict[str, bytes | None] = {}
         effort = Effort()
         for change in changes:
-            written.update(await self._changed(change, written, effort))
-            if sum(len(data or b"") for data in written.values()) > _MOST_WRITTEN:
+            written.update(await self._changed(change, written, before, effort))
+            if max(_bytes_of(written), _bytes_of(before)) > _MOST_WRITTEN:
                 raise ToolError(f"the patched files have more than {_MOST_WRITTEN} bytes: patch fewer at once")
-        for path, data in written.items():
-            if data is not None:
-                await self._sandbox.write(path, data)
-        gone = [path for path, data in written.items() if data is None]
-        if gone:
-            await self._sandbox.exec(["rm", "-f", "--", *(f"./{path}" for path in gone)])
+        done: list[str] = []
+        try:
+            for path, data in written.items():
+                if data is not None:
+                    done.append(path)
+                    await self._sandbox.write(path, data)
+        except PolicyFault:
+            await self._take_back(done, before)
+            raise
+        await self._modes(changes, written)
+        await self._remove([path for path, data in written.items() if data is None])
         return ToolResult(content="applied to " + ", ".join(written))
 
+    async def _take_back(self, done: Sequence[str], before: Mapping[str, bytes | None]) -> None:
+        """The files as they were, after the last of `done` could not be written: a path that leads out, a full disk."""
+        await self._remove([path for path in done[:-1] if before[path] is None])
+        for path in done:
+            if (data := before[path]) is not None:
+                await self._sandbox.write(path, data)
+
+    async def _modes(self, changes: Sequence[FilePatch], written: Mapping[str, bytes | None]) -> None:
+        """Files are executable as the patch says; where it does not, one with a new name as the one before."""
+        stay = [one for one in changes if written.get(one.new or "") is not None]
+        made = [f"./{one.new}" for one in stay if one.executable]
+        unmade = [f"./{one.new}" for one in stay if one.executable is False and one.old is not None]
+        for word, paths in (("a+x", made), ("a-x", unmade)):
+            if paths:
+                await self._sandbox.exec(["chmod", word, "--", *paths])
+        pairs = [f"./{name}" for one in stay if _moves(one) for name in (one.old, one.new)]
+        if pairs:
+            await self._sandbox.exec(["sh", "-c", _AS_BEFORE, "sh", *pairs])
+
+    async def _remove(self, paths: Sequence[str]) -> None:
+        if paths:
+            await self._sandbox.exec(["rm", "-f", "--", *(f"./{path}" for path in paths)])
+
     async def _changed(
-        self, change: FilePatch, written: Mapping[str, bytes | None], effort: Effort
+        self,
+        change: FilePatch,
+        written: Mapping[str, bytes | None],
+        before: dict[str, bytes | None],
+        effort: Effort,
     ) -> dict[str, bytes | None]:
-        """What one file's part of the patch makes of the files."""
+        """What one file's part of the patch makes of the files. `before` gets what they held."""
         data: bytes | None = b""
         if change.old is not None and change.old in written:
             data = written[change.old]
         elif change.old is not None:
             data = await self._sandbox.read(change.old, most_bytes=MOST_BYTES)
+        if change.new is not None and change.new not in before:
+            before[change.new] = None
+            with suppress(SandboxPathError):  # it is not there yet, most often
+                before[change.new] = (
+                    data if change.new == change.old else await self._sandbox.read(change.new, most_bytes=MOST_BYTES)
+                )
         if data is None:
             raise ToolError(f"{change.old} was removed by an earlier part of the patch")
         after = await trio.to_thread.run_sync(_patched, data, change, effort)
         changed: dict[str, bytes | None] = {}
-        if change.old is not None and change.old != change.new:
+        if change.old is not None and change.old != change.new and not change.copies:
             changed[change.old] = None
         if change.new is not None:
             changed[change.new] = after
         return changed
+
+
+def _bytes_of(files: Mapping[str, bytes | None]) -> int:
+    return sum(len(data or b"") for data in files.values())
+
+
+def _moves(change: FilePatch) -> bool:
+    return change.executable is None and None not in (change.old, change.new) and change.old != change.new
 
 
 def _patched(data: bytes, change: FilePatch, effort: Effort) -> bytes:

@@ -5,6 +5,7 @@ cost is bounded, as a policy chooses both the patch and the files."""
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,10 @@ from agentrl.errors import ToolError
 _DIGITS = 9  # of a line number
 _STEPS = 3_000_000  # lines looked at for one patch: about a second
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
+_BINARY = ("GIT binary patch", "Binary files ")
+_GIT = re.compile(
+    r"((?:old|new|new file|deleted file) mode|(?:rename|copy) (?:from|to)|(?:dis)?similarity index|index) (.*)"
+)
 
 
 @dataclass(slots=True)
@@ -28,11 +33,14 @@ class Hunk:
 
 @dataclass(slots=True)
 class FilePatch:
-    """One file's part of a patch; `old` None makes a file, `new` None removes one."""
+    """One file's part of a patch; `old` None makes a file, `new` None removes one. `copies`: the old one stays.
+    `executable`: what the new one shall be, None where the patch does not say."""
 
     old: str | None
     new: str | None
     hunks: list[Hunk] = field(default_factory=list[Hunk])
+    copies: bool = False
+    executable: bool | None = None
 
 
 @dataclass(slots=True)
@@ -49,42 +57,95 @@ class Effort:
 
 
 def parse_patch(text: str) -> list[FilePatch]:
-    """Raises ToolError that names the fault and its place."""
+    """Raises ToolError that names the fault and its place. Lines end with `\\n` alone: the files' own lines may hold
+    any other sign that ends one elsewhere."""
     patches: list[FilePatch] = []
-    lines = text.splitlines()
+    lines = text.removesuffix("\n").split("\n")
     at = 0
     while at < len(lines):
         line = lines[at]
-        if line.startswith("--- ") and at + 1 < len(lines) and lines[at + 1].startswith("+++ "):
+        if line.startswith("diff --git "):
+            at = _parse_git(lines, at, patches)
+        elif _names_files(lines, at):
             patches.append(FilePatch(_name(line[4:]), _name(lines[at + 1][4:])))
             at += 2
-        elif (found := _HUNK.match(line)) is not None:
-            if not patches:
-                raise ToolError(f"line {at + 1} of the patch is a hunk of no file: write --- and +++ lines before it")
-            if len(found[1]) > _DIGITS:
-                raise ToolError(f"line {at + 1} of the patch names a line with a number of {len(found[1])} digits")
-            hunk = Hunk(int(found[1]))
-            at = _parse_hunk(lines, at + 1, hunk)
-            patches[-1].hunks.append(hunk)
+        elif line.startswith("@@"):
+            at = _parse_hunk(lines, at, patches)
+        elif line.startswith(_BINARY):
+            raise ToolError(
+                f"line {at + 1} of the patch is of a binary file, which a patch cannot change: {line[:200]}"
+            )
         else:
-            at += 1  # `diff --git`, `index`, prose
-    if not patches or not any(patch.hunks for patch in patches):
+            at += 1  # prose
+    if not patches:
         raise ToolError("no hunk found: a patch has lines like '--- a/file', '+++ b/file' and '@@ -1,2 +1,2 @@'")
     for patch in patches:
         if patch.old is None and patch.new is None:
             raise ToolError("a part of the patch names /dev/null twice")
+        if not patch.hunks and patch.old == patch.new and patch.executable is None:
+            raise ToolError(f"no hunk found for {patch.new}: write lines like '@@ -1,2 +1,2 @@'")
     return patches
 
 
-def _parse_hunk(lines: list[str], at: int, hunk: Hunk) -> int:
-    last = ""
-    while at < len(lines):
+def _names_files(lines: list[str], at: int) -> bool:
+    return lines[at].startswith("--- ") and at + 1 < len(lines) and lines[at + 1].startswith("+++ ")
+
+
+def _parse_git(lines: list[str], at: int, patches: list[FilePatch]) -> int:
+    """A header of git: what it says beside the names in `---` and `+++`, which may be missing."""
+    began, said = at, dict[str, str]()
+    while (at := at + 1) < len(lines) and (found := _GIT.match(lines[at])) is not None:
+        said[found[1]] = found[2].strip()
+    if at < len(lines) and _names_files(lines, at):
+        patch = FilePatch(_name(lines[at][4:]), _name(lines[at + 1][4:]))
+        at += 2
+    elif at < len(lines) and lines[at].startswith(_BINARY):
+        raise ToolError(
+            f"line {at + 1} of the patch is of a binary file, which it cannot change: {lines[began][11:200]}"
+        )
+    elif not said and not (at < len(lines) and lines[at].startswith("@@")):
+        return at
+    else:
+        same = _same_name(lines[began][11:].rstrip("\r"))
+        patch = FilePatch(
+            None if "new file mode" in said else _unquoted(said.get("rename from", said.get("copy from", same))),
+            None if "deleted file mode" in said else _unquoted(said.get("rename to", said.get("copy to", same))),
+        )
+        if "" in (patch.old, patch.new):
+            raise ToolError(f"line {began + 1} of the patch names no file: write --- and +++ lines below it")
+    patch.copies = "copy to" in said
+    mode = said.get("new mode", said.get("new file mode"))
+    if mode is not None and not mode.startswith("100"):
+        raise ToolError(
+            f"line {began + 1} of the patch makes a file of mode {mode[:10]}: only 100644 and 100755 are known"
+        )
+    patch.executable = None if mode is None else mode == "100755"
+    patches.append(patch)
+    return at
+
+
+def _same_name(names: str) -> str:
+    """The name of a header without renaming, `a/NAME b/NAME`; empty where it cannot be told."""
+    half = len(names) // 2
+    old, new = names[:half], names[half + 1 :]
+    old, new = (_name(old) or "", _name(new) or "") if names[half : half + 1] == " " else ("", "")
+    return old if old == new else ""
+
+
+def _parse_hunk(lines: list[str], at: int, patches: list[FilePatch]) -> int:
+    found = _HUNK.match(lines[at])
+    if found is None:
+        hint = "write the lines' numbers, as in '@@ -12,3 +12,4 @@' (nearly right is enough)"
+        raise ToolError(f"line {at + 1} of the patch is no header of a hunk: {lines[at][:80]!r}; {hint}")
+    if not patches:
+        raise ToolError(f"line {at + 1} of the patch is a hunk of no file: write --- and +++ lines before it")
+    if len(found[1]) > _DIGITS:
+        raise ToolError(f"line {at + 1} of the patch names a line with a number of {len(found[1])} digits")
+    hunk, last = Hunk(int(found[1])), ""
+    patches[-1].hunks.append(hunk)
+    while (at := at + 1) < len(lines):
         line = lines[at]
-        if line.startswith("@@") or (
-            line.startswith("--- ") and lines[at + 1 : at + 2] and lines[at + 1][:4] == "+++ "
-        ):
-            break
-        if line.startswith("diff --git "):
+        if line.startswith(("@@", "diff --git ", *_BINARY)) or _names_files(lines, at):
             break
         sign, rest = line[:1] or " ", line[1:]
         if sign == "\\":
@@ -97,15 +158,26 @@ def _parse_hunk(lines: list[str], at: int, hunk: Hunk) -> int:
         else:
             raise ToolError(f"line {at + 1} of the patch starts with {sign!r}: expected ' ', '+' or '-'")
         last = sign
-        at += 1
     return at
 
 
 def _name(field_: str) -> str | None:
-    name = field_.split("\t")[0].strip()
+    name = _unquoted(field_.split("\t")[0].strip())
     if name == "/dev/null":
         return None
-    return name[2:] if name[:2] in ("a/", "b/") else name
+    return posixpath.normpath(name[2:] if name[:2] in ("a/", "b/") else name)
+
+
+def _unquoted(name: str) -> str:
+    """A name that git has written as a text of C, as it does where some sign is no ASCII."""
+    if len(name) < 2 or not name[0] == name[-1] == '"':
+        return name
+    try:
+        return name[1:-1].encode().decode("unicode_escape").encode("latin-1").decode()
+    except ValueError as error:
+        raise ToolError(
+            f"the patch names a file {name[:200]}, which cannot be read: write it without quotes"
+        ) from error
 
 
 def apply_hunks(text: str, hunks: list[Hunk], name: str, effort: Effort | None = None) -> str:

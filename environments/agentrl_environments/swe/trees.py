@@ -19,6 +19,9 @@ from agentrl_tools.files import ApplyPatch
 
 _COPY_S: Final = 120.0
 _HUNK: Final = re.compile(r"^@@ -(\S+) \+(\S+) @@")
+_GIT: Final = re.compile(r"((?:new file|deleted file|old|new) mode|rename (?:from|to)) ")
+_BACK = {"new file mode": "deleted file mode", "old mode": "new mode", "rename from": "rename to"}
+_BACK |= {back: there for there, back in _BACK.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,10 @@ def reversed_patch(patch: str) -> str:
             continue
         elif (found := _HUNK.match(line)) is not None:
             lines.append(f"@@ -{found[2]} +{found[1]} @@")
+        elif (said := _GIT.match(line)) is not None:
+            lines.append(_BACK[said[1]] + line[len(said[1]) :])
+        elif line.startswith("diff --git "):
+            lines.append(line)
         elif line[:1] in ("+", "-"):
             lines.append(("-" if line[0] == "+" else "+") + line[1:])
         elif line[:1] in (" ", "\\", ""):
