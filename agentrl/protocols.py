@@ -175,8 +175,8 @@ class Sandbox(Protocol):
 
     Raises `SandboxError` when the box's host fails, `SandboxPathError` (the policy's own doing) when a path in the box
     is missing, of the wrong kind, leads out, finds no space or is larger than asked for; a command's failure in the box
-    is an `ExecResult`. Waiting in `exec` and in a `BoxProcess` is the policy's time: a box waits in
-    `agentrl.clock.policy_time()`."""
+    is an `ExecResult`. Waiting in `exec`, in a `BoxProcess`, and for files that processes in the box can hold back, is
+    the policy's time: a box waits in `agentrl.clock.policy_time()`."""
 
     async def exec(
         self,

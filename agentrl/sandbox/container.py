@@ -14,7 +14,7 @@ import posixpath
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import trio
@@ -69,7 +69,7 @@ class Container:
         self._moving = trio.Lock()  # held while processes are started or swept: a sweep must know all marks
         self._snapshots: dict[str, Path] = {}
         self._broken = ""
-        self._closed = False
+        self._closed = self._entered = False  # entered: it has run a command that was not ours
         self._made_at = time.time()
         siblings.add(self)
 
@@ -128,6 +128,7 @@ class Container:
 
     async def _spawn(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None) -> Command:
         words, variables = checked_argv(argv), checked_env({**self.spec.env, **(env or {})})
+        self._entered = True
         folder = os.fsencode(cwd or ".")
         if b"\0" in folder:
             raise Refused("the folder holds a NUL byte")
@@ -316,7 +317,8 @@ class Container:
     async def _own(
         self, script: str, *arguments: str, stdin: bytes = b"", limit: int = 1 << 16
     ) -> tuple[int, bytes, bytes]:
-        """Run one of our scripts in the work folder: exit code, stdout, stderr."""
+        """Run one of our scripts in the work folder: exit code, stdout, stderr. It runs as the box's user, whose other
+        processes may stop it: once there were some, the time is the policy's."""
         words = [shell_word(os.fsencode(argument), number) for number, argument in enumerate(arguments)]
         prepare = "".join(before for before, _ in words) + f"set -- {' '.join(word for _, word in words)}; "
         text = f"cd {WORKSPACE} || exit {REFUSED}; {prepare}{script}"
@@ -324,7 +326,9 @@ class Container:
             command = await self._begin([text], {}, output_bytes=limit)
         except Refused as refused:
             raise SandboxPathError(str(refused)) from None
-        if await self._drive(command, stdin, _FILE_S, ours=True):
+        with policy_time() if self._entered else nullcontext():
+            timed_out = await self._drive(command, stdin, _FILE_S, ours=True)
+        if timed_out:
             raise SandboxPathError(f"the files of the box did not answer within {_FILE_S:.0f} s")
         return command.exit_code or 0, command.streams.stdout.take(), command.streams.stderr.take()
 

@@ -11,6 +11,7 @@ import pytest
 import trio
 import trio.testing
 
+from agentrl import clock
 from agentrl.errors import SandboxError, SandboxLost, SandboxPathError
 from agentrl.protocols import SandboxSpec
 from agentrl.sandbox import container, scripts
@@ -171,6 +172,46 @@ async def test_a_command_that_starts_after_its_kill_is_killed_again(
     await process.kill()
     assert (engine.sweeps, engine.removed) == (2, 0)
     assert not box._broken  # pyright: ignore[reportPrivateUsage]
+
+
+class Held(Late):
+    """An engine whose box stops our own commands, until they are swept: what a process of the policy can do."""
+
+    def __init__(self) -> None:
+        super().__init__(by=0)
+        self.held: list[trio.StapledStream[Any, Any]] = []
+
+    async def execute(
+        self, container: str, argv: Sequence[str], uid: int, env: Mapping[str, str], output_bytes: int
+    ) -> tuple[str, AttachedStreams]:
+        ours, theirs = trio.testing.memory_stream_pair()
+        if argv[-1] == "the policy's" or argv[-1] == scripts.SWEEP_ALL:
+            for stream in (theirs, *self.held):
+                await stream.aclose()
+            self.held.clear()
+        else:
+            self.held.append(theirs)
+        return "execution", AttachedStreams(ours, b"", output_bytes=output_bytes)
+
+    async def state(self, execution: str) -> tuple[bool, int | None]:
+        return bool(self.held), None if self.held else 0
+
+
+async def test_law_3_the_time_for_which_a_box_keeps_its_files_back_is_the_policys(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Our commands run as its user: a process of the policy may stop them."""
+    box = Container(cast(Engine, Held()), SandboxSpec(), set())
+    await box.exec(["the policy's"])
+    calls = (lambda: box.read("f"), lambda: box.write("f", b""), box.snapshot, box.fork, lambda: box.pack(1_000))
+    late = pytest.raises(SandboxPathError, match="did not answer within 60 s")
+    for call in calls:
+        with clock.watch(own_s=1.0, policy_s=1_000.0) as watch, late:
+            await call()
+        assert watch.over is None and watch.left(clock.Whose.POLICY) <= 940.0
+    with clock.watch(own_s=1_000.0, policy_s=1.0) as watch, late:  # nobody has acted in a new box
+        await Container(cast(Engine, Held()), SandboxSpec(), set()).write("f", b"")
+    assert watch.over is None and watch.left(clock.Whose.OWN) <= 940.0
 
 
 class Away(Late):
