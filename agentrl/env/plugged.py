@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import fields
 from typing import Any, Protocol, cast
 
 import trio
@@ -207,7 +209,9 @@ def _box(settings: Mapping[str, Any]) -> tuple[str, int, SandboxSpec]:
     backend, ready, image = rest.pop("sandbox", "bubblewrap"), rest.pop("ready", 0), rest.pop("image", None)
     if not isinstance(backend, str):
         raise ConfigError("box.sandbox", backend, "give the id of a sandbox backend")
-    if not isinstance(ready, int):
+    if image is not None and (not isinstance(image, str) or not image):
+        raise ConfigError("box.image", image, "give the name of an image of the backend's, or leave it out")
+    if isinstance(ready, bool) or not isinstance(ready, int) or ready < 0:
         raise ConfigError("box.ready", ready, "give how many boxes are made ahead, 0 for none")
     check_limits(rest, "box")
     return backend, ready, SandboxSpec(image=image, limits=Limits(**rest))
@@ -215,10 +219,12 @@ def _box(settings: Mapping[str, Any]) -> tuple[str, int, SandboxSpec]:
 
 def check_limits(settings: Mapping[str, Any], field: str) -> None:
     """Fields of `Limits` as a run file gives them. Raises ConfigError for an unknown field, or a value that is
-    not a number above 0."""
-    known = inspect.signature(Limits).parameters
+    not a finite number above 0, or is not whole where bytes, files or processes are counted."""
+    known = {each.name: each.type for each in fields(Limits)}
     for name, value in settings.items():
         if name not in known:
             raise ConfigError(f"{field}.{name}", value, f"give fields of Limits ({', '.join(known)})")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ConfigError(f"{field}.{name}", value, "give a number above 0")
+        whole = known[name] in (int, "int")
+        kinds, words = (int, "a whole number") if whole else (int | float, "a finite number")
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+            raise ConfigError(f"{field}.{name}", value, f"give {words} above 0")

@@ -29,7 +29,7 @@ from agentrl.clock import policy_time
 from agentrl.errors import SandboxError, SandboxPathError, SandboxUnavailable
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox.background import Background, NeverStarted
-from agentrl.sandbox.command import REFUSED, Refused, checked_argv, checked_env
+from agentrl.sandbox.command import REFUSED, Refused, checked_argv, checked_env, checked_wall_s
 from agentrl.sandbox.folder import WORKSPACE, Folder
 from agentrl.sandbox.host import Host, Place
 from agentrl.sandbox.namespace import Run
@@ -145,12 +145,13 @@ class BubblewrapBox(WorkBox):
     ) -> ExecResult:
         """Run a command to its end or `timeout_s` (seconds, default `Limits.wall_s`). Raises SandboxError."""
         try:
+            wall_s = checked_wall_s(timeout_s, self.spec.limits)
             run = self._spawn(argv, cwd, env)
         except Refused as refused:
             return refused.result
         kills = self._place.oom_kills()
         with policy_time():
-            timed_out = await self._drive(run, stdin, self.spec.limits.wall_s if timeout_s is None else timeout_s)
+            timed_out = await self._drive(run, stdin, wall_s)
         return self._result(run, timed_out=timed_out, oom=self._place.oom_kills() > kills)
 
     async def start(

@@ -24,7 +24,7 @@ from agentrl.errors import BoxBusy, SandboxError, SandboxLost, SandboxPathError,
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox import archive
 from agentrl.sandbox.background import Background, NeverStarted
-from agentrl.sandbox.command import Refused, checked_argv, checked_env
+from agentrl.sandbox.command import Refused, checked_argv, checked_env, checked_wall_s
 from agentrl.sandbox.container_engine import Command, Engine, paused
 from agentrl.sandbox.folder import WORKSPACE
 from agentrl.sandbox.scripts import (
@@ -103,12 +103,12 @@ class Container:
     ) -> ExecResult:
         """Run a command to its end or `timeout_s` (seconds, default `Limits.wall_s`). Raises SandboxError."""
         try:
+            wall_s = checked_wall_s(timeout_s, self.spec.limits)
             command = await self._spawn(argv, cwd, env)
         except Refused as refused:
             return refused.result
-        limit = self.spec.limits.wall_s if timeout_s is None else timeout_s
         with policy_time():
-            timed_out = await self._drive(command, stdin, limit)
+            timed_out = await self._drive(command, stdin, wall_s)
         return self._result(command, timed_out=timed_out)
 
     async def start(

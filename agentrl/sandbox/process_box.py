@@ -21,7 +21,7 @@ from agentrl.errors import SandboxError
 from agentrl.owner import OwnedFolder
 from agentrl.protocols import BoxProcess, ExecResult, SandboxSpec
 from agentrl.sandbox.background import Background, NeverStarted
-from agentrl.sandbox.command import Refused, checked_argv, checked_env
+from agentrl.sandbox.command import Refused, checked_argv, checked_env, checked_wall_s
 from agentrl.sandbox.folder import WORKSPACE, Folder
 from agentrl.sandbox.process import Child, exit_code
 from agentrl.sandbox.snapshots import Snapshots
@@ -107,11 +107,12 @@ class ProcessBox(WorkBox):
     ) -> ExecResult:
         """Run a command to its end or `timeout_s` (seconds, default `Limits.wall_s`). Raises SandboxError."""
         try:
+            wall_s = checked_wall_s(timeout_s, self.spec.limits)
             child = self._spawn(argv, cwd, env)
         except Refused as refused:
             return refused.result
         with policy_time():
-            timed_out = await self._drive(child, stdin, self.spec.limits.wall_s if timeout_s is None else timeout_s)
+            timed_out = await self._drive(child, stdin, wall_s)
         return _result(child, timed_out=timed_out)
 
     async def start(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -171,8 +172,15 @@ async def test_a_server_that_fails_costs_the_episode_and_is_closed(servers: list
         ([], "docker", ConfigError, r"^box = 'docker': give a table"),
         ([], {"sandbox": 3}, ConfigError, r"^box.sandbox = 3: give the id"),
         ([], {"ready": "4"}, ConfigError, r"^box.ready = '4': give how many"),
-        ([], {"wall_s": "60"}, ConfigError, r"^box.wall_s = '60': give a number above 0$"),
-        ([], {"pids": -1}, ConfigError, r"^box.pids = -1: give a number above 0$"),
+        ([], {"ready": -1}, ConfigError, r"^box.ready = -1: give how many"),
+        ([], {"image": 5}, ConfigError, r"^box.image = 5: give the name of an image"),
+        ([], {"wall_s": "60"}, ConfigError, r"^box.wall_s = '60': give a finite number above 0$"),
+        ([], {"cpus": math.inf}, ConfigError, r"^box.cpus = inf: give a finite number above 0$"),
+        ([], {"pids": -1}, ConfigError, r"^box.pids = -1: give a whole number above 0$"),
+        ([], {"pids": 64.5}, ConfigError, r"^box.pids = 64.5: give a whole number above 0$"),
+        ([], {"memory_bytes": 1e9}, ConfigError, r"^box.memory_bytes = 1000000000.0: give a whole number above 0$"),
+        ([], {"memory_bytes": math.inf}, ConfigError, r"^box.memory_bytes = inf: give a whole number above 0$"),
+        ([], {"disk_bytes": math.nan}, ConfigError, r"^box.disk_bytes = nan: give a whole number above 0$"),
         ([], {"memory": 3}, ConfigError, r"^box.memory = 3: give fields of Limits \(wall_s, cpu_s, .*\)$"),
         ([{"id": f"{HERE}shout", "times": 2}], {}, ConfigError, "takes no settings"),
         ([f"{HERE}HERE"], {}, UsageError, "is no tool"),
