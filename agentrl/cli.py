@@ -167,11 +167,12 @@ def evaluate(
     else:
         results = _evaluate_model(what, env, n, settings or [], out)
     if as_json:
-        print(json.dumps([{name: getattr(r, name) for name in r.__slots__} for r in results], indent=2))
+        rows = [{name: getattr(r, name) for name in r.__slots__} for r in results]
+        print(json.dumps([{name: value for name, value in row.items() if value is not None} for row in rows], indent=2))
         return
     table = Table("set", "episodes", "success", "outcome", "turns", "tokens", "failed")
     for r in results:
-        tokens = f"{r.tokens:.1f}" if endpoint is None else "-"
+        tokens = "-" if r.tokens is None else f"{r.tokens:.1f}"
         table.add_row(r.name, str(r.n), f"{r.success:.3f}", f"{r.outcome:.3f}", f"{r.turns:.2f}", tokens, str(r.failed))
     terminal.console().print(table)
 
@@ -201,26 +202,18 @@ def _evaluate_endpoint(
     key_variable: str,
     concurrency: int,
 ) -> EvalResult:
-    from agentrl import config as configuration
     from agentrl.engine.scoring import ScoringClient
     from agentrl.owner import OwnedFolder
     from agentrl.runtime import endpoint
 
     if what is not None or model is None or env is None:
         raise UsageError("--endpoint URL goes with --model NAME and --env ID, and with no run and no folder")
-    document: dict[str, Any] = {"model": model, "env": {"id": env}}
-    for override in settings:
-        configuration.apply_override(document, override)
-    config = configuration.parse(document)
+    config = endpoint.configured(model, env, settings)
     client = ScoringClient(url, model=model, api_key=os.environ.get(key_variable), concurrency=concurrency)
-    sampling = {"max_tokens_per_turn": "max_tokens", **{name: name for name in ("temperature", "top_p", "stop")}}
-    options = {
-        to: getattr(config.rollout, ours) for ours, to in sampling.items() if ours in config.rollout.model_fields_set
-    }
     with closing(OwnedFolder(prefer_memory=False)) as owner:
         return endpoint.evaluate(
             config,
-            endpoint.Endpoint(client=client, concurrency=concurrency, options=options),
+            endpoint.Endpoint(client=client, concurrency=concurrency, options=endpoint.sampling(config)),
             n,
             out or owner.path,
             on_result=lambda row: print(endpoint.line(row), file=sys.stderr),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import httpx
 import trio
@@ -94,12 +95,21 @@ class ScoringClient:
     ) -> Mapping[str, Json]:
         """The model's whole answer as the API has it: `content`, `tool_calls`, and whatever else the server adds.
         Raises as `chat`."""
+        return (await self.completion(messages, deadline_s=deadline_s, **options))[0]
+
+    async def completion(
+        self, messages: Sequence[Message], *, deadline_s: float | None = None, **options: Json
+    ) -> tuple[Mapping[str, Json], int | None]:
+        """The same, and how many tokens the model wrote, if the server counts them."""
         asked: dict[str, Json] = {**self._model, "messages": list(messages), **options}
         answer = await self._post("/v1/chat/completions", asked, deadline_s)
         try:
-            return dict(answer["choices"][0]["message"])
+            message = dict(answer["choices"][0]["message"])
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ScoreError(f"{self.url} gave no chat completion: {str(answer)[:200]}") from error
+        usage = answer.get("usage")
+        written = cast("dict[str, Json]", usage).get("completion_tokens") if isinstance(usage, dict) else None
+        return message, written if isinstance(written, int) else None
 
     async def logprobs(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probs, in nats at temperature 1, of `token_ids[1:]`, each given the tokens before it, under the server's

@@ -9,33 +9,56 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import trio
 
-from agentrl import clock
-from agentrl.clock import Whose
-from agentrl.config import RunConfig
+from agentrl import config as configuration
+from agentrl.config import Rollout, RunConfig
 from agentrl.engine.scoring import ScoringClient
 from agentrl.env import answers, as_async
 from agentrl.env.dialects import get_format
 from agentrl.env.tool_calls import ToolCall
-from agentrl.errors import EnvError, InfrastructureError, PolicyFault, RunFailed, UsageError, boundary
+from agentrl.errors import (
+    ConfigError,
+    EngineRefusal,
+    EnvError,
+    InfrastructureError,
+    PolicyFault,
+    RunFailed,
+    UsageError,
+    boundary,
+)
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Message, Messages, Step, StopReason, Task
 from agentrl.registration import make
+from agentrl.rollout.guard import Guard, TimeUp
 from agentrl.runtime.evaluation import EvalResult, tasks_of
 from agentrl.sandbox import sharing
 from agentrl.settings import HeldOut
 
-T = TypeVar("T")
-
 RESULTS = "results.jsonl"
 _TURN_S = 300.0  # deadline of one answer unless rollout.turn_deadline_s is set: reasoning models take minutes
+_MOST_TURNS = 1000  # of an episode, unless rollout.max_turns is set: a server need not have a limit on the context
+_UNCOUNTED = 1 << 30  # tokens of a context: the server alone counts them
+
+_SAMPLING = {"max_tokens_per_turn": "max_tokens", **{name: name for name in ("temperature", "top_p", "stop")}}
+"""Settings of sampling, and what the API calls them."""
+
+_LIMITS = ("step_deadline_s", "episode_deadline_s", "max_observation_bytes")
+_OWN = ("temperature", "top_p")  # settings of sampling that [eval] may have of its own
+_TAKEN = (
+    "env.*",
+    "sandbox.*",
+    *(f"rollout.{name}" for name in (*_SAMPLING, "max_turns", "turn_deadline_s", *_LIMITS)),
+    *(f"eval.{name}" for name in _OWN),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +71,32 @@ class Endpoint:
     options: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
 
+def configured(model: str, env: str, overrides: Sequence[str]) -> RunConfig:
+    """The settings of an evaluation at an endpoint. Raises ConfigError for one that has no effect there."""
+    document: dict[str, Any] = {
+        "model": model,
+        "env": {"id": env},
+        "rollout": {"max_context": _UNCOUNTED},
+        "train": {"tokens_per_batch": _UNCOUNTED},
+    }
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if not any(fnmatchcase(key.strip(), taken) for taken in _TAKEN):
+            hint = f"no effect at an --endpoint, which takes {', '.join(_TAKEN)}: leave it out"
+            raise ConfigError(key.strip(), value, hint)
+        configuration.apply_override(document, override)
+    return configuration.parse(document)
+
+
+def sampling(config: RunConfig) -> dict[str, Json]:
+    """The options of a request: what the settings name, as evaluation samples; the others are the server's own."""
+    found = config.eval_sampling
+    values = {**{name: getattr(found, name) for name in _OWN}, "stop": list(found.stop)}
+    values["max_tokens_per_turn"] = found.max_tokens
+    given = config.rollout.model_fields_set | config.eval.model_fields_set
+    return {to: values[ours] for ours, to in _SAMPLING.items() if ours in given}
+
+
 def evaluate(
     config: RunConfig, endpoint: Endpoint, n: int, out: Path, *, on_result: Callable[[Mapping[str, Json]], None]
 ) -> EvalResult:
@@ -55,8 +104,7 @@ def evaluate(
 
     Raises UsageError if `out` holds the results of another evaluation, RunFailed if no episode could be played."""
     tasks = tasks_of(config, HeldOut(name="tasks", n=n), n)
-    of = {"model": config.model, "env": config.env.id, "kwargs": config.env.kwargs, "options": config.env.options}
-    file = _ResultsFile(out, json.loads(json.dumps(of)))
+    file = _ResultsFile(out, json.loads(json.dumps(_of(config, endpoint))))
     done = file.read()
     left = [task for task in tasks if task.seed not in done]
     failures: list[str] = []
@@ -81,6 +129,33 @@ def line(row: Mapping[str, Json]) -> str:
     return f"seed {row['seed']}: outcome {row['outcome']:g} in {row['turns']} turns ({row['stop_reason']})"
 
 
+def _of(config: RunConfig, endpoint: Endpoint) -> dict[str, Json]:
+    """All that decides the results."""
+    env, limits = config.env, config.rollout
+    return {
+        "url": endpoint.client.url,
+        "model": config.model,
+        "env": env.id,
+        "kwargs": env.kwargs,
+        "options": env.options,
+        "sampling": dict(endpoint.options),
+        "limits": {
+            "max_turns": _most_turns(limits),
+            "turn_deadline_s": _turn_s(limits),
+            **{name: getattr(limits, name) for name in _LIMITS},
+        },
+        "image": config.sandbox.docker.image,
+    }
+
+
+def _most_turns(limits: Rollout) -> int:
+    return _MOST_TURNS if limits.max_turns is None else limits.max_turns
+
+
+def _turn_s(limits: Rollout) -> float:
+    return limits.turn_deadline_s if "turn_deadline_s" in limits.model_fields_set else _TURN_S
+
+
 class _ResultsFile:
     """A first line about the evaluation, then one line per episode. A line that a crash cut off is ignored."""
 
@@ -94,8 +169,10 @@ class _ResultsFile:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps({"of": self._of}) + "\n", encoding="utf-8")
             return {}
-        if rows[0].get("of") != self._of:
-            raise UsageError(f"{self._path} holds an evaluation of {rows[0].get('of')}: give another --out")
+        of: dict[str, Json] = rows[0].get("of") or {}
+        if other := [name for name in {**self._of, **of} if of.get(name) != self._of.get(name)]:
+            what = f"holds another evaluation ({', '.join(other)} differ)"
+            raise UsageError(f"{self._path} {what}: give another --out")
         return {row["seed"]: row for row in rows[1:] if "error" not in row}
 
     def add(self, row: Mapping[str, Json]) -> None:
@@ -142,18 +219,17 @@ async def _attempts(config: RunConfig, endpoint: Endpoint, task: Task) -> Mappin
     return {"seed": task.seed, "error": failure}
 
 
-class _TimeUp(Exception):
-    """An action of the model took longer than allowed."""
-
-
 class _Episode:
-    """One episode: `_said` is the conversation in the API's form."""
+    """One episode: `_said` is the conversation in the API's form. It ends as an episode of a run does, see
+    `agentrl.rollout.episode`; its context is full if the server refuses to go on with what it answered so far."""
 
     def __init__(self, config: RunConfig, endpoint: Endpoint, task: Task) -> None:
         self._config, self._endpoint, self._task = config, endpoint, task
+        self._guard = Guard(task.env, config.rollout.step_deadline_s)
         self._said: list[Message] = []
         self._asked_ids: list[str] = []
         self._turns, self._total = 0, 0.0
+        self._tokens: int | None = 0  # None: the server does not count them
 
     async def play(self) -> Mapping[str, Json]:
         """Raises InfrastructureError."""
@@ -165,52 +241,73 @@ class _Episode:
             finally:
                 with trio.move_on_after(self._config.rollout.step_deadline_s, shield=True):
                     await env.aclose()
+        outcome = last.outcome or 0.0
         return {
             "seed": task.seed,
-            "outcome": last.outcome or 0.0,
-            "success": bool(last.success),
+            "outcome": outcome,
+            "success": outcome >= 1.0 if last.success is None else last.success,
             "reward": self._total,
             "turns": self._turns,
             "stop_reason": reason.value,
             "seconds": round(time.time() - started, 3),
             "messages": cast("Json", self._said),
+            **({} if self._tokens is None else {"tokens": self._tokens}),
         }
 
     async def _run(self, env: AsyncEnv) -> tuple[StopReason, Step]:
-        task, settings = self._task, self._config.rollout
-        turn_s = settings.turn_deadline_s if "turn_deadline_s" in settings.model_fields_set else _TURN_S
-        seen = await self._in_time("reset", answers.start(env, task))
+        task, limits, guard = self._task, self._config.rollout, self._guard
+        most, most_turns = limits.max_observation_bytes, _most_turns(limits)
+        seen: Step = await guard("reset", lambda: answers.start(env, task, most))
         tools: dict[str, Json] = {"tools": schemas} if (schemas := list(env.tool_schemas())) else {}
-        options = {**self._endpoint.options, **tools}
         while True:
             self._hear(seen.observation)
-            if settings.max_turns is not None and self._turns >= settings.max_turns:
-                ended = await self._in_time("end", answers.end(env, StopReason.TURN_LIMIT, task))
-                return StopReason.TURN_LIMIT, answers.joined(seen, ended)
-            answer = await self._endpoint.client.message(self._said, deadline_s=turn_s, **options)
-            self._turns += 1
-            action = self._say(answer, str(getattr(env, "tool_format", "hermes")))
+            left_s = limits.episode_deadline_s - guard.seconds
+            if self._turns >= most_turns or left_s <= 0:
+                reason = StopReason.TURN_LIMIT if self._turns >= most_turns else StopReason.TIME_LIMIT
+                return reason, await self._cut(env, seen, reason)
             try:
-                step = await self._in_time("step", answers.act(env, action, task))
+                action = await self._ask(env, tools)
+            except EngineRefusal:
+                if not self._turns:  # the endpoint takes no such request at all
+                    raise
+                return StopReason.CONTEXT_LIMIT, await self._cut(env, seen, StopReason.CONTEXT_LIMIT)
+            step_s = min(limits.step_deadline_s, left_s)
+            try:
+                step: Step = await guard("step", partial(answers.act, env, action, task, most), policy_s=step_s)
             except PolicyFault:
-                return StopReason.POLICY_FAULT, seen
-            except _TimeUp:
-                return StopReason.TIME_LIMIT, seen
+                self._total += seen.unsettled
+                return StopReason.POLICY_FAULT, Step(observation=())
+            except TimeUp:
+                self._total += seen.unsettled
+                return StopReason.TIME_LIMIT, await self._last_word(env, StopReason.TIME_LIMIT)
             seen = step
             self._total += step.reward
             if step.terminated or step.truncated:
                 self._hear(step.observation)
-                return StopReason.DONE if step.terminated else StopReason.TRUNCATED, step
+                return step.stop_reason or (StopReason.DONE if step.terminated else StopReason.TRUNCATED), step
 
-    async def _in_time(self, what: str, answer: Awaitable[T]) -> T:
-        """Raises EnvError past the deadline of the environment's own code, _TimeUp past the deadline of the action that
-        the model asked for."""
+    async def _cut(self, env: AsyncEnv, seen: Step, reason: StopReason) -> Step:
+        """The last step of an episode that ends at a limit between two turns."""
+        self._total += seen.unsettled
+        return answers.joined(seen, await self._last_word(env, reason))
+
+    async def _last_word(self, env: AsyncEnv, reason: StopReason) -> Step:
+        """How the environment judges the work so far; what cannot be judged, or not in time, is worth 0."""
         deadline_s = self._config.rollout.step_deadline_s
-        with clock.watch(own_s=deadline_s, policy_s=deadline_s) as watch:
-            return await answer
-        if watch.over is Whose.POLICY:
-            raise _TimeUp
-        raise EnvError(f"{self._task.env}: {what} took over {deadline_s:g} s")
+        try:
+            return await self._guard("end", lambda: answers.end(env, reason, self._task), policy_s=deadline_s)
+        except (TimeUp, PolicyFault):
+            return Step(observation=(), outcome=0.0, success=False)
+
+    async def _ask(self, env: AsyncEnv, tools: Mapping[str, Json]) -> str:
+        """The model's next action. Raises EngineError."""
+        options = {**self._endpoint.options, **tools}
+        answer, tokens = await self._endpoint.client.completion(
+            self._said, deadline_s=_turn_s(self._config.rollout), **options
+        )
+        self._turns += 1
+        self._tokens = None if self._tokens is None or tokens is None else self._tokens + tokens
+        return self._say(answer, str(getattr(env, "tool_format", "hermes")))
 
     def _hear(self, messages: Messages) -> None:
         """Add the environment's messages; answers to calls get the ids of the calls, in their order."""
@@ -254,7 +351,7 @@ def _means(rows: list[dict[str, Json]], *, failed: int) -> EvalResult:
         success=fmean(float(row["success"]) for row in rows),
         outcome=fmean(row["outcome"] for row in rows),
         turns=fmean(row["turns"] for row in rows),
-        tokens=0.0,
+        tokens=fmean(row["tokens"] for row in rows) if all("tokens" in row for row in rows) else None,
         n=len(rows),
         failed=failed,
     )

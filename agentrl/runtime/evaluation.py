@@ -20,13 +20,13 @@ _ALL = 1 << 30
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
     """`success` and `outcome` are means over the `n` episodes that the policy itself ended; `failed` counts the others,
-    which infrastructure ended."""
+    which infrastructure ended. `tokens` is None if nobody counted them."""
 
     name: str
     success: float
     outcome: float
     turns: float
-    tokens: float
+    tokens: float | None
     n: int
     failed: int
 

@@ -11,8 +11,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import trio
 
+import agentrl
+from agentrl.clock import policy_time
+from agentrl.engine.scoring import ScoringClient
+from agentrl.errors import ConfigError, UsageError
+from agentrl.records import StopReason
+from agentrl.runtime import endpoint
+from agentrl.runtime.evaluation import EvalResult
 from agentrl_environments.calculator.arithmetic import evaluate, written
 
 Answer = Callable[[dict[str, Any]], dict[str, Any] | int]
@@ -83,25 +92,27 @@ def run(url: str, *more: object, n: int = 3) -> tuple[int, str, str]:
 
 def test_a_served_model_is_measured_and_what_was_played_is_not_played_again(server: Any, tmp_path: Path) -> None:
     url, requests, answers = server
-    code, out, err = run(url, "--out", tmp_path / "eval", "--set", "rollout.temperature=0.25")
+    settings = ("--set", "rollout.temperature=0.5", "--set", "eval.temperature=0.25", "--set", "rollout.max_turns=2")
+    code, out, err = run(url, "--out", tmp_path / "eval", *settings)
     assert code == 0, err
     (result,) = json.loads(out)
     assert (result["success"], result["turns"], result["n"], result["failed"]) == (1.0, 2.0, 3, 0)
+    assert "tokens" not in result  # this server counts none
     assert len(requests) == 6
     assert {(r["model"], r["temperature"], r["key"]) for r in requests} == {("some-model", 0.25, "Bearer secret")}
     results = tmp_path / "eval" / "results.jsonl"
     with results.open("a") as file:
         file.write('{"seed": 10000')  # a crash in the midst of a line
     answers.append(lambda _: {"role": "assistant", "content": "no idea"})
-    code, out, err = run(url, "--out", tmp_path / "eval", "--set", "rollout.max_turns=2", n=4)
+    code, out, err = run(url, "--out", tmp_path / "eval", *settings, n=4)
     assert code == 0, err
     (result,) = json.loads(out)
     assert (result["success"], result["n"]) == (0.75, 4)
     assert len(requests) == 8
     rows = [json.loads(line) for line in results.read_text().splitlines()[1:]]
     assert rows[-1]["stop_reason"] == "turn_limit" and rows[-1]["messages"][-2]["content"] == "no idea"
-    code, _, err = run(url, "--out", tmp_path / "eval", "--set", "env.kwargs.terms=5")
-    assert code == 2 and "give another --out" in err
+    code, _, err = run(url, "--out", tmp_path / "eval", *settings, "--set", "env.kwargs.terms=5")
+    assert code == 2 and "another evaluation (kwargs differ): give another --out" in err
 
 
 def test_what_the_server_failed_at_is_no_score_and_is_tried_again(server: Any, tmp_path: Path) -> None:
@@ -128,6 +139,97 @@ def test_a_call_with_broken_arguments_reaches_the_environment_as_text(server: An
     _, row = map(json.loads, (tmp_path / "eval" / "results.jsonl").read_text().splitlines())
     *_, said, heard = row["messages"]
     assert "tool_calls" not in said and heard["role"] == "user" and "no tool call found" in heard["content"]
+
+
+class Ladder(agentrl.Env):
+    """Seeds that are even are climbed in one turn; the others in none, and are worth half at a limit."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self._even = not (seed or 0) % 2
+        return ({"role": "user", "content": f"task {seed}"},), {}
+
+    async def astep(self, action: str) -> Any:
+        if self._seconds:
+            with policy_time():
+                await trio.sleep(self._seconds)
+        info = {"outcome": 1.0} if self._even else {}
+        return ({"role": "user", "content": "no"},), 0.0, self._even, False, info
+
+    async def aend(self, reason: StopReason) -> dict[str, Any]:
+        return {"outcome": 0.5, "success": False}
+
+
+def measured(
+    handler: Callable[[dict[str, Any]], httpx.Response], out: Path, *settings: str, n: int = 2, url: str = "http://h"
+) -> EvalResult:
+    config = endpoint.configured("m", f"{__name__}:Ladder", settings)
+    transport = httpx.MockTransport(lambda request: handler(json.loads(request.content)))
+    client = ScoringClient(url, model="m", transport=transport, deadline_s=5)
+    served = endpoint.Endpoint(client=client, options=endpoint.sampling(config))
+    return endpoint.evaluate(config, served, n, out, on_result=lambda _: None)
+
+
+def says(content: str, **usage: int) -> httpx.Response:
+    body = {"choices": [{"message": {"role": "assistant", "content": content}}], **({"usage": usage} if usage else {})}
+    return httpx.Response(200, json=body)
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()[1:]]
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_conversation_that_outgrew_the_servers_context_is_scored(tmp_path: Path, status: int) -> None:
+    def small(asked: dict[str, Any]) -> httpx.Response:
+        return says("go on") if len(asked["messages"]) < 5 else httpx.Response(status, json={"error": "too long"})
+
+    result = measured(small, tmp_path, n=4)
+    assert (result.success, result.outcome, result.n, result.failed) == (0.5, 0.75, 4, 0)
+    assert {row["stop_reason"] for row in rows_of(tmp_path) if row["seed"] % 2} == {"context_limit"}
+
+
+def test_results_under_other_settings_or_of_another_server_are_not_mixed(tmp_path: Path) -> None:
+    measured(lambda _: says("go on"), tmp_path, "rollout.max_turns=2")
+    others = {
+        "sampling": ("rollout.max_turns=2", "eval.temperature=0"),
+        "limits": ("rollout.max_turns=3",),
+        "image": ("rollout.max_turns=2", "sandbox.docker.image=other"),
+    }
+    for differs, settings in others.items():
+        with pytest.raises(UsageError, match=rf"\({differs} differ\): give another --out"):
+            measured(lambda _: says("go on"), tmp_path, *settings)
+    with pytest.raises(UsageError, match=r"\(url differ\)"):
+        measured(lambda _: says("go on"), tmp_path, "rollout.max_turns=2", url="http://other")
+
+
+def test_sampling_is_that_of_evaluation_and_what_no_chat_server_takes_is_refused() -> None:
+    given = ["rollout.temperature=0.5", "rollout.top_p=0.9", "eval.temperature=0", "rollout.max_tokens_per_turn=9000"]
+    config = endpoint.configured("m", "e", [*given, 'rollout.stop=["END"]'])
+    assert endpoint.sampling(config) == {"temperature": 0.0, "top_p": 0.9, "max_tokens": 9000, "stop": ["END"]}
+    for field in ("rollout.top_k", "eval.min_p", "rollout.max_context", "train.steps"):
+        with pytest.raises(ConfigError, match=f"^{field} = .*leave it out"):
+            endpoint.configured("m", "e", [f"{field}={0 if field == 'eval.min_p' else 7}"])
+
+
+def test_an_episode_has_its_deadline_and_its_most_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = ("rollout.episode_deadline_s=0.05", "env.kwargs.seconds=0.02")
+    result = measured(lambda _: says("go on"), tmp_path / "slow", *limits)
+    assert (result.outcome, result.failed) == (0.75, 0)
+    assert [row["stop_reason"] for row in rows_of(tmp_path / "slow") if row["seed"] % 2] == ["time_limit"]
+    monkeypatch.setattr(endpoint, "_MOST_TURNS", 7)
+    measured(lambda _: says("go on"), tmp_path / "endless")
+    assert [row["turns"] for row in rows_of(tmp_path / "endless") if row["seed"] % 2] == [7]
+
+
+def test_tokens_are_those_that_the_server_counts(tmp_path: Path) -> None:
+    counted = measured(lambda _: says("go on", completion_tokens=5), tmp_path / "a", "rollout.max_turns=3")
+    assert counted.tokens == (5 + 3 * 5) / 2
+    assert measured(lambda _: says("go on"), tmp_path / "b", "rollout.max_turns=3").tokens is None
 
 
 @pytest.mark.parametrize("arguments", [["--model", "m"], ["--env", "e"], ["some/folder", "--model", "m", "--env", "e"]])
