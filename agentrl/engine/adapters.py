@@ -24,7 +24,7 @@ import trio
 from agentrl.engine import inbox
 from agentrl.engine.client import EngineClient
 from agentrl.engine.weights import PushReport
-from agentrl.engine.wire import parse_json
+from agentrl.engine.wire import metric, parse_json, results
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Json, VersionSpan
@@ -185,10 +185,12 @@ async def _send(engine: EngineClient, name: str, folder: Path, deadline_s: float
             raise
         except EngineError:
             return None
-        for said in parse_json(answer)["results"]:
+        for said in results(answer):
             if "error" in said:
                 raise WeightSyncError(f"it did not take the files of {name}: {said['error']}")
-    return said["path"]
+    if not isinstance(place := said.get("path"), str):
+        raise WeightSyncError(f"it took the files of {name} and names no folder")
+    return place
 
 
 async def _unload(engine: EngineClient, name: str, place: str, deadline_s: float) -> None:
@@ -247,19 +249,19 @@ async def _places(engine: EngineClient, deadline_s: float) -> dict[str, str]:
 
 async def in_use(engine: EngineClient, *, deadline_s: float = 5.0) -> frozenset[int]:
     """The versions that running or waiting requests of an engine use, at its last look."""
-    text = (await engine.call("GET", "/metrics", deadline_s=deadline_s)).decode()
+    body = await engine.call("GET", "/metrics", deadline_s=deadline_s)
     latest, names = 0.0, ""
-    for line in text.splitlines():
+    for line in body.decode(errors="replace").splitlines():
         # Each set of adapters that was ever in use has a line of its own, whose value is when it last was.
         if line.startswith("vllm:lora_requests_info{"):
-            labels, _, at = line.rpartition("} ")
-            if float(at) >= latest:
-                latest, names = float(at), labels
+            labels, at = metric(line)
+            if at >= latest:
+                latest, names = at, labels
     return _versions(re.findall(rf"{NAME}-\d+", names))
 
 
 def _versions(names: Iterable[str]) -> frozenset[int]:
-    matches = (re.fullmatch(rf"{NAME}-(\d+)(-.*)?", name) for name in names)
+    matches = (re.fullmatch(rf"{NAME}-([0-9]{{1,18}})(-.*)?", name) for name in names)  # as `wire.parse_version`
     return frozenset(int(match[1]) for match in matches if match)
 
 

@@ -30,7 +30,7 @@ from agentrl.config import EngineSettings
 from agentrl.engine import fingerprint, weightfile
 from agentrl.engine.adapters import adapter_name
 from agentrl.engine.client import EngineClient
-from agentrl.engine.wire import parse_json
+from agentrl.engine.wire import results
 from agentrl.errors import CanaryMismatch, EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
 from agentrl.records import Json
 
@@ -129,14 +129,17 @@ def beside(weights: Path) -> Path:
     return weights.with_name(f"{weights.name}.canary")
 
 
-async def _scored(engine: EngineClient, canary: Canary, deadline_s: float) -> tuple[float, ...]:
+async def _scored(
+    engine: EngineClient, canary: Canary, deadline_s: float, model: str | None = None
+) -> tuple[float, ...]:
     """The probe's log-probs on an engine: all NaN where one of them is, since vLLM then refuses to write any."""
     try:
-        return await engine.score(canary.token_ids, deadline_s=deadline_s)
+        found = await engine.score(canary.token_ids, deadline_s=deadline_s, model=model)
     except EngineError as error:
         if "not JSON compliant" not in str(error):
             raise
-        return (math.nan,) * len(canary.logprobs)
+        found = (math.nan,)
+    return (math.nan,) * len(canary.logprobs) if any(map(math.isnan, found)) else found
 
 
 async def check(
@@ -173,7 +176,7 @@ async def check(
         worst = max(worst, apart)
         for role, logprobs in canary.by_role.items():
             model = adapter_name(canary.version, role)
-            found = await engine.score(canary.token_ids, model=model, deadline_s=deadline_s)
+            found = await _scored(engine, canary, deadline_s, model)
             apart = max(abs(a - b) for a, b in zip(found, logprobs, strict=True))
             if not apart <= most:
                 raise CanaryMismatch(f"{says} its adapter {model!r} is {apart:.3g} nats from the learner's")
@@ -200,13 +203,13 @@ async def _wrong(engine: EngineClient, canary: Canary, deadline_s: float) -> lis
         return []
     asked: dict[str, Json] = {"method": "agentrl_fingerprints"}
     try:
-        answer = parse_json(await engine.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s))
+        answer = await engine.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s)
     except (EngineUnavailable, EngineTimeout):
         raise
     except EngineError:  # it has no such call
         return []
     found: dict[str, str] = {}
-    for worker in answer["results"]:
+    for worker in results(answer, dtype=str, fingerprints=dict):
         if worker["dtype"] == canary.dtype:
             found |= worker["fingerprints"]
     return fingerprint.differences(canary.fingerprints, found)
@@ -249,5 +252,5 @@ async def untaken(engine: EngineClient, update_info: dict[str, Json], *, deadlin
     """The weights of a file, by name, that the engine's layers do not compute with. Raises EngineError if the engine
     cannot say (it lacks our plugin)."""
     asked: dict[str, Json] = {"method": "agentrl_untaken", "args": [json.dumps(update_info)]}
-    answer = parse_json(await engine.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s))
-    return list(answer["results"][0]["untaken"])
+    answer = await engine.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s)
+    return list(map(str, results(answer, untaken=list)[0]["untaken"]))

@@ -21,6 +21,7 @@ from agentrl.engine.transport import Answer, Origin, TrioTransport, head_of
 from agentrl.engine.wire import (
     ChunkParser,
     check_sampling,
+    metric,
     parse_json,
     parse_version,
     prompt_logprobs,
@@ -251,13 +252,9 @@ class EngineClient:
         body = await self.call("GET", "/metrics", deadline_s=deadline_s)
         values: dict[str, float] = {}
         for line in body.decode(errors="replace").splitlines():
-            name, _, value = line.rpartition(" ")
-            name = name.partition("{")[0]
+            name = line.rpartition(" ")[0].partition("{")[0]
             if name and not name.startswith("#") and not name.endswith("_bucket"):
-                try:
-                    values[name] = values.get(name, 0.0) + float(value)
-                except ValueError:
-                    raise EngineError(f"{self.url} has no number in its metrics: {line[:80]!r}") from None
+                values[name] = values.get(name, 0.0) + metric(line)[1]
         return values
 
     async def aclose(self) -> None:

@@ -24,6 +24,7 @@ from dataclasses import replace
 
 import trio
 
+from agentrl.engine import stamps
 from agentrl.engine.client import collect
 from agentrl.engine.concurrency import Aimd
 from agentrl.engine.hedge import Hedges, race
@@ -51,10 +52,12 @@ class Fleet:
     `max_faults` times is given up: it may be the cause.
 
     `decode` gives the text of tokens: requests with stop texts need it. `fits` says whether a weight version may be
-    sampled from (default: none older than the newest seen). After `hedge_after` times the median time to a first token
-    a turn without one asks a second replica as well. With `preempt` a running turn leaves its engine when its
-    weight version no longer `fits`, and goes on under one that does: the engine computes its context anew. If engines
-    sleep while a learner has their GPU (`sleeps`), a turn's wait for one that is paused counts against no deadline."""
+    sampled from (default: none older than the newest seen), `knows` whether the run made it at all (default: it did): a
+    replica whose tokens come from another run's weights has failed their turn. After `hedge_after` times the median
+    time to a first token a turn without one asks a second replica as well. With `preempt` a running turn leaves its
+    engine when its weight version no longer `fits`, and goes on under one that does: the engine computes its context
+    anew. If engines sleep while a learner has their GPU (`sleeps`), a turn's wait for one that is paused counts against
+    no deadline."""
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Fleet:
         *,
         decode: Decode | None = None,
         fits: Callable[[int], Awaitable[bool]] | None = None,
+        knows: stamps.Knows | None = None,
         stall_s: float = 30.0,
         probe_s: float = 30.0,
         outage_deadline_s: float = 600.0,
@@ -76,7 +80,7 @@ class Fleet:
         if not clients:
             raise ValueError("a fleet needs at least one engine")
         self.replicas = [Replica(client, client.version) for client in clients]
-        self._decode, self._fits = decode, fits or self._is_newest
+        self._decode, self._fits, self._knows = decode, fits or self._is_newest, knows
         self._stall_s, self._probe_s, self._outage_deadline_s = stall_s, probe_s, outage_deadline_s
         self._retry_s, self._retry_max_s, self._max_faults, self._slack = retry_s, retry_max_s, max_faults, slack
         self._preempt, self.hedges, self._sleeps = preempt, Hedges(hedge_after), sleeps
@@ -386,6 +390,8 @@ class Fleet:
                     chunk = await self._next(chunks, replica, turn, wait, sampling=sampling)
                     if chunk is None:
                         return
+                    if self._knows is not None and turn.request.version is None:  # else the turn is a past self's
+                        await stamps.check(chunk, replica.client.url, self._knows)
                     if chunk.token_ids and not sampling:
                         sampling = True
                         self.hedges.took(trio.current_time() - began)
@@ -402,6 +408,9 @@ class Fleet:
             self._failed(replica, turn, broke)
         except (EngineUnavailable, EngineTimeout) as gone:
             self._broke(replica, str(gone))
+        except EngineError as wrong:  # the tokens that the turn has are no good
+            self._broke(replica, str(wrong))
+            raise
         finally:
             replica.running -= 1
             self._announce()

@@ -32,7 +32,7 @@ from agentrl.engine.fair import FairQueue
 from agentrl.engine.listening import Answer, Cut
 from agentrl.engine.transport import TrioTransport
 from agentrl.engine.wire import parse_json
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, boundary
 from agentrl.fleet_settings import Tenant
 from agentrl.records import Json
 
@@ -313,8 +313,9 @@ class SharedEngine:
         assert isinstance(body, bytes)
         if status != 200:
             raise EngineError(f"the engine does not name its models: {body[:200]!r}")
-        models = cast("list[dict[str, Json]]", parse_json(body).get("data") or [])
-        return models, [str(model.get("id")) for model in models]
+        with boundary(EngineError, "the engine names its models in an unknown shape:"):
+            models = cast("list[dict[str, Json]]", parse_json(body).get("data") or [])
+            return models, [str(model.get("id")) for model in models]
 
     # --- the engine ---------------------------------------------------------------------------------------------
 

@@ -258,7 +258,10 @@ async def _release(engine: EngineClient, deadline_s: float) -> None:
 
 
 async def _workers(engine: EngineClient, deadline_s: float) -> int:
-    return parse_json(await engine.call("GET", "/get_world_size", deadline_s=deadline_s))["world_size"]
+    size = parse_json(await engine.call("GET", "/get_world_size", deadline_s=deadline_s)).get("world_size")
+    if type(size) is not int or size < 1:
+        raise EngineError(f"the engine says that its world_size is {size!r:.80}")
+    return size
 
 
 def _json_safe(update_info: dict[str, Any]) -> dict[str, Json]:

@@ -15,13 +15,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import trio
 
 from agentrl.engine import objects, sleeping, weightfile
 from agentrl.engine.client import EngineClient
-from agentrl.engine.wire import parse_json
+from agentrl.engine.wire import parse_json, results
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
 from agentrl.records import Json
 
@@ -161,8 +160,8 @@ async def _stage(client: EngineClient, info: dict[str, Json], second: bool, dead
     except EngineError:
         return False
     while True:
-        states = await _workers(client, "agentrl_staged", deadline_s=deadline_s)
-        if errors := [str(state["error"]) for state in states if state["error"]]:
+        states = results(await _workers(client, "agentrl_staged", deadline_s=deadline_s), ready=bool)
+        if errors := [str(state["error"]) for state in states if state.get("error")]:
             raise WeightSyncError(errors[0])
         if all(state["ready"] for state in states):
             return all(state.get("second", False) for state in states)
@@ -175,14 +174,16 @@ async def _swap(
     """Have staged weights take the place of the old ones. Returns the seconds in which the engine computed nothing, by
     its own clock; None if it has no second copy any more, and nothing was changed."""
     asked = (json.dumps(info), str(version), clear_cache)
-    answers = await _workers(client, "agentrl_publish", *asked, deadline_s=deadline_s)
-    return max(answer["paused_s"] for answer in answers) if all(answer["swapped"] for answer in answers) else None
+    answer = await _workers(client, "agentrl_publish", *asked, deadline_s=deadline_s)
+    if not all(worker["swapped"] for worker in results(answer, swapped=bool)):
+        return None
+    return max(worker["paused_s"] for worker in results(answer, paused_s=int | float))
 
 
-async def _workers(client: EngineClient, method: str, *args: Json, deadline_s: float) -> list[dict[str, Any]]:
-    """The answers of the engine's workers to a method of our plugin."""
+async def _workers(client: EngineClient, method: str, *args: Json, deadline_s: float) -> bytes:
+    """The answer of the engine's workers to a method of our plugin."""
     asked: dict[str, Json] = {"method": method, "args": list(args)}
-    return parse_json(await client.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s))["results"]
+    return await client.call("POST", "/collective_rpc", json=asked, deadline_s=deadline_s)
 
 
 async def _load(

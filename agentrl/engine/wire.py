@@ -8,8 +8,10 @@ import base64
 import io
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
+from types import UnionType
 from typing import Any, cast
 from uuid import uuid4
 
@@ -27,6 +29,7 @@ _NO_LOGPROB = -9999.0  # what vLLM writes for a NaN
 _ROUNDING = 1e-3  # nats that a log-prob may be above 0
 _ALL = 1 << 30  # as top_k: every token. A vLLM that tells of kept sets takes no request without top_k
 _PLAIN = frozenset({"token", "logprob", "bytes", "top_logprobs"})  # what OpenAI's answer has for each token
+_VERSION = re.compile(r"[0-9]{1,18}")
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, EOFError)
 
 
@@ -88,23 +91,49 @@ def score_json(token_ids: Sequence[int], model: str | None) -> dict[str, Json]:
 def prompt_logprobs(document: Mapping[str, Json], token_ids: Sequence[int]) -> tuple[float, ...]:
     """The log-probs of `token_ids[1:]` in the answer to a request that asked for those of its prompt."""
     entries = document.get("prompt_logprobs")
-    if entries is None or len(entries) != len(token_ids):
+    if not isinstance(entries, list) or len(entries) != len(token_ids):
         raise EngineError("the engine does not score prompts (prompt_logprobs)")
     try:
         return tuple(
             float(entry[str(token)]["logprob"]) for entry, token in zip(entries[1:], token_ids[1:], strict=True)
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except _MALFORMED as error:
         raise EngineError(f"the engine's prompt log-probs have an unknown shape: {error!r}") from error
 
 
+def results(body: str | bytes, **fields: type | UnionType) -> list[dict[str, Any]]:
+    """The answers of an engine's workers to a call, at least one, each with these `fields` of these types. Raises
+    EngineError for anything else."""
+    answers: Any = parse_json(body).get("results")
+    if not isinstance(answers, list) or not answers:
+        raise EngineError(f"the engine's workers gave no results: {body[:80]!r}")
+    for answer in cast("list[Any]", answers):
+        if not isinstance(answer, dict):
+            raise EngineError(f"the engine's workers answered {answer!r:.80}, which is no object")
+        for name, kind in fields.items():
+            if not isinstance(value := cast("dict[str, Any]", answer).get(name), kind):
+                raise EngineError(f"the engine's workers say that {name!r} is {value!r:.80}")
+    return answers
+
+
+def metric(line: str) -> tuple[str, float]:
+    """The name, labels included, and the value of a line of metrics. Raises EngineError."""
+    name, _, value = line.rpartition(" ")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise EngineError(f"the engine has no number in its metrics: {line[:80]!r}") from None
+
+
 def parse_version(text: object) -> int:
-    """A weight version as engines write it: "default" is 0, else a decimal number. Raises EngineError."""
+    """A weight version as engines write it: "default" is 0, else a decimal number that a store can hold. Raises
+    EngineError."""
     if text == "default":
         return 0
-    if isinstance(text, int) or (isinstance(text, str) and text.isdecimal()):
-        return int(text)
-    raise EngineError(f"the engine names a weight version {text!r}, which is not a number")
+    written = str(text) if type(text) is int else text
+    if isinstance(written, str) and _VERSION.fullmatch(written):
+        return int(written)
+    raise EngineError(f"the engine names a weight version {text!r:.80}, which is none")
 
 
 class ChunkParser:

@@ -25,7 +25,7 @@ from agentrl.engine.fleet import Fleet
 from agentrl.engine.policies import Policies
 from agentrl.engine.renderer import Renderer
 from agentrl.env import as_async
-from agentrl.errors import DiskFull, StoreError
+from agentrl.errors import DiskFull, StoreAway, StoreError
 from agentrl.protocols import AsyncEnv, Engine, Rewarder
 from agentrl.records import Task, WeightVersion
 from agentrl.rollout.episode import RolloutContext
@@ -149,7 +149,7 @@ class Sight:
     """What turns have to know of the run, read while the loop goes on."""
 
     def __init__(self, config: RunConfig, looks: Looks[ReadStore], known: Known) -> None:
-        self.config, self.looks = config, looks
+        self.config, self.looks, self._minted = config, looks, set[int]()
         self._current = Newest(lambda: looks(lambda store: store.current_version()), known.version)
 
     async def fits(self, version: int) -> bool:
@@ -162,6 +162,18 @@ class Sight:
             )
         except StoreError:  # the store cannot be read: a later call asks again
             return False
+
+    async def knows(self, version: int) -> bool:
+        """Whether this run minted a version, so that its tokens can be journaled. Any if the store is away: the journal
+        waits for it."""
+        if version not in self._minted:
+            try:
+                if not await self.looks(lambda store: store.knows_version(version)):
+                    return False
+            except StoreAway:
+                return True
+            self._minted.add(version)
+        return True
 
     async def adapter(self) -> int | None:
         """The newest adapter that the learner confirmed; before the first step there is none."""
@@ -207,7 +219,7 @@ def _fleet(sight: Sight, known: Known, renderer: Renderer, role: str | None = No
     """The engines of a role with a model of its own, or of all others."""
     clients = [_client(sight, known, url, role=role) for url in known.urls[role]]
     make = _maker(sight.config, renderer)
-    return make(clients, fits=sight.fits, preempt=sight.config.engine.preempt)
+    return make(clients, fits=sight.fits, knows=sight.knows, preempt=sight.config.engine.preempt)
 
 
 def _client(sight: Sight, known: Known, url: str, *, role: str | None = None) -> EngineClient:

@@ -62,19 +62,20 @@ class Versions(Part):
 
     def knows_version(self, version: int) -> bool:
         """Whether it was ever minted here; the version of an engine that somebody else started was not."""
-        try:
-            self.step_of(version)
-        except StoreError:
-            return False
-        return True
+        return self._made_at(version) is not None
 
     def step_of(self, version: int) -> int:
         """The optimizer step that made a version. Raises StoreError if it was never minted."""
+        if (step := self._made_at(version)) is None:
+            raise StoreError(f"weight version {version} was never minted")
+        return step
+
+    def _made_at(self, version: int) -> int | None:
         if version not in self._step_of:
             with self._db.read():
                 row = self._db.row("SELECT step FROM versions WHERE version = ?", (version,))
             if row is None:
-                raise StoreError(f"weight version {version} was never minted")
+                return None
             self._step_of[version] = row[0]
         return self._step_of[version]
 

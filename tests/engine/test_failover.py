@@ -306,6 +306,20 @@ async def test_a_version_that_the_run_cannot_train_is_stale(autojump_clock: trio
         nursery.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize("late", [False, True])
+async def test_law_1_tokens_of_another_runs_weights_are_no_turns(
+    late: bool, autojump_clock: trio.testing.MockClock
+) -> None:
+    shared, own = servers(lacks={"plugin"} if late else set())  # without it the server states versions at the end
+    shared.version = "99"
+    fleet = fleet_of([shared, own], knows=fitting(lambda version: version == 4))
+    if late:
+        with pytest.raises(EngineError, match="http://engine-0 samples from version 99, which this run never made"):
+            await fleet.generate(ask())
+    assert_whole(await fleet.generate(ask()))
+    assert len(shared.requests) == 1 and "version 99" in fleet.replicas[0].trouble
+
+
 async def test_a_replica_that_new_weights_passed_by_serves_nobody_until_it_has_them(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

@@ -17,7 +17,7 @@ from agentrl.clock import HostClock
 from agentrl.config import parse
 from agentrl.engine.concurrency import Aimd
 from agentrl.engine.fleet import Fleet, State
-from agentrl.errors import DiskFull, EngineBroke
+from agentrl.errors import DiskFull, EngineBroke, EngineTimeout
 from agentrl.protocols import GenerateRequest
 from agentrl.records import SamplingParams
 from agentrl.runtime import worker
@@ -29,6 +29,7 @@ from agentrl.store.looks import Looks
 from agentrl.store.roles import ReadStore
 from agentrl.telemetry import Telemetry
 from agentrl.testing.engine import FakeEngine
+from agentrl.testing.vllm_server import FakeVLLM
 
 BUSY = {"vllm:num_requests_running": 8.0, "vllm:num_requests_waiting": 8.0}
 
@@ -71,6 +72,27 @@ async def test_turns_go_to_engines_with_the_newest_weights_of_this_run_alone(tmp
         sight = Sight(config, Looks[ReadStore](store), known_of(config, store))
         fitting = [version for version in (*unminted, old, current, coming) if await sight.fits(version)]
         assert fitting == [current, coming]
+        known = [version for version in (*unminted, old, current, coming) if await sight.knows(version)]
+        assert known == [old, current, coming]  # turns under way may have older ones
+
+
+async def test_a_worker_takes_no_tokens_of_another_runs_weights(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 256}')
+    server = FakeVLLM(url="http://engine", version="999")
+    monkeypatch.setattr("agentrl.engine.client.TrioTransport", lambda: server)
+    settings = {"outage_deadline_s": 5.0}
+    config = parse({"model": str(tmp_path), "env": {"id": "test/Env"}, "engine": settings})
+    with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
+        store.confirm_version(store.mint_version(0).version)
+        store.set_meta("engine_urls", json.dumps([server.url]))
+        known = known_of(config, store)
+        fleet = worker._fleet(Sight(config, Looks[ReadStore](store), known), known, SimpleNamespace(decode=str))  # type: ignore[arg-type]
+        asked = GenerateRequest(request_id="r", session="s", token_ids=(1,), sampling=SamplingParams(max_tokens=4))
+        with pytest.raises(EngineTimeout, match=r"http://engine is stale \(it serves version 999"):
+            await fleet.generate(asked)
+        assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize("said", [{"vocab_size": 9}, {"text_config": {"vocab_size": 9}}])

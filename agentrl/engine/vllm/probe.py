@@ -16,8 +16,8 @@ from uuid import uuid4
 from agentrl.engine.client import EngineClient
 from agentrl.engine.vllm.launch import check_version, lora_room
 from agentrl.engine.vllm.plugin import BACKEND, EXTENSION
-from agentrl.engine.wire import parse_json
-from agentrl.errors import EngineError, EngineUnavailable, UsageError
+from agentrl.engine.wire import parse_json, results
+from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, UsageError, boundary
 from agentrl.records import Json
 
 _PROMPT = 16  # tokens
@@ -126,17 +126,21 @@ class Facts:
 
 async def probe(client: EngineClient, *, untested: bool = False) -> Facts:
     """Ask a server what it has. Raises UsageError for a server that is no vLLM, that wants another key, or that is of
-    an untested version unless that is allowed; EngineUnavailable if it is not there."""
+    an untested version unless that is allowed; EngineUnavailable or EngineTimeout if it is not there."""
+    passes = (EngineUnavailable, EngineTimeout, UsageError)
+    with boundary(UsageError, f"the server at {client.url} is no vLLM server:", passes=passes):
+        return await _probed(client, untested=untested)
+
+
+async def _probed(client: EngineClient, *, untested: bool) -> Facts:
     try:
         version = str(parse_json(await client.call("GET", "/version", deadline_s=_DEADLINE_S)).get("version"))
         models = parse_json(await client.call("GET", "/v1/models", deadline_s=_DEADLINE_S))["data"]
-    except EngineUnavailable:
-        raise
-    except (EngineError, KeyError) as error:
-        if "answered 401" in str(error):
-            hint = "export its key, and name the variable in engine.api_key_env"
-            raise UsageError(f"the server at {client.url} asks for an API key: {hint}") from error
-        raise UsageError(f"the server at {client.url} is no vLLM server: {error}") from error
+    except EngineError as error:
+        if "answered 401" not in str(error):
+            raise
+        hint = "export its key, and name the variable in engine.api_key_env"
+        raise UsageError(f"the server at {client.url} asks for an API key: {hint}") from error
     check_version(version, f"the server at {client.url}", untested=untested)
     model = cast("dict[str, Any]", models[0])
     answer, logprobs = await _sample(client, model["max_model_len"])
@@ -226,9 +230,9 @@ async def _answers(client: EngineClient, method: str, path: str) -> bool:
 
 
 async def _rpc(client: EngineClient, method: str) -> dict[str, Any] | None:
-    """What the first worker says, None if it knows no such method."""
+    """What the first worker says, None if it knows no such method, or says it otherwise than our plugin."""
     try:
         body = await client.call("POST", "/collective_rpc", json={"method": method}, deadline_s=_DEADLINE_S)
+        return results(body, missing=list, pickles=bool)[0]
     except EngineError:
         return None
-    return parse_json(body)["results"][0]
