@@ -183,6 +183,8 @@ class ChunkParser:
             self.unsound = f"the engine sent {logprobs[sound]!r} as the log-prob of token {base + sound}"
             token_ids, logprobs, finish = token_ids[:sound], logprobs[:sound], None
         self._received += sound
+        if finish in ("stop", "length") and not self._request.sampled + self._received:
+            raise EngineError(f"the engine finished with {finish!r} without a token")  # an action that nobody sampled
         spans = self._spans(choice.get("weight_versions") or [], base, sound)
         experts = None
         if self._request.experts_from is not None and finish in ("stop", "length"):

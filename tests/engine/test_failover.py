@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -97,6 +98,22 @@ async def test_a_refused_request_is_refused_and_asked_once() -> None:
     with pytest.raises(EngineError, match="answered 400: the prompt is too long"):
         await fleet_of([first, second]).generate(ask())
     assert len(first.requests) == 1 and not second.requests
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+@pytest.mark.parametrize("after", [0, 6])
+async def test_an_end_without_a_token_is_no_answer_unless_the_turn_has_tokens(finish: str, after: int) -> None:
+    first, second = servers(stream_tokens=3)
+    first.fail("cut", after=after)
+    end = {"choices": [{"token_ids": [], "logprobs": {"content": []}, "finish_reason": finish}]}
+    second.answers["/inference/v1/generate"] = (200, f"data: {json.dumps(end)}\n\n".encode())
+    fleet = fleet_of([first, second])
+    generation = await fleet.generate(ask())
+    if after:  # the engine before it gave them
+        assert generation.token_ids == tuple(range(3, 3 + after)) and generation.finish == finish
+    else:
+        assert_whole(generation)
+        assert "without a token" in fleet.replicas[1].trouble
 
 
 async def test_a_server_that_lacks_the_path_is_its_own_failure_not_the_requests() -> None:
