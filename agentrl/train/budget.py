@@ -44,9 +44,9 @@ TRACED = (2, 4)  # layers; of a deeper model the rest follows from these two
 class Held:
     """Bytes. `frozen` are other models that learn nothing, and those that follow the policy. `optimizer` is what an
     optimizer remembers, masters too; what of that waits in host memory is in `host` instead. `activations` are what the
-    forward pass leaves for the backward pass, logits in `temporary`: what comes and goes within a pass or an update.
-    `operations` are floating-point ones, of the pass forward and backward; `again` of these would be those of its stem,
-    which is computed once for several passes."""
+    forward pass leaves for the backward pass, of which `lent` is what a stem keeps for its passes; logits are in
+    `temporary`: what comes and goes within a pass or an update. `operations` are floating-point ones, of the pass
+    forward and backward; `again` of these would be those of its stem, which is computed once for several passes."""
 
     weights: float
     frozen: float
@@ -54,6 +54,7 @@ class Held:
     optimizer: float
     host: float
     activations: float
+    lent: float
     temporary: float
     operations: float
     again: float
@@ -181,7 +182,7 @@ def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], passes: int, *
     optimizers = list(models.optimizers.values())
     (pack,) = packs([rows], 1 << 60)
     found = stem(rows, passes)
-    if passes > 1 and len(found) and config.train.parallel.context == 1 and models.prompt_once:
+    if passes > 1 and len(found) and models.prompt_once:
         pack = replace(pack, stem=found)
     tracker = Tracker()
     with tracker:
@@ -195,12 +196,12 @@ def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], passes: int, *
         host = tracker.leave(models.away())
         static = tracker.now
         tracker.peak = static
-        activations = 0
+        activations = lent = 0
         with models.stem():
             for _ in range(1 if pack.stem is None else 2):  # in the second the sums of the stem's gradients are there
                 models.others(pack)
                 outputs = models.forward(pack, trained=tuple(models.optimizers))
-                activations = tracker.now - static
+                activations, lent = tracker.now - static, models.lent_bytes
                 said = (outputs.logprobs_K, outputs.entropy_K, outputs.values_K)
                 loss = torch.stack([part.sum() for part in said if part is not None and part.requires_grad]).sum()
                 loss.backward()
@@ -213,6 +214,7 @@ def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], passes: int, *
         optimizer=static - weights - frozen - gradients,
         host=host,
         activations=activations,
+        lent=lent,
         temporary=tracker.peak - static - activations,
         operations=operations(models.policy.module, replace(pack, stem=None)),
         again=0.0 if pack.stem is None else prices(models.policy.module).stem(pack.stem),

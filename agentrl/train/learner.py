@@ -308,9 +308,9 @@ class Learner:
     def routed(self, share: list[Pass]) -> list[Routed]:
         """What the routers say in each pass under the models as they are now."""
         found: list[Routed] = []
-        for one in share:
-            with listening(self._routers(one.pack)) as heard:
-                self.models.forward(self._here(one), trained=())
+        for _, pack in self._each(share, "forward"):
+            with listening(self._routers(pack)) as heard:
+                self.models.forward(pack, trained=())
             assert heard is not None, "only passes of mixtures"
             found.append(moved(routed(heard), self._place))
             self._progress()

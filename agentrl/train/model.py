@@ -33,12 +33,12 @@ from agentrl.train.head import Asked, Head, Places, head_of, overheard, rows_wit
 from agentrl.train.loading import load
 from agentrl.train.masters import master
 from agentrl.train.packing import Branch, Pack
-from agentrl.train.parallel.portions import Portion, after_stem, of_stem
+from agentrl.train.parallel.portions import Portion
 from agentrl.train.parallel.ranks import ALONE, Ranks
 from agentrl.train.parallel.shards import exactly, local, reshard, settled
 from agentrl.train.ragged import normalised
 from agentrl.train.routes import Routes
-from agentrl.train.routing import Routers, routers
+from agentrl.train.routing import Routers, listening, routers
 from agentrl.train.stems import Names, Roots, can_be_lent
 from agentrl.train_settings import Train
 
@@ -109,9 +109,8 @@ class PolicyModel:
         with lora.switched_off(self.module):
             self.obstacle = _obstacle(self.module, layers := Names())
             self._head, self.routers = _check(self.module, folder, self.obstacle)
-        # Ranks that share a pass by its tokens gather keys and values themselves; a compiled layer is not tried.
-        alone = ranks.team == ranks.tensor and not compiled and not self.obstacle
-        self.has_stems = alone and can_be_lent(self.module, layers.heard)
+        # Compiled layers were never tried.
+        self.has_stems = not compiled and not self.obstacle and can_be_lent(self.module, layers.heard)
         reshard(self.module)
         if self.obstacle and ranks.team > ranks.tensor:
             hint = f"the model is computed row by row ({self.obstacle}): give 1"
@@ -143,8 +142,13 @@ class PolicyModel:
         """The stem of a pass, for that and the others that have it."""
         assert pack.stem is not None and self.has_stems, "the learner asks"
         computing, roots = _computing(self.device, self.dtype), Roots()
-        with settled(self.module), computing, self._keeping(), overheard(self._layer, _nothing):
-            output = self._run(of_stem(pack, len(pack.stem)), roots.keep)
+        once = replace(pack, routes=pack.routes and pack.routes.once())
+        stem = self._ranks.portion(once, (0, len(pack.stem)))
+        quiet = overheard(self._layer, _nothing)
+        with settled(self.module), computing, self._keeping(), quiet, listening(self.routers) as heard:
+            output = self._run(stem, roots.keep)
+        if heard is not None:
+            roots.hear(heard)
         if self._ranks.size > 1:
             roots.end(output)
         return roots
@@ -152,14 +156,14 @@ class PolicyModel:
     def hidden(self, pack: Pack, roots: Roots | None = None) -> Tensor:
         """The input of the output layer [P, H] at `predictors_P`, computed in `dtype`, of those that this rank has. No
         experts are replayed."""
-        computing, portion = _computing(self.device, self.dtype), self._portion(replace(pack, routes=None), roots)
+        computing, portion = _computing(self.device, self.dtype), self._portion(replace(pack, routes=None))
         with settled(self.module), computing, self._keeping(), overheard(self._layer, _nothing) as heard:
             self._run(portion, roots and roots.before)
         return _joined(heard)[portion.rows]
 
     def joined(self, pack: Pack, own_P: Tensor, name: str) -> Tensor:
         """Numbers of all `predictors_P` from those that this rank has."""
-        portion = self._ranks.portion(pack)
+        portion = self._portion(pack)
         if portion.row_p is None:
             return own_P
         return portion.joined([(own_P, portion.row_p, len(pack.predictors_P))], name)[0]
@@ -177,13 +181,16 @@ class PolicyModel:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`logprobs`, the log-prob [O] of each observed token, at temperature 1: nobody sampled it, and the input of
         the output layer [P, H], of those `predictors_P` that this rank has."""
-        portion, kept = self._portion(pack, roots), pack.ragged.get(KEPT)
+        assert roots is not None or pack.stem is None, "its nodes are not computed here"
+        portion, kept = self._portion(pack), pack.ragged.get(KEPT)
         of_M, ids_M = (pack.target_K[:0],) * 2 if kept is None else kept.sets()
         own = Places(torch.cat([pack.predictor_K, pack.predictor_K[of_M]]), torch.cat([pack.target_K, ids_M]))
         plain = Places(pack.observer_O, pack.observed_O)
         with settled(self.module):
             run = partial(self._run, portion, roots and roots.before)
             hidden_PH, found = self._read(run, own, plain, portion, temperature=temperature, dtype=self.dtype)
+        if roots is not None and self.routers is not None and pack.routes is not None:
+            self.routers.begin(roots.heard, pack.routes.rows_N[0])  # all of its rows begin there
         own_KM, observed_O, entropy_P = found
         logprobs_K, logprobs_M = own_KM.split([len(pack.target_K), len(ids_M)])
         entropy_K = (entropy_P if entropy_grad else entropy_P.detach())[pack.predictor_K]
@@ -210,17 +217,15 @@ class PolicyModel:
             _, (logprobs_T, _, _) = self._read(run, next_, none, None, temperature=1.0, dtype=torch.float32)
         return tuple(logprobs_T.tolist())
 
-    def _portion(self, pack: Pack, roots: Roots | None) -> Portion:
-        portion = self._ranks.portion(pack)
-        return portion if roots is None or pack.stem is None else after_stem(portion, len(pack.stem))
+    def _portion(self, pack: Pack) -> Portion:
+        """What this rank computes of a pass, without its stem."""
+        return self._ranks.portion(pack, None if pack.stem is None else (len(pack.stem), len(pack.token_ids_N)))
 
     def _run(self, portion: Portion, gather: Gather | None = None) -> Tensor:
         pack, routes = portion.pack, None if self.routers is None else portion.routes
         if self.obstacle:
             return _logits_of_rows(self.module, pack.token_ids_N, pack.branches, pack.predictors_P, routes)
-        if gather is None and portion.node_n is not None:
-            gather = portion.gather
-        layout = self.layout(portion.branches)
+        layout, gather = self.layout(portion.branches), portion.gather(gather)
         found = _logits(self.module, portion.token_ids_n, portion.depth_n, layout, portion.keep_c, gather, routes)
         if self.routers is not None and portion.meshes is not None:
             self.routers.join(portion.meshes.context)

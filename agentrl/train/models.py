@@ -201,7 +201,9 @@ class Models:
             roots=self._roots_of(policy_of(pack.policy), self.of(pack.policy), pack),
         )
         heard_PH = hidden_PH if "policy" in trained else hidden_PH.detach()
-        own = self._roots_of("critic", critic.trunk, pack) if critic is not None and critic.own else None
+        own = None
+        if critic is not None and critic.own:  # its own routers choose
+            own = self._roots_of("critic", critic.trunk, replace(pack, routes=None))
         values_K = None if critic is None else critic.values(pack, heard_PH, own)
         return Outputs(
             logprobs_K=logprobs_K,
@@ -254,6 +256,11 @@ class Models:
                 roots.backward()
         finally:
             self._roots = {}
+
+    @property
+    def lent_bytes(self) -> int:
+        """What the stem under way keeps for its passes."""
+        return sum(roots.size_bytes for roots in self._roots.values())
 
     @property
     def prompt_once(self) -> bool:

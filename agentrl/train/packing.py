@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -61,10 +62,12 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Stem:
-    """The first nodes of each of `passes` passes over one group, before any that predicts."""
+    """The first nodes of each of `passes` passes over one group, before any that predicts. `experts` is a digest of
+    those that were told for them: the same tokens with other experts are another stem."""
 
     token_ids: tuple[int, ...]
     passes: int
+    experts: bytes = b""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -220,14 +223,24 @@ def _packs(
 
 def grown(trees: Sequence[Tree], device: torch.device | str, ranks: int = 1) -> list[Pack]:
     """The passes of a group that was divided into these trees, if to compute their stem once saves the nodes that it
-    must; else none. Of several `ranks` each computes the stem, and some of the passes."""
-    found = stem([row for tree in trees for row in tree.rows], len(trees))
+    must; else none. Of several `ranks` each computes the stem, and some of the passes. Of a mixture a node of the stem
+    has the experts of the group's first row that tells any, in every pass."""
+    rows = [row for tree in trees for row in tree.rows]
+    found = stem(rows, len(trees))
     sizes = sorted((len(tree.token_ids_N) for tree in trees), reverse=True)
     without = sum(sizes) / ranks
     rounds = sizes[::ranks]  # the most that a rank computes in each
     if len(found) + sum(rounds) - len(rounds) * len(found) > (1 - _SAVED) * without:
         return []
-    return [replace(_pack([tree], device), stem=found) for tree in trees]
+    size = len(found)
+    told = [None if row.chosen is None else row.chosen[:size] for row in rows]
+    one = routes.joined([(torch.arange(size), size, own_SLK) for own_SLK in told], size)
+    if one.chosen_NLK is not None:
+        found = replace(found, experts=blake2b(one.chosen_NLK.numpy().tobytes(), digest_size=16).digest())
+    made = [replace(_pack([tree], device, one.chosen_NLK), stem=found) for tree in trees]
+    first = made[0].routes
+    assert first is not None, "every pass has"
+    return [replace(made[0], routes=replace(first, differing=first.differing + one.differing)), *made[1:]]
 
 
 def stem(rows: Sequence[Row], passes: int) -> Stem:
@@ -237,7 +250,7 @@ def stem(rows: Sequence[Row], passes: int) -> Stem:
     return Stem(rows[0].token_ids[: min(_shared(ids[0], other) for other in ids)], passes)
 
 
-def _pack(trees: Sequence[Tree], device: torch.device | str) -> Pack:
+def _pack(trees: Sequence[Tree], device: torch.device | str, stem_SLK: Tensor | None = None) -> Pack:
     token_ids: list[int] = []
     depth: list[int] = []
     branches: list[Branch] = []
@@ -273,7 +286,7 @@ def _pack(trees: Sequence[Tree], device: torch.device | str) -> Pack:
         policy=rows[0].policy,
         row_tokens=sum(len(row.token_ids) for row in rows),
         ragged={name: Ragged.joined([row.ragged[name] for row in rows]).to(device) for name in rows[0].ragged},
-        routes=routes.joined(routed, len(token_ids)).to(device),
+        routes=routes.joined(routed, len(token_ids), stem_SLK).to(device),
         observer_O=predictor_KO[scored:].to(device),
         observed_O=torch.cat(observed_O).to(device),
         observed_weight_O=torch.cat(weight_O).to(device),

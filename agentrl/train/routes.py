@@ -51,6 +51,10 @@ class Routes:
         chosen_TLK = None if self.chosen_NLK is None else self.chosen_NLK[nodes_T]
         return replace(self, chosen_NLK=chosen_TLK, rows_N=self.rows_N[nodes_T])
 
+    def once(self) -> Routes:
+        """As if each node were in one row at most."""
+        return replace(self, rows_N=self.rows_N.clamp(max=1))
+
     def to(self, device: torch.device | str) -> Routes:
         chosen_NLK = None if self.chosen_NLK is None else self.chosen_NLK.to(device)
         return replace(self, chosen_NLK=chosen_NLK, rows_N=self.rows_N.to(device))
@@ -72,12 +76,15 @@ def told(turns: Iterable[RoutedExperts | None], size: int) -> Tensor | None:
     return None if found is None else torch.from_numpy(found)
 
 
-def joined(rows: Sequence[tuple[Tensor, int, Tensor | None]], size: int) -> Routes:
+def joined(rows: Sequence[tuple[Tensor, int, Tensor | None]], size: int, stem_SLK: Tensor | None = None) -> Routes:
     """Those of a pass of `size` nodes. Of each row the numbers of its nodes, how many of these its loss depends on, and
-    what `told` says of them."""
+    what `told` says of them. If its first nodes are a stem's, `stem_SLK` are their experts, and rows that tell others
+    were counted there."""
     rows_N = torch.zeros(size, dtype=torch.int32)
-    shapes = [chosen.shape[1:] for _, _, chosen in rows if chosen is not None]
+    shapes = [chosen.shape[1:] for chosen in (stem_SLK, *(chosen for _, _, chosen in rows)) if chosen is not None]
     chosen_NLK = torch.full((size, *shapes[0]), UNTOLD, dtype=torch.int16) if shapes else None
+    if chosen_NLK is not None and stem_SLK is not None:
+        chosen_NLK[: len(stem_SLK)] = stem_SLK
     differs_N = torch.zeros(size, dtype=torch.bool)
     for path, needed, chosen_TLK in rows:
         rows_N[path[:needed]] += 1
@@ -87,6 +94,7 @@ def joined(rows: Sequence[tuple[Tensor, int, Tensor | None]], size: int) -> Rout
         new_T, own_T = (before_TLK < 0).any(-1).any(-1), ~(chosen_TLK < 0).any(-1).any(-1)
         differs_N[path] |= ~new_T & own_T & (before_TLK.sort(-1)[0] != chosen_TLK.sort(-1)[0]).any(-1).any(-1)
         chosen_NLK[path[new_T]] = chosen_TLK[new_T]
+    differs_N[: 0 if stem_SLK is None else len(stem_SLK)] = False
     return Routes(chosen_NLK=chosen_NLK, rows_N=rows_N, differing=int(differs_N.sum()))
 
 

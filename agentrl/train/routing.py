@@ -77,6 +77,13 @@ class Heard:
         self.load = dict(zip(self.load, whole[:-2].view_as(load_ME).unbind(), strict=True))
         self.agreed, self.replayed = whole[-2:].unbind()
 
+    def begin(self, stem: Heard, rows: Tensor) -> None:
+        """The pass begins with a stem, of whose tokens each was heard once: so many rows have them."""
+        for at, mass_E in stem.mass.items():
+            self.mass[at] = self.mass[at] + rows * mass_E
+            self.load[at] = self.load[at] + rows * stem.load[at]
+        self.agreed, self.replayed = self.agreed + rows * stem.agreed, self.replayed + rows * stem.replayed
+
     def pulled(self, pull_ME: Tensor) -> Tensor:
         """The balance loss of the pass."""
         return sum((pull_E * self.mass[at]).sum() for at, pull_E in enumerate(pull_ME.unbind()))  # pyright: ignore
@@ -164,17 +171,22 @@ class Routers:
 
     @contextmanager
     def listening(self) -> Generator[Heard]:
-        """See `listening`."""
-        self._heard = heard = Heard()
+        """See `listening`. What is heard inside of another one is not heard there."""
+        outer, self._heard = self._heard, (heard := Heard())
         try:
             yield heard
         finally:
-            self._heard = self._routes = None
+            self._heard, self._routes = outer, None
 
     def join(self, group: Any) -> None:
         """After a pass whose tokens the ranks of a group had among them: what was heard is of all tokens."""
         if group is not None and self._heard is not None and self._heard.load:
             self._heard.join(group)
+
+    def begin(self, stem: Heard, rows: Tensor) -> None:
+        """After a pass that began with a stem: see `Heard.begin`."""
+        if self._heard is not None:
+            self._heard.begin(stem, rows)
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

@@ -9,9 +9,13 @@ Owns what passes a layer's keys and values on, and how gradients come back. Neve
                pass leaves their gradients here, added up in float32
     backward   once through P Q R, from these sums
 
-A stem ends before the first node that predicts, so no loss depends on it but through its keys and values. Only what
-all passes of a group begin with is kept; what some of them share beyond it is computed in each. A pass has no more
-nodes than the budget says with the stem counted, so as many as ever wait for gradients at any time. Beyond that a
+A stem ends before the first node that predicts, so losses depend on it through its keys and values; the balance loss of
+a mixture also through the probabilities of its experts. In that loss, a sum over tokens, one counts once for each row
+(see `agentrl.train.routing`): so the stem lends the sums of these probabilities too, and a pass counts them for as many
+rows as it has.
+
+Only what all passes of a group begin with is kept; what some of them share beyond it is computed in each. A pass has no
+more nodes than the budget says with the stem counted, so as many as ever wait for gradients at any time. Beyond that a
 stem needs room for these sums, and, if layers are computed again, for its keys and values.
 """
 
@@ -21,18 +25,25 @@ stem needs room for these sums, and, if layers are computed again, for its keys 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from agentrl.train.routing import Heard
+
 
 class Roots:
-    """Keys and values of a stem by layer. `keep` and `before` are an `attention.Gather` each."""
+    """Keys and values of a stem by layer. `keep` and `before` are an `attention.Gather` each. `heard` is what routers
+    said of its tokens, each counted once."""
 
     def __init__(self) -> None:
+        self.heard = Heard()
         self._lent: dict[str, tuple[_Lent, _Lent]] = {}
+        self._said: list[_Lent] = []
         self._end: Tensor | None = None
 
     def keep(self, key: Tensor, value: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -46,6 +57,18 @@ class Roots:
         first_key, first_value = self._lent[name]
         return torch.cat([first_key.leaf, key], 2), torch.cat([first_value.leaf, value], 2)
 
+    def hear(self, heard: Heard) -> None:
+        """What was heard in the stem's own pass."""
+        said = {at: _Lent(mass_E) for at, mass_E in heard.mass.items()}
+        self._said = list(said.values())
+        self.heard = replace(heard, mass={at: one.leaf for at, one in said.items()})
+
+    @property
+    def size_bytes(self) -> int:
+        """Of what is lent, and of the sums of its gradients."""
+        lent = [*chain(*self._lent.values()), *self._said]
+        return sum(one.made.nbytes + sum(of.nbytes for of in one.sums) for one in lent)
+
     def end(self, output: Tensor) -> None:
         """What the stem's own pass returned. FSDP gathers a layer for its backward pass when a gradient comes to its
         output, in the last layer too: there it is one of zeros."""
@@ -53,7 +76,7 @@ class Roots:
 
     def backward(self) -> None:
         """Add the gradients of all passes to those of the stem's parameters; once."""
-        lent = [one for both in self._lent.values() for one in both if one.sums]
+        lent = [one for one in (*chain(*self._lent.values()), *self._said) if one.sums]
         if not lent:
             return  # nothing is trained
         tensors = [one.made for one in lent]
@@ -96,11 +119,8 @@ class Names:
 
 def can_be_lent(module: nn.Module, layers: Sequence[str]) -> bool:
     """Whether a stem of this model may be computed by itself. `layers` are those of one pass by their names, which must
-    tell them apart. Positions must not depend on the longest row, and of a mixture no router may wait for its loss:
-    that is one of all tokens of a pass."""
-    parts = list(module.modules())
-    kinds: list[Any] = [getattr(part, "rope_type", None) for part in parts]
+    tell them apart. Positions must not depend on the longest row."""
+    kinds: list[Any] = [getattr(part, "rope_type", None) for part in module.modules()]
     names = [name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind])]
     stretched = any(name == "longrope" or "dynamic" in (name or "") for name in names)
-    mixed = any("experts" in dict(part.named_children()) for part in parts)
-    return not stretched and not mixed and len(set(layers)) == len(layers)
+    return not stretched and len(set(layers)) == len(layers)

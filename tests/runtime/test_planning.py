@@ -97,14 +97,19 @@ def test_a_pass_is_planned_full_but_not_over_its_budget(config: RunConfig) -> No
     assert len(planning.rows_of(config, replace(WORK, sampled=0.5))) == 4  # 100 + 4 x 100 = 500
 
 
-def test_the_prompt_of_a_group_larger_than_a_pass_is_planned_once_for_each_rank(config: RunConfig) -> None:
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_prompt_of_a_group_larger_than_a_pass_is_planned_once_for_each_rank(
+    mixed: bool, config: RunConfig, tmp_path: Path
+) -> None:
     """Each member of eight has a pass of 100 + 100 tokens; the last token of the prompt predicts and is in all."""
     gpu, work = Gpu(memory_gb=1, tflops=1, gb_per_s=1, bus_gb_per_s=1), replace(WORK, sampled=0.5)
-    tight = setting(config, "train.tokens_per_batch=256")
+    tight = setting(mixture_of(config, tmp_path) if mixed else config, "train.tokens_per_batch=256")
     once, again = (
         planning.plan(setting(tight, f"train.prompt_once={said}"), gpu, 10, work).splits for said in ("true", "false")
     )
     groups, body = config.buffer.groups_per_step, PARAMETERS - 1024 * 64
+    if mixed:  # a token uses two of eight experts
+        body += 2 * (2 * 3 * 64 * 32 + 64 * 8 - 3 * 64 * 128)
     stem = 6 * body * 99 + 12 * 2 * 64 * (99 * 100 // 2)  # 2 layers, 4 heads of 16
     for one, other in zip(once, again, strict=True):
         ranks = one.learners
@@ -297,14 +302,18 @@ def test_ranks_that_compute_a_pass_together_are_planned_with_their_part_of_it(co
         planning.plan(of(4), gpu, 8, WORK)
 
 
-def test_a_mixture_is_planned_with_the_experts_that_a_token_uses(config: RunConfig, tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
+def mixture_of(config: RunConfig, folder: Path) -> RunConfig:
+    """The run with a mixture in the place of its model."""
     mixture = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     shape = {**SHAPE, **mixture, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
+    (folder / "config.json").write_text(json.dumps(shape))
+    return config.model_copy(update={"model": str(folder)})
+
+
+def test_a_mixture_is_planned_with_the_experts_that_a_token_uses(config: RunConfig, tmp_path: Path) -> None:
     parallel = config.train.parallel.model_copy(update={"ranks": 2, "expert": 2})
     train = config.train.model_copy(update={"parallel": parallel})
-    apart = config.model_copy(update={"model": str(tmp_path / "model"), "train": train})
+    apart = mixture_of(config.model_copy(update={"train": train}), tmp_path)
     gpu = Gpu(memory_gb=1, tflops=1e-3, gb_per_s=1, bus_gb_per_s=1)
     found = planning.plan(apart, gpu, 3, WORK)
     of_experts, others = 2 * 8 * 3 * 64 * 32, PARAMETERS - 2 * 3 * 64 * 128 + 2 * 64 * 8  # experts, and with routers
@@ -330,6 +339,11 @@ def test_ranks_that_share_the_tokens_of_a_pass_are_planned_with_their_share(conf
     found = planning.plan(shared, gpu, 6, WORK)
     assert [(one.engines, one.learners) for one in found.splits] == [(2, 4)]
     assert (found.held.activations, found.held.temporary) == (whole.activations / 4, whole.temporary)
+    tight, work = "train.tokens_per_batch=256", replace(WORK, sampled=0.5)  # a pass for each member
+    whole, part = (planning.plan(setting(one, tight), gpu, 6, work).held for one in (config, shared))
+    kv = 99 * 2 * 2 * 16 * 2  # of the prompt: tokens, K and V, heads, width, layers: every rank has them, and sums
+    assert part.lent == whole.lent == 2 * 4 * kv
+    assert part.activations == pytest.approx((whole.activations - part.lent) / 4 + part.lent)
     with pytest.raises(UsageError, match=r"--n 3: train\.parallel\.context = 4 GPUs learn together: give 5"):
         planning.plan(shared, gpu, 3, WORK)
 

@@ -18,7 +18,7 @@ from agentrl.train.attention import LAYOUTS, Layout, Paths, Shape, Subtrees, cho
 from agentrl.train.budget import Tracker
 from agentrl.train.model import PolicyModel
 from agentrl.train.packing import Branch, Pack, packs
-from agentrl.train.parallel.portions import Portion, after_stem, pieces, spans
+from agentrl.train.parallel.portions import Portion, pieces, spans
 from agentrl.train.stems import Roots
 
 from .test_packing import row
@@ -165,7 +165,7 @@ def test_after_a_stem_that_was_computed_apart_nodes_get_what_they_get_in_a_whole
     roots = Roots()
     roots.keep(*(part[:, :, :stem] for part in parts[1:]), "layer")
     both = roots.before(*(part[:, :, stem:] for part in parts[1:]), "layer")
-    own = after_stem(Portion.whole(pack), stem).branches
+    own = Portion.whole(pack, (stem, n)).branches
     found = layout(own).attend(parts[0][:, :, stem:], *both, 45, 0.3)
     torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-5)
     (found * weights).sum().backward()

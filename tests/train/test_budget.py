@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+import transformers
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from agentrl.algos.grpo import GRPO
 from agentrl.algos.ppo import PPO
@@ -23,9 +24,12 @@ from .making import episode, group_of, run_config, turn
 VOCAB, PROMPT, SAMPLED, MEMBERS = 2048, 96, 64, 4
 
 
-def save(folder: Path, layers: int, *, weights: bool = True) -> Path:
+def save(folder: Path, layers: int, *, weights: bool = True, experts: int = 0) -> Path:
+    """A Qwen3, or a Qwen3-MoE with so many experts."""
     torch.manual_seed(0)
-    config = Qwen3Config(
+    kind = "Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"
+    mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 96} if experts else {}
+    config = (Qwen3MoeConfig if experts else Qwen3Config)(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=192,
@@ -36,10 +40,11 @@ def save(folder: Path, layers: int, *, weights: bool = True) -> Path:
         tie_word_embeddings=True,
         eos_token_id=None,
         bos_token_id=None,
-        architectures=["Qwen3ForCausalLM"],
+        architectures=[kind],
+        **mixture,
     )
     if weights:
-        Qwen3ForCausalLM(config).save_pretrained(folder)
+        getattr(transformers, kind)(config).save_pretrained(folder)
     else:
         config.save_pretrained(folder)
     return folder
@@ -89,11 +94,18 @@ def test_the_memory_of_a_step_is_predicted_within_a_tenth(name: str, folder: Pat
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"logits_mb": 1, "gradient_checkpointing": True}, pytest.param({"logits_mb": 1}, marks=pytest.mark.slow)],
-    ids=["recomputed", "kept"],
+    ("experts", "settings"),
+    [
+        (0, {"logits_mb": 1, "gradient_checkpointing": True}),
+        pytest.param(0, {"logits_mb": 1}, marks=pytest.mark.slow),
+        pytest.param(4, {"logits_mb": 1}, marks=pytest.mark.slow),
+    ],
+    ids=["recomputed", "kept", "mixture"],
 )
-def test_so_is_that_of_a_group_that_is_larger_than_a_pass(settings: dict[str, Any], folder: Path) -> None:
+def test_so_is_that_of_a_group_that_is_larger_than_a_pass(
+    experts: int, settings: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    folder = save(tmp_path, 3, experts=experts) if experts else folder
     found = predicted(GRPO(kl_weight=0.1), {"tokens_per_batch": PROMPT + SAMPLED, **settings}, folder, members=1)
     assert 0 < found.again < found.operations / 2
 

@@ -33,7 +33,7 @@ from .making import At, mixture, random_group, run_config, tiny_llama, tiny_qwen
 from .test_kept import rows_with_sets
 from .test_packing import row
 from .test_routing import after as routed_step
-from .test_routing import all_groups, largest, other_choice
+from .test_routing import all_groups, largest, other_choice, told
 from .test_stems import long_prompt
 
 STEP_OF = {1: 0, 2: 0}.__getitem__
@@ -124,8 +124,17 @@ def test_two_ranks_train_as_one(config: RunConfig, two: Leader, qwen3_dir: Path)
     [
         (GRPO(kl_weight=0.1, reference_every=1), {"gradient_checkpointing": True}),
         pytest.param(PPO(critic="own"), {"parallel": TENSOR, "lora_rank": 2, "minibatches": 2}, marks=pytest.mark.slow),
+        (PPO(critic="own"), {"parallel": CONTEXT, "gradient_checkpointing": True}),
+        pytest.param(
+            PPO(critic="shared"), {"parallel": CONTEXT, "lora_rank": 2, "minibatches": 2}, marks=pytest.mark.slow
+        ),
     ],
-    ids=["moving, recomputed", "tensor, own critic, adapter, several updates"],
+    ids=[
+        "moving, recomputed",
+        "tensor, own critic, adapter, several updates",
+        "context, own critic, recomputed",
+        "context, shared critic, adapter, several updates",
+    ],
 )
 def test_ranks_compute_the_prompt_of_a_group_that_is_larger_than_a_pass_once_each(
     algo: Any, train: dict[str, Any], two: Leader, qwen3_dir: Path
@@ -243,6 +252,38 @@ def test_replay_and_balance_of_a_mixture_are_those_of_one_rank(
     begun = load_file(mixture_dir / "model.safetensors")
     moved = [float((weights[name] - begun[name]).abs().max()) for name in map(expert.format, range(4))]
     assert min(moved) > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("plan", "replayed", "train"),
+    [
+        ({"expert": 2}, True, {"gradient_checkpointing": True}),
+        pytest.param(
+            {"expert": 2}, True, {"lora_rank": 2, "lora_targets": ["experts", "gate"]}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"context": 2, "expert": 2},
+            False,
+            {"gradient_checkpointing": True},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["experts apart, recomputed", "experts apart, adapter", "context, own choice, recomputed"],
+)
+def test_ranks_compute_the_prompt_of_a_mixture_once_each(
+    plan: dict[str, int], replayed: bool, train: dict[str, Any], two: Leader, mixture_dir: Path, tmp_path: Path
+) -> None:
+    made = [long_prompt(1), long_prompt(2, members=7)]
+    made = [told(group, other_choice) for group in made] if replayed else made
+    settings: dict[str, Any] = {"balance_weight": 0.5, "tokens_per_batch": 40, "steps": 2, "lr": 0.1, **train}
+    settings |= {"routed": replayed}
+    one, weights = routed_step(mixture_dir, tmp_path, made, **settings, prompt_once=False)
+    other, others = routed_step(mixture_dir, tmp_path, made, two, **settings, parallel={"ranks": 2, **plan})
+    assert other.loss == pytest.approx(one.loss, abs=1e-5)
+    assert asdict(other.routing) == pytest.approx(asdict(one.routing))
+    assert largest(weights, others) < 1e-5
+    assert two.ledger.names(1) == two.ledger.names(0)
+    assert other.tokens_distinct < 0.9 * one.tokens_distinct
 
 
 def test_an_adapter_over_layers_that_two_ranks_compute_together_is_that_of_one(two: Leader, tmp_path: Path) -> None:

@@ -19,12 +19,11 @@ from agentrl.train import stems
 from agentrl.train.learner import Learner
 from agentrl.train.model import PolicyModel
 from agentrl.train.packing import Pack, Stem, packs
-from agentrl.train.parallel.ranks import Alone
 from agentrl.train.parallel.shares import divided, laid
 from agentrl.train.report import StepReport
 from agentrl.train.samples import Row
 
-from .making import VOCAB, episode, group_of, mixture, run_config, tiny_qwen3, turn
+from .making import VOCAB, episode, group_of, run_config, tiny_qwen3, turn
 from .test_model import mixed_gemma, recurrent_qwen, sliding_mistral
 from .test_packing import row
 
@@ -252,14 +251,8 @@ def stretched_llama(folder: Path) -> Path:
     return folder
 
 
-class Team(Alone):
-    """As one of two ranks has it that share the tokens of a pass."""
-
-    team = 2
-
-
 @pytest.mark.filterwarnings("ignore:.*is computed row by row")
-@pytest.mark.parametrize("make", [mixture, stretched_llama, pytest.param(recurrent_qwen, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [stretched_llama, pytest.param(recurrent_qwen, marks=pytest.mark.slow)])
 def test_a_model_that_cannot_compute_a_stem_by_itself_computes_it_in_every_pass(
     make: Callable[[Path], Path], tmp_path: Path
 ) -> None:
@@ -267,11 +260,6 @@ def test_a_model_that_cannot_compute_a_stem_by_itself_computes_it_in_every_pass(
     assert not PolicyModel(folder).has_stems
     found = Stepped(folder)
     assert found.computed == found.report.tokens_distinct and max(map(torch.norm, found.grads)) > 1e-3
-
-
-def test_ranks_that_share_a_pass_by_its_tokens_compute_no_stems(qwen3_dir: Path) -> None:
-    assert PolicyModel(qwen3_dir).has_stems
-    assert not PolicyModel(qwen3_dir, ranks=Team()).has_stems
 
 
 def test_layers_that_have_the_same_name_are_not_told_apart(qwen3_dir: Path) -> None:

@@ -5,7 +5,8 @@ comes together. Never knows models or losses.
 
 context   Each rank computes some of the nodes, as queries of every layer. Before attention the ranks gather the keys
           and values of all nodes: 2 N H_kv D numbers of each layer, however many ranks there are, which stay for the
-          backward pass unless layers are computed again.
+          backward pass unless layers are computed again. Of a pass with a stem they divide the stem, and what comes
+          after it, each by itself.
 tensor    The ranks of a row have the same nodes, and each the logits of some.
 
 The log-probs of all tokens are on all of these ranks in the end, and each has an equal part of the loss: gradients add
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from agentrl.train.attention import Gather
 from agentrl.train.head import Places
 from agentrl.train.machine import pairs
 from agentrl.train.packing import Branch, Pack
@@ -61,11 +63,16 @@ class Portion:
     row_p: Tensor | None = None  # all of them
     place_N: Tensor | None = None
     most: int = 0
+    own_n: Tensor | None = None  # which of them another rank does not compute in its place: all of them
     meshes: Meshes | None = None
 
     @classmethod
-    def whole(cls, pack: Pack) -> Portion:
-        return cls(pack, pack.branches, pack.predictors_P)
+    def whole(cls, pack: Pack, span: Span | None = None) -> Portion:
+        """All nodes of a pass, or of a span."""
+        if span is None:
+            return cls(pack, pack.branches, pack.predictors_P)
+        nodes = torch.arange(*span, device=pack.token_ids_N.device)
+        return cls(pack, pieces(pack.branches, [span]), _predictors(pack, span) - span[0], nodes)
 
     @property
     def token_ids_n(self) -> Tensor:
@@ -80,15 +87,23 @@ class Portion:
     @property
     def routes(self) -> Routes | None:
         """Those of its nodes. One that it computes for nobody is in no row."""
-        routes = self.pack.routes
-        if routes is None or self.node_n is None or self.place_N is None or self.meshes is None:
-            return routes
-        own_n = self.place_N[self.node_n] // self.most == distributed.get_rank(self.meshes.context)
-        found = routes.at(self.node_n)
-        return replace(found, rows_N=found.rows_N * own_n)
+        if self.pack.routes is None or self.node_n is None:
+            return self.pack.routes
+        found = self.pack.routes.at(self.node_n)
+        return found if self.own_n is None else replace(found, rows_N=found.rows_N * self.own_n)
 
-    def gather(self, key: Tensor, value: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """Those of all nodes [1, H_kv, N, D] from those of this rank's [1, H_kv, n, D]: `attention.Gather`."""
+    def gather(self, then: Gather | None) -> Gather | None:
+        """How layers get the keys and values of all nodes; `then` is what the pass does to those of a span."""
+        if self.place_N is None or then is None:
+            return then if self.place_N is None else self._gathered
+
+        def both(key: Tensor, value: Tensor, name: str) -> tuple[Tensor, Tensor]:
+            return then(*self._gathered(key, value, name), name)
+
+        return both
+
+    def _gathered(self, key: Tensor, value: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """Those of all nodes [1, H_kv, N, D] from those of this rank's [1, H_kv, n, D]."""
         assert self.meshes is not None and self.place_N is not None
         both_nHD = torch.cat([key, value], -1)[0].transpose(0, 1)
         both_NHD = _Gather.apply(both_nHD, self.place_N, self.most, self.meshes.context, name)
@@ -116,63 +131,59 @@ class Portion:
         return list(added_up(torch.cat(whole), self.meshes.team, name).split([len(one) for one in whole]))
 
 
-def of_stem(pack: Pack, size: int) -> Portion:
-    """The first `size` nodes of a pass by themselves, of which one is asked for its logits."""
-    nodes = torch.arange(size, device=pack.token_ids_N.device)
-    return Portion(pack, [Branch(0, size, nodes)], nodes[-1:], nodes)
-
-
-def after_stem(portion: Portion, size: int) -> Portion:
-    """The nodes of a pass after the first `size`, which predict nothing. The rank has all of them."""
-    nodes = torch.arange(size, len(portion.pack.token_ids_N), device=portion.keep_c.device)
-    own = pieces(portion.branches, [(size, size + len(nodes))])
-    return replace(portion, branches=own, keep_c=portion.keep_c - size, node_n=nodes)
-
-
-def portion(pack: Pack, meshes: Meshes) -> Portion:
-    """That of this rank."""
+def portion(pack: Pack, meshes: Meshes, span: Span | None = None) -> Portion:
+    """That of this rank, of all nodes of a pass or of a span: its stem, or all after that."""
     if meshes.team is None:
-        return Portion.whole(pack)
+        return Portion.whole(pack, span)
     if meshes.context is None:
-        found, at_P = Portion.whole(pack), torch.arange(len(pack.predictors_P), device=pack.predictors_P.device)
+        found = Portion.whole(pack, span)
+        at_P = torch.arange(len(found.keep_c), device=found.keep_c.device)
     else:
-        found, at_P = _of_nodes(pack, meshes)
+        found, at_P = _of_nodes(pack, meshes, span or (0, len(pack.token_ids_N)))
     column, width = (0, 1) if meshes.tensor is None else (meshes.tensor.get_local_rank(1), meshes.tensor.size(1))
     rows = slice(len(at_P) * column // width, len(at_P) * (column + 1) // width)
     return replace(found, rows=rows, row_p=at_P[rows], meshes=meshes)
 
 
-def _of_nodes(pack: Pack, meshes: Meshes) -> tuple[Portion, Tensor]:
-    """This rank's nodes, and which of the pass's predictors are among them."""
+def _predictors(pack: Pack, span: Span) -> Tensor:
+    """Those of a span: of a stem no node predicts, and after it are all that do."""
+    return pack.predictors_P[: len(pack.predictors_P) if span[1] == len(pack.token_ids_N) else 0]
+
+
+def _of_nodes(pack: Pack, meshes: Meshes, span: Span) -> tuple[Portion, Tensor]:
+    """This rank's nodes of a span, and which of the pass's predictors are among them."""
     size, device = distributed.get_world_size(meshes.context), pack.token_ids_N.device
-    shares = spans(pack.branches, size)
-    each = [torch.cat([torch.arange(*span) for span in share]) for share in shares]
+    shares = spans(pieces(pack.branches, [span]), size)
+    each = [torch.cat([torch.arange(*run) for run in share]) for share in shares]
     most = max(map(len, each))
-    place_N = torch.empty(len(pack.token_ids_N), dtype=torch.long)
+    place_N = torch.empty(span[1] - span[0], dtype=torch.long)
     for rank, node_n in enumerate(each):
-        place_N[node_n] = torch.arange(len(node_n)) + rank * most
+        place_N[node_n - span[0]] = torch.arange(len(node_n)) + rank * most
     place_N, rank = place_N.to(device), distributed.get_rank(meshes.context)
-    place_P = place_N[pack.predictors_P] - rank * most
+    place_P = place_N[_predictors(pack, span) - span[0]] - rank * most
     at_P = ((place_P >= 0) & (place_P < most)).nonzero()[:, 0]
-    own = pieces(pack.branches, shares[rank])
-    return Portion(pack, own, place_P[at_P], each[rank].to(device), place_N=place_N, most=most), at_P
+    own, node_n = pieces(pack.branches, shares[rank]), each[rank].to(device)
+    own_n = place_N[node_n - span[0]] // most == rank
+    return Portion(pack, own, place_P[at_P], node_n, place_N=place_N, most=most, own_n=own_n), at_P
 
 
 def spans(branches: Sequence[Branch], size: int) -> list[list[Span]]:
-    """The nodes of each of `size` ranks, in order: about as many for each, and about as many pairs of a query and a key
-    that it sees. If there are fewer nodes than ranks, the others compute the first node too, and nobody reads it."""
+    """The nodes of each of `size` ranks, of branches side by side, in order: about as many for each, and about as many
+    pairs of a query and a key that it sees. If there are fewer nodes than ranks, the others compute the first node too,
+    and nobody reads it."""
     shares: list[list[Span]] = []
     for runs in _RUNS:
         shares, seen = _dealt(branches, size, runs * size)
         if max(seen) * size <= _UNEVEN * sum(seen):
             break
-    return [_merged(sorted(share or [(0, 1)])) for share in shares]
+    first = branches[0].start
+    return [_merged(sorted(share or [(first, first + 1)])) for share in shares]
 
 
 def _dealt(branches: Sequence[Branch], size: int, runs: int) -> tuple[list[list[Span]], list[int]]:
     """So many runs of nodes, the dearest first, each to the rank that sees the least so far; and what each sees."""
-    nodes = branches[-1].stop
-    edges = list(dict.fromkeys(nodes * at // runs for at in range(runs + 1)))
+    first, nodes = branches[0].start, branches[-1].stop - branches[0].start
+    edges = list(dict.fromkeys(first + nodes * at // runs for at in range(runs + 1)))
     cost = {
         run: sum(pairs(one.stop - one.start, len(one.path)) for one in pieces(branches, [run]))
         for run in pairwise(edges)

@@ -43,7 +43,7 @@ from agentrl.train.parallel import beside, collectives
 from agentrl.train.parallel.collectives import Ledger, Standing
 from agentrl.train.parallel.meshes import Meshes, Teams, table, teams
 from agentrl.train.parallel.orders import Reply, receive, send
-from agentrl.train.parallel.portions import Portion, portion
+from agentrl.train.parallel.portions import Portion, Span, portion
 from agentrl.train.parallel.shards import shard, spread
 from agentrl.train_settings import ParallelPlan
 
@@ -79,8 +79,8 @@ class Ranks(Protocol):
         """From now on, models are cut as a run file says. All ranks call it together."""
         ...
 
-    def portion(self, pack: Pack) -> Portion:
-        """What this rank computes of a pass of its team."""
+    def portion(self, pack: Pack, span: Span | None = None) -> Portion:
+        """What this rank computes of a pass of its team, or of its stem, or of what comes after that."""
         ...
 
     def spread(self, module: nn.Module) -> None:
@@ -122,8 +122,8 @@ class Alone:
     def settle(self, key: str, progress: Callable[[], None]) -> None: ...
     def close(self) -> None: ...
 
-    def portion(self, pack: Pack) -> Portion:
-        return Portion.whole(pack)
+    def portion(self, pack: Pack, span: Span | None = None) -> Portion:
+        return Portion.whole(pack, span)
 
     def run(self, work: Callable[[S], T], given: Sequence[S]) -> list[T]:
         return [work(given[0])]
@@ -176,8 +176,8 @@ class Member:
             self.tables[row, width] = table((column, row), self.rank, self.size, width, self.timeout, device)
         return self.tables[row, width]
 
-    def portion(self, pack: Pack) -> Portion:
-        return portion(pack, self.meshes)
+    def portion(self, pack: Pack, span: Span | None = None) -> Portion:
+        return portion(pack, self.meshes, span)
 
     def spread(self, module: nn.Module) -> None:
         spread(module, self.meshes)
@@ -312,8 +312,8 @@ class Leader:
     def arrange(self, plan: ParallelPlan) -> None:
         self._member.arrange(plan)
 
-    def portion(self, pack: Pack) -> Portion:
-        return self._member.portion(pack)
+    def portion(self, pack: Pack, span: Span | None = None) -> Portion:
+        return self._member.portion(pack, span)
 
     def spread(self, module: nn.Module) -> None:
         self._member.spread(module)
