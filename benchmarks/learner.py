@@ -10,14 +10,15 @@ Ways to get the same gradient (norms are compared first), taking turns so that a
 The last two do forward and backward only. Shapes: `prompt`, 8 members with one turn, 60% of the tokens a shared prompt;
 `forks`, 8 members of 20 turns, each turn forking off from the history without its thoughts; `divided`, 8 members of
 1,024 tokens after a prompt of as many, for which `--tokens-per-batch 2048` is one row. There the way `prompt again` is
-our step with `train.prompt_once = false`. A figure is the median of
+our step with `train.prompt_once = false`. With `--experts` the model is a mixture of so many, of which a token uses
+four. A figure is the median of
 the rounds, in CPU seconds: they count only what a process was given, which matters on a busy machine. FLOPs are those
 of the model, by one formula for all ways, padding included. Memory is the most that was resident in a step, over what
 was before the model was loaded.
 
     make .venv-trl/.ready
     agentrl bench learner [--shape prompt] [--groups 2] [--rounds 3] [--vocab 512] [--ways trees TRL]
-    agentrl bench learner --shape divided --groups 1 --tokens-per-batch 2048 --ways trees "prompt again"
+    agentrl bench learner --shape divided --groups 1 --tokens-per-batch 2048 --ways trees "prompt again" [--experts 16]
 """
 
 from __future__ import annotations
@@ -40,20 +41,21 @@ import torch
 import transformers
 from _learner_shapes import SHAPES
 from _memory import peak_mb, reset, resident_mb
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl.algos.grpo import GRPO
 from agentrl.config import EnvSource, Rollout, RunConfig, Train
 from agentrl.records import Group
 from agentrl.train.learner import Learner
 from agentrl.train.machine import operations
-from agentrl.train.packing import packs
+from agentrl.train.packing import Pack, packs
 from agentrl.train.samples import group_rows, weigh
 
 HERE = Path(__file__).resolve().parent
 BATCH = 8  # rows of a micro-batch
 WAYS = ("trees", "TRL", "sorted", "row by row")
 AGAIN = "prompt again"
+USED = 4  # experts of a token
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -89,21 +91,27 @@ def rows_of(groups: Sequence[Group], algo: GRPO) -> list[Row]:
     return found
 
 
-def save_model(folder: Path, layers: int, width: int, vocab: int) -> None:
+def save_model(folder: Path, layers: int, width: int, vocab: int, experts: int = 0) -> None:
+    """A random Qwen3, or a Qwen3-MoE in which a token's experts are together as wide as the dense model's MLP."""
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocab,
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 32,
-        num_key_value_heads=max(1, width // 64),
-        head_dim=32,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 32,
+        "num_key_value_heads": max(1, width // 64),
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+        "eos_token_id": None,
+        "bos_token_id": None,
+    }
+    if experts:
+        mixture = {"num_experts": experts, "num_experts_per_tok": USED, "norm_topk_prob": True}
+        made: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **mixture, moe_intermediate_size=3 * width // USED))
+    else:
+        made = Qwen3ForCausalLM(Qwen3Config(**sizes))
+    made.save_pretrained(folder)
 
 
 def padded(module: Any, batches: Sequence[Sequence[Row]]) -> None:
@@ -217,16 +225,20 @@ def ways_of(
     return once.model.module, found
 
 
-def counted(module: Any, groups: Sequence[Group], rows: Sequence[Row], budget: int) -> dict[str, float]:
-    """Operations of a step, by way."""
+def laid(groups: Sequence[Group], budget: int) -> dict[str, list[Pack]]:
+    """The passes of our own ways."""
     algo = GRPO(importance="none")
     ready = [group_rows(group, algo, step_of=lambda _: 0, step_now=0, max_lag=0) for group in groups]
+    return {way: packs(weigh([ready])[0], budget, stems=way == "trees") for way in ("trees", AGAIN)}
+
+
+def counted(module: Any, passes: dict[str, list[Pack]], rows: Sequence[Row]) -> dict[str, float]:
+    """Operations of a step, by way."""
     by_length = sorted(rows, key=lambda row: len(row.ids))
     wide = max(row.scored[0] for row in rows)
     width = wide + max(len(row.ids) - row.scored[0] for row in rows)
     return {
-        "trees": sum(operations(module, pack) for pack in packs(weigh([ready])[0], budget, stems=True)),
-        AGAIN: sum(operations(module, pack) for pack in packs(weigh([ready])[0], budget)),
+        **{way: sum(operations(module, pack) for pack in made) for way, made in passes.items()},
         "TRL": flops(module, batches_of(rows, BATCH), width=width, first=wide - 1),
         "sorted": flops(module, batches_of(by_length, BATCH)),
         "row by row": flops(module, batches_of(by_length, 1)),
@@ -236,7 +248,7 @@ def counted(module: Any, groups: Sequence[Group], rows: Sequence[Row], budget: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="prompt")
-    sizes = {"groups": 2, "rounds": 3, "layers": 4, "width": 128, "vocab": 512, "tokens-per-batch": 4096}
+    sizes = {"groups": 2, "rounds": 3, "layers": 4, "width": 128, "vocab": 512, "experts": 0, "tokens-per-batch": 4096}
     for name, default in {**sizes, "logits-mb": Train().logits_mb}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--checkpointing", action="store_true", help="train.gradient_checkpointing")
@@ -247,7 +259,7 @@ def main() -> None:
     rows = rows_of(groups, GRPO(importance="none"))
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         folder = Path(scratch)
-        save_model(folder, chosen.layers, chosen.width, chosen.vocab)
+        save_model(folder, chosen.layers, chosen.width, chosen.vocab, chosen.experts)
         module, steps = ways_of(chosen, groups, rows, folder)
         if "TRL" in chosen.ways:
             steps["TRL"] = stack.enter_context(trl_steps(folder, rows))
@@ -256,7 +268,8 @@ def main() -> None:
             for way, runs in found.items():
                 runs.append(steps[way]())
                 print(f"round {round_}, {way}: {runs[-1]}", file=sys.stderr)
-        work = counted(module, groups, rows, chosen.tokens_per_batch)
+        passes = laid(groups, chosen.tokens_per_batch)
+        work = counted(module, passes, rows)
     norms = [runs[0].norm for runs in found.values()]
     if (spread := max(norms) / min(norms) - 1) > 1e-3:
         raise SystemExit(f"the ways do not compute the same gradient: norms {norms}")
@@ -266,7 +279,8 @@ def main() -> None:
         f"{parameters / 1e6:.2f}M parameters, vocabulary {chosen.vocab}, {len(groups)} groups, {len(rows)} rows, ",
         end="",
     )
-    print(f"{tokens} row tokens; gradient norms agree within {spread:.1e}")
+    nodes = {way: round(sum(pack.distinct for pack in made)) for way, made in passes.items()}
+    print(f"{tokens} row tokens, nodes {nodes}; gradient norms agree within {spread:.1e}")
     print("| way | CPU s | times | wall s | TFLOPs | times | peak MiB | times |\n|---|---|---|---|---|---|---|---|")
     medians = {
         way: [statistics.median(getattr(one, key) for one in runs[1:]) for key in ("cpu", "wall", "peak_mb")]
