@@ -11,13 +11,13 @@ The turns of a session go to the replica that has its prefix, unless that replic
 replica breaks off, the request goes on at another from the prompt and the tokens received: none is sampled again.
 A silent replica is asked whether it lives before it is given up: a long prefill, a queue and a pause are silent too. A
 replica that failed gets a single request at a time until it has brought a token. If a turn's first token is slow to
-come, a second replica may be asked for it as well (see `hedge`).
+come, a second replica may be asked for it as well (see `hedge`). A request that a replica refuses is offered to one
+other: if that takes it, the first is broken.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -28,6 +28,7 @@ from agentrl.engine import stamps
 from agentrl.engine.client import collect
 from agentrl.engine.concurrency import Aimd
 from agentrl.engine.hedge import Hedges, race
+from agentrl.engine.homes import Homes
 from agentrl.engine.replica import Replica as Replica
 from agentrl.engine.replica import Servable as Servable
 from agentrl.engine.replica import State as State
@@ -37,7 +38,6 @@ from agentrl.errors import ConfigError, EngineBroke, EngineError, EngineRefusal,
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Generation, Json
 
-_SESSIONS = 65_536  # number of sessions whose replica is remembered
 _ASK_S = 5.0  # deadline for a broken replica's answer; it is asked again later
 _MUTE = "it does not answer"
 
@@ -82,10 +82,10 @@ class Fleet:
         self.replicas = [Replica(client, client.version) for client in clients]
         self._decode, self._fits, self._knows = decode, fits or self._is_newest, knows
         self._stall_s, self._probe_s, self._outage_deadline_s = stall_s, probe_s, outage_deadline_s
-        self._retry_s, self._retry_max_s, self._max_faults, self._slack = retry_s, retry_max_s, max_faults, slack
+        self._retry_s, self._retry_max_s, self._max_faults = retry_s, retry_max_s, max_faults
         self._preempt, self.hedges, self._sleeps = preempt, Hedges(hedge_after), sleeps
         self._gone: list[Replica] = []
-        self._homes: OrderedDict[str, Replica] = OrderedDict()
+        self._homes = Homes(slack)
         self._newest = max(client.version for client in clients)
         self._changed = trio.Event()
 
@@ -112,8 +112,8 @@ class Fleet:
         the last has `finish="length"` if the request's own deadline ends it. Only `generate` asks silent replicas
         whether they live: here the turn leaves a silent replica at its deadline.
 
-        Raises EngineTimeout after a wait of `outage_deadline_s` for engines, EngineRefusal if one refuses the request
-        itself, EngineBroke if too many failed it, ConfigError for stop texts without `decode`."""
+        Raises EngineTimeout after a wait of `outage_deadline_s` for engines, EngineRefusal if two refuse the request
+        itself, or the only one, EngineBroke if too many failed it, ConfigError for stop texts without `decode`."""
         async with aclosing(self._chunks(self._turn(request), Wait())) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -220,11 +220,13 @@ class Fleet:
         started = trio.current_time()
         with trio.move_on_at(started + self._outage_deadline_s - turn.waited_s):
             while True:
-                ready = [replica for replica in self.replicas if replica.state is State.READY]
+                ready = self._ready(turn)
                 roomy = [replica for replica in ready if replica.room > 0]
                 if roomy:
                     turn.waited_s += trio.current_time() - started
-                    return self._home(turn.request.session, roomy)
+                    return self._homes.choose(turn.request.session, roomy)
+                if not ready and turn.refusals:  # nobody else can be asked any more
+                    raise next(iter(turn.refusals.values()))
                 changed = self._changed
                 await (changed.wait() if ready else self._mend(changed))
         raise self._too_late(turn)
@@ -239,15 +241,8 @@ class Fleet:
             f"(engine.outage_deadline_s), and has {len(turn.received)} tokens: {', '.join(states)}"
         )
 
-    def _home(self, session: str, roomy: list[Replica]) -> Replica:
-        least = min(roomy, key=lambda replica: replica.running)
-        home = self._homes.pop(session, least)
-        if home not in roomy or home.running > self._slack * (least.running + 4):
-            home = least
-        self._homes[session] = home
-        if len(self._homes) > _SESSIONS:
-            self._homes.popitem(last=False)
-        return home
+    def _ready(self, turn: Turn) -> list[Replica]:
+        return [one for one in self.replicas if one.state is State.READY and one.client.url not in turn.refusals]
 
     async def _mend(self, changed: trio.Event) -> None:
         """Ask the broken replica that is due first, or wait until another task changes a replica's state."""
@@ -348,8 +343,7 @@ class Fleet:
 
         def second() -> AsyncGenerator[tuple[Replica, Chunk], None] | None:
             nonlocal asked
-            others = [one for one in self.replicas if one.state is State.READY and one.room > 0 and not one.failures]
-            others = [one for one in others if one is not replica]
+            others = [one for one in self._ready(turn) if one is not replica and one.room > 0 and not one.failures]
             if not others or not self.hedges.allows(sum(one.running for one in self.replicas)):
                 return None
             asked = 1
@@ -373,7 +367,7 @@ class Fleet:
         chunks, item = found
         if chunks is not first:
             self.hedges.won += 1
-            self._homes[turn.request.session] = item[0]  # its prefix is there now
+            self._homes.move(turn.request.session, item[0])  # its prefix is there now
         async with aclosing(chunks):
             yield item
             async for item in chunks:
@@ -395,15 +389,19 @@ class Fleet:
                     if chunk.token_ids and not sampling:
                         sampling = True
                         self.hedges.took(trio.current_time() - began)
+                        self._blame(turn)
                     yield replica, chunk
                     if chunk.finish == "abort":
                         self._broke(replica, "it aborts")
                     if chunk.finish is not None:
                         return
         except EngineRefusal as refused:
-            if not turn.received:
-                raise
-            self._failed(replica, turn, refused)  # another engine took it
+            if turn.received:
+                self._failed(replica, turn, refused)  # another engine took it
+            else:
+                turn.refusals[replica.client.url] = refused
+                if len(turn.refusals) > 1 or not self._ready(turn):
+                    raise
         except EngineBroke as broke:
             self._failed(replica, turn, broke)
         except (EngineUnavailable, EngineTimeout) as gone:
@@ -451,6 +449,12 @@ class Fleet:
         if turn.faults >= self._max_faults:
             id = turn.request.request_id
             raise EngineBroke(f"{id!r} was taken and failed {turn.faults} times; the last time: {why}") from why
+
+    def _blame(self, turn: Turn) -> None:
+        """An engine took a request: the one that refused it is broken, and the request is not."""
+        for replica in self.replicas:
+            if (refusal := turn.refusals.pop(replica.client.url, None)) is not None:
+                self._broke(replica, str(refusal))
 
     # --- silence ------------------------------------------------------------------------------------------------
 

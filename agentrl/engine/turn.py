@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from agentrl import columns
+from agentrl.errors import EngineRefusal
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import Finish, SamplingParams
 
@@ -42,13 +43,15 @@ class Pace:
 @dataclass(slots=True, eq=False)
 class Turn:
     """A request and its progress: `received` begins with the tokens sampled before the request. `decode` gives the text
-    of tokens, which stop texts need. `faults` counts how often an engine took the request and failed it."""
+    of tokens, which stop texts need. `faults` counts how often an engine took the request and failed it; `refusals` has
+    the engines, by URL, that refused it before any token."""
 
     request: GenerateRequest
     decode: Decode | None = None
     received: list[int] = field(default_factory=list[int])
     attempts: int = 0
     faults: int = 0
+    refusals: dict[str, EngineRefusal] = field(default_factory=dict[str, EngineRefusal])
     spent_s: float = 0.0
     waited_s: float = 0.0
     _seam: int = 0  # number of tokens received before this attempt

@@ -90,8 +90,9 @@ def score_json(token_ids: Sequence[int], model: str | None) -> dict[str, Json]:
 
 def prompt_logprobs(document: Mapping[str, Json], token_ids: Sequence[int]) -> tuple[float, ...]:
     """The log-probs of `token_ids[1:]` in the answer to a request that asked for those of its prompt."""
-    entries = document.get("prompt_logprobs")
-    if not isinstance(entries, list) or len(entries) != len(token_ids):
+    given = document.get("prompt_logprobs")
+    entries = cast("list[Any]", given) if isinstance(given, list) else []
+    if len(entries) != len(token_ids):
         raise EngineError("the engine does not score prompts (prompt_logprobs)")
     try:
         return tuple(
@@ -104,10 +105,11 @@ def prompt_logprobs(document: Mapping[str, Json], token_ids: Sequence[int]) -> t
 def results(body: str | bytes, **fields: type | UnionType) -> list[dict[str, Any]]:
     """The answers of an engine's workers to a call, at least one, each with these `fields` of these types. Raises
     EngineError for anything else."""
-    answers: Any = parse_json(body).get("results")
-    if not isinstance(answers, list) or not answers:
+    given = parse_json(body).get("results")
+    answers = cast("list[Any]", given) if isinstance(given, list) else []
+    if not answers:
         raise EngineError(f"the engine's workers gave no results: {body[:80]!r}")
-    for answer in cast("list[Any]", answers):
+    for answer in answers:
         if not isinstance(answer, dict):
             raise EngineError(f"the engine's workers answered {answer!r:.80}, which is no object")
         for name, kind in fields.items():

@@ -92,12 +92,13 @@ async def test_an_engine_that_aborts_at_once_is_asked_ever_more_rarely(autojump_
     assert 5 < len(fake.requests) < 30
 
 
-async def test_a_refused_request_is_refused_and_asked_once() -> None:
-    first, second = servers()
-    first.fail("status", status=400, message="the prompt is too long")
+async def test_a_refused_request_is_refused_and_asked_once_of_each_of_two() -> None:
+    fakes = servers(3)
+    for fake in fakes:
+        fake.fail("status", status=400, message="the prompt is too long")
     with pytest.raises(EngineError, match="answered 400: the prompt is too long"):
-        await fleet_of([first, second]).generate(ask())
-    assert len(first.requests) == 1 and not second.requests
+        await fleet_of(fakes).generate(ask())
+    assert [len(fake.requests) for fake in fakes] == [1, 1, 0]
 
 
 @pytest.mark.parametrize("finish", ["stop", "length"])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from agentrl.engine.client import collect
 from agentrl.engine.concurrency import Aimd
 from agentrl.engine.fleet import Fleet, State
-from agentrl.errors import EngineError, EngineRefusal, EngineTimeout, EngineUnavailable
+from agentrl.errors import EngineRefusal, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
 from agentrl.records import SamplingParams, VersionSpan
 from agentrl.testing.engine import Failure, FakeEngine
@@ -217,12 +217,46 @@ async def test_a_drained_replica_gets_nothing_new_and_can_hand_over(autojump_clo
     assert len(first.requests) == 2
 
 
-async def test_a_refused_request_is_not_taken_elsewhere() -> None:
-    refused = EngineRefusal("too long")
-    first, second = engine("a", [Failure(request=0, error=refused)]), engine("b")
-    with pytest.raises(EngineError, match="too long"):
-        await Fleet([first, second]).generate(ask())
-    assert not second.requests
+@pytest.mark.parametrize("count", [1, 2, 5])
+async def test_a_request_that_two_engines_refuse_is_refused_and_tours_no_fleet(count: int) -> None:
+    engines = [engine(str(at), [Failure(request=0, error=EngineRefusal("too long"))]) for at in range(count)]
+    fleet = Fleet(engines)
+    with pytest.raises(EngineRefusal, match="too long"):
+        await fleet.generate(ask())
+    assert sum(len(one.requests) for one in engines) == min(count, 2)
+    assert {replica.state for replica in fleet.replicas} == {State.READY}
+
+
+async def test_an_engine_that_refuses_what_others_take_loses_no_turn_and_draws_none(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """It answers at once and so has nothing to do: the least busy of all."""
+    refuses = [Failure(request=at, error=EngineRefusal("an unknown parameter")) for at in range(320)]
+    bad, *good = engine("bad", refuses), *(engine(str(at), chunk_s=1.0) for at in range(3))
+    fleet = Fleet([bad, *good])
+    lengths = list[int]()
+
+    async def play(slot: int) -> None:
+        for turn in range(10):
+            name = f"{slot}-{turn}"
+            lengths.append(len((await fleet.generate(ask(name, name))).token_ids))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fleet.control)
+        async with trio.open_nursery() as slots:
+            for slot in range(32):
+                slots.start_soon(play, slot)
+        assert lengths == [8] * 320
+        assert len(bad.requests) < 32 + 10  # the first of each slot, and then one request at a time, ever more rarely
+        assert fleet.replicas[0].trouble == "an unknown parameter"
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_refused_request_whose_other_engine_dies_is_refused(autojump_clock: trio.testing.MockClock) -> None:
+    refuses, dies = engine("a", [Failure(request=0, error=EngineRefusal("too long"))]), Down(url="fake://b")
+    with pytest.raises(EngineRefusal, match="too long"):
+        await Fleet([refuses, dies]).generate(ask())
+    assert len(refuses.requests) == 1
 
 
 async def test_with_every_replica_at_its_limit_requests_wait_and_none_is_lost(

@@ -58,7 +58,7 @@ async def fleet_of(*engines: Engine, after: float | None = 4.0) -> Fleet:
     fleet = Fleet(engines, hedge_after=after, stall_s=30.0)
     for _ in range(20):
         fleet.hedges.took(1.0)
-    fleet._homes["s"] = fleet.replicas[0]
+    fleet._homes.move("s", fleet.replicas[0])
     return fleet
 
 
@@ -204,6 +204,6 @@ def test_an_engine_that_sends_no_first_token_alone_is_refused() -> None:
 async def test_until_the_usual_wait_is_known_nobody_else_is_asked(autojump_clock: trio.testing.MockClock) -> None:
     home, other = Engine(1, first_s=20.0), Engine(2)
     fleet = Fleet([home, other], hedge_after=1.0)
-    fleet._homes["s"] = fleet.replicas[0]
+    fleet._homes.move("s", fleet.replicas[0])
     assert [(await fleet.generate(ask(str(n)))).token_ids[0] for n in range(16)] == [100] * 16
     assert (other.requests, fleet.hedges.wait_s) == ([], 20.0)
