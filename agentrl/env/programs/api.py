@@ -83,7 +83,8 @@ class Api(ABC):
             raise BadRequest(f"role {role!r} is none of {', '.join(ROLES)}")
         if not all(isinstance(name, str) for name in names):
             raise BadRequest("the name of a tool must be a text")
-        if len(read.stops) > _MOST_STOPS or not all(isinstance(stop, str) for stop in read.stops):
+        stops = cast("tuple[Any, ...]", read.stops)
+        if len(stops) > _MOST_STOPS or not all(isinstance(stop, str) for stop in stops):
             raise BadRequest(f"stops must be texts, at most {_MOST_STOPS}")
         return read
 
