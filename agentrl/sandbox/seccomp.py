@@ -79,6 +79,14 @@ _COMPUTING = "brk exit exit_group madvise mmap mprotect mremap munmap read write
 _NEW_NAMESPACES = 0x7E020080  # every CLONE_NEW* flag
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)  # 16: netlink, which name look-ups ask
 _REFUSED_IOCTLS = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: put keys into the terminal of whoever watches
+_STOPS = (
+    ("kill tkill pidfd_send_signal rt_sigqueueinfo", 1, 19),  # SIGSTOP
+    ("tgkill rt_tgsigqueueinfo", 2, 19),
+    ("fcntl", 1, 10),  # F_SETSIG, after which the kernel sends it
+)
+"""Calls that stop another process: names, which argument, and its value. An engine starts each command, and ours too,
+as the box's user: what is stopped before it runs hangs the engine's calls for that container, its removal among them.
+Bubblewrap starts commands where the box's processes see none of them."""
 _PERSONALITIES = (0, 0xFFFFFFFF)  # Linux's own, and the question which one it is
 
 
@@ -154,7 +162,12 @@ def docker_profile() -> str:
 
     allow, masked = "SCMP_ACT_ALLOW", "SCMP_CMP_MASKED_EQ"
     lists = (_FILES, _MEMORY, _PROCESSES, _SIGNALS, _TIME, _EVENTS, _SOCKETS, _IPC, _SYSTEM)
-    rules = [rule(" ".join(lists), allow), rule(_REFUSED, "SCMP_ACT_ERRNO", error=errno.EPERM)]
+    stopping = {name for names, _, _ in _STOPS for name in names.split()}
+    allowed = [name for name in " ".join(lists).split() if name not in stopping]
+    rules = [rule(" ".join(allowed), allow), rule(_REFUSED, "SCMP_ACT_ERRNO", error=errno.EPERM)]
+    for names, index, stop in _STOPS:
+        rules += [rule(names, allow, (index, masked, mask, value)) for mask, value in all_but((stop,))]
+        rules.append(rule(names, "SCMP_ACT_ERRNO", (index, masked, 0xFFFFFFFF, stop), error=errno.EPERM))
     rules += [
         rule("clone", allow, (0, masked, _NEW_NAMESPACES, 0)),
         rule("clone3", "SCMP_ACT_ERRNO", error=errno.ENOSYS),

@@ -182,6 +182,32 @@ async def test_memory_that_ran_out_is_told_where_the_engine_s_clock_is_another(
     assert (result.exit_code, result.oom) == (137, True)
 
 
+STOPS_OTHERS = """
+import fcntl, os, signal
+refused = 0
+for stop in (lambda: os.kill(os.getpid(), signal.SIGSTOP), lambda: fcntl.fcntl(0, 10, signal.SIGSTOP)):
+    try: stop()
+    except PermissionError: refused += 1
+print(refused, flush=True)
+while True:
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        if int(pid) not in (1, os.getpid()):
+            try: os.kill(int(pid), signal.SIGSTOP)
+            except OSError: pass
+"""
+
+
+async def test_law_3_a_process_cannot_stop_those_that_the_engine_starts(backend: Docker) -> None:
+    """One that is stopped before it runs hangs the engine's calls, which looks like a host that failed."""
+    box = await backend.create(SandboxSpec(files={"f": b"x"}))
+    process = await box.start(["python3", "-c", STOPS_OTHERS])
+    assert await process.receive() == b"2\n"
+    for _ in range(3):
+        assert await box.read("f") == b"x"
+        assert (await box.exec(["true"])).exit_code == 0
+    assert await process.wait(timeout_s=0) is None
+
+
 async def test_processes_are_counted_without_asking_the_engine_where_its_groups_can_be_read(backend: Docker) -> None:
     box = await backend.create()
     engine = backend._engine
