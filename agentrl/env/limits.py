@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from math import inf
+from typing import Any, Literal, TypeGuard, TypeVar
 
 from agentrl.clock import Watch, watch
 from agentrl.errors import ConfigError
@@ -14,6 +15,23 @@ from agentrl.records import StopReason
 
 T = TypeVar("T")
 Fault = Literal["structural", "content"]
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a number, infinity among them: neither a truth value nor NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def _is_count(value: object) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+
+
+def _is_penalty(value: object) -> bool:
+    return _is_number(value) and 0 <= value < inf
+
+
+def _is_truth(value: object) -> bool:
+    return isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +46,7 @@ class EpisodeLimits:
     def __post_init__(self) -> None:
         for name in ("turns", "tokens", "seconds", "tool_seconds"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and value > 0):
+            if value is not None and not (_is_number(value) and value > 0):
                 raise ConfigError(f"limits.{name}", value, "give a number above 0, or leave it out")
 
 
@@ -47,6 +65,16 @@ class ParsePolicy:
     content_penalty: float = 0.0
     mask_structural: bool = False
     mask_content: bool = False
+
+    def __post_init__(self) -> None:
+        for fault in ("structural", "content"):
+            for name, sound, hint in (
+                (f"{fault}_retries", _is_count, "give a whole number from 0 on, or leave it out"),
+                (f"{fault}_penalty", _is_penalty, "give a finite number from 0 on: it is taken off the reward"),
+                (f"mask_{fault}", _is_truth, "give true or false"),
+            ):
+                if not sound(value := getattr(self, name)):
+                    raise ConfigError(f"parse_policy.{name}", value, hint)
 
     def retries(self, fault: Fault) -> int | None:
         return self.structural_retries if fault == "structural" else self.content_retries
