@@ -34,6 +34,20 @@ def _is_truth(value: object) -> bool:
     return isinstance(value, bool)
 
 
+def finite(field: str, value: object) -> float:
+    """The value, a finite number. Raises ConfigError."""
+    if not (_is_number(value) and -inf < value < inf):
+        raise ConfigError(field, value, "give a finite number")
+    return value
+
+
+def positive_seconds(field: str, value: object) -> float:
+    """The value, a time. Raises ConfigError."""
+    if not (_is_number(value) and 0 < value < inf):
+        raise ConfigError(field, value, "give a number of seconds above 0")
+    return value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
     """When an episode is truncated; None means that this environment sets no such bound (the run still does)."""

@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 
 from agentrl.env.core import Env, ResetResult, StepResult
 from agentrl.env.datasets import read_rows
+from agentrl.env.limits import finite
 from agentrl.errors import EnvError, UsageError
 from agentrl.records import Json, Message, Messages
 from agentrl.registry import load_reference
@@ -23,6 +24,10 @@ RewardFunction = Callable[[Messages, str, Mapping[str, Json]], float]
 
 ID: Final = "agentrl.env.rows:RowsEnv"
 """What a run file names it by."""
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 class RowsEnv(Env):
@@ -44,10 +49,19 @@ class RowsEnv(Env):
         rows: str | None = None,
         success_from: float = 1.0,
     ) -> None:
+        if not _is_list(rewards) or not all(isinstance(name, str) for name in cast("Sequence[object]", rewards)):
+            raise UsageError(f"rewards = {rewards!r}: give a list of functions, as ['rewards.py:correct']")
         if not rewards:
             raise UsageError("rewards = []: name a function, as ['rewards.py:correct']")
-        if weights is not None and len(weights) != len(rewards):
-            raise UsageError(f"weights = {list(weights)}: give one for each of the {len(rewards)} rewards")
+        if weights is not None and (not _is_list(weights) or len(weights) != len(rewards)):
+            raise UsageError(f"weights = {weights!r}: give one for each of the {len(rewards)} rewards")
+        for at, weight in enumerate(weights or ()):
+            finite(f"weights[{at}]", weight)
+        finite("success_from", success_from)
+        texts: dict[str, object] = {"prompt": prompt, "system": system or ""}
+        for field, text in texts.items():
+            if not isinstance(text, str):
+                raise UsageError(f"{field} = {text!r}: give a text")
         self._names = tuple(rewards)
         self._functions: list[RewardFunction] = [load_reference(name) for name in rewards]
         self._weights = tuple(weights) if weights is not None else (1.0,) * len(rewards)

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentrl.env import EpisodeLimits, ToolEnv
-from agentrl.errors import ConfigError
+from agentrl.env.rows import RowsEnv
+from agentrl.errors import ConfigError, UsageError
+from agentrl.protocols import SandboxSpec
+from agentrl.testing.fake_sandbox import FakeSandbox
+from agentrl_environments.retrieval import Retrieval
+from agentrl_environments.swe import SWE
+from agentrl_tools.fetch import HttpFetch
+from agentrl_tools.files import ListFiles
+from agentrl_tools.mcp import McpServer
+from agentrl_tools.python import Python
+from agentrl_tools.search import Search
+from agentrl_tools.shell import Shell
+
+GOOD = f"{__name__}:good"
+
+
+def good(prompt: Any, completion: str, row: Any) -> float:
+    return 1.0
 
 
 @pytest.mark.parametrize(
@@ -46,3 +64,71 @@ def test_limits_are_numbers_above_0(value: Any) -> None:
     for name in ("turns", "tokens", "seconds", "tool_seconds"):
         with pytest.raises(ConfigError, match=rf"^limits\.{name} = "):
             EpisodeLimits(**{name: value})
+
+
+@pytest.mark.parametrize("seconds", [-1, 0, math.nan, math.inf, "60", True, None])
+def test_a_deadline_is_a_number_of_seconds_above_0(seconds: Any) -> None:
+    box = FakeSandbox(SandboxSpec())
+    makers: list[tuple[str, Any]] = [
+        *(("timeout_s", lambda kind=kind: kind(box, timeout_s=seconds)) for kind in (Shell, Python, Search, ListFiles)),
+        ("timeout_s", lambda: HttpFetch(["a"], timeout_s=seconds)),
+        ("call_s", lambda: McpServer(command=["x"], call_s=seconds)),
+        ("start_s", lambda: McpServer(command=["x"], start_s=seconds)),
+        ("tests_s", lambda: SWE(tests_s=seconds)),
+        ("shell_s", lambda: SWE(shell_s=seconds)),
+    ]
+    for name, make in makers:
+        with pytest.raises(
+            ConfigError, match=rf"^{name} = {re.escape(repr(seconds))}: give a number of seconds above 0$"
+        ):
+            make()
+
+
+@pytest.mark.parametrize("entry", ["https://docs.python.org", "docs.python.org/3", "me@docs.python.org", "", "a b", 5])
+def test_an_allowed_host_is_a_host_alone(entry: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^allow\[1\] = {re.escape(repr(entry))}: give a host alone"):
+        HttpFetch(["*.example.org", entry])
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"rewards": GOOD}, rf"^rewards = '{GOOD}': give a list of functions"),
+        ({"rewards": [5]}, r"^rewards = \[5\]: give a list of functions"),
+        ({"weights": ["2"]}, r"^weights\[0\] = '2': give a finite number"),
+        ({"weights": [math.nan]}, r"^weights\[0\] = nan: give a finite number"),
+        ({"weights": 2.0}, r"^weights = 2.0: give one for each of the 1 rewards"),
+        ({"weights": "2"}, r"^weights = '2': give one for each of the 1 rewards"),
+        ({"success_from": "1"}, r"^success_from = '1': give a finite number"),
+        ({"success_from": math.nan}, r"^success_from = nan: give a finite number"),
+        ({"prompt": ["a"]}, r"^prompt = \['a'\]: give a text"),
+        ({"system": 5}, r"^system = 5: give a text"),
+    ],
+)
+def test_rewards_of_rows_and_their_weights_are_checked_before_a_row_is_asked(
+    settings: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(UsageError, match=why):
+        RowsEnv(**{"rewards": [GOOD], **settings})
+
+
+def test_a_library_of_ones_own_is_checked_when_it_is_read(tmp_path: Path) -> None:
+    rows = {
+        '{"id": "a", "text": "b"}': r"corpus, row 1: title = None: give a text",
+        '{"id": "a", "title": "b", "text": ["c"]}': r"corpus, row 1: text = \['c'\]: give a text",
+        '{"id": 1, "title": "b", "text": "c"}\n{"id": "1", "title": "b", "text": "c"}': r"two texts have the id '1'",
+    }
+    for at, (row, why) in enumerate(rows.items()):
+        file = tmp_path / str(at) / "corpus"
+        file.parent.mkdir()
+        file.write_text(row)
+        with pytest.raises(UsageError, match=why):
+            Retrieval(corpus=str(file))
+    (questions := tmp_path / "questions").write_text('{"question": "a", "answers": ["b"]}')
+    with pytest.raises(UsageError, match=r"questions, row 1: sources = None: give a list of texts"):
+        Retrieval(questions=str(questions))
+    with pytest.raises(UsageError, match=r"reset options: answers = \[\]: give a list of texts"):
+        Retrieval().reset(options={"question": "a", "answers": []})
+    for results in (0, "3", True):
+        with pytest.raises(ConfigError, match=r"^results = .*: give a whole number above 0"):
+            Retrieval(results=results)  # type: ignore[arg-type]

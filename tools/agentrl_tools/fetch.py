@@ -4,6 +4,7 @@ A page is unpacked here and not by httpx, which unpacks a whole chunk at once: 1
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -12,8 +13,9 @@ from urllib.parse import urljoin, urlsplit
 import httpx
 import trio
 
+from agentrl.env.limits import positive_seconds
 from agentrl.env.tools import readable
-from agentrl.errors import ToolError, ToolTimeout, UsageError
+from agentrl.errors import ConfigError, ToolError, ToolTimeout, UsageError
 from agentrl.protocols import ToolResult
 from agentrl.records import Json
 from agentrl_tools.base import OUTPUT_BYTES, SchemaChecked, text_result
@@ -43,10 +45,16 @@ class HttpFetch(SchemaChecked):
         """At most `fetch_bytes` of a body are read, at most `output_bytes` shown. Raises UsageError."""
         if isinstance(allow, str):
             raise UsageError(f"allow = {allow!r}: give a list of hosts")
+        for at, entry in enumerate(allow):
+            if not isinstance(entry, str) or re.fullmatch(r"[^\s/@]+", entry) is None:
+                raise ConfigError(
+                    f"allow[{at}]", entry, "give a host alone, such as 'docs.python.org' or 'localhost:80'"
+                )
         url: Json = {"type": "string", "description": "http or https address", "maxLength": 2000}
         super().__init__("fetch", f"Fetch a page. Allowed hosts: {', '.join(allow) or 'none'}.", {"url": url}, "url")
         self._allow = [entry.lower() for entry in allow]
-        self._limit_s, self._fetch_bytes, self._output_bytes = timeout_s, fetch_bytes, output_bytes
+        self._limit_s = positive_seconds("timeout_s", timeout_s)
+        self._fetch_bytes, self._output_bytes = fetch_bytes, output_bytes
         self.timeout_s = timeout_s + 5.0
         self._transport = transport
 

@@ -13,6 +13,7 @@ from typing import Final
 
 import trio
 
+from agentrl.env.limits import positive_seconds
 from agentrl.env.tools import readable
 from agentrl.errors import PolicyFault, SandboxPathError, ToolError
 from agentrl.protocols import Sandbox, ToolResult
@@ -50,7 +51,8 @@ class ListFiles(SchemaChecked):
     def __init__(self, sandbox: Sandbox, *, timeout_s: float = 10.0, output_bytes: int = OUTPUT_BYTES) -> None:
         path: Json = {"type": "string", "description": "folder, by default the work folder", "minLength": 1}
         super().__init__("list_files", "List files.", {"path": path})
-        self._sandbox, self.timeout_s, self._output_bytes = sandbox, timeout_s, output_bytes
+        self._sandbox, self._output_bytes = sandbox, output_bytes
+        self.timeout_s = positive_seconds("timeout_s", timeout_s)
 
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:
         """Raises ToolArgumentError, ToolError, SandboxError."""

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import trio
 
+from agentrl.env.limits import positive_seconds
 from agentrl.env.tools import argument_check, clean_text
 from agentrl.errors import InfrastructureError, ToolError, UsageError, boundary
 from agentrl.owner import owned_folder
@@ -54,7 +55,8 @@ class McpServer:
         if bool(command) == bool(url):
             raise UsageError("McpServer needs either command=[...] or url='...'")
         self._command, self._url, self._sandbox, self._env = list(command), url, sandbox, dict(env or {})
-        self._start_s, self.call_s, self.output_bytes = start_s, call_s, output_bytes
+        self._start_s, self.call_s = positive_seconds("start_s", start_s), positive_seconds("call_s", call_s)
+        self.output_bytes = output_bytes
         self._client: Any = None
         self._failure: BaseException | None = None
         self._started = False

@@ -13,6 +13,7 @@ from typing import Final
 
 import trio
 
+from agentrl.env.limits import positive_seconds
 from agentrl.env.tools import readable
 from agentrl.errors import SandboxError, ToolError
 from agentrl.protocols import BoxProcess, Sandbox, ToolResult
@@ -78,7 +79,8 @@ class Python(SchemaChecked):
     def __init__(self, sandbox: Sandbox, *, timeout_s: float = 30.0, output_bytes: int = OUTPUT_BYTES) -> None:
         code: Json = {"type": "string", "description": "Python statements; variables stay for the next call"}
         super().__init__("python", "Run Python code in a session that stays.", {"code": code}, "code")
-        self._sandbox, self._limit_s, self._output_bytes = sandbox, timeout_s, output_bytes
+        self._sandbox, self._limit_s = sandbox, positive_seconds("timeout_s", timeout_s)
+        self._output_bytes = output_bytes
         self.timeout_s = timeout_s + _START_S + 10.0
         self._longest = 2 * output_bytes + 1_024  # a reply is the output in base64, and some words
         self._process: BoxProcess | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from agentrl.env.limits import positive_seconds
 from agentrl.env.tools import readable
 from agentrl.errors import ToolError
 from agentrl.protocols import Sandbox, ToolResult
@@ -27,7 +28,8 @@ class Search(SchemaChecked):
             "ignore_case": {"type": "boolean"},
         }
         super().__init__("search", "Search files for a regular expression.", parameters, "pattern")
-        self._sandbox, self._matches, self.timeout_s = sandbox, matches, timeout_s
+        self._sandbox, self._matches = sandbox, matches
+        self.timeout_s = positive_seconds("timeout_s", timeout_s)
         self._output_bytes = output_bytes
 
     async def call(self, arguments: Mapping[str, Json]) -> ToolResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from agentrl.env.limits import positive_seconds
 from agentrl.protocols import Sandbox, ToolResult
 from agentrl.records import Json
 from agentrl_tools.base import OUTPUT_BYTES, SchemaChecked, command_result
@@ -14,6 +15,7 @@ class Shell(SchemaChecked):
 
     def __init__(self, sandbox: Sandbox, *, timeout_s: float = 30.0, output_bytes: int = OUTPUT_BYTES) -> None:
         """`timeout_s` is default and upper bound of a command's seconds."""
+        positive_seconds("timeout_s", timeout_s)
         timeout: Json = {"type": "number", "description": "seconds", "exclusiveMinimum": 0, "maximum": timeout_s}
         command: Json = {"type": "string", "description": "what `sh` runs, in the work folder"}
         super().__init__("shell", "Run a shell command.", {"command": command, "timeout": timeout}, "command")

@@ -15,7 +15,7 @@ from typing import Any, cast
 import httpx
 
 from agentrl.env.core import as_messages
-from agentrl.env.limits import EpisodeLimits
+from agentrl.env.limits import EpisodeLimits, positive_seconds
 from agentrl.env.optional import require
 from agentrl.env.tool_env import ToolEnv
 from agentrl.env.tools import SchemaTool, as_result
@@ -47,7 +47,8 @@ class OpenEnv(ToolEnv):
         **settings: Any,
     ) -> None:
         self._package = require("openenv.core.generic_client", what="OpenEnv", package="openenv-core")
-        self._url, self._timeout_s, self.replayable = base_url, message_timeout_s, replayable
+        self._timeout_s = positive_seconds("message_timeout_s", message_timeout_s)
+        self._url, self.replayable = base_url, replayable
         self._instructions = instructions
         self._client: Any = None
         self._waiting = False

@@ -8,7 +8,7 @@ from typing import Any
 import trio
 
 from agentrl.env.adapters.evaluated import evaluates, is_plain
-from agentrl.env.limits import EpisodeLimits
+from agentrl.env.limits import EpisodeLimits, positive_seconds
 from agentrl.env.optional import require
 from agentrl.env.tool_env import Grade, ToolEnv
 from agentrl.errors import ContentParseError, UsageError
@@ -33,7 +33,7 @@ class ReasoningGym(ToolEnv):
         self, task: str, *, config: Mapping[str, Any] | None = None, score_s: float = 10.0, **settings: Any
     ) -> None:
         self._package = require("reasoning_gym", what="ReasoningGym", package="reasoning-gym")
-        self._name, self._config, self._score_s = task, dict(config or {}), score_s
+        self._name, self._config, self._score_s = task, dict(config or {}), positive_seconds("score_s", score_s)
         try:
             self._questions(0)
         except (ValueError, TypeError, AssertionError) as error:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any, Final, Literal
 
 from agentrl.env import EpisodeLimits, Grade, ToolEnv, tool
 from agentrl.env.datasets import read_rows
 from agentrl.env.oracles import Oracle, say, script
-from agentrl.errors import ToolError, UsageError
+from agentrl.errors import ConfigError, ToolError, UsageError
 from agentrl_environments.retrieval.search import Document, Index, excerpt
 
 _HERE: Final = Path(__file__).parent
 HELD_OUT: Final = frozenset({"tin-bat", "kolm-yard", "winter-post", "fish-hall", "the-patience", "marl-cheese"})
 """Texts that no training question is about."""
 
+_QUESTION: Final = {"question": str, "answers": list, "sources": list}
 UNCITED: Final = 0.5
 """The outcome of a right answer under a wrong citation."""
 
@@ -53,11 +56,14 @@ class Retrieval(ToolEnv):
         self._questions = [row for row in rows if split == "all" or _is_held_out(row) == (split == "held_out")]
         if not self._questions:
             raise UsageError(f"split = {split!r}: no question is left; give 'all' for questions of your own")
+        if not isinstance(results, int) or isinstance(results, bool) or results < 1:
+            raise ConfigError("results", results, "give a whole number above 0")
         self._results = results
         super().__init__(**kwargs)
 
     def make_task(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
         if "question" in options:
+            _must_have(options, "a question of the reset options", **_QUESTION)
             return options
         return self._questions[int(self.np_random.integers(len(self._questions)))]
 
@@ -128,9 +134,23 @@ def _is_held_out(row: Mapping[str, Any]) -> bool:
 
 @functools.cache
 def _index(path: str) -> Index:
-    return Index(Document(str(row["id"]), str(row["title"]), str(row["text"])) for row in read_rows(path))
+    rows = read_rows(path)
+    for number, row in enumerate(rows, 1):
+        _must_have(row, f"{path}, row {number}", id=str | int, title=str, text=str)
+    if twice := [id for id, count in Counter(str(row["id"]) for row in rows).items() if count > 1]:
+        raise UsageError(f"{path}: two texts have the id {twice[0]!r}: give each its own")
+    return Index(Document(str(row["id"]), row["title"], row["text"]) for row in rows)
 
 
 @functools.cache
 def _questions(path: str) -> Sequence[Mapping[str, Any]]:
-    return read_rows(path)
+    rows = read_rows(path)
+    for number, row in enumerate(rows, 1):
+        _must_have(row, f"{path}, row {number}", **_QUESTION)
+    return rows
+
+
+def _must_have(row: Mapping[str, Any], where: str, **columns: type | UnionType) -> None:
+    for name, kind in columns.items():
+        if not isinstance(value := row.get(name), kind) or value == []:
+            raise UsageError(f"{where}: {name} = {value!r}: give {'a list of texts' if kind is list else 'a text'}")

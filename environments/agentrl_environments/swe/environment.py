@@ -17,6 +17,7 @@ from typing import Any, Final
 import trio
 
 from agentrl.env import EpisodeLimits, Grade, ToolEnv
+from agentrl.env.limits import positive_seconds
 from agentrl.env.oracles import Oracle, script
 from agentrl.env.plugged import Named, check_limits
 from agentrl.errors import ConfigError, SandboxPathError
@@ -66,6 +67,7 @@ class CodingTasks(ToolEnv):
         if len(self._by_id) < len(tasks):
             twice = [id for id, count in Counter(task.id for task in tasks).items() if count > 1]
             raise ConfigError("tasks", twice[:3], f"{len(twice)} ids come more than once: give each task its own")
+        positive_seconds("shell_s", shell_s)
         self._sandbox, self._ready = sandbox, ready
         self._box = self.own_box = CurrentBox()
         self.needs_step_s = max(float(getattr(task.grade, "deadline_s", 0.0)) for task in tasks)
@@ -178,6 +180,7 @@ class SWE(CodingTasks):
         apart: bool | None = None,
         **settings: Any,
     ) -> None:
+        positive_seconds("tests_s", tests_s)
         ours = _HERE.parent / "repositories" if tasks is None else None
         defaults = jsonl.Defaults(
             patch_is=patch_is,
