@@ -157,14 +157,18 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     endpoint: Annotated[str | None, typer.Option(help="Ask this OpenAI-compatible server instead")] = None,
     model: Annotated[str | None, typer.Option(help="The model's name at that server")] = None,
-    key_variable: Annotated[str, typer.Option(help="Environment variable with the server's key")] = "OPENAI_API_KEY",
-    concurrency: Annotated[int, typer.Option(min=1, help="Episodes at once, at an endpoint")] = 16,
+    key_variable: Annotated[str | None, typer.Option(help="With the server's key; default: OPENAI_API_KEY")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Episodes at once there; default: 16")] = None,
 ) -> None:
     """Measure a policy on held-out tasks: success, turns, tokens. With --endpoint URL --model NAME --env ID, measure a
     model on any server; episodes that --out holds already are not played again."""
     if endpoint is not None:
-        results = [_evaluate_endpoint(endpoint, what, model, env, n, settings or [], out, key_variable, concurrency)]
+        key = os.environ.get(key_variable or "OPENAI_API_KEY")
+        results = [_evaluate_endpoint(endpoint, what, model, env, n, settings or [], out, key, concurrency or 16)]
     else:
+        alone = {"--model": model, "--key-variable": key_variable, "--concurrency": concurrency}
+        if given := [option for option, value in alone.items() if value is not None]:
+            raise UsageError(f"{', '.join(given)}: only with --endpoint URL; leave it out for a run or a model folder")
         results = _evaluate_model(what, env, n, settings or [], out)
     if as_json:
         rows = [{name: getattr(r, name) for name in r.__slots__} for r in results]
@@ -199,7 +203,7 @@ def _evaluate_endpoint(
     n: int,
     settings: list[str],
     out: Path | None,
-    key_variable: str,
+    key: str | None,
     concurrency: int,
 ) -> EvalResult:
     from agentrl.engine.scoring import ScoringClient
@@ -209,7 +213,7 @@ def _evaluate_endpoint(
     if what is not None or model is None or env is None:
         raise UsageError("--endpoint URL goes with --model NAME and --env ID, and with no run and no folder")
     config = endpoint.configured(model, env, settings)
-    client = ScoringClient(url, model=model, api_key=os.environ.get(key_variable), concurrency=concurrency)
+    client = ScoringClient(url, model=model, api_key=key, concurrency=concurrency)
     with closing(OwnedFolder(prefer_memory=False)) as owner:
         return endpoint.evaluate(
             config,

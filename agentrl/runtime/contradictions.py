@@ -5,9 +5,14 @@ None of them is refused, as a run may go on without. Knows settings alone, and s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from pydantic import BaseModel
+
+from agentrl.algos.clipped import Clipped
 from agentrl.config import RunConfig
+from agentrl.league import LeagueSettings
 from agentrl.settings import RewardSource
 
 _SERVED = ("prm", "judge", "teacher")
@@ -26,14 +31,39 @@ _OF_OWN_ENGINES = {"replicas", "threads"}
 """Settings of engines that the run starts."""
 
 
+_OF_ALGORITHMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("kl_in", "kl_gradient"), lambda algo: not algo.kl_weight, "without {}.kl_weight"),
+    (("kl_gradient",), lambda algo: algo.kl_weight and algo.kl_in == "reward", "with {}.kl_in = 'reward'"),
+    (("reject_below", "reject_above"), lambda algo: algo.reject == "none", "without {}.reject"),
+    (("importance_floor", "importance_cap"), lambda algo: algo.importance == "none", "with {}.importance = 'none'"),
+    (("divisor",), lambda algo: algo.normalise != "constant", "without {}.normalise = 'constant'"),
+    (("distil_level",), lambda algo: not algo.distil_weight, "without {}.distil_weight"),
+    (("gae_lambda",), lambda algo: algo.gae_length_alpha is not None, "beside {}.gae_length_alpha"),
+)
+"""Settings of algorithms, when they have no effect on one that has them, and what takes it."""
+
+
 def contradictions(config: RunConfig) -> Iterator[str]:
     """One line for each, with what to change."""
     yield from _of_deadlines(config)
     yield from _of_groups(config)
+    first = next(iter(config.algorithms))
+    off = all(algo.process_weight == 0 for algo in config.algorithms.values())
     for source in config.rewards:
         yield from _of_source(source)
+        if off and source.kind != "teacher":
+            what = f"leaves reward source {source.source!r} without effect"
+            yield f"{first}.process_weight = 0 {what}: {_typed(first, 'process_weight', 1)}"
     yield from _of_engines(config)
     yield from _of_training(config)
+    for field, algo in config.algorithms.items():
+        if isinstance(algo, Clipped):
+            yield from _of_algorithm(field, algo)
+    yield from _of_alarms(config)
+    if config.league != LeagueSettings() and not config.league_roles:
+        for name in sorted(_changed(config.league)):
+            how = 'no [[roles]] table has plays = "league" or "either"'
+            yield f"league.{name} has no effect, as {how}: --set league.{name}={_default(config.league, name)}"
     if config.eval.every and not config.eval.sets:
         yield "eval.every has no effect without held-out sets: give an [[eval.sets]] table with a name"
 
@@ -52,6 +82,36 @@ def _of_engines(config: RunConfig) -> Iterator[str]:
         yield f"engine.dtype = {engine.dtype!r}: the embedded engine computes in float32: --set engine.dtype=float32"
     if engine.urls and (useless := sorted(given & _OF_OWN_ENGINES)):
         yield f"[engine] {', '.join(useless)}: no effect on engines at engine.urls, which others start: leave it out"
+
+
+def _of_algorithm(field: str, algo: Clipped) -> Iterator[str]:
+    changed = _changed(algo)
+    for names, useless, why in _OF_ALGORITHMS:
+        for name in names:
+            if name in changed and useless(algo):
+                yield f"{field}.{name} has no effect {why.format(field)}: {_typed(field, name, _default(algo, name))}"
+
+
+def _typed(field: str, name: str, value: object) -> str:
+    """The mend of an algorithm's setting: the command line reaches no entry of a list."""
+    return f"--set {field}.{name}={value}" if field == "algo" else "leave it out"
+
+
+def _of_alarms(config: RunConfig) -> Iterator[str]:
+    alarms = config.alarms
+    for name in alarms.actions:
+        bounds = [bound for bound in type(alarms).model_fields if bound in (f"{name}_above", f"{name}_below")]
+        if bounds and getattr(alarms, bounds[0]) is None:
+            mend = _default(alarms, bounds[0]) or 0.1
+            yield f"alarms.actions.{name} has no effect without alarms.{bounds[0]}: --set alarms.{bounds[0]}={mend}"
+
+
+def _changed(section: BaseModel) -> set[str]:
+    return {name for name in type(section).model_fields if getattr(section, name) != _default(section, name)}
+
+
+def _default(section: BaseModel, name: str) -> Any:
+    return type(section).model_fields[name].get_default(call_default_factory=True)
 
 
 def _of_training(config: RunConfig) -> Iterator[str]:
@@ -84,16 +144,16 @@ def _of_groups(config: RunConfig) -> Iterator[str]:
         yield "buffer.max_lag = 0 leaves the late members of a quorum untrained: --set buffer.max_lag=1"
     if buffer.window != type(buffer).model_fields["window"].default and buffer.order != "windowed":
         yield f"buffer.window has no effect with buffer.order = {buffer.order!r}: --set buffer.order=windowed"
+    if not buffer.skip_without_signal and "skip_at_most" in _changed(buffer):
+        yield "buffer.skip_at_most has no effect, as no group is skipped: --set buffer.skip_without_signal=auto"
     if pivot is not None and pivot.below and pivot.rule != "low_reward":
         yield f"rollout.pivot.below has no effect with rule = {pivot.rule!r}: --set rollout.pivot.rule=low_reward"
 
 
 def _of_source(source: RewardSource) -> Iterator[str]:
+    changed = _changed(source)
     useless = [
-        name
-        for name, kinds in _OF_KINDS.items()
-        if not {source.kind, source.measure} & {*kinds}
-        and getattr(source, name) != type(source).model_fields[name].get_default(call_default_factory=True)
+        name for name, kinds in _OF_KINDS.items() if not {source.kind, source.measure} & {*kinds} and name in changed
     ]
     if source.kind == "teacher" and source.weight != 1.0:
         useless.append("weight")

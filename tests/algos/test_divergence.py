@@ -218,6 +218,7 @@ def test_k1_keeps_the_gradient_of_the_divergence_after_the_policy_left_the_proxi
     ("settings", "wrong"),
     [
         ({"reference_decay": 0.9}, "give reference_every"),
+        ({"reference_every": 5}, "give kl_weight"),
         ({"teacher": "t"}, "give distil_weight"),
         ({"teacher_decay": 0.9}, "give teacher_every"),
         ({"teacher_every": 2}, "give distil_weight"),

@@ -35,6 +35,19 @@ SOURCE = {"source": "s", "kind": "prm", "url": "http://h"}
         (["engine.kind=vllm", "train.lora_rank=8", "engine.stage=file"], "only what is a file"),
         (["engine.dtype=bfloat16"], "the embedded engine computes in float32"),
         (["train.optimizer=sgd", "train.betas=[0.9, 0.99]"], "no effect with train.optimizer = 'sgd'"),
+        (["buffer.skip_without_signal=false", "buffer.skip_at_most=3"], "no group is skipped"),
+        (["algo.kl_in=reward"], "algo.kl_in has no effect without algo.kl_weight"),
+        (["algo.kl_gradient=k1"], "algo.kl_gradient has no effect without algo.kl_weight"),
+        (["algo.kl_weight=0.1", "algo.kl_in=reward", "algo.kl_gradient=k1"], "with algo.kl_in = 'reward'"),
+        (["algo.reject_above=1.5"], "algo.reject_above has no effect without algo.reject"),
+        (["algo.importance=none", "algo.importance_floor=0.5"], "with algo.importance = 'none'"),
+        (["algo.importance=none", "algo.importance_cap=1.5"], "with algo.importance = 'none'"),
+        (["algo.divisor=1000"], "without algo.normalise = 'constant'"),
+        (["algo.distil_level=episode"], "without algo.distil_weight"),
+        (["algo.kind=ppo", "algo.gae_lambda=0.9", "algo.gae_length_alpha=0.05"], "beside algo.gae_length_alpha"),
+        (["league.share=0.3"], "no [[roles]] table has plays"),
+        (["alarms.actions.entropy=stop"], "without alarms.entropy_below"),
+        (["alarms.actions.clip=stop", "alarms.clip_above=false"], "without alarms.clip_above"),
         (["train.steps=20", "train.warmup_steps=20"], "the rate never reaches train.lr within train.steps = 20"),
     ],
 )
@@ -72,6 +85,20 @@ def test_a_source_says_what_its_kind_has_no_use_for(changes: dict[str, Any], use
     (line,) = contradictions(parsed([], rewards=[SOURCE | changes]))
     assert line.endswith(f"has no use for {useless}: leave it out")
     assert list(contradictions(parsed([], rewards=[SOURCE]))) == []
+
+
+def test_rewards_that_no_algorithm_weighs_are_said() -> None:
+    off = {"algo": {"process_weight": 0.0}}
+    (line,) = contradictions(parsed([], rewards=[SOURCE], **off))
+    assert "algo.process_weight = 0 leaves reward source 's' without effect" in line
+    assert list(contradictions(parsed([line.split("--set ")[1]], rewards=[SOURCE], **off))) == []
+    weighs = [{"id": "agentrl/Combination-v0"}, {"id": "agentrl/Calculator-v0", "algo": {"kind": "grpo"}}]
+    assert list(contradictions(parsed([], rewards=[SOURCE], tasks=weighs, **off))) == []
+
+
+def test_an_algorithm_of_one_table_is_named_by_it() -> None:
+    (line,) = contradictions(parsed([], tasks=[{"algo": {"reject_below": 0.1}}]))
+    assert line == "tasks.0.algo.reject_below has no effect without tasks.0.algo.reject: leave it out"
 
 
 def test_no_example_contradicts_itself() -> None:

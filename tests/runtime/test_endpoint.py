@@ -238,3 +238,12 @@ def test_what_goes_with_an_endpoint_is_said(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2
     assert done.stderr == "agentrl: --endpoint URL goes with --model NAME and --env ID, and with no run and no folder\n"
+
+
+def test_what_is_of_an_endpoint_alone_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from agentrl import cli
+
+    given = ["eval", "some/run", "--model", "m", "--concurrency", "4", "--key-variable", "K"]
+    monkeypatch.setattr("sys.argv", ["agentrl", *given])
+    with pytest.raises(UsageError, match=r"^--model, --key-variable, --concurrency: only with --endpoint URL"):
+        cli.app(standalone_mode=False)
