@@ -170,12 +170,14 @@ class Train(Section):
         if self.optimizer == "adamw8bit" and self.offload_optimizer:
             hint = "its moments of 8 bits stay beside the weights: give false, or train.optimizer = 'adamw'"
             raise ConfigError("train.offload_optimizer", True, hint)
-        if self.parallel.ranks > 1:
-            alone = {"optimizer": ("adamw", "sgd"), "offload_optimizer": (False,), "weights": ("float32",)}
-            for name, may in alone.items():
-                if getattr(self, name) not in may:
-                    hint = f"not over {self.parallel.ranks} ranks (train.parallel.ranks): give {_typed(may[0])}"
-                    raise ConfigError(f"train.{name}", getattr(self, name), hint)
+        over = f"over {self.parallel.ranks} ranks (train.parallel.ranks)"
+        if self.parallel.ranks > 1 and self.optimizer == "adamw8bit":
+            hint = f"{over} its blocks cannot be cut anew: give 'adamw' with train.offload_optimizer = true, or 'muon'"
+            raise ConfigError("train.optimizer", self.optimizer, hint)
+        if self.parallel.ranks > 1 and self.weights == "bfloat16":
+            both = "train.weights" if self.master_weights else "train.weights and train.master_weights"
+            hint = f"{over} shards are float32 masters, and layers are gathered in bfloat16 anyway: leave {both} out"
+            raise ConfigError("train.weights", self.weights, hint)
         return self
 
     @model_validator(mode="after")
@@ -206,8 +208,3 @@ class Train(Section):
         if outer := [name for name in self.lora_targets if name.endswith(("lm_head", "embed_tokens"))]:
             raise ConfigError("train.lora_targets", outer, "an adapter leaves embedding and output layer as they are")
         return self
-
-
-def _typed(value: object) -> str:
-    """As a run file has it."""
-    return str(value).lower()

@@ -28,6 +28,7 @@ _MAY_CHANGE = (
     "train.gradient_checkpointing",
     "train.logits_mb",
     "train.offload_activations",
+    "train.offload_optimizer",
     "train.max_skipped",
     "train.routing_replay",
     "*.*_deadline_s",

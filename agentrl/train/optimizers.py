@@ -17,7 +17,7 @@ checkpoint keeps it as such.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,18 +26,17 @@ from torch.optim import Optimizer
 
 from agentrl.errors import ConfigError
 from agentrl.train.masters import master
+from agentrl.train.parallel.shards import is_sharded, local, with_shard
 from agentrl.train_settings import Train
 
 
 def make(train: Train, parameters: Sequence[nn.Parameter], lr: float, *, outer: Collection[int] = ()) -> Optimizer:
     """`outer` are the ids of embeddings and output layers. Raises ConfigError if the optimizer is not installed."""
+    wholes = [cast(nn.Parameter, master(one)) for one in parameters]
+    base = _of(train, wholes, lr, {id(master(one)) for one in parameters if id(one) in outer})
     if not train.offload_optimizer and all(one.dtype == torch.float32 for one in parameters):
-        return _of(train, parameters, lr, outer)
-    parts = [
-        _of(train, [cast(nn.Parameter, master(one))], lr, {id(master(one))} if id(one) in outer else ())
-        for one in parameters
-    ]
-    return OneByOne(parameters, parts, offload=train.offload_optimizer)
+        return base
+    return OneByOne(parameters, base, offload=train.offload_optimizer)
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
@@ -65,18 +64,22 @@ def _of(train: Train, parameters: Sequence[nn.Parameter], lr: float, outer: Coll
         if matrices:
             momentum = 0.95 if train.momentum is None else train.momentum
             rule = {"weight_decay": decay, "momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
-            parts.append(_muon()(matrices, lr=lr, **rule))
+            parts.append(_muon(over=is_sharded(matrices[0]))(matrices, lr=lr, **rule))
         if others:
             parts.append(torch.optim.AdamW(others, lr=lr, betas=train.betas, weight_decay=decay))
         return parts[0] if len(parts) == 1 else Several(parts)
     return torch.optim.AdamW(parameters, lr=lr, betas=train.betas, weight_decay=decay)
 
 
-def _muon() -> Any:
+def _muon(*, over: bool) -> Any:
     found = getattr(torch.optim, "Muon", None)
     if found is None:
         hint = f"torch {torch.__version__} has none: pip install 'torch>=2.9', or give adamw"
         raise ConfigError("train.optimizer", "muon", hint)
+    if over:
+        from agentrl.train.parallel.muon import Muon
+
+        return Muon
     return found
 
 
@@ -116,13 +119,14 @@ class Several(Optimizer):
 class OneByOne(Several):
     """Updates one parameter after the other, in float32: in place, or in its master, which it is rounded from; a
     bfloat16 parameter without a master is rounded at random, up or down so that the mean is exact. If they are
-    offloaded, moments and masters wait in host memory, and are beside the parameter only for its own update."""
+    offloaded, moments and masters wait in host memory, and are beside the parameter only for its own update; of a
+    sharded one each rank has its shards. Its state and groups are those of the optimizer that it stands for."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], parts: Sequence[Optimizer], *, offload: bool) -> None:
-        """`parts` has the optimizer of each parameter's float32 numbers."""
-        super().__init__(parts)
+    def __init__(self, parameters: Sequence[nn.Parameter], base: Optimizer, *, offload: bool) -> None:
+        """`base` is the optimizer of the parameters' float32 numbers."""
+        super().__init__(base.parts if isinstance(base, Several) else [base])
         self.parameters, self.offload = list(parameters), offload
-        self.param_groups[0].setdefault("updates", 0)
+        self._at = {id(master(one)): at for at, one in enumerate(self.parameters)}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         del set_to_none
@@ -132,50 +136,72 @@ class OneByOne(Several):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         del closure
-        self.param_groups[0]["updates"] += 1
-        for at, (parameter, part) in enumerate(zip(self.parameters, self.parts, strict=True)):
-            if parameter.grad is not None:
-                self._update(at, parameter, part)
+        self.param_groups[0]["updates"] = self.param_groups[0].get("updates", 0) + 1
+        for part in self.parts:
+            for group in part.param_groups:
+                wholes = group["params"]
+                try:
+                    for some in self._rounds(part, wholes):
+                        self._update(part, group, some)
+                finally:
+                    group["params"], part.state = wholes, self.state
 
-    def _update(self, at: int, parameter: nn.Parameter, part: Optimizer) -> None:
-        whole = master(parameter)
+    def _rounds(self, part: Optimizer, wholes: Sequence[Tensor]) -> Iterable[Sequence[Tensor]]:
+        """Those that are updated together: over ranks, muon's."""
+        together = getattr(part, "rounds", None)
+        if together is not None:
+            return together(wholes)
+        return [[one] for one in wholes if self.parameters[self._at[id(one)]].grad is not None]
+
+    def _update(self, part: Optimizer, group: dict[str, Any], wholes: Sequence[Tensor]) -> None:
+        held = [self.parameters[self._at[id(one)]] for one in wholes]
+        here = [self._brought(whole, parameter) for whole, parameter in zip(wholes, held, strict=True)]
+        states = [self._near(whole, parameter.device) for whole, parameter in zip(wholes, held, strict=True)]
+        group["params"], part.state = here, defaultdict(dict, zip(here, states, strict=True))
+        part.step()
+        for whole, parameter, one, state in zip(wholes, held, here, states, strict=True):
+            if whole is not parameter and self.offload:
+                whole.copy_(one)
+            if parameter.dtype != torch.float32:
+                seed = self.param_groups[0]["updates"], self._at[id(whole)]
+                parameter.copy_(one if whole is not parameter else rounded(one, parameter.dtype, seed=seed))
+            if state:
+                self._keep(whole, state, parameter.device)
+
+    def _brought(self, whole: Tensor, parameter: nn.Parameter) -> Tensor:
+        """The float32 numbers of a parameter, beside it and with its gradient."""
         moves = whole is not parameter and self.offload
         here = whole.to(parameter.device, torch.float32, copy=moves).detach()
         here.grad = parameter.grad
-        kept, state = self.state.get(whole, {}), dict[str, Any]()
-        for name, value in kept.items():
-            away = self.offload and _is_moved(value)
-            state[name] = value.to(parameter.device, copy=True) if away else value
-        (group,) = part.param_groups
-        group["params"], part.state = [here], defaultdict(dict, {here: state})
-        try:
-            part.step()
-        finally:
-            group["params"], part.state = [whole], self.state
-        if moves:
-            whole.copy_(here)
-        if parameter.dtype != torch.float32:
-            exact = whole is not parameter
-            parameter.copy_(
-                here if exact else rounded(here, parameter.dtype, seed=(self.param_groups[0]["updates"], at))
-            )
+        return here
+
+    def _near(self, whole: Tensor, device: torch.device) -> dict[str, Any]:
+        """What is remembered of a parameter, beside it."""
+        kept = self.state.get(whole, {})
+        away = {name: value for name, value in kept.items() if self.offload and _is_moved(value)}
+        return kept | {name: with_shard(one, local(one).to(device, copy=True)) for name, one in away.items()}
+
+    def _keep(self, whole: Tensor, state: dict[str, Any], device: torch.device) -> None:
+        """Remember this of a parameter on `device`: in host memory where it was before, if it was there."""
         if self.offload:
-            state = {name: _home(value, kept.get(name)) for name, value in state.items()}
+            kept, pinned = self.state.get(whole, {}), device.type == "cuda"
+            state = {name: _home(value, kept.get(name), pinned=pinned) for name, value in state.items()}
         self.state[whole] = state
 
     def load_state_dict(self, state_dict: Any) -> None:
-        super().load_state_dict(state_dict)  # it gives each the place and the dtype of its parameter
-        for at, parameter in enumerate(self.parameters):
-            if (saved := state_dict["state"].get(at)) is not None:
-                there = {name: one.to(parameter.device) if _is_moved(one) else one for name, one in saved.items()}
-                kept = {name: _home(one, None) if self.offload else one for name, one in there.items()}
-                self.state[master(parameter)] = kept
+        super().load_state_dict({**state_dict, "state": {}})
+        wholes = [one for group in self.param_groups for one in group["params"]]
+        for at, saved in state_dict["state"].items():
+            device = self.parameters[self._at[id(wholes[at])]].device
+            near = not self.offload
+            state = {name: one.to(device) if near and _is_moved(one) else one for name, one in saved.items()}
+            self._keep(wholes[at], state, device)
 
     def away(self) -> list[Tensor]:
-        """The tensors in host memory."""
+        """The tensors in host memory; of sharded ones this rank's shards."""
         if not self.offload:
             return []
-        moments = [value for state in self.state.values() for value in state.values() if _is_moved(value)]
+        moments = [local(value) for state in self.state.values() for value in state.values() if _is_moved(value)]
         return [*(master(one) for one in self.parameters if master(one) is not one), *moments]
 
 
@@ -183,13 +209,14 @@ def _is_moved(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _home(value: Any, kept: Tensor | None) -> Any:
+def _home(value: Any, kept: Tensor | None, *, pinned: bool) -> Any:
     """A tensor in host memory: where it was before, if it was there."""
     if not _is_moved(value):
         return value
     if kept is None:
-        kept = torch.empty_like(value, device="cpu", pin_memory=value.device.type == "cuda")
-    return kept.copy_(value)
+        kept = with_shard(value, torch.empty_like(local(value), device="cpu", pin_memory=pinned))
+    local(kept).copy_(local(value))
+    return kept
 
 
 def rounded(values: Tensor, dtype: torch.dtype, *, seed: tuple[int, int]) -> Tensor:

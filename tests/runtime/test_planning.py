@@ -348,6 +348,22 @@ def test_ranks_that_share_the_tokens_of_a_pass_are_planned_with_their_share(conf
         planning.plan(shared, gpu, 3, WORK)
 
 
+def test_what_an_optimizer_remembers_is_planned_for_each_rank(config: RunConfig) -> None:
+    """Of float32 weights and gradients a rank has half, and two layers of two whole."""
+    matrices = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    for given, remembered, host in (
+        ({"offload_optimizer": True}, 0, 8 * PARAMETERS),
+        ({"optimizer": "muon"}, 8 * PARAMETERS - 4 * matrices, 0),
+    ):
+        document = config.model_dump(mode="json")
+        document["train"] |= {"parallel": {"ranks": 2}, **given}
+        found = planning.plan(RunConfig.model_validate(document), planning.GPUS["h100"], 3, WORK)
+        (split,) = (one for one in found.splits if one.learners == 2)
+        of_a_pass = found.held.activations + found.held.temporary
+        assert split.learner_bytes - of_a_pass == pytest.approx(8 * PARAMETERS + remembered / 2, rel=1e-3)
+        assert found.held.host == pytest.approx(host, rel=1e-3)
+
+
 def by_turns(config: RunConfig, **train: object) -> RunConfig:
     """On the GPU, with vLLM; what cannot be is refused."""
     document = config.model_dump(mode="json")

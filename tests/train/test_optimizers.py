@@ -185,8 +185,7 @@ def test_updates_of_a_millionth_of_a_weight_add_up_in_its_master() -> None:
     for kept in (True, False):
         one = nn.Parameter(torch.full((4, 4), weight, dtype=torch.bfloat16))
         masters.give(one, torch.full((4, 4), weight) if kept else None)
-        parts = [torch.optim.SGD([masters.master(one)], lr=1e-6)]
-        optimizer = OneByOne([one], parts, offload=False)
+        optimizer = OneByOne([one], torch.optim.SGD([masters.master(one)], lr=1e-6), offload=False)
         bare = torch.full((4, 4), weight, dtype=torch.bfloat16)
         for _ in range(updates):
             one.grad = torch.full((4, 4), weight)
@@ -212,19 +211,47 @@ def test_rounding_at_random_is_exact_in_the_mean() -> None:
     assert set(mirrored.float().tolist()) == {-1.0, -1.0 - 2**-7}
 
 
+NARROW = {"weights": "bfloat16", "dtype": "bfloat16"}
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
         ({"momentum": 0.9}, r"train\.momentum.*adamw has none"),
         ({"weights": "bfloat16"}, r"train\.weights.*train\.dtype"),
-        ({"weights": "bfloat16", "dtype": "bfloat16", "lora_rank": 2}, r"train\.weights.*adapter"),
+        ({**NARROW, "lora_rank": 2}, r"train\.weights.*adapter"),
         ({"master_weights": False}, r"train\.master_weights.*train\.weights = 'bfloat16'"),
         ({"optimizer": "adamw8bit", "offload_optimizer": True}, r"train\.offload_optimizer.*8 bits.*'adamw'"),
-        ({"optimizer": "muon", "parallel": {"ranks": 2}}, r"train\.optimizer.*2 ranks.*give adamw"),
-        ({"offload_optimizer": True, "parallel": {"ranks": 2}}, r"train\.offload_optimizer.*give false"),
-        ({"weights": "bfloat16", "dtype": "bfloat16", "parallel": {"ranks": 2}}, r"train\.weights.*give float32"),
+        (
+            {"optimizer": "adamw8bit", "parallel": {"ranks": 2}},
+            r"train\.optimizer.*2 ranks.*'adamw' with train\.offload_optimizer = true, or 'muon'",
+        ),
+        ({**NARROW, "parallel": {"ranks": 2}}, r"train\.weights.*gathered in bfloat16.*leave train\.weights out"),
+        (
+            {**NARROW, "master_weights": False, "parallel": {"ranks": 2}},
+            r"leave train\.weights and train\.master_weights out",
+        ),
     ],
 )
 def test_what_an_optimizer_cannot_do_is_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Train.model_validate(given)
+
+
+@pytest.mark.parametrize(
+    "given", [{"optimizer": "muon", "offload_optimizer": True}, {"offload_optimizer": True}, {"dtype": "bfloat16"}]
+)
+def test_what_these_refusals_say_instead_is_taken(given: dict[str, Any]) -> None:
+    Train.model_validate({**given, "parallel": {"ranks": 2}})
+
+
+def test_a_checkpoint_goes_on_with_and_without_offloading(qwen3_dir: Path, tmp_path: Path) -> None:
+    """Matrices have another optimizer than what lies between them."""
+    begun = trained(Learner(config(optimizer="muon"), qwen3_dir), 2)
+    folder, found = begun.save(tmp_path / "0"), [trained(begun, 1, 2).hashes()]
+    for at in (1, 2):
+        learner = Learner(config(optimizer="muon", offload_optimizer=at == 1), qwen3_dir)
+        learner.load(folder)
+        folder = learner.save(tmp_path / str(at))
+        found.append(trained(learner, 1, 2).hashes())
+    assert found[0] == found[1] == found[2]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import json
 from collections.abc import Generator
 from contextvars import ContextVar
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import core_model_loading
 
@@ -29,12 +27,14 @@ from agentrl.train.parallel.ranks import ALONE, Leader, Ranks
 from agentrl.train.parallel.shares import Pass
 from agentrl.train.ragged import Ragged
 
-from .making import At, mixture, random_group, run_config, tiny_llama, tiny_qwen3
+from .making import At, in_use, mixture, random_group, run_config, tiny_llama, tiny_qwen3
+from .saved import moments, same
 from .test_kept import rows_with_sets
 from .test_packing import row
 from .test_routing import after as routed_step
 from .test_routing import all_groups, largest, other_choice, told
 from .test_stems import long_prompt
+from .updates import everywhere, updated
 
 STEP_OF = {1: 0, 2: 0}.__getitem__
 SHORT = Rollout(max_context=30, max_tokens_per_turn=16)
@@ -356,20 +356,6 @@ def rounding() -> None:
     shards._EXACT = ContextVar("exact", default=False)  # pyright: ignore
 
 
-class Memory(ctypes.Structure):
-    """What the C library says of a process's memory: see mallinfo2(3)."""
-
-    _fields_: ClassVar = [("numbers", ctypes.c_size_t * 10)]
-
-
-def in_use() -> int:
-    """Bytes."""
-    ask = ctypes.CDLL(None).mallinfo2
-    ask.restype = Memory
-    numbers = ask().numbers
-    return numbers[4] + numbers[7]  # mapped, and in the heap
-
-
 def narrow_model(folder: Path) -> int:
     """A model of some megabytes whose file is in bfloat16, so that it is copied as it is read; its size in float32."""
     file = tiny_qwen3(folder, vocab=20_000, layers=6, hidden=128) / "model.safetensors"
@@ -403,39 +389,6 @@ def test_a_rank_holds_no_more_than_its_share_of_a_model_while_it_loads(
     assert same == hashes
     assert alone > 0.9 * size
     assert shared < 0.6 * size
-
-
-def same(one: Learner, other: Learner, tmp: Path) -> bool:
-    """Whether two learners have the same bits in all that a checkpoint keeps."""
-    files = [learner.save(tmp / str(number)) for number, learner in enumerate((one, other))]
-    for file in sorted(path.relative_to(files[0]) for path in files[0].rglob("*.safetensors")):
-        mine, theirs = (load_file(folder / file) for folder in files)
-        if mine.keys() != theirs.keys() or not all(torch.equal(mine[name], theirs[name]) for name in mine):
-            return False
-    mine, theirs = (moments(folder) for folder in files)
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
-
-
-def moments(folder: Path) -> dict[str, torch.Tensor]:
-    """What the optimizers of a checkpoint remember, put together from the files of all ranks."""
-    states = torch.load(folder / "optimizer.pt")["optimizers"].items()
-    each = ((name, at, own) for name, state in states for at, own in state["state"].items())
-    found = {f"{name}.{at}.{key}": value for name, at, own in each for key, value in own.items()}
-    pieces: dict[str, list[tuple[list[int], torch.Tensor]]] = {}
-    for file in folder.glob("optimizer/*"):
-        with safe_open(file, "pt") as opened:
-            starts = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
-            for name in starts:
-                pieces.setdefault(name, []).append((starts[name]["saved_offsets"], opened.get_tensor(name)))
-    for name, parts in pieces.items():
-        ends = [[at + n for at, n in zip(start, part.shape, strict=True)] for start, part in parts]
-        found[name] = torch.full([max(end) for end in zip(*ends, strict=True)], torch.nan)
-        for (start, part), end in zip(parts, ends, strict=True):
-            place = found[name][tuple(map(slice, start, end))]
-            assert place.isnan().all(), "no two ranks have the same"
-            place.copy_(part)
-        assert not found[name].isnan().any()
-    return found
 
 
 @pytest.mark.parametrize(
@@ -490,3 +443,56 @@ def test_a_checkpoint_of_two_ranks_is_that_of_one(
     files[1].unlink()
     with pytest.raises(ModelError, match="numbers, and its parameter"):
         alone.load(folder)
+
+
+@pytest.mark.parametrize(("offload", "tensor"), [(False, 1), (True, 2)])
+def test_muon_over_two_ranks_makes_the_updates_of_one(offload: bool, tensor: int, two: Leader, qwen3_dir: Path) -> None:
+    learner, work = Learner(config(), qwen3_dir, ranks=two), partial(updated, 2, tensor=tensor, offload=offload)
+    before = two.ledger.standings()[0].count
+    for one, other in zip(updated(1), everywhere(two, learner, work), strict=True):
+        torch.testing.assert_close(other, one, atol=1e-5, rtol=0)
+    entered = two.ledger.names(0)[before - two.ledger.standings()[0].count :]
+    assert two.ledger.names(1) == two.ledger.names(0)
+    assert entered.count("matrices to be made orthogonal") == 4 * 4  # of seven matrices, two at a time
+
+
+@pytest.mark.parametrize(
+    ("settings", "mixed"),
+    [
+        ({"optimizer": "muon"}, False),
+        pytest.param({"parallel": {**TENSOR, "expert": 2}}, True, marks=pytest.mark.slow),
+        pytest.param({"optimizer": "muon", "parallel": {**TENSOR, "expert": 2}}, True, marks=pytest.mark.slow),
+        pytest.param({"optimizer": "muon", "lora_rank": 2, "parallel": TENSOR}, False, marks=pytest.mark.slow),
+    ],
+    ids=["muon", "tensor and expert", "muon, tensor and expert", "muon, adapter and tensor"],
+)
+def test_offloaded_optimizers_over_two_ranks_compute_the_same_bits(
+    settings: dict[str, Any], mixed: bool, two: Leader, qwen3_dir: Path, mixture_dir: Path, tmp_path: Path
+) -> None:
+    model, away = mixture_dir if mixed else qwen3_dir, {**settings, "offload_optimizer": True}
+
+    def after_two(name: str, **given: Any) -> tuple[Learner, Path]:
+        learner = Learner(config(**given), model, ranks=two)
+        for seed in range(2):
+            learner.step(groups(3, seed), step_of=STEP_OF)
+        return learner, learner.save(tmp_path / name)
+
+    here, folder = after_two("here", **settings)
+    hashes, remembered = here.hashes(), moments(folder)
+    there, offloaded = after_two("there", **away)
+    assert here.models.away() == [] and there.hashes() == hashes
+    found = moments(offloaded)
+    assert found.keys() == remembered.keys()
+    assert all(torch.equal(found[name], remembered[name]) for name in found)
+    size = sum(one.nbytes for one in found.values() if one.dim())
+    assert 0.4 * size < sum(one.nbytes for one in there.models.away()) < 0.6 * size
+    there.step(groups(3, 2), step_of=STEP_OF)
+    last = there.hashes()
+    alone = Learner(config(**{**settings, "parallel": {}}), model)
+    alone.load(offloaded)
+    assert alone.hashes() == hashes
+    again = Learner(config(**away), model, ranks=two)
+    again.load(alone.save(tmp_path / "alone"))
+    again.step(groups(3, 2), step_of=STEP_OF)
+    assert again.hashes() == last
+    assert two.ledger.names(1) == two.ledger.names(0)

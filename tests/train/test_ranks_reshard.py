@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from agentrl.train.learner import Learner
 from agentrl.train.parallel.ranks import ALONE, Leader
 
 from .making import mixture
-from .test_ranks import STEP_OF, after, config, groups, moments
+from .saved import moments
+from .test_ranks import STEP_OF, after, config, groups
+from .updates import everywhere, updated
 
 PLANS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "shards": ({"ranks": 2}, {"ranks": 4}),
@@ -61,6 +64,9 @@ def test_a_checkpoint_goes_from_two_ranks_to_four_to_one_bit_for_bit(qwen3_dir: 
             save(kind, learner)
             stepped[kind] = learner.step(groups(3, 1), step_of=STEP_OF)
         steep = {"optimizer": "sgd", "lr": 1.0, "grad_clip": None}  # weights differ as gradients do
+        work = partial(updated, 4, tensor=2, offload=True)
+        for one, other in zip(updated(1), everywhere(four, learner, work), strict=True):
+            torch.testing.assert_close(other, one, atol=1e-5, rtol=0)
         (report,), apart = after(config(**steep, parallel={"ranks": 4, "expert": 4}), mixed, four, steps=1)
     for kind, model in models.items():
         alone = Learner(config(**settings[kind]), model)

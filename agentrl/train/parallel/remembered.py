@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from agentrl.errors import ModelError
-from agentrl.train.parallel.shards import is_sharded, local
+from agentrl.train.parallel.shards import is_sharded, local, waits, with_shard
 
 Shards = Mapping[str, tuple[tuple[int, ...], Tensor]]
 """What a rank has of each tensor, and where in the tensor it begins."""
@@ -125,7 +125,7 @@ def read(
             optimizer, at, key = name.rsplit(".", 2)
             if optimizer in optimizers:
                 parameter = [one for group in optimizers[optimizer].param_groups for one in group["params"]][int(at)]
-                wanted[name] = _empty(name, there.get(name), parameter)
+                wanted[name] = _empty(name, there.get(name), parameter, away=waits(optimizers[optimizer]))
                 found[optimizer].setdefault(int(at), {})[key] = wanted[name]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # each plans by itself
@@ -136,9 +136,10 @@ def read(
     return found
 
 
-def _empty(name: str, what: Any, parameter: Tensor) -> Tensor:
-    """A tensor to read into, cut as the parameter is."""
+def _empty(name: str, what: Any, parameter: Tensor, *, away: bool) -> Tensor:
+    """A tensor to read into, cut as the parameter is; `away`: in host memory."""
     there = 0 if what is None else sum(math.prod(chunk.sizes) for chunk in what.chunks)
     if what is None or there != parameter.numel() or what.size != parameter.shape:
         raise ValueError(f"{name} has {there} numbers, and its parameter {parameter.numel()}")
-    return torch.empty_like(parameter.detach(), dtype=what.properties.dtype)
+    found = torch.empty_like(parameter.detach(), dtype=what.properties.dtype)
+    return with_shard(found, torch.empty_like(local(found), device="cpu")) if away else found

@@ -111,6 +111,11 @@ def local(tensor: Tensor) -> Tensor:
     return cast(Any, tensor)._local_tensor if isinstance(tensor, DTensor) else tensor  # `to_local` may wrap it anew
 
 
+def with_shard(tensor: Tensor, shard: Tensor) -> Tensor:
+    """A tensor like another one, of which this rank has `shard`, wherever that is; `shard`, if the other is whole."""
+    return DTensor(shard, cast(Any, tensor)._spec, requires_grad=False) if isinstance(tensor, DTensor) else shard
+
+
 def whole(tensor: Tensor, name: str) -> Tensor:
     """A tensor with all of its shards: a collective, if it has shards. `name` is the same on all ranks."""
     if not isinstance(tensor, DTensor):
@@ -197,17 +202,25 @@ def settled(module: nn.Module) -> Generator[None]:
         reshard(module)
 
 
+def waits(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether what it remembers waits in host memory."""
+    return getattr(optimizer, "offload", False)
+
+
 def load_state(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], shards: Mapping[int, Mapping[str, Tensor]]
 ) -> None:
     """Load the state of an optimizer, on every rank: whole tensors, which are copied, and `shards` by their parameters,
-    which are cut as these are."""
+    which are cut as these are. If it is to wait in host memory, no more than one tensor is on the device at a time."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    away = waits(optimizer)
+
+    def placed(value: Tensor, parameter: Tensor) -> Tensor:
+        there = like(value, parameter) if value.shape == parameter.shape else value
+        return there.to("cpu" if away else there.device, copy=True)
+
     cut = {
-        at: {
-            name: (like(value, parameter) if value.shape == parameter.shape else value).clone()
-            for name, value in own.items()
-        }
+        at: {name: placed(value, parameter) for name, value in own.items()}
         for (at, own), parameter in ((one, parameters[one[0]]) for one in state["state"].items())
     }
     for at, own in shards.items():
