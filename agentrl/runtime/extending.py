@@ -15,7 +15,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.runtime import evaluation, scaling
 from agentrl.runtime.rundir import RunDir
-from agentrl.store import RunStore
+from agentrl.store import RunStore, choice
 from agentrl.store.roles import ControlStore, ReadStore
 
 _MAY_CHANGE = (
@@ -58,6 +58,7 @@ def change(run: RunDir, overrides: list[str]) -> None:
     Raises ConfigError for a setting that may not change, for fewer steps than the run has done, and for a bad value;
     UsageError while another process runs it."""
     with run.lock(), RunStore.open(run.store_path) as store:
+        choice.own(run.store_path)
         before = run.config()
         document = before.model_dump(mode="json")
         for override in overrides:

@@ -50,7 +50,7 @@ from agentrl.runtime.scaling import Size, wanted
 from agentrl.runtime.scoring import declare
 from agentrl.runtime.sources import task_source
 from agentrl.runtime.status import STOP
-from agentrl.store import RunStore, close_policy
+from agentrl.store import RunStore, choice, close_policy
 from agentrl.store.aside import Aside
 from agentrl.store.looks import Looks
 from agentrl.store.roles import ControlStore, ReadStore
@@ -289,6 +289,7 @@ async def supervise(
     config, heartbeat = run.config(), Heartbeat.of_process()
     live_with_parent()
     with run.lock() as lock, run.owned_scratch(lock) as mark:
+        choice.own(run.store_path)
         store = RunStore.open(run.store_path, away_s=config.cluster.store_deadline_s)
         reader = RunStore.read(run.store_path, away_s=0)
         try:

@@ -3,6 +3,7 @@
     RUN/config.json         the whole configuration, defaults included
     RUN/store.sqlite        the run store: journal, buffer, lineage, metrics
     RUN/store.address       in its place: where the run store is, if PostgreSQL has it
+    RUN/store.folder        beside it: where this folder was when it last had the store
     RUN/checkpoints/        step-NNNNNNNN/ folders that any engine can serve
     RUN/logs/               one log per process; NAME.error holds the one line of its error
     RUN/metrics.jsonl       every metric row, one JSON object per line

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agentrl.errors import UsageError
+from agentrl.store import owning
 from agentrl.store.database import Database
 from agentrl.store.sqlite import SQLite
 
@@ -52,6 +53,7 @@ def connect(path: Path, *, clock: Callable[[], float], create: bool = False, url
     address = Address.of(url, path.parent)
     db = Postgres(path, address, clock)
     address.write(path)
+    owning.note(path)
     return db
 
 
@@ -71,10 +73,20 @@ def look(path: Path, *, clock: Callable[[], float]) -> Database:
     return db
 
 
+def own(path: Path) -> None:
+    """Have a store for the folder that names it, which its only writer calls first. Raises UsageError if the folder is
+    a copy of another that names the same store; one that was moved is noted anew."""
+    if path.suffix == SUFFIX:
+        owning.check(path)
+        owning.note(path)
+
+
 def remove(path: Path) -> None:
-    """Remove the tables that a store's address files name, for good; nothing for a file of SQLite."""
+    """Remove the tables that a store's address files name, for good; nothing for a file of SQLite. Raises UsageError if
+    they are those of another folder, see `own`."""
     if path.suffix != SUFFIX:
         return
+    owning.check(path)
     _require_driver()
     from agentrl.store.postgres import Address, Postgres
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sqlite3
 import threading
 import time
@@ -22,12 +23,15 @@ from hypothesis.stateful import run_state_machine_as_test
 from agentrl.config import parse
 from agentrl.errors import StoreBusy, StoreError, UsageError
 from agentrl.records import GroupState, StopReason, Task
+from agentrl.runtime.extending import change
+from agentrl.runtime.pipeline import supervise
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import Claim, RunStore, leases
 from agentrl.store.audit import audit
 from agentrl.store.awaitable import AsyncStore
 from agentrl.store.choice import ADDRESS, STORE
 from agentrl.store.waiting import Waiting
+from agentrl.store_cli import copy as store_copy
 from agentrl.testing.outside_audit import OutsideAuditor
 
 from .conformance import *  # noqa: F403  (the tests)
@@ -375,6 +379,35 @@ def test_a_run_that_is_overwritten_leaves_no_tables_behind(tmp_path: Path, serve
     with RunStore.open(again.store_path) as store, store._db.read():  # pyright: ignore[reportPrivateUsage]
         schemas = {name for (name,) in store._db.rows("SELECT nspname FROM pg_namespace")}  # pyright: ignore[reportPrivateUsage]
     assert old.schema not in schemas and Address.read(again.store_path).schema in schemas
+
+
+def test_a_copied_folder_shares_no_store_and_a_moved_one_keeps_its_own(tmp_path: Path, server: Server) -> None:
+    document = {"model": "m", "env": {"id": "e"}, "cluster": {"store": server.url}}
+    run = RunDir.create(tmp_path / "run", parse(document))
+    with RunStore.open(run.store_path) as store:
+        store.confirm_version(store.mint_version(0))
+    moved = RunDir(run.path.rename(tmp_path / "moved"))
+    change(moved, ["train.steps=9"])  # and from now on it is at home there
+    copy = RunDir(shutil.copytree(moved.path, tmp_path / "copy"))
+    for refused in (
+        partial(change, copy, ["train.steps=10"]),
+        partial(trio.run, supervised, copy),
+        partial(RunDir.create, copy.path, parse(document), overwrite=True),
+    ):
+        with pytest.raises(
+            UsageError, match=f"copy is a copy of .*moved, .* agentrl store copy {copy.path} --to sqlite"
+        ):
+            refused()
+    store_copy(copy.path, "sqlite")  # as the message says
+    change(copy, ["train.steps=11"])
+    RunDir.create(copy.path, parse(document | {"cluster": {}}), overwrite=True)
+    with RunStore.open(moved.store_path):
+        assert moved.config().train.steps == 9
+
+
+async def supervised(run: RunDir) -> None:
+    async with supervise(run):
+        pass
 
 
 def test_a_run_that_never_began_leaves_no_tables_behind(tmp_path: Path, server: Server) -> None:
