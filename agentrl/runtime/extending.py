@@ -20,7 +20,9 @@ from agentrl.store.roles import ControlStore, ReadStore
 
 _MAY_CHANGE = (
     "train.steps",
+    "scratch_dir",
     "train.checkpoint_every",
+    "train.checkpoint_every_s",
     "train.keep_checkpoints",
     "train.hash_every",
     "train.threads",
@@ -32,6 +34,7 @@ _MAY_CHANGE = (
     "train.max_skipped",
     "train.routing_replay",
     "*.*_deadline_s",
+    "train.parallel.deadline_s",
     "rollout.failure_budget",
     "rollout.max_running",
     "rollout.workers",

@@ -57,6 +57,17 @@ def test_what_a_run_keeps_is_named_and_nothing_is_written(run: RunDir, setting: 
     assert (run.path / "config.json").read_text() == before
 
 
+def test_what_messages_say_to_change_is_changed_at_a_resume(run: RunDir, tmp_path: Path) -> None:
+    room = tmp_path / "room"
+    room.mkdir()
+    settings = [f"scratch_dir={room}", "train.parallel.deadline_s=600", "train.checkpoint_every_s=60"]
+    extending.change(run, settings)
+    train = run.config().train
+    assert (train.parallel.deadline_s, train.checkpoint_every_s) == (600.0, 60.0)
+    with run.lock() as lock, run.owned_scratch(lock):
+        assert (run.scratch.parent, run.scratch.is_dir()) == (room, True)
+
+
 def test_a_run_that_somebody_runs_is_left_alone(run: RunDir) -> None:
     with run.lock(), pytest.raises(UsageError, match="another process is running"):
         extending.change(run, ["train.steps=5"])
