@@ -209,10 +209,12 @@ def _evaluate_endpoint(
     from agentrl.engine.scoring import ScoringClient
     from agentrl.owner import OwnedFolder
     from agentrl.runtime import endpoint
+    from agentrl.settings import check_url
 
     if what is not None or model is None or env is None:
         raise UsageError("--endpoint URL goes with --model NAME and --env ID, and with no run and no folder")
     config = endpoint.configured(model, env, settings)
+    check_url("--endpoint", url)
     client = ScoringClient(url, model=model, api_key=key, concurrency=concurrency)
     with closing(OwnedFolder(prefer_memory=False)) as owner:
         return endpoint.evaluate(

@@ -41,6 +41,7 @@ from agentrl.settings import (
     check_sync,
     check_temperatures,
     check_template,
+    check_url,
     config_error,
 )
 from agentrl.settings import Section as _Section
@@ -190,7 +191,7 @@ class EngineSettings(_Section):
     @field_validator("urls")
     @classmethod
     def _roots(cls, urls: list[str]) -> list[str]:
-        return [url.rstrip("/").removesuffix("/v1") for url in urls]
+        return [check_url("engine.urls", url).rstrip("/").removesuffix("/v1") for url in urls]
 
     def api_key(self) -> str | None:
         """The key for `urls`. Raises ConfigError if the variable that should hold it is not set."""
@@ -335,14 +336,15 @@ class RunConfig(WithRoles, WithCluster, _Section):
         """A run that names no environment is on that of its first task."""
         match document:
             case {"env": {"id": str(id)}, "tasks": [{"id": str()}, *_] as tables}:
-                named = [str(table.get("id") or id) for table in cast("list[dict[str, Any]]", tables)]
+                read = [cast("dict[str, Any]", one) for one in cast("list[Any]", tables) if isinstance(one, dict)]
+                named = [str(table.get("id") or id) for table in read]
                 if id not in named:
                     hint = f"no [[tasks]] table plays it (they name {', '.join(named)}): leave it out"
                     raise ConfigError("env.id", id, hint)
                 return document
             case {"env": {"id": _}} | {"env": BaseModel()}:
                 return document
-            case {"tasks": [{"id": id}, *_]}:
+            case {"tasks": [{"id": id}, *_]} if isinstance(document.get("env", {}), dict):
                 return {**document, "env": {**document.get("env", {}), "id": id}}
             case _:
                 return document

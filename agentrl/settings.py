@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -208,6 +209,8 @@ class RewardSource(Section):
         for name in needed.get(self.measure, ("url",)):
             if not getattr(self, name):
                 raise ConfigError(f"rewards.{name}", getattr(self, name), f"a source of kind {self.kind!r} needs it")
+        if self.url is not None and not (self.kind == "teacher" and self.url == "policy"):
+            check_url("rewards.url", self.url)
         if self.measure == "tests" and self.box_s >= self.call_deadline_s:
             hint = f"must be below rewards.call_deadline_s = {self.call_deadline_s:g}, or work that hangs is a failure"
             raise ConfigError("rewards.box_s", self.box_s, hint)
@@ -298,6 +301,18 @@ def check_sources(sources: Sequence[RewardSource], max_tokens: int, *, stall_dea
         if one.deadline_s >= stall_deadline_s:
             hint = f"must be below train.stall_deadline_s = {stall_deadline_s:g}, or a silent source ends the run"
             raise ConfigError("rewards.deadline_s", one.deadline_s, hint)
+
+
+def check_url(field: str, url: str) -> str:
+    """The URL of a server as it was given. Raises ConfigError for one that no server can have."""
+    try:
+        parts = urlsplit(url)
+        whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of the port
+        whole = False
+    if not whole:
+        raise ConfigError(field, url, "give the URL of a server, as http://HOST:8000")
+    return url
 
 
 def check_sync(kind: str, sync: str, weights_url: str | None) -> None:

@@ -43,6 +43,9 @@ def check_experts(engine: str, routed: bool, replay: RoutingReplay) -> None:
         raise ConfigError("train.routing_replay", "on", "no experts are journaled: set engine.routed_experts = true")
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class ParallelPlan(Section):
     """The learner over ranks: processes of its machine, each with a device of its own. Weights, gradients and the state
     of the optimizer are cut into a shard for each rank (FSDP2), the passes of an update are divided among them: each
@@ -85,7 +88,7 @@ class Train(Section):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # how it falls after these, until the last step
     lr_min: Annotated[float, Field(ge=0, lt=1)] = 0.0  # where it falls to; a critic's falls in proportion
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of AdamW, muon, sgd
-    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
+    betas: tuple[Decay, Decay] = (0.9, 0.95)  # of AdamW
     momentum: Annotated[float | None, Field(ge=0, lt=1)] = None  # of muon (default: 0.95) and sgd (default: 0)
     grad_clip: Positive | None = 1.0  # largest norm of the gradient
     max_skipped: Annotated[int, Field(ge=0)] = 3  # updates in a row that may be skipped since a gradient is not finite

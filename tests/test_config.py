@@ -352,3 +352,21 @@ def test_what_cannot_be_none_is_not_switched_off() -> None:
 def test_a_hang_is_named_after_the_setting_that_decides_it(rollout: dict[str, float], found: tuple[float, str]) -> None:
     parsed = config.parse({**MINIMAL, "rollout": rollout})
     assert (parsed.rollout.hang_deadline_s, parsed.rollout.hang_setting) == found
+
+
+@pytest.mark.parametrize(
+    ("document", "field"),
+    [
+        ({"env": "calc", "tasks": [{"id": "a"}]}, "env"),
+        ({"env": {"id": "a"}, "tasks": [{"id": "a"}, 3]}, "tasks.1"),
+        ({"env": {"id": "a"}, "train": {"betas": [1.5, 0.9]}}, "train.betas.0"),
+        ({"env": {"id": "a"}, "train": {"betas": [-1, 2]}}, "train.betas.0"),
+        ({"env": {"id": "a"}, "engine": {"urls": ["localhost:8000"]}}, "engine.urls"),
+        ({"env": {"id": "a"}, "engine": {"urls": ["http://h:abc"]}}, "engine.urls"),
+        ({"env": {"id": "a"}, "rewards": [{"source": "s", "kind": "prm", "url": "http://h:99999"}]}, "rewards.url"),
+    ],
+)
+def test_what_a_stranger_may_write_is_named_when_it_is_read(document: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.parse({"model": "m", **document})
+    assert caught.value.field == field

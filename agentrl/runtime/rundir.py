@@ -247,8 +247,12 @@ class _Lock:
     _file: IO[str] | None = None
 
     def __enter__(self) -> int:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a+")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a+")
+        except OSError as error:
+            hint = "make it yours to write to, or copy its folder to where you may"
+            raise UsageError(f"{self.path} cannot be written ({error.strerror}): {hint}") from None
         deadline = time.monotonic() + _DEAD_S
         while True:
             try:

@@ -208,8 +208,12 @@ class Counter:
 
 
 def read_only(path: Path) -> sqlite3.Connection:
-    """A connection that can only read: it takes no lock that a writer waits for, and changes nothing in the file."""
+    """A connection that can only read: it takes no lock that a writer waits for, and changes nothing in the file. It
+    reads a file in a folder that may not be written, too, if no write-ahead log is beside it: nobody writes it then."""
     uri = f"{path.absolute().as_uri()}?mode=ro"
+    alone = not os.access(path.parent, os.W_OK) and not Path(f"{path}-wal").exists()
+    if alone:  # no room for the log's index, without which SQLite reads only what never changes
+        uri += "&immutable=1"
     try:
         return sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
     except sqlite3.Error as error:

@@ -31,6 +31,13 @@ def test_a_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
     assert RunDir.create(tmp_path / "run", CONFIG, overwrite=True).config() == CONFIG
 
 
+def test_a_run_that_may_not_be_written_says_so(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.lock_path.mkdir()  # refused to anybody, the superuser too
+    with pytest.raises(UsageError, match=r"run\.lock cannot be written \(Is a directory\): make it yours"), run.lock():
+        pytest.fail("it has the lock")
+
+
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(UsageError, match="not empty"):

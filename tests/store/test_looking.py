@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sqlite3
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from typer.testing import CliRunner
@@ -39,6 +41,28 @@ def test_it_writes_nothing_and_says_so(store: RunStore) -> None:
             with pytest.raises(StoreError, match="may not be written"):
                 write()
     assert store.meta("phase") is None
+
+
+def test_a_store_in_a_folder_that_may_not_be_written_is_read() -> None:
+    with TemporaryDirectory(dir="/tmp") as folder:
+        path = Path(folder) / "store.sqlite"
+        with RunStore.create(path, "{}") as store:
+            admit(store)
+            counts = store.counts()
+        path.chmod(0o444)
+        path.parent.chmod(0o555)
+        child = os.fork()
+        if not child:  # no superuser, who may write anywhere
+            try:
+                if not os.geteuid():
+                    os.setuid(65534)
+                with RunStore.read(path) as look:
+                    os._exit(look.counts() != counts)
+            except BaseException as error:
+                print(error)
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        path.parent.chmod(0o755)
 
 
 def test_it_does_not_wait_for_a_lock_and_no_writer_waits_for_it(store: RunStore) -> None:
