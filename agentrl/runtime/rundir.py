@@ -168,10 +168,10 @@ class RunDir:
         whole.write_text(text, encoding="utf-8")
         whole.replace(self.path / "config.json")
 
-    def lock(self) -> _Lock:
+    def lock(self, mend: str = "") -> _Lock:
         """The lock of the run's only supervisor: a context manager that yields its descriptor. Raises UsageError while
-        another supervisor holds the run; waits for the janitor of a dead one."""
-        return _Lock(self.lock_path)
+        another supervisor holds the run, with the `mend`; waits for the janitor of a dead one."""
+        return _Lock(self.lock_path, mend or f"wait for it, or agentrl stop {self.path}")
 
     @contextmanager
     def owned_scratch(self, lock: int) -> Generator[Mapping[str, str]]:
@@ -244,6 +244,7 @@ def _reap(scratch: Path) -> None:
 @dataclass(slots=True)
 class _Lock:
     path: Path
+    mend: str
     _file: IO[str] | None = None
 
     def __enter__(self) -> int:
@@ -262,8 +263,7 @@ class _Lock:
                 self._file.seek(0)
                 if not is_dead(self._file.read()) or time.monotonic() > deadline:
                     self._file.close()
-                    hint = f"wait for it, or agentrl stop {self.path.parent}"
-                    raise UsageError(f"another process is running {self.path.parent}: {hint}") from None
+                    raise UsageError(f"another process is running {self.path.parent}: {self.mend}") from None
                 time.sleep(_POLL_S)
         self._file.truncate(0)
         self._file.write(label())

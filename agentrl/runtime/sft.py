@@ -34,12 +34,14 @@ from agentrl.records import Group, GroupState, Trajectory
 from agentrl.runtime.demonstrations import read
 from agentrl.runtime.learner import device_of
 from agentrl.runtime.models import model_dir
+from agentrl.runtime.rundir import RunDir
 from agentrl.settings import Count, Section, check_template, config_error
 from agentrl.train.learner import Learner
 from agentrl.train.packing import Pack, packs
 from agentrl.train.samples import group_rows, weigh
 
 SETTINGS = "sft.json"
+_BUSY = "wait for its end, or give another --out"
 
 
 class SFTConfig(Section):
@@ -103,12 +105,18 @@ def parse(document: Mapping[str, Any]) -> SFTConfig:
 
 def train(config: SFTConfig, out: Path, *, told: Callable[[str], None] = lambda _: None) -> Path:
     """Train from the start in a new folder. Returns the last checkpoint's folder. Raises UsageError."""
-    if out.exists() and any(out.iterdir()):
-        raise UsageError(f"{out} is not empty: give another --out, or --resume {out}")
+    run = RunDir(out)
+    _check_empty(run)
     training = _Training(config, out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / SETTINGS).write_text(config.model_dump_json(indent=2) + "\n")
-    return training.run(told)
+    with run.lock(_BUSY):
+        _check_empty(run)  # another process may have begun meanwhile
+        (out / SETTINGS).write_text(config.model_dump_json(indent=2) + "\n")
+        return training.run(told)
+
+
+def _check_empty(run: RunDir) -> None:
+    if run.path.exists() and any(entry != run.lock_path for entry in run.path.iterdir()):
+        raise UsageError(f"{run.path} is not empty: give another --out, or --resume {run.path}")
 
 
 def resume(out: Path, overrides: Sequence[str] = (), *, told: Callable[[str], None] = lambda _: None) -> Path:
@@ -122,8 +130,9 @@ def resume(out: Path, overrides: Sequence[str] = (), *, told: Callable[[str], No
             raise UsageError(f"--set {override}: a run that goes on keeps its settings, but for train.steps")
         configuration.apply_override(document, override)
     config = parse(document)
-    (out / SETTINGS).write_text(config.model_dump_json(indent=2) + "\n")
-    return _Training(config, out).run(told)
+    with RunDir(out).lock(_BUSY):
+        (out / SETTINGS).write_text(config.model_dump_json(indent=2) + "\n")
+        return _Training(config, out).run(told)
 
 
 class _Training:

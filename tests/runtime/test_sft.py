@@ -205,6 +205,18 @@ def test_going_on_is_as_if_nothing_had_happened(tmp_path: Path) -> None:
         sft.train(config(tmp_path), tmp_path / "halves")
 
 
+def test_one_process_trains_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sft, "_Training", lambda *_: pytest.fail("it trains") if (tmp_path / sft.SETTINGS).exists() else None
+    )
+    config = sft.parse({"model": MODEL, "data": ["a.jsonl"]})
+    with RunDir(tmp_path).lock(), pytest.raises(UsageError, match=r"another process is running .*: wait for its end"):
+        sft.train(config, tmp_path)
+    (tmp_path / sft.SETTINGS).write_text(config.model_dump_json())
+    with RunDir(tmp_path).lock(), pytest.raises(UsageError, match="another process is running"):
+        sft.resume(tmp_path)
+
+
 def test_an_adapter_is_trained_alone(tmp_path: Path) -> None:
     train = {**config(tmp_path).train.model_dump(), "lora_rank": 4, "steps": 2}
     folder = sft.train(config(tmp_path, train=train), tmp_path / "run")
