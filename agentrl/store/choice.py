@@ -87,6 +87,7 @@ def remove(path: Path) -> None:
     if path.suffix != SUFFIX:
         return
     owning.check(path)
+    owning.forget(path)
     _require_driver()
     from agentrl.store.postgres import Address, Postgres
 

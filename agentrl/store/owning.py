@@ -19,6 +19,11 @@ def note(address: Path) -> None:
     address.with_name(NOTE).write_text(f"{address.parent.resolve()}\n", encoding="utf-8")
 
 
+def forget(address: Path) -> None:
+    """Remove the note."""
+    address.with_name(NOTE).unlink(missing_ok=True)
+
+
 def check(address: Path) -> None:
     """Raises UsageError if the folder of an address file is a copy: the folder that it was copied from is still there
     and names the same store. One that was moved, or made before there were notes, is no copy."""
