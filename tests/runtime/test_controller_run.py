@@ -15,6 +15,7 @@ from agentrl.store import RunStore
 from agentrl.store.audit import audit
 from agentrl.testing.outside_audit import OutsideAuditor
 
+from .test_ray import cluster as cluster
 from .test_run import DEADLINE_S, ENVS, assert_nothing_remains, run_file, started, wait_for_step, wait_until
 from .test_scaling_run import assert_nothing_was_lost
 
@@ -38,8 +39,18 @@ CONTROLLER |= {"horizon_s": 1e6}
 
 @pytest.mark.slow
 def test_law_2_a_place_moves_to_a_learner_that_is_busy_and_each_episode_is_trained_once(tmp_path: Path) -> None:
+    _moves(tmp_path, {})
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_law_2_a_place_moves_to_a_learner_on_ray_and_each_episode_is_trained_once(tmp_path: Path, cluster: Any) -> None:
+    _moves(tmp_path, {"launcher": "ray", "address": cluster.address})
+
+
+def _moves(tmp_path: Path, where: dict[str, Any]) -> None:
     run = RunDir(tmp_path / "run")
-    file = run_file(tmp_path, f"{ENVS}:Vowels", cluster={"controller": CONTROLLER}, **SLOW_LEARNER)
+    file = run_file(tmp_path, f"{ENVS}:Vowels", cluster={"controller": CONTROLLER, **where}, **SLOW_LEARNER)
     outside = OutsideAuditor(run.store_path)
 
     def rows() -> list[dict[str, Any]]:
