@@ -7,6 +7,7 @@ It does not know their meaning: whoever registered the first part of a path hand
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
@@ -21,6 +22,7 @@ MAX_BODY: Final = 64 << 20
 IDLE_S: Final = 600.0
 """A connection without a request is closed after so long."""
 
+log = logging.getLogger(__name__)
 _servers: RunVar[_Server] = RunVar("agentrl_program_server")
 
 
@@ -117,8 +119,10 @@ async def _connection(server: _Server, stream: trio.SocketStream) -> None:
                 connection.start_next_cycle()
                 continue
             return
-    except Exception:  # a connection's boundary: whatever it was, other episodes are served on
+    except (h11.ProtocolError, trio.BrokenResourceError, trio.ClosedResourceError):
         return
+    except Exception:  # a connection's boundary: whatever it was, other episodes are served on
+        log.exception("a connection of an agent program was ended")
     finally:
         with trio.CancelScope(shield=True):
             await trio.aclose_forcefully(stream)
