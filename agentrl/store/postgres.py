@@ -409,9 +409,10 @@ class Postgres(Database):
                 self._connection.close()
 
     def _lost(self, error: Exception) -> bool:
-        """Whether the connection was lost."""
+        """Whether the connection of a failed statement was lost, also if there is a new one by now. Errors without a
+        state are libpq's, which hears no server any more."""
         state = getattr(error, "sqlstate", None) or ""
-        return self._connection.closed or state.startswith(_LOST)
+        return self._connection.closed or state.startswith(_LOST) or type(error) is psycopg.OperationalError
 
     def _away(self, error: Exception) -> StoreAway:
         return StoreAway(f"{self.path}: the database does not answer ({_line(error)}): start it")

@@ -75,10 +75,15 @@ def at_commit(monkeypatch: pytest.MonkeyPatch, store: RunStore, act: Callable[[C
     monkeypatch.setattr(db, "_end", run)
 
 
+SAYS_SO = psycopg.errors.CrashShutdown("terminating connection because of crash of another server process")
+ENDS = psycopg.OperationalError("consuming input failed: server closed the connection unexpectedly")
+
+
 @pytest.mark.parametrize("how", ["call", "together", "alone"])
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "lost"])
+@pytest.mark.parametrize("error", [SAYS_SO, ENDS], ids=["it says so", "it ends"])
 def test_law_2_a_write_whose_end_was_not_heard_is_made_once(
-    store: RunStore, one: Claim, server: Server, monkeypatch: pytest.MonkeyPatch, kept: bool, how: str
+    store: RunStore, one: Claim, server: Server, monkeypatch: pytest.MonkeyPatch, error: Exception, kept: bool, how: str
 ) -> None:
     """The server falls after it has committed and before it says so, or right before it would have."""
 
@@ -86,7 +91,7 @@ def test_law_2_a_write_whose_end_was_not_heard_is_made_once(
         if kept:
             commit()
         crash(server)
-        raise psycopg.errors.CrashShutdown("terminating connection because of crash of another server process")
+        raise error
 
     journal = partial(store.journal_turn, one.episode_id, one.fence, turn(0, 1))
     at_commit(monkeypatch, store, falls)
