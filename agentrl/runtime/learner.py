@@ -29,7 +29,7 @@ from agentrl.config import RunConfig
 from agentrl.engine import canary
 from agentrl.engine.canary import Canary, probe_tokens
 from agentrl.engine.exclusive import Held
-from agentrl.errors import ConfigError, RunFailed, WornOut
+from agentrl.errors import ConfigError, RunFailed, StoreError, WornOut
 from agentrl.records import Group, WeightVersion
 from agentrl.runtime import asked, heartbeat
 from agentrl.runtime.alarms import LagBound, advice, raised
@@ -125,7 +125,17 @@ class _Learning:
         store.set_meta(asked.LEARNER, json.dumps(ready))
 
     def run(self) -> None:
-        """Raises RunFailed; if the engines failed, or the gradients, saves a checkpoint first."""
+        """Raises RunFailed; if the engines failed, or the gradients, saves a checkpoint first. Raises LeaseLost if
+        another learner leads by now: that one removes what this one writes, so whatever failed here is no failure."""
+        try:
+            self._train()
+        except StoreError:
+            raise
+        except Exception:
+            self._store.still_leads()
+            raise
+
+    def _train(self) -> None:
         try:
             self._learn()
         except (NotDelivered, Diverged) as error:

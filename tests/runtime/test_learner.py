@@ -56,6 +56,7 @@ class Scene:
             _bound=LagBound(full=4, calm_steps=2, now=4),
             _store=SimpleNamespace(
                 meta=lambda key: '["http://engine"]',
+                still_leads=lambda: None,
                 set_meta=lambda key, value: None,
                 current_version=lambda: WeightVersion(version=6, step=0),
                 step_of=None,
@@ -249,6 +250,24 @@ def test_law_4_a_push_that_no_engine_takes_ends_once_another_learner_leads(scene
     with pytest.raises(LeaseLost):
         trio.run(publishers.deliver, {None: None})
     assert tries == [["http://engine"]] * 2
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("a draft"), RunFailed("canary: ...")], ids=["file", "canary"])
+def test_law_4_what_fails_once_another_learner_leads_is_no_failure(scene: Scene, error: Exception) -> None:
+    """The other one removes its files, and gives the engines other weights: neither may end the run."""
+
+    def deliver() -> None:
+        raise error
+
+    def still_leads() -> None:
+        raise LeaseLost("another learner has begun")
+
+    scene.deliver = deliver
+    with pytest.raises(type(error), match=str(error)):
+        scene.run()
+    scene.learning._store.still_leads = still_leads
+    with pytest.raises(LeaseLost, match="another learner has begun"):
+        scene.run()
 
 
 def test_a_run_whose_weights_are_wrong_saves_none(scene: Scene) -> None:
