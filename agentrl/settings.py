@@ -337,7 +337,10 @@ def config_error(error: ValidationError, model: type[BaseModel], section: tuple[
         return ConfigError(field, first["input"], hint)
     if first["type"] == "missing":
         return ConfigError(field, None, "required: give it a value")
-    return ConfigError(field, first["input"], first["msg"])
+    hint, value = first["msg"].removeprefix("Value error, "), first["input"]
+    if isinstance(value, dict):  # settings of a section that do not go together: those that the hint names
+        value = {name: given for name, given in cast("dict[str, Any]", value).items() if name in hint}
+    return ConfigError(field, value, hint)
 
 
 def _keys_of(model: Any, path: tuple[int | str, ...]) -> list[str]:

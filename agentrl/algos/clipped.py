@@ -65,13 +65,13 @@ class Clipped(Algorithm):
             if (decay := getattr(self, f"{name}_decay")) and not getattr(self, f"{name}_every"):
                 raise ValueError(f"{name}_decay = {decay:g}: give {name}_every, the steps between")
         if self.reference_every and not self.kl_weight:
-            raise ValueError(f"reference_every = {self.reference_every}: give kl_weight, or nothing is learned from it")
+            raise ValueError(f"reference_every = {self.reference_every}: give kl_weight, or leave it at 0")
         if self.teacher is not None and self.teacher_every:
             raise ValueError(f"teacher = {self.teacher!r} does not follow the policy: leave out teacher_every, or it")
         if self.teacher_every and not self.distil_weight:
-            raise ValueError(f"teacher_every = {self.teacher_every}: give distil_weight, or nothing is learned from it")
+            raise ValueError(f"teacher_every = {self.teacher_every}: give distil_weight, or leave it at 0")
         if self.teacher is not None and not self.distil_weight:
-            raise ValueError(f"teacher = {self.teacher!r}: give distil_weight, or nothing is learned from it")
+            raise ValueError(f"teacher = {self.teacher!r}: give distil_weight, or leave it out")
         return self
 
     @model_validator(mode="after")

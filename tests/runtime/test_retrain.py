@@ -301,7 +301,10 @@ def test_a_step_trained_otherwise_has_the_moving_reference_of_the_run(tmp_path: 
     recorded = retrain(run, 4).metrics
     same = retrain(run, 4, settings=["algo.kl_weight=0.5"]).metrics  # the same step, through the other way
     assert same["algorithm"] == recorded["algorithm"] and same["grad_norm"] == recorded["grad_norm"]
-    none = retrain(run, 4, settings=["algo.kl_weight=0"])
+    with pytest.raises(ConfigError, match=r"^algo = {'kl_weight': 0, 'reference_every': 1}: .* or leave it at 0$"):
+        retrain(run, 4, settings=["algo.kl_weight=0"])
+    off = [f"algo.{name}=0" for name in ("kl_weight", "reference_every", "reference_decay")]
+    none = retrain(run, 4, settings=off)
     assert "kl_reference" not in none.metrics["algorithm"]
     new = retrain(run_of(tmp_path / "plain", model), 4, settings=["algo.kl_weight=0.5", "algo.reference_every=1"])
     assert new.notes == ("the moving reference is new: the run has none of this kind",)
@@ -382,6 +385,7 @@ class Dies(Played):
 
     def _checkpoint(self, version: WeightVersion) -> None:
         if self._learner.step_index == 3:
+            self._written()
             self._learner.save(self._run.checkpoints)
             raise Killed
         super()._checkpoint(version)
