@@ -203,9 +203,8 @@ learning.main()
     os.mkfifo(begun)
     env = os.environ | {"BEGUN": str(begun)}
     bench = subprocess.Popen([sys.executable, "-c", code, *words], env=env, cwd=learning.HERE)
-    pids = list[int]()
-    while len(pids) < 2:
-        pids += map(int, begun.read_text().split())  # until every run that writes has written
+    with os.fdopen(os.open(begun, os.O_RDWR)) as told:  # which never ends: a run may open it while another closes it
+        pids = [int(told.readline()) for _ in range(2)]
     if how.startswith("SIG"):
         bench.send_signal(getattr(signal, how))
     else:

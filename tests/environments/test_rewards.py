@@ -79,7 +79,7 @@ async def test_a_box_that_cannot_be_copied_has_no_potential() -> None:
     delta = LintDelta(["a.py"])
     await box.write("a.py", b"")
     await delta.begin(box)
-    await box.write("/".join("d" * 120) + "/x", b"")
+    await box.exec(["mkdir", "-p", "/".join("d" * 120)])
     assert await delta.step(box, over=False) == -1.0
     await boxes.aclose()
 

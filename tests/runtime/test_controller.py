@@ -57,7 +57,7 @@ def test_a_place_is_worth_what_the_other_side_has_to_spare() -> None:
         ({"cluster": {"controller": {"engines": [2, 1], "ranks": [1, 2]}}}, "engines = \\(2, 1\\): give the fewest"),
         ({"cluster": {"controller": {"engines": [3, 4], "ranks": [1, 2]}}}, "these come: none"),
         ({"train": {"device": "cuda"}}, "cluster.launcher = 'local': .*give 'ray'"),
-        ({"train": {"optimizer": "muon"}}, "train.optimizer = 'muon': not over 2 ranks"),
+        ({"train": {"optimizer": "adamw8bit"}}, "train.optimizer = 'adamw8bit': over 2 ranks"),
         ({"engine": {"kind": "vllm", "urls": ["http://a"]}}, "somebody else started the engines"),
     ],
 )
