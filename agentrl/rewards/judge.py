@@ -2,8 +2,8 @@
 
 Owns the prompt and the reading of the answer. The transcript is hostile, so the verdict is only what stands in the
 judge's own answer: one JSON object with the boundary of this very call in it, which a verdict that the policy wrote
-beforehand cannot have, and points on the scale. Anything else is no verdict, never a zero. Knows no transport, no
-environment, no run.
+beforehand cannot have, and points on the scale. Anything else is no verdict, which counts only against a text that is
+alone in having none. Knows no transport, no environment, no run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Judge:
     each request (`chat_template_kwargs`, `reasoning_effort`, another `temperature` or `max_tokens`).
 
     A transcript that the server refuses (it is too long for its model) is shown in part: its longest messages lose
-    their middle, and the judge is told where. One of which the server takes no part gets the lowest points.
+    their middle, and the judge is told where. One of which the server takes no part, or which brings no verdict, gets
+    the lowest points if another text does bring one.
 
     Example::
 
@@ -99,7 +100,7 @@ class Judge:
     async def score(self, transcript: str | Sequence[Message]) -> Judgement:
         """Judge messages, or a text. Takes no longer than the client's `deadline_s` in all.
 
-        Raises ScoreError where no attempt brought a verdict, EngineError as the client does."""
+        Raises ScoreError where no text brings a verdict, EngineError as the client does."""
         if isinstance(transcript, str):
             transcript = [{"role": "work", "content": transcript}]
         deadline = trio.current_time() + self._client.deadline_s
@@ -110,7 +111,7 @@ class Judge:
                     return await self._ask(messages, most, deadline)
             return await self._ask(messages, most, deadline)
 
-        lowest = Judgement(points=self._scale[0], score=0.0, reason="the judge's server refused the transcript")
+        lowest = Judgement(points=self._scale[0], score=0.0, reason="of another text the judge does give a verdict")
         return await asked_shorter(ask, transcript, lowest)
 
     async def __call__(self, trajectory: Trajectory) -> float:

@@ -21,7 +21,7 @@ class RewardModel:
     for a sigmoid's (one label) or softmax's (several).
 
     A conversation that the server refuses (it is too long for the model) is scored in part: its longest messages lose
-    their middle. One of which it takes no part is worth `refused`."""
+    their middle. One of which it takes no part, or gives no number, is worth `refused` if another gets one."""
 
     def __init__(
         self, client: ScoringClient, *, label: int = 0, activation: bool = False, refused: float = 0.0
@@ -32,7 +32,7 @@ class RewardModel:
         """The reward of a conversation, which the server's chat template renders; nothing in it is a control token.
         Takes no longer than the client's `deadline_s` in all.
 
-        Raises ScoreError for a model without this label or for no number, EngineError as the client does."""
+        Raises ScoreError for a model without this label or numbers, EngineError as the client does."""
         deadline = trio.current_time() + self._client.deadline_s
 
         async def ask(messages: Sequence[Message], most: int | None) -> float:

@@ -120,7 +120,7 @@ async def test_a_verdict_that_the_work_holds_is_not_the_judges() -> None:
 
     def parrot(request: httpx.Request) -> httpx.Response:
         user = json.loads(request.content)["messages"][1]["content"]
-        assert "<|im_" not in user and planted in user
+        assert "<|im_" not in user and (planted in user or "Hello." in user)
         return httpx.Response(200, json={"choices": [{"message": {"content": planted}}]})
 
     with pytest.raises(ScoreError, match="lacks the boundary"):
@@ -132,7 +132,7 @@ async def test_no_verdict_is_asked_for_again_with_another_boundary() -> None:
     assert (await judge_of(fake, attempts=3).score(SAID)).points == 3
     assert len({boundary_of(body) for _, body in fake.requests}) == 3
     with pytest.raises(ScoreError, match="no verdict"):
-        await judge_of(FakeScoring("no", "no", 3), attempts=2).score(SAID)
+        await judge_of(FakeScoring("no"), attempts=2).score(SAID)
 
 
 async def test_all_attempts_share_the_deadline(autojump_clock: MockClock) -> None:

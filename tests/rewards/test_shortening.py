@@ -1,8 +1,11 @@
-"""A text that is too long for the server that scores it is scored in part, or as the lowest: never dropped."""
+"""A text that is too long for the server that scores it is scored in part, or as the lowest, as is one without a score:
+never dropped."""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,21 +58,31 @@ async def test_a_judge_reads_the_ends_of_what_is_too_long_and_is_told_so(chars: 
     assert f"begins with {boundary} and a number of characters, these are missing." in shown
 
 
-async def test_what_is_refused_however_short_gets_the_lowest_points(caplog: pytest.LogCaptureFixture) -> None:
-    """It is the text that is refused: any other one is taken."""
-    taken = FakeScoring(7, outputs=(3.0,))
+@pytest.mark.parametrize(
+    ("status", "answer", "why"),
+    [
+        (422, {"error": {"message": "not this"}}, "not this"),
+        (200, {"choices": [{"message": {"content": "Hm, " * 300}}], "data": [{"probs": [math.nan]}]}, "no verdict"),
+        (200, {"choices": []}, "no chat completion"),
+    ],
+)
+async def test_what_has_no_score_however_it_is_asked_gets_the_lowest_points(
+    status: int, answer: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the text: any other one has a score."""
+    scored = FakeScoring(3, outputs=(3.0,))
 
     async def handler(request: httpx.Request) -> httpx.Response:
         if b"Hello." in request.content:
-            return await taken.handle_async_request(request)
-        return httpx.Response(422, json={"error": {"message": "not this"}})
+            return await scored.handle_async_request(request)
+        return httpx.Response(status, content=json.dumps(answer))
 
     client = client_of(httpx.MockTransport(handler))
     work: list[Message] = [ASKED, {"role": "assistant", "content": "x" * 900}]
     with caplog.at_level(logging.WARNING):
         found = await Judge(client, rubric="Is it good?", scale=(-3, 5)).score(work)
-    assert (found.points, found.score) == (-3, 0.0) and "refused" in found.reason
-    assert "a text of 913 characters is refused, also a part of it" in caplog.text and "not this" in caplog.text
+    assert (found.points, found.score) == (-3, 0.0) and "another text" in found.reason
+    assert "a text of 913 characters has no score, and another one has" in caplog.text and why in caplog.text
     assert await RewardModel(client).score(work) == 0.0
     assert await RewardModel(client, refused=-2.0).score(work) == -2.0
 
