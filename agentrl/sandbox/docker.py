@@ -45,6 +45,7 @@ _KEEPER_UID = 65534  # of process 1, which the box's own user cannot signal
 _FIRST_UID, _UIDS = 20_000, 40_000  # of the commands; below 65536, so that engines with mapped ids have them too
 _SPARE_PIDS = 24  # for the engine's own threads and for what ends the policy's processes
 _CALL_S = 60.0  # deadline of one call to the engine
+_PING_S = 5.0  # and for it to say that it is there
 _THREADS = 32
 _CGROUPS = Path("/sys/fs/cgroup")
 _IDLE = 4  # connections kept open between calls
@@ -193,8 +194,9 @@ class DockerEngine:
             )
 
     async def call(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """Run one SDK call in a thread. Raises SandboxError; SandboxLost if the engine does not answer. Calls that
-        waited for a thread meanwhile are not made: each would take its whole deadline as well."""
+        """Run one SDK call in a thread. Raises SandboxError; SandboxLost if the engine does not answer. If it does not
+        even say that it is there, calls that waited for a thread meanwhile are not made: each would take its whole
+        deadline as well. A call about a container that hangs stops no other box's."""
         asked = time.monotonic()
 
         def run() -> T:
@@ -207,12 +209,20 @@ class DockerEngine:
                 cause = error.__cause__
                 if not isinstance(cause, OSError) or hasattr(cause, "is_client_error"):  # the SDK's own: an answer
                     raise
-                self._lost_at = time.monotonic()
                 why = f"{type(cause).__name__}; a call has {self._client.api.timeout:.0f} s"
+                if self._is_there():
+                    raise SandboxLost(f"the docker engine is there, and left a call unanswered ({why})") from cause
+                self._lost_at = time.monotonic()
                 raise SandboxLost(self._address.lost(why)) from cause
 
         with host_time("the docker engine"):
             return await trio.to_thread.run_sync(run, limiter=self._threads)
+
+    def _is_there(self) -> bool:
+        api = self._client.api
+        with contextlib.suppress(OSError):
+            return bool(api.get(f"{api.base_url}/_ping", timeout=min(_PING_S, api.timeout)).ok)
+        return False
 
     def next_uid(self) -> int:
         """A user id for a box's commands, so that its processes are counted by themselves."""

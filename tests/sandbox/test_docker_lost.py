@@ -6,13 +6,16 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import requests
 import trio
+import trio.testing
 from store.proxy import Proxy, before
 
 from agentrl import clock, config
@@ -248,3 +251,36 @@ kwargs = { sandbox = "docker", image = "none:1" }
 base_url = "tcp://127.0.0.1:1"
 cert_path = "certificates"
 """
+
+
+async def test_a_box_that_hangs_in_its_engine_stops_no_other_boxs_calls(
+    backend: Docker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is there, and one container's calls end at their deadline while another's wait for the thread."""
+    box = await backend.create()
+    engine = engine_of(backend, call_s=1.0)
+    engine._threads = trio.CapacityLimiter(1)
+    inspect, began, waits = engine._client.api.inspect_container, trio.Event(), threading.Event()
+
+    def hangs(name: str) -> Any:
+        if name != "hangs":
+            return inspect(name)
+        trio.from_thread.run_sync(began.set)
+        waits.wait(60)
+        raise requests.exceptions.ReadTimeout
+
+    monkeypatch.setattr(engine._client.api, "inspect_container", hangs)
+    async with trio.open_nursery() as nursery:
+
+        async def ask() -> None:
+            with pytest.raises(SandboxLost, match="is there, and left a call unanswered"):
+                await engine.is_running("hangs")
+
+        async def other() -> None:
+            assert await engine.is_running(box.name)
+
+        nursery.start_soon(ask)
+        await began.wait()
+        nursery.start_soon(other)
+        await trio.testing.wait_all_tasks_blocked()
+        waits.set()
