@@ -6,12 +6,14 @@ test whether it keeps the promises of these docstrings.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from agentrl.columns import Columns
+from agentrl.errors import ConfigError
 from agentrl.records import (
     Generation,
     Json,
@@ -112,7 +114,8 @@ class KeyedEnv(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds of one box. Every field has a finite default: a box is closed by default and opened explicitly."""
+    """Bounds of one box. Every field has a finite default: a box is closed by default and opened explicitly. Raises
+    ConfigError for what is no finite number above 0, or not whole where bytes, files or processes are counted."""
 
     wall_s: float = 10.0  # default deadline of one exec
     cpu_s: float = 10.0  # CPU time of one process
@@ -123,6 +126,13 @@ class Limits:
     file_bytes: int = 64 << 20  # largest file a process may write
     disk_bytes: int = 256 << 20  # the whole work folder, if the backend can bound it
     output_bytes: int = 64 << 10  # stdout and stderr each; more is cut and flagged
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            kinds, words = (int, "a whole number") if one.type in (int, "int") else (int | float, "a finite number")
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+                raise ConfigError(one.name, value, f"give {words} above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from numbers import Integral, Real
+from types import FunctionType, NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, WrapperSpec, parse_env_id
@@ -17,6 +19,8 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 from agentrl import registry
 from agentrl.errors import UsageError
 
+_SAID = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "nothing"}
+_Kinds = tuple[type, ...]
 _JUDGED = WrapperSpec("Judged", "agentrl.env.for_gymnasium:Judged", {})
 
 
@@ -35,8 +39,14 @@ def make(id: str, **kwargs: Any) -> Any:
     """The environment behind an id, a `module:attribute` or a `path/to/file.py:attribute`, without any wrapper, except
     with a `render_mode` (`"ansi"`, `"human"`) that the environment does not take as its own argument.
 
-    Raises UnknownIdError naming the nearest known ids, UsageError for arguments that the constructor does not take."""
+    Raises UnknownIdError naming the nearest known ids, UsageError for arguments that the constructor does not take: of
+    another name, or of another kind where it is annotated as a number, a text or a truth value."""
     maker, given = registry.resolve("environments", id), dict(kwargs)
+    annotated = _plain(maker) if isinstance(maker, type | FunctionType) else dict[str, _Kinds]()
+    for name in given.keys() & annotated.keys():
+        value, kinds = given[name], annotated[name]
+        if not any(_is(value, kind) for kind in kinds):
+            raise UsageError(f"{id}: {name} = {value!r}: give {' or '.join(_SAID[kind] for kind in kinds)}")
     mode = None if "render_mode" in inspect.signature(maker).parameters else given.pop("render_mode", None)
     try:
         env = maker(**given)
@@ -51,6 +61,27 @@ def make(id: str, **kwargs: Any) -> Any:
             disable_env_checker=True,
         )
     return env if mode is None else _rendered(env, mode)  # pyright: ignore[reportUnknownVariableType]
+
+
+@functools.lru_cache(256)
+def _plain(maker: type | FunctionType) -> dict[str, _Kinds]:
+    """The parameters that are annotated with kinds of `_SAID` alone, and with which."""
+    try:
+        hints = get_type_hints(maker.__init__ if isinstance(maker, type) else maker)
+    except (NameError, TypeError, AttributeError):  # somebody's annotations may be anything
+        return {}
+    found = {
+        name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,) for name, hint in hints.items()
+    }
+    return {
+        name: kinds for name, kinds in found.items() if all(isinstance(kind, type) and kind in _SAID for kind in kinds)
+    }
+
+
+def _is(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, {int: Integral, float: Real}.get(kind, kind))  # numpy's too
 
 
 def _rendered(env: Any, mode: str) -> Any:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -218,13 +217,12 @@ def _box(settings: Mapping[str, Any]) -> tuple[str, int, SandboxSpec]:
 
 
 def check_limits(settings: Mapping[str, Any], field: str) -> None:
-    """Fields of `Limits` as a run file gives them. Raises ConfigError for an unknown field, or a value that is
-    not a finite number above 0, or is not whole where bytes, files or processes are counted."""
-    known = {each.name: each.type for each in fields(Limits)}
+    """Fields of `Limits` as a run file gives them. Raises ConfigError for an unknown one, and as `Limits` does."""
+    known = [each.name for each in fields(Limits)]
     for name, value in settings.items():
         if name not in known:
             raise ConfigError(f"{field}.{name}", value, f"give fields of Limits ({', '.join(known)})")
-        whole = known[name] in (int, "int")
-        kinds, words = (int, "a whole number") if whole else (int | float, "a finite number")
-        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-            raise ConfigError(f"{field}.{name}", value, f"give {words} above 0")
+    try:
+        Limits(**settings)
+    except ConfigError as error:
+        raise ConfigError(f"{field}.{error.field}", error.value, error.hint) from None

@@ -12,7 +12,7 @@ import pytest
 from agentrl.env import EpisodeLimits, ToolEnv
 from agentrl.env.rows import RowsEnv
 from agentrl.errors import ConfigError, UsageError
-from agentrl.protocols import SandboxSpec
+from agentrl.protocols import Limits, SandboxSpec
 from agentrl.testing.fake_sandbox import FakeSandbox
 from agentrl_environments.retrieval import Retrieval
 from agentrl_environments.swe import SWE
@@ -132,3 +132,16 @@ def test_a_library_of_ones_own_is_checked_when_it_is_read(tmp_path: Path) -> Non
     for results in (0, "3", True):
         with pytest.raises(ConfigError, match=r"^results = .*: give a whole number above 0"):
             Retrieval(results=results)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("limits", "why"),
+    [
+        ({"wall_s": -1}, r"^wall_s = -1: give a finite number above 0$"),
+        ({"pids": 1.5}, r"^pids = 1.5: give a whole number above 0$"),
+        ({"output_bytes": 0}, r"^output_bytes = 0: give a whole number above 0$"),
+    ],
+)
+def test_limits_of_a_box_bound_something(limits: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Limits(**limits)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import gymnasium
+import numpy as np
 import pytest
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
@@ -46,6 +47,39 @@ def test_both_makes_know_installed_ids():
     assert again.reset(seed=3) == ours.reset(seed=3)
     for env in (ours, theirs, again):
         env.close()
+
+
+@pytest.mark.parametrize(
+    ("id", "given", "told"),
+    [
+        (CALCULATOR, {"terms": 2.5}, "terms = 2.5: give a whole number"),
+        (CALCULATOR, {"terms": True}, "terms = True: give a whole number"),
+        ("agentrl/Nim-v0", {"heaps": "3"}, "heaps = '3': give a whole number"),
+        ("agentrl/TextGame-v0", {"shaped": 1}, "shaped = 1: give true or false"),
+        ("agentrl/CodeRepair-v0", {"image": 3}, "image = 3: give a text or nothing"),
+    ],
+)
+def test_an_argument_of_another_kind_is_named(id, given, told):
+    with pytest.raises(UsageError, match=f"^{id}: {told}$"):
+        agentrl.make(id, **given)
+
+
+def test_only_what_is_annotated_with_plain_kinds_is_looked_at():
+    class Odd(agentrl.Env):
+        def __init__(self, size: "int | None", *, rate: float, of: "list[int]" = (), **rest):
+            self.given = (size, rate, of, rest)
+
+    class Unknown(Odd):
+        def __init__(self, size: int, of: "Nowhere" = None):  # noqa: F821
+            self.given = (size, of)
+
+    agentrl.register("test/Odd-v0", Odd)
+    agentrl.register("test/Unknown-v0", Unknown)
+    assert agentrl.make("test/Odd-v0", size=np.int64(3), rate=2, of=1, more=[]).given == (3, 2, 1, {"more": []})
+    assert agentrl.make("test/Odd-v0", size=None, rate=np.float32(2)).given == (None, 2.0, (), {})
+    assert agentrl.make("test/Unknown-v0", size=1.5, of=2).given == (1.5, 2), "nobody can say what its annotations mean"
+    with pytest.raises(UsageError, match=r"size = 1.5: give a whole number or nothing"):
+        agentrl.make("test/Odd-v0", size=1.5, rate=2)
 
 
 def test_register_makes_an_id_known_to_both_and_replaces():
