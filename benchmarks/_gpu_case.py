@@ -69,7 +69,9 @@ CASES: Final = {
         Case("ipc", 90, "_gpu_weights:ipc", "Weights shared with another process on the same GPU, as IPC sync does."),
         Case("canary", 90, "_gpu_weights:canary", "The canary's log-probs on the GPU beside the CPU's, in nats."),
         Case("checkpoints", 90, "_gpu_learner:checkpoints", "A checkpoint at Qwen3-0.6B's shape beside next steps."),
-        Case("ranks", 90, "_gpu_learner:ranks", "Two ranks over NCCL beside one: shards, tensor, context, experts."),
+        Case(
+            "ranks", 90, "_gpu_learner:ranks", "Two ranks over NCCL beside one: optimizers, tensor, context, experts."
+        ),
         Case("large", 240, "_gpu_step:large", "Learner steps at Qwen3-4B's shape, random weights, bfloat16."),
         Case("attention", 150, "_gpu_run:attention", "Attention over trees by backend: see `gpu_attention.py`."),
         Case("exports", 120, "_gpu_weights:exports", "A snapshot and a file of the weights in bfloat16."),

@@ -23,11 +23,16 @@ from agentrl.train.parking import Parking
 
 LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "shards": {},
+    "muon": {},
+    "offload": {},
     "tensor": {"tensor": 2},
     "context": {"context": 2},
     "expert": {"expert": 2},
 }
 """Settings of [train.parallel] for two ranks; the last is of a mixture."""
+
+_ALSO: Mapping[str, Mapping[str, Any]] = {"muon": {"optimizer": "muon"}, "offload": {"offload_optimizer": True}}
+"""Settings of [train] that belong to a layout."""
 
 APART = 1e-4  # of losses in float32: other orders of the same sums
 ROUNDED = 1e-2  # the same of steps in bfloat16, whose sums on a GPU have no fixed order
@@ -144,12 +149,13 @@ def ranks(bench: Bench) -> Iterator[Row]:
     two = Leader(devices, deadline_s=_DEADLINE_S, start_s=_DEADLINE_S)
     try:
         for name, layout in LAYOUTS.items():
-            if bench.tiny and name in ("shards", "context"):
+            if bench.tiny and name in ("shards", "offload", "context"):
                 continue  # the same code with other settings
             model = save_mixture(bench.work / "parity-mixture", vocab=VOCAB) if "expert" in layout else dense
             groups = random_groups(2, members=4)
-            alone = learner_of(bench, model)
-            shared = learner_of(bench, model, ranks=two, parallel={"ranks": 2, **layout})
+            also = _ALSO.get(name, {})
+            alone = learner_of(bench, model, **also)
+            shared = learner_of(bench, model, ranks=two, parallel={"ranks": 2, **layout}, **also)
             for number in range(2):
                 (loss, alone_s), (ours, took) = step(alone, groups), step(shared, groups)
                 yield {"layout": name, "step": number, "loss": loss, "two": ours, "s alone": alone_s, "s of two": took}

@@ -112,8 +112,8 @@ def test_all_cases_together_have_forty_minutes_and_settings_that_exist() -> None
     assert sum(case.deadline_s for case in CASES.values()) <= 40 * 60
     for settings in (*_gpu_step.SMALL.values(), *_gpu_step.LARGE.values()):
         Train(**settings)
-    for layout in _gpu_learner.LAYOUTS.values():
-        Train(parallel=ParallelPlan(ranks=2, **layout))
+    for name, layout in _gpu_learner.LAYOUTS.items():
+        Train(parallel=ParallelPlan(ranks=2, **layout), **_gpu_learner._ALSO.get(name, {}))
 
 
 class Trained:
