@@ -72,6 +72,7 @@ class Run:
             _publisher=SimpleNamespace(behind=self._behind),
             _store=SimpleNamespace(
                 meta=lambda key: '["http://engine"]',
+                still_leads=lambda: None,
                 current_version=lambda: WeightVersion(version=1, step=0),
                 step_of=lambda _: self.learner.step_index,
                 is_undone=lambda _: False,
