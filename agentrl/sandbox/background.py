@@ -9,7 +9,7 @@ from typing import Protocol
 import trio
 
 from agentrl.clock import policy_time
-from agentrl.errors import SandboxError
+from agentrl.errors import SandboxError, boundary
 from agentrl.protocols import ExecResult
 from agentrl.sandbox.process import Output
 
@@ -43,9 +43,10 @@ class Background:
         trio.lowlevel.spawn_system_task(self._supervise)
 
     async def _supervise(self) -> None:
-        """A system task must never raise."""
+        """A system task must never raise: it would end the whole process."""
         try:
-            await self._drive()
+            with boundary(SandboxError, "a background process of a box:", passes=(SandboxError,), place=True):
+                await self._drive()
         except SandboxError as error:
             self._failure = error
         finally:

@@ -300,8 +300,12 @@ class DockerEngine:
 
     async def state(self, execution: str) -> tuple[bool, int | None]:
         """Whether a command still runs, or is yet to start, and its exit code."""
-        said = await self.call(self._client.api.exec_inspect, execution)
-        return bool(said["Running"]) or said["ExitCode"] is None, said["ExitCode"]
+
+        def look() -> tuple[bool, int | None]:
+            said = self._client.api.exec_inspect(execution)
+            return bool(said["Running"]) or said["ExitCode"] is None, said["ExitCode"]
+
+        return await self.call(look)
 
     async def processes(self, container: str) -> int:
         """How many processes a container has, threads among them where its control group can be read. The engine's own
@@ -309,7 +313,7 @@ class DockerEngine:
         if counter := self._counters.get(container):
             with contextlib.suppress(OSError, ValueError):
                 return int(counter.read_text())
-        return len((await self.call(self._client.api.top, container))["Processes"])
+        return await self.call(lambda: len(self._client.api.top(container)["Processes"] or ()))  # null: none is left
 
     def _find_counter(self, container: str) -> Path | None:
         """The file in which the kernel counts a container's tasks, if the engine runs on this machine."""
@@ -326,7 +330,7 @@ class DockerEngine:
 
     async def is_running(self, container: str) -> bool:
         """Whether a container is there and runs."""
-        return bool((await self.call(self._client.api.inspect_container, container))["State"]["Running"])
+        return await self.call(lambda: bool(self._client.api.inspect_container(container)["State"]["Running"]))
 
     async def out_of_memory(self, container: str, since: float) -> bool:
         """Whether the kernel killed something of a container for want of memory, since a time (seconds, Unix, by this

@@ -21,7 +21,7 @@ from typing import Protocol, Self, runtime_checkable
 import trio
 
 from agentrl.clock import unwatched
-from agentrl.errors import AgentRLError, SandboxError, SandboxPathError
+from agentrl.errors import AgentRLError, SandboxError, SandboxPathError, boundary
 from agentrl.protocols import Sandbox, SandboxBackend, SandboxSpec
 
 _ALIVE_S = 10.0
@@ -198,12 +198,13 @@ class Pool:
             self._next_start = start + self._interval_s
             await trio.sleep_until(start)
             try:
-                box = await self._backend.create(shelf.spec)
-                try:
-                    await _set_up(box, shelf.setup)
-                except BaseException:
-                    await _close_all([box])
-                    raise
+                with boundary(SandboxError, f"the backend {self.name!r}:", place=True):
+                    box = await self._backend.create(shelf.spec)
+                    try:
+                        await _set_up(box, shelf.setup)
+                    except BaseException:
+                        await _close_all([box])
+                        raise
             except SandboxError:
                 self.counts.failed += 1
                 raise
@@ -232,9 +233,10 @@ async def _lay(box: Sandbox, files: Mapping[str, bytes]) -> None:
 async def _is_alive(box: Sandbox) -> bool:
     with trio.move_on_after(_ALIVE_S):
         try:
-            if isinstance(box, Checkable):
-                return await box.alive()
-            return (await box.exec(["true"], timeout_s=_ALIVE_S)).exit_code == 0
+            with boundary(SandboxError, "a box:"):
+                if isinstance(box, Checkable):
+                    return await box.alive()
+                return (await box.exec(["true"], timeout_s=_ALIVE_S)).exit_code == 0
         except SandboxError:
             return False
     return False
@@ -244,6 +246,7 @@ async def _close_all(boxes: deque[Sandbox] | list[Sandbox]) -> None:
     with trio.CancelScope(shield=True):
         while boxes:
             try:
-                await boxes.pop().close()
+                with boundary(SandboxError, "a box:"):
+                    await boxes.pop().close()
             except SandboxError:  # the host lost it; its reaper clears what is left
                 continue

@@ -11,6 +11,7 @@ await boxes.leave()                     # the last to leave closes the backend
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -22,6 +23,8 @@ from agentrl.errors import ConfigError, SandboxError
 from agentrl.protocols import Sandbox, SandboxBackend, SandboxSpec
 from agentrl.sandbox import backend
 from agentrl.sandbox.pool import Pool
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -93,11 +96,14 @@ class SharedBackend:
         return pool
 
     async def _hold(self, pool: Pool, opened: trio.Event, done: trio.Event, gone: trio.Event) -> None:
-        """Body of a system task: the pool outlives the episode that opened it and ends in none that uses it."""
+        """Body of a system task, so it never raises: the pool outlives the episode that opened it and ends in none that
+        uses it."""
         try:
             async with pool:
                 opened.set()
                 await done.wait()
+        except Exception:
+            log.exception("the pool of the backend %r failed", self.name)
         finally:
             gone.set()
 

@@ -274,3 +274,15 @@ async def test_a_host_that_does_not_answer_is_not_asked_what_its_box_died_of() -
     with pytest.raises(SandboxLost):
         await Container(cast(Engine, engine), SandboxSpec(), set()).exec(["true"])
     assert engine.asked_since == []
+
+
+class Odd(Away):
+    async def processes(self, container: str) -> int:
+        raise TypeError("object of type 'NoneType' has no len()")
+
+
+async def test_what_fails_in_a_background_process_for_no_known_reason_ends_it_and_no_worker() -> None:
+    engine = Odd(away_s=0.0, output_s=0.0)
+    process = await Container(cast(Engine, engine), SandboxSpec(), set()).start(["true"])
+    with pytest.raises(SandboxError, match=r"a background process of a box: TypeError: .* has no len"):
+        await process.wait()

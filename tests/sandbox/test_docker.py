@@ -208,7 +208,9 @@ async def test_law_3_a_process_cannot_stop_those_that_the_engine_starts(backend:
     assert await process.wait(timeout_s=0) is None
 
 
-async def test_processes_are_counted_without_asking_the_engine_where_its_groups_can_be_read(backend: Docker) -> None:
+async def test_processes_are_counted_without_asking_the_engine_where_its_groups_can_be_read(
+    backend: Docker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     box = await backend.create()
     engine = backend._engine
     assert engine is not None
@@ -230,5 +232,17 @@ async def test_processes_are_counted_without_asking_the_engine_where_its_groups_
     assert counter is None or int(counter.read_text()) >= more
     engine._counters[box.name] = None
     assert await engine.processes(box.name) == more
+    for said, found in (({"Processes": None}, 0), ({"Processes": []}, 0)):  # docker's and podman's, of one that ended
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._client.api, "top", lambda _, said=said: said)
+            assert await engine.processes(box.name) == found
+    for name, ask in (
+        ("top", engine.processes),
+        ("inspect_container", engine.is_running),
+        ("exec_inspect", engine.state),
+    ):
+        with monkeypatch.context() as patched, pytest.raises(SandboxError, match=r"docker: .*KeyError"):
+            patched.setattr(engine._client.api, name, lambda _: {})
+            await ask(box.name)
     await box.close()
     assert box.name not in engine._counters

@@ -125,6 +125,32 @@ async def test_broken_backend_is_asked_ever_more_rarely(autojump_clock: MockCloc
         await pool.fill(SPEC)
 
 
+class Strange(FakeBackend):
+    """Somebody's own, whose box cannot be made, asked or closed."""
+
+    async def create(self, spec: SandboxSpec) -> FakeSandbox:
+        if "no" in (spec.image or ""):
+            raise KeyError("image")
+        return StrangeBox(spec)
+
+
+class StrangeBox(FakeSandbox):
+    async def exec(self, *_: object, **__: object) -> ExecResult:
+        raise OSError("no such box")
+
+    async def close(self) -> None:
+        raise OSError("no such box")
+
+
+async def test_what_a_backend_of_ones_own_raises_fails_a_box_and_not_the_pool(autojump_clock: MockClock) -> None:
+    async with Pool(Strange(), ready=1) as pool:
+        with pytest.raises(SandboxError, match=r"the backend 'fake': KeyError: 'image'"):
+            await pool.take(SandboxSpec(image="no"))
+        await pool.fill(SPEC)
+        await pool.take(SPEC)
+        assert pool.counts.dead == 1 and pool.counts.cold == 1
+
+
 async def test_kinds_taken_longest_ago_give_way(autojump_clock: MockClock) -> None:
     backend = FakeBackend()
     specs = [SandboxSpec(env={"n": str(number)}) for number in range(4)]
