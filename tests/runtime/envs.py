@@ -175,9 +175,13 @@ class Pair(RolesEnv):
         return float((len(text) > 4) == (role == "long"))
 
 
-SCRIPT = [2, 7, "no verdict", 4, 9] * 20
-judge = Judge(ScoringClient("http://judge", transport=FakeScoring(*SCRIPT)), rubric="Is it good?", attempts=1)
-"""A rewarder that fails in every fifth episode; the others get 0.2, 0.7, 0.4 and 0.9."""
+SCRIPT = itertools.cycle((2, 7, "no verdict", 4, 9))
+
+
+async def judge(seen: Trajectory) -> float:
+    """A judge for each episode: each fifth has no verdict for any text, the others give 0.2, 0.7, 0.4 and 0.9."""
+    client = ScoringClient("http://judge", transport=FakeScoring(next(SCRIPT)))
+    return await Judge(client, rubric="Is it good?", attempts=1)(seen)
 
 
 def length_reward(trajectory: Any) -> float:

@@ -183,6 +183,7 @@ class EngineSleeping:
 async def test_the_lock_goes_with_the_first_attempt_to_deliver(
     fails: bool, fakes: Fakes, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
+    autojump_clock.autojump_threshold = 0.02  # seconds: a thread looks at the file, and the clock waits for no thread
     ours = WeightPublisher(colocated(FILES), locks=tmp_path)
     (fake,) = list(fakes.by_url.values())[:1]
     fake.sleeps = True
