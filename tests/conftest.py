@@ -3,7 +3,7 @@
 A test marked with a part (`@pytest.mark.docker`) is skipped, with the reason, on a machine that lacks the part.
 `AGENTRL_REQUIRE=all` (or a comma list of parts) makes it fail instead, so that a green run says that nothing was left
 out. `all` stands for every part that some collected test is marked with, save `gpu`: that one is named in the closing
-lines where it was not there.
+lines where it was not there. Under `all` a test or a file that skips itself fails as well.
 
 What a test starts carries the mark of its pytest process (or of its worker, under xdist) and ends with it, also where
 that is killed.
@@ -196,6 +196,30 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             if part in item.config.stash[_required_key]:
                 pytest.fail(f"AGENTRL_REQUIRE asks for {part}: {reason}", pytrace=False)
             pytest.skip(f"no {part}: {reason}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if _ABSENT not in dict(report.user_properties):
+        _must_not_skip(item.config, report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _must_not_skip(collector.config, report)
+    return report
+
+
+def _must_not_skip(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> None:
+    """`pytest.importorskip` and its like know nothing of AGENTRL_REQUIRE."""
+    if report.skipped and not hasattr(report, "wasxfail") and config.stash[_required_key] >= PARTS.keys() - {"gpu"}:
+        why = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome, report.longrepr = "failed", f"AGENTRL_REQUIRE asks for all, and this was not run: {why}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

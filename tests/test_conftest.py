@@ -61,6 +61,37 @@ def test_all_asks_only_for_parts_that_collected_tests_are_marked_with(
     suite.runpytest_inprocess("-k", "not docker").assert_outcomes(passed=2, skipped=1, deselected=1)
 
 
+SKIPS = """
+import pytest
+
+{}
+
+def test_it(): pytest.importorskip("nowhere", reason="pip install it")
+
+@pytest.mark.xfail
+def test_that_fails_as_it_must(): assert False
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "found"),
+    [("", {"failed": 1, "xfailed": 1}), ("pytest.importorskip('nowhere', reason='pip install it')", {"errors": 1})],
+)
+def test_under_all_nothing_skips_itself(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, first: str, found: dict[str, int]
+) -> None:
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(SKIPS.format(first))
+    monkeypatch.setenv("AGENTRL_REQUIRE", "all")
+    for args in ((), ("-n", "1")):
+        result = pytester.runpytest_subprocess(*args)
+        result.assert_outcomes(**found)
+        result.stdout.fnmatch_lines(["*AGENTRL_REQUIRE asks for all, and this was not run: *pip install it"])
+    monkeypatch.setenv("AGENTRL_REQUIRE", "compiler")
+    result = pytester.runpytest_subprocess()
+    assert result.ret in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+
+
 @pytest.mark.parametrize(("setting", "errors"), [("docker", 1), ("gpu,docker", 2), ("compiler", 0)])
 def test_a_list_asks_for_what_it_names(
     suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, setting: str, errors: int
