@@ -27,6 +27,7 @@ from agentrl.records import Json
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MARK: Final = "__agentrl_tool__"
+_MANY: Final = 1_000  # members or items where a check compares each with each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,9 +268,24 @@ def _multiple_of(validator: Any, unit: Any, value: Any, schema: Any) -> Iterator
             yield jsonschema.ValidationError(f"not a multiple of {unit}: {value!r}")
 
 
+def _bounded(keyword: str) -> Callable[..., Iterator[jsonschema.ValidationError]]:
+    """One of jsonschema's checks that take quadratic time, for as many members or items as it is quick with."""
+    own = jsonschema.Draft202012Validator.VALIDATORS[keyword]
+
+    def check(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+        if isinstance(value, dict | list) and (many := len(cast("list[Any]", value))) > _MANY:
+            yield jsonschema.ValidationError(f"{many} are too many: give at most {_MANY}")
+        else:
+            yield from own(validator, wanted, value, schema)
+
+    return check
+
+
 _extended = cast("Callable[..., Any]", jsonschema.validators.extend)  # pyright: ignore[reportUnknownMemberType]
 _VALIDATOR: Final = _extended(
-    jsonschema.Draft202012Validator, {"uniqueItems": _unique_items, "multipleOf": _multiple_of}
+    jsonschema.Draft202012Validator,
+    {"uniqueItems": _unique_items, "multipleOf": _multiple_of}
+    | {keyword: _bounded(keyword) for keyword in ("unevaluatedItems", "unevaluatedProperties")},
 )
 
 

@@ -352,3 +352,23 @@ def test_an_integer_that_no_float_can_be_is_judged(unit, value, fits):
     else:
         with pytest.raises(ToolArgumentError, match=r"argument 'x': not a multiple of 0\.75: 1000"):
             check({"x": value})
+
+
+@pytest.mark.parametrize(
+    ("schema", "given"),
+    [
+        (
+            {"patternProperties": {"^k": {}}, "unevaluatedProperties": False},
+            lambda many: {f"k{n}": n for n in range(many)},
+        ),
+        ({"contains": {"type": "integer"}, "unevaluatedItems": False}, lambda many: list(range(many))),
+    ],
+    ids=["members", "items"],
+)
+def test_a_check_of_quadratic_time_is_made_for_a_thousand(schema: dict[str, Any], given: Any) -> None:
+    check = ArgumentCheck({"parameters": {"properties": {"x": schema}}})
+    assert check({"x": given(1_000)})
+    with pytest.raises(ToolArgumentError, match="argument 'x': 1001 are too many: give at most 1000"):
+        check({"x": given(1_001)})
+    with pytest.raises(ToolArgumentError, match="argument 'x': Unevaluated"):
+        check({"x": {"other": 1} if isinstance(given(1), dict) else [1, "other"]})
