@@ -302,8 +302,7 @@ def _held(config: RunConfig, folder: Path, work: Work) -> Held:
     Raises ConfigError if they cannot divide the heads."""
     rows, passes = rows_of(config, work), _passes(config, work)
     tensor, context = config.train.parallel.tensor, config.train.parallel.context
-    whole = held(config, folder, rows, on_gpu=True, passes=passes)
-    whole = replace(whole, activations=_shared(whole, context))
+    whole = held(config, folder, rows, on_gpu=True, passes=passes, context=context)
     if tensor == 1:
         return whole
     described = _described(folder)
@@ -312,13 +311,8 @@ def _held(config: RunConfig, folder: Path, work: Work) -> Held:
     shares = {name: described[name] // tensor for name in (*HEADS, "intermediate_size") if name in described}
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "config.json").write_text(json.dumps({**described, **shares, "head_dim": width}))
-        part = held(config, Path(scratch), rows, on_gpu=True, passes=passes)
-    return replace(whole, activations=_shared(part, context), temporary=part.temporary)
-
-
-def _shared(bytes_: Held, context: int) -> float:
-    """Activations of one of so many ranks that share a pass by its tokens: each has all that a stem lends."""
-    return (bytes_.activations - bytes_.lent) / context + bytes_.lent
+        part = held(config, Path(scratch), rows, on_gpu=True, passes=passes, context=context)
+    return replace(whole, activations=part.activations, temporary=part.temporary)
 
 
 def of_rank(bytes_: Held, ranks: int, layers: int, tensor: int = 1, expert: int = 1) -> float:

@@ -18,8 +18,9 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -33,7 +34,8 @@ from agentrl.errors import ModelError
 from agentrl.train.loading import load
 from agentrl.train.machine import EXPERTS, operations, prices
 from agentrl.train.models import Models
-from agentrl.train.packing import Branch, packs, stem
+from agentrl.train.packing import Branch, Pack, packs, stem
+from agentrl.train.parallel.portions import pieces, spans
 from agentrl.train.parallel.ranks import ALONE
 from agentrl.train.samples import Row
 
@@ -138,26 +140,31 @@ def parameters_of(folder: Path) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def held(config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: bool, passes: int = 1) -> Held:
+def held(
+    config: RunConfig, folder: Path, rows: Sequence[Row], *, on_gpu: bool, passes: int = 1, context: int = 1
+) -> Held:
     """Of a step whose largest pass computes `rows`, after the first step; of a group that has several `passes` where it
     is larger than one. `folder` needs no more than a config.json. With `on_gpu`, attention is one kernel that holds its
-    inputs and its output, and optimizers work on all tensors at once, as on CUDA. Raises ModelError for a model that
-    cannot be computed without numbers."""
+    inputs and its output, and optimizers work on all tensors at once, as on CUDA. The activations are those of one of
+    `context` ranks that share a pass by its nodes: each has its nodes', the keys and values on their paths, and all
+    that a stem lends. Raises ModelError for a model that cannot be computed without numbers."""
     try:
-        return _held(config, folder, rows, passes, on_gpu=on_gpu)
+        return _held(config, folder, rows, passes, context, on_gpu=on_gpu)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelError(f"cannot plan {str(folder)!r}: a pass without numbers failed ({reason})") from error
 
 
-def _held(config: RunConfig, folder: Path, rows: Sequence[Row], passes: int, *, on_gpu: bool) -> Held:
+def _held(config: RunConfig, folder: Path, rows: Sequence[Row], passes: int, context: int, *, on_gpu: bool) -> Held:
     described = json.loads((folder / "config.json").read_text())
     depth = described.get("num_hidden_layers")
     if not isinstance(depth, int) or depth <= max(TRACED):
-        return _traced(config, folder, rows, passes, on_gpu=on_gpu)
+        return _traced(config, folder, rows, passes, context, on_gpu=on_gpu)
     with tempfile.TemporaryDirectory() as scratch:
         less, more = (
-            _traced(config, _shallow(described, layers, Path(scratch) / str(layers)), rows, passes, on_gpu=on_gpu)
+            _traced(
+                config, _shallow(described, layers, Path(scratch) / str(layers)), rows, passes, context, on_gpu=on_gpu
+            )
             for layers in TRACED
         )
     times = (depth - TRACED[0]) / (TRACED[1] - TRACED[0])
@@ -173,12 +180,16 @@ def _shallow(described: dict[str, Any], layers: int, folder: Path) -> Path:
     return folder
 
 
-def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], passes: int, *, on_gpu: bool) -> Held:
+def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], passes: int, context: int, *, on_gpu: bool) -> Held:
     with hollow():
         models = Models(config, folder, "cpu", reference_dir=folder, folder_of=lambda _: folder)
+
+    class Counted(Kernel):
+        heard: ClassVar[list[int]] = []
+
     if on_gpu:
         for model in models.language_models():
-            model.layout = _Kernel
+            model.layout = Counted
     optimizers = list(models.optimizers.values())
     (pack,) = packs([rows], 1 << 60)
     found = stem(rows, passes)
@@ -196,12 +207,15 @@ def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], passes: int, *
         host = tracker.leave(models.away())
         static = tracker.now
         tracker.peak = static
-        activations = lent = 0
+        activations = lent = along = 0
         with models.stem():
             for _ in range(1 if pack.stem is None else 2):  # in the second the sums of the stem's gradients are there
                 models.others(pack)
                 outputs = models.forward(pack, trained=tuple(models.optimizers))
                 activations, lent = tracker.now - static, models.lent_bytes
+                along = along or sum(Counted.heard) * (
+                    not config.train.gradient_checkpointing
+                )  # the first has the stem's
                 said = (outputs.logprobs_K, outputs.entropy_K, outputs.values_K)
                 loss = torch.stack([part.sum() for part in said if part is not None and part.requires_grad]).sum()
                 loss.backward()
@@ -213,7 +227,7 @@ def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], passes: int, *
         gradients=gradients,
         optimizer=static - weights - frozen - gradients,
         host=host,
-        activations=activations,
+        activations=(activations - lent - along) / context + lent + along * _along(pack, context),
         lent=lent,
         temporary=tracker.peak - static - activations,
         operations=operations(models.policy.module, replace(pack, stem=None)),
@@ -247,8 +261,23 @@ def _update(optimizers: Sequence[torch.optim.Optimizer], on_gpu: bool) -> None:
             optimizer.step()
 
 
-class _Kernel:
+def _along(pack: Pack, context: int) -> float:
+    """The most that one of `context` ranks has of a pass's keys and values: a run of nodes has a copy of its path."""
+    edges = sorted({0, 0 if pack.stem is None else len(pack.stem), len(pack.token_ids_N)})
+    found = [0] * context
+    for span in pairwise(edges):
+        own = pieces(pack.branches, [span])
+        for rank, share in enumerate(spans(own, context)):
+            found[rank] += sum(len(one.path) for one in pieces(own, share))
+    whole = sum(len(one.path) for span in pairwise(edges) for one in pieces(pack.branches, [span]))
+    return max(found) / whole
+
+
+class Kernel:
     """A layout whose attention is one kernel: it holds queries, keys and values along the paths, and its output."""
+
+    heard: ClassVar[list[int]]
+    """Bytes of keys and values along the paths, of each attention that a backward pass will see."""
 
     def __init__(self, branches: Sequence[Branch]) -> None:
         self.paths = torch.cat([branch.path for branch in branches])
@@ -264,6 +293,8 @@ class _Kernel:
     ) -> Tensor:
         del window, scale, sinks
         keys, values = key.index_select(2, self.paths), value.index_select(2, self.paths)
+        if torch.is_grad_enabled():
+            self.heard.append(keys.nbytes + values.nbytes)
         return _Attention.apply(query, keys, values).transpose(1, 2)  # pyright: ignore
 
 

@@ -332,18 +332,27 @@ def test_a_mixture_is_planned_with_the_experts_that_a_token_uses(config: RunConf
         planning.plan(apart, gpu, 2, WORK)
 
 
+def along(of_rank: Held, whole: Held, nodes: int) -> float:
+    """The share that one of four ranks has of the keys and values along paths of so many nodes."""
+    each = 2 * 2 * 16 * 4 * 2  # K and V, heads, width, bytes, layers
+    found = of_rank.activations - of_rank.lent - (whole.activations - whole.lent - each * nodes) / 4
+    assert found % each == 0, "whole nodes"
+    return found / (each * nodes)
+
+
 def test_ranks_that_share_the_tokens_of_a_pass_are_planned_with_their_share(config: RunConfig) -> None:
     parallel = config.train.parallel.model_copy(update={"ranks": 4, "context": 4})
     shared = config.model_copy(update={"train": config.train.model_copy(update={"parallel": parallel})})
     gpu, whole = planning.GPUS["h100"], planning.plan(config, planning.GPUS["h100"], 1, WORK).held
     found = planning.plan(shared, gpu, 6, WORK)
     assert [(one.engines, one.learners) for one in found.splits] == [(2, 4)]
-    assert (found.held.activations, found.held.temporary) == (whole.activations / 4, whole.temporary)
+    assert found.held.temporary == whole.temporary
+    assert 0.25 < along(found.held, whole, 8 * 200) < 1
     tight, work = "train.tokens_per_batch=256", replace(WORK, sampled=0.5)  # a pass for each member
     whole, part = (planning.plan(setting(one, tight), gpu, 6, work).held for one in (config, shared))
     kv = 99 * 2 * 2 * 16 * 2  # of the prompt: tokens, K and V, heads, width, layers: every rank has them, and sums
     assert part.lent == whole.lent == 2 * 4 * kv
-    assert part.activations == pytest.approx((whole.activations - part.lent) / 4 + part.lent)
+    assert 1 < along(part, whole, 99 + 200) < 3  # several runs of a rank have a copy of their path each
     with pytest.raises(UsageError, match=r"--n 3: train\.parallel\.context = 4 GPUs learn together: give 5"):
         planning.plan(shared, gpu, 3, WORK)
 

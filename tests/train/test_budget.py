@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,8 +15,11 @@ from agentrl.algos.ppo import PPO
 from agentrl.config import Rollout, Train
 from agentrl.records import Group
 from agentrl.train import budget
-from agentrl.train.budget import Held, Tracker, held
+from agentrl.train.budget import Held, Kernel, Tracker, held
 from agentrl.train.learner import Learner
+from agentrl.train.models import Models
+from agentrl.train.packing import packs
+from agentrl.train.parallel.traffic import first_of
 from agentrl.train.samples import Row, group_rows, weigh
 
 from .making import episode, group_of, run_config, turn
@@ -181,3 +184,42 @@ def test_a_deep_model_follows_from_two_shallow_ones(tmp_path: Path, monkeypatch:
     whole = held(config, folder, rows, on_gpu=True)
     assert (found.weights, found.gradients, found.operations) == (whole.weights, whole.gradients, whole.operations)
     assert found.total == pytest.approx(whole.total, rel=0.02)
+
+
+def of_pass(prompt: int, sampled: int, members: int) -> list[Row]:
+    place = torch.arange(prompt, prompt + sampled)
+    ids = [(0, *[0] * (prompt - 1), 1 + member, *[0] * (sampled - 1)) for member in range(members)]
+    return [
+        Row(group_id=0, episode_id=at, algo=GRPO(), token_ids=of, place_S=place, columns={})
+        for at, of in enumerate(ids)
+    ]
+
+
+@pytest.mark.parametrize("context", [2, 4])
+def test_a_rank_that_shares_passes_holds_what_is_planned(context: int, folder: Path) -> None:
+    """The rank's own layers over its own nodes, with the ranks beside it made up. Of two passes, since it has gathered
+    the same weights for either."""
+    train: dict[str, Any] = {"parallel": {"ranks": context, "context": context}}
+    settings = run_config(rollout=Rollout(max_context=1024), train=Train.model_validate(train))
+
+    class Layout(Kernel):
+        heard: ClassVar[list[int]] = []
+
+    def of_rank(rows: list[Row]) -> int:
+        with first_of(settings.train.parallel) as first:
+            with budget.hollow():
+                models = Models(settings, folder, "cpu", reference_dir=folder, folder_of=lambda _: folder, ranks=first)
+            models.policy.layout = Layout
+            (pack,) = packs([rows], 1 << 60)
+            with (tracker := Tracker()):
+                outputs = models.forward(pack, trained=("policy",))
+            assert outputs.logprobs_K.requires_grad
+            return tracker.now
+
+    small, large = of_pass(8, 8, 2), of_pass(200, 100, 8)
+    planned = [held(settings, folder, rows, on_gpu=True, context=context).activations for rows in (small, large)]
+    assert planned[1] - planned[0] == pytest.approx(of_rank(large) - of_rank(small), rel=0.05)
+    assert planned[1] > 1.05 * held(settings, folder, large, on_gpu=True).activations / context
+    again = run_config(train=Train(gradient_checkpointing=True))
+    kept, shared = (held(again, folder, large, on_gpu=True, context=many).activations for many in (1, context))
+    assert shared == kept / context, "computed again, keys and values are no longer held"

@@ -76,7 +76,7 @@ def traffic(config: RunConfig, folder: Path, rows: Sequence[Row]) -> list[Collec
     """Those of rank 0 of `train.parallel`, in one pass of its team over `rows`. `folder` needs no more than a
     config.json. The process has no ranks of its own. Raises ConfigError for a model that cannot be cut so."""
     plan = config.train.parallel
-    with _first(plan) as first:
+    with first_of(plan) as first:
         with hollow():
             models = Models(config, folder, "cpu", reference_dir=folder, folder_of=lambda _: folder, ranks=first)
         (pack,) = packs([rows], 1 << 60)
@@ -91,7 +91,7 @@ def traffic(config: RunConfig, folder: Path, rows: Sequence[Row]) -> list[Collec
 
 
 @contextmanager
-def _first(plan: ParallelPlan) -> Generator[Member]:
+def first_of(plan: ParallelPlan) -> Generator[Member]:
     """Inside, this process is the first of the ranks, the others of which do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
