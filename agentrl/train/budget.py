@@ -213,9 +213,8 @@ def _traced(config: RunConfig, folder: Path, rows: Sequence[Row], passes: int, c
                 models.others(pack)
                 outputs = models.forward(pack, trained=tuple(models.optimizers))
                 activations, lent = tracker.now - static, models.lent_bytes
-                along = along or sum(Counted.heard) * (
-                    not config.train.gradient_checkpointing
-                )  # the first has the stem's
+                if not config.train.gradient_checkpointing:
+                    along = along or sum(Counted.heard)  # in the first the stem's are among them
                 said = (outputs.logprobs_K, outputs.entropy_K, outputs.values_K)
                 loss = torch.stack([part.sum() for part in said if part is not None and part.requires_grad]).sum()
                 loss.backward()
