@@ -7,8 +7,10 @@ import signal
 import subprocess
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
+import psycopg
 import pytest
 from store.server import running
 
@@ -20,31 +22,36 @@ from agentrl.testing.outside_audit import OutsideAuditor
 from .test_run import DEADLINE_S, child, command, run_file, started, wait_for_step
 
 pytestmark = [pytest.mark.postgres, pytest.mark.slow]
-_HELD_S = 3.0
 STEPS = 8
 
 
+HOLD = """
+CREATE FUNCTION held() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(5); RETURN NULL; END $$;
+CREATE TRIGGER held BEFORE INSERT ON lineage FOR EACH STATEMENT EXECUTE FUNCTION held()
+"""
+LET_GO = "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE wait_event = 'PgSleep'"
+
+
 def kill_between_databases(run: RunDir, process: subprocess.Popen[str]) -> int:
-    """Kill the learner after it has marked a step's members in a database, and before the last one; the step."""
-    with RunStore.open(run.store_path) as store:
+    """Kill the learner after it has marked a step's members in a database, and before the last one; the step. The last
+    database itself takes long to mark them: nothing else waits for it, and no step passes unseen."""
+    with RunStore.open(run.store_path) as store, ExitStack() as after:
         *before, last = store.shards
-        db = last._db  # pyright: ignore[reportPrivateUsage]
-
-        def marked() -> int:
-            return max((max(shard.steps_trained(), default=0) for shard in before), default=0)
-
+        where = last._db._address  # type: ignore[attr-defined]
+        database = psycopg.connect(where.url, autocommit=True, options=f"-c search_path={where.schema}")
+        after.callback(database.close)
+        database.execute(HOLD)
+        after.callback(database.execute, "DROP FUNCTION held CASCADE")
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
-            with db.write():  # so that the learner waits for this database
-                known, until = marked(), time.monotonic() + _HELD_S
-                while marked() == known and time.monotonic() < until:
-                    db.rows("SELECT 1")  # a silent session is ended
-                    time.sleep(0.02)
-                if (step := marked()) > known:
-                    assert store.stands_beyond(step - 1) and not last.lineage(step)
-                    os.kill(child(run, "learner", process), signal.SIGKILL)
-                    return step
-            time.sleep(0.2)  # in which others write to it
+            sleeping = database.execute("SELECT FROM pg_stat_activity WHERE wait_event = 'PgSleep'").fetchall()
+            step = max(max(shard.steps_trained(), default=0) for shard in before)
+            if sleeping and store.stands_beyond(step - 1) and step > max(last.steps_trained(), default=0):
+                os.kill(child(run, "learner", process), signal.SIGKILL)
+                database.execute(LET_GO)  # it would finish what it was told
+                assert not last.lineage(step)
+                return step
+            time.sleep(0.02)
         raise AssertionError("no step took members of the first databases")
 
 
