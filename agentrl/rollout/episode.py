@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import trio
 
@@ -47,14 +47,13 @@ from agentrl.records import (
 from agentrl.rollout.guard import Guard, TimeUp, one_line, reason_of
 from agentrl.rollout.leaving import HandedBack, Leaving
 from agentrl.rollout.opponents import Opponents
+from agentrl.rollout.rendering import rendered
 from agentrl.rollout.replay import replay, replay_after
 from agentrl.rollout.resuming import resumed
 from agentrl.rollout.sampling import sample, untold
 from agentrl.rollout.saving import keep_artifacts, keep_snapshot, prepare
 from agentrl.store import TRAIN, Claim, Partial
 from agentrl.store.roles import RolloutStore
-
-_SMALL: Final = 1 << 15  # characters; tokenizing so few takes a moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +277,10 @@ class _Episode:
     async def _turn(self) -> Ending | None:
         """One action and its answer; an `Ending` if it was the last."""
         context, settings = self._context, self._context.settings
-        prompt, self._next = self._next or await self._prompt(), None
+        try:
+            prompt, self._next = self._next or await self._prompt(), None
+        except PolicyFault as fault:  # of a journal that another chat template rendered
+            return Ending(StopReason.POLICY_FAULT, one_line(fault))
         room = settings.max_context - len(prompt.context)
         if room < 1:  # even the first prompt does not fit, or the run was resumed with less room
             self._said = answers.joined(self._said, await self._last_word(StopReason.CONTEXT_LIMIT))
@@ -301,7 +303,10 @@ class _Episode:
             reason, self._detail = StopReason.POLICY_FAULT, one_line(fault)
         self._turns[-1] = replace(turn, step=step)
         if reason is None and not (step.terminated or step.truncated):
-            reason = await self._limit()
+            try:
+                reason = await self._limit()
+            except PolicyFault as fault:  # the chat template refuses what its words led to
+                reason, self._detail = StopReason.POLICY_FAULT, one_line(fault)
         if reason is not None:
             step = await self._cut(step, reason)
             self._turns[-1] = replace(turn, step=step)
@@ -356,7 +361,7 @@ class _Episode:
     async def _render(self) -> _Prompt:
         """Render the next turn up to where its role speaks. Tools are asked for at every fresh start and fork: the
         environment may not know them earlier, and may have changed them."""
-        renderer, env = self._context.renderer, self._env
+        renderer, env, task = self._context.renderer, self._env, self._claim.task
         assert env is not None
         acts, news, history = self._first_role, self._start, None
         if self._turns:
@@ -368,9 +373,11 @@ class _Episode:
         if history is not None or last is None:
             schemas = await self._guard("tool_schemas", lambda: _call(env.tool_schemas))
             messages = news if history is None else history
-            prompt_ids = await _tokenized(partial(renderer.start, messages, schemas), messages, *schemas)
+            start = partial(renderer.start, tools=schemas)
+            prompt_ids = await rendered(start, messages, schemas, env=task.env, acted=bool(self._turns))
             return _Prompt(role, None, prompt_ids, prompt_ids)
-        prompt_ids = await _tokenized(partial(renderer.extend, last.token_ids, news), news)
+        extend = partial(renderer.extend, last.token_ids)
+        prompt_ids = await rendered(extend, news, env=task.env, acted=True)
         context = context_ids(self._turns, last.index) + last.token_ids + prompt_ids
         return _Prompt(role, last.index, prompt_ids, context)
 
@@ -486,10 +493,3 @@ class _Episode:
 
 async def _call(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
-
-
-async def _tokenized(render: Callable[[], tuple[int, ...]], *parts: Any) -> tuple[int, ...]:
-    """Call `render` on `parts`; in a thread if they are large, so that other episodes go on meanwhile."""
-    if len(str(parts)) <= _SMALL:
-        return render()
-    return await trio.to_thread.run_sync(render)

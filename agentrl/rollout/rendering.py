@@ -1,0 +1,75 @@
+"""Messages of one episode to tokens. What the chat template refuses ends that episode alone.
+
+Owns whose failure a refusal is (law 3): the environment's, if the policy has not acted yet, or if the template refuses
+the same order of roles with plain texts too; else the policy's, since its words shape what comes later. Never knows
+the journal or the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, cast
+
+import trio
+
+from agentrl.errors import EnvError, ModelError, PolicyFault, boundary
+from agentrl.records import Json, Message
+
+_SMALL: Final = 1 << 15  # characters; tokenizing so few takes a moment
+_PLAIN: Final = {"content": ".", "name": "tool", "tool_call_id": "call00000"}
+
+Render = Callable[[Sequence[Message]], tuple[int, ...]]
+
+
+async def rendered(
+    render: Render, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] = (), *, env: str, acted: bool
+) -> tuple[int, ...]:
+    """The tokens that `render` makes of `messages`, about as large as these and `tools`. If it refuses them, raises
+    EnvError, or PolicyFault if the policy has `acted` and its words may be why."""
+    try:
+        return await _tokenized(partial(_checked, render, messages), messages, *tools)
+    except ModelError as error:
+        said = f"{error} (roles: {', '.join(str(message.get('role')) for message in messages)})"
+        if acted and _takes(render, plain(messages)):
+            raise PolicyFault(said) from error
+        raise EnvError(f"{env}: {said}") from error
+
+
+def plain(messages: Sequence[Message]) -> list[Message]:
+    """The same roles in the same order without anything that a policy can write: texts become ".", an assistant makes
+    one call at most, which one message answers."""
+    found: list[Message] = []
+    for message in messages:
+        if message["role"] == "tool" and found and found[-1]["role"] == "tool":
+            continue
+        one: dict[str, Any] = {name: _PLAIN[name] for name in message if name in _PLAIN}
+        if calls := cast("list[Any] | None", message.get("tool_calls")):
+            function = {"name": "tool", "arguments": cast("dict[str, Json]", {})}
+            one["tool_calls"] = [{"id": _id_of(calls[0]), "type": "function", "function": function}]
+        found.append(cast("Message", {"role": message["role"], **one}))
+    return found
+
+
+def _id_of(call: Any) -> str:
+    return str(cast("Mapping[str, Any]", call).get("id", "")) if isinstance(call, Mapping) else ""
+
+
+def _checked(render: Render, messages: Sequence[Message]) -> tuple[int, ...]:
+    with boundary(ModelError, "the chat template refuses these messages:", passes=(ModelError,)):
+        return render(messages)
+
+
+def _takes(render: Render, messages: Sequence[Message]) -> bool:
+    try:
+        _checked(render, messages)
+    except ModelError:
+        return False
+    return True
+
+
+async def _tokenized(render: Callable[[], tuple[int, ...]], *parts: Any) -> tuple[int, ...]:
+    """Call `render`; in a thread if `parts` are large, so that other episodes go on meanwhile."""
+    if len(str(parts)) <= _SMALL:
+        return render()
+    return await trio.to_thread.run_sync(render)
