@@ -76,6 +76,12 @@ def _netns() -> str | None:
     return missing()
 
 
+def _other_user() -> str | None:
+    from attacks.other_user import missing
+
+    return missing()
+
+
 def _gpu() -> str | None:
     import torch
 
@@ -113,6 +119,7 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "adapters": _adapters,
     "ray": _ray,
     "netns": _netns,
+    "other_user": _other_user,
     "compiler": _compiler,
     "gpu": _gpu,
 }
