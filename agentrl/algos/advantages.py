@@ -15,14 +15,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from agentrl.algos.algorithm import ROUNDING
+
 Baseline = Literal["leave_one_out", "group_mean", "none"]
 Scale = Literal["none", "std", "mean"]
 
 STD_FLOOR = 1e-4
 """Added to the standard deviation of a group, so that nearly equal returns are not blown up."""
 
-MEAN_FLOOR = 1e-9
-"""A mean return up to this is 0: sums of rewards in another order differ by less."""
+SLACK = 2.0
+"""A divisor that does not see what it divides may be smaller than one that does, but not by more than this factor."""
 
 
 def centred(returns_G: Tensor, scored_G: Tensor, kind: Baseline, judges_G: Tensor | None = None) -> Tensor:
@@ -51,21 +53,44 @@ def centred(returns_G: Tensor, scored_G: Tensor, kind: Baseline, judges_G: Tenso
     return torch.where(mask_G, centred_G, 0.0)
 
 
-def spread(returns_G: Tensor, scored_G: Tensor, kind: Scale) -> Tensor:
-    """The divisor of advantages, a scalar: 1, or the sample standard deviation of the scored returns plus
-    `STD_FLOOR` (GRPO, Shao et al. 2024, section 4.1). Dividing by it is biased: easy and hard tasks
-    weigh more (Dr. GRPO, Liu et al. 2025, section 3.1).
+def spread(returns_GT: Tensor, scored_G: Tensor, kind: Scale, judges_G: Tensor | None = None) -> Tensor:
+    """The divisor of each member's advantages, [G], from its returns from each turn on (or [G] whole returns). It is
+    infinite where the returns say nothing of the scale: there the advantage is 0.
 
-    `mean`: the mean of the scored returns (MaxRL, see `agentrl.algos.maxrl`); infinite where it is not above 0, so that
-    a group without any success says nothing."""
-    scored = returns_G[scored_G]
-    one = torch.ones((), dtype=returns_G.dtype, device=returns_G.device)
-    if kind == "mean" and len(scored):
-        mean = scored.mean()
-        return mean if mean > MEAN_FLOOR else one * torch.inf
-    if kind != "std" or len(scored) < 2:
-        return one
-    return scored.std(correction=1) + STD_FLOOR
+    `none`: 1. `std`: the sample standard deviation of the judges' whole returns plus `STD_FLOOR` (GRPO, Shao et al.
+    2024, section 4.1). Judges that are fewer than two, or equal from each turn on, say nothing. Dividing by it is
+    biased: easy and hard tasks weigh more (Dr. GRPO, Liu et al. 2025, section 3.1). `mean`: the mean of the judges'
+    whole returns (MaxRL, see `agentrl.algos.maxrl`); judges whose mean is not above 0 say nothing.
+
+    Rewards of opposite sign cancel in a sum: the divisor is at least 1 / `SLACK` of the deviation of the returns from
+    any turn on, or of the mean of their absolute values. A member that does not judge is not seen by the divisor, which
+    does not depend on it: for it the divisor is at least 1 / `SLACK` of what it would be with the member among the
+    judges. So its advantage is at most `SLACK` (n + 1) / n times that of the same member in time, n judges."""
+    judges_G = scored_G if judges_G is None else judges_G
+    returns_GT = returns_GT.reshape(len(returns_GT), -1)
+    if kind == "none":
+        return torch.ones_like(returns_GT[:, 0])
+    n = int(judges_G.sum())
+    if n == 0 or (kind == "std" and n < 2):
+        return torch.full_like(returns_GT[:, 0], torch.inf)
+    judging_GT = returns_GT[judges_G]
+    if kind == "mean":
+        returns_G, total, size = returns_GT[:, 0], judging_GT[:, 0].sum(), judging_GT[:, 0].abs().sum()
+        known = total > ROUNDING * n
+        divisor = torch.maximum(total, size / SLACK) / n
+        with_G = torch.maximum(total + returns_G, (size + returns_G.abs()) / SLACK) / (n + 1)
+        with_G = torch.where(total + returns_G > ROUNDING * n, with_G, torch.inf)
+    else:
+        shifted_GT = returns_GT - judging_GT[0]  # equal returns are exactly 0, however their mean is rounded
+        away_GT = shifted_GT - shifted_GT[judges_G].mean(0)
+        squares_T = away_GT[judges_G].square().sum(0)
+        of_turns_T = (squares_T / (n - 1)).sqrt()
+        known = (of_turns_T > ROUNDING).any()
+        divisor = torch.maximum(of_turns_T[0], of_turns_T.amax() / SLACK) + STD_FLOOR
+        with_GT = ((squares_T + away_GT.square() * n / (n + 1)) / n).sqrt()
+        with_G = torch.maximum(with_GT[:, 0], with_GT.amax(1) / SLACK) + STD_FLOOR
+    divisor_G = torch.where(judges_G, divisor, torch.maximum(divisor, with_G / SLACK))
+    return torch.where(known, divisor_G, torch.inf)
 
 
 def state_advantages(
@@ -76,28 +101,34 @@ def state_advantages(
 
     `leave_one_out`: over the turns of the judging siblings. `group_mean`: over the turns of all judges, the turn itself
     and its episode's other visits included (GiGPO, Feng et al. 2025). `scale="std"` divides by the sample deviation of
-    the judges' turns in the state, plus `STD_FLOOR`; a state with less than two of them says nothing."""
+    the judges' turns in the state, plus `STD_FLOOR`; a state with less than two of them, or equal ones, says nothing.
+    For a member that does not judge it is at least 1 / `SLACK` of the deviation with its own turns in the state."""
     place_N, member_N = alive_GT.flatten().nonzero()[:, 0], alive_GT.nonzero()[:, 0]
     returns_N = returns_GT.flatten()[place_N]
     _, state_N = torch.unique(states_GT.flatten()[place_N], return_inverse=True)
     states = int(state_N.max()) + 1 if len(state_N) else 0
 
-    def total(values_N: Tensor) -> Tensor:
-        """The sum of the judges' values by state and member, [S, G]."""
-        of_judges_N = torch.where(judges_G[member_N], values_N, 0.0)
+    def total(values_N: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums over the turns in the same state, of all judges and of the turn's own member: [N] each."""
         zeros_SG = torch.zeros(states * len(judges_G), dtype=values_N.dtype, device=values_N.device)
-        return zeros_SG.index_add(0, state_N * len(judges_G) + member_N, of_judges_N).view(states, len(judges_G))
+        sums_SG = zeros_SG.index_add(0, state_N * len(judges_G) + member_N, values_N).view(states, len(judges_G))
+        return sums_SG[:, judges_G].sum(1)[state_N], sums_SG[state_N, member_N]
 
-    count_SG, sum_SG = total(torch.ones_like(returns_N)), total(returns_N)
-    count_N, sum_N = count_SG.sum(1)[state_N], sum_SG.sum(1)[state_N]
+    judging_N = judges_G[member_N]
+    (count_N, own_count_N), (sum_N, own_sum_N) = total(torch.ones_like(returns_N)), total(returns_N)
     mean_N = sum_N / count_N.clamp(min=1)
     divisor_N = torch.ones_like(returns_N)
     if scale == "std":
-        squares_S = total((returns_N - mean_N).square()).sum(1)
-        deviation_N = (squares_S[state_N] / (count_N - 1).clamp(min=1)).sqrt() + STD_FLOOR
-        divisor_N = torch.where(count_N > 1, deviation_N, torch.inf)
+        away_N = returns_N - mean_N
+        (squares_N, own_squares_N), (_, own_away_N) = total(away_N.square()), total(away_N)
+        deviation_N = (squares_N / (count_N - 1).clamp(min=1)).sqrt()
+        together_N = count_N + own_count_N
+        with_N = squares_N + own_squares_N - own_away_N.square() / together_N
+        with_N = (with_N / (together_N - 1).clamp(min=1)).sqrt()
+        larger_N = torch.where(judging_N, deviation_N, torch.maximum(deviation_N, with_N / SLACK))
+        divisor_N = torch.where((count_N > 1) & (deviation_N > ROUNDING), larger_N + STD_FLOOR, torch.inf)
     if baseline == "leave_one_out":
-        count_N, sum_N = count_N - count_SG[state_N, member_N], sum_N - sum_SG[state_N, member_N]
-        mean_N = sum_N / count_N.clamp(min=1)
+        count_N = torch.where(judging_N, count_N - own_count_N, count_N)
+        mean_N = torch.where(judging_N, sum_N - own_sum_N, sum_N) / count_N.clamp(min=1)
     found_N = torch.where(count_N > 0, returns_N - mean_N, 0.0) / divisor_N
     return torch.zeros_like(returns_GT).flatten().index_copy(0, place_N, found_N).view(returns_GT.shape)

@@ -53,8 +53,8 @@ def turn_advantages(
     siblings at the same turn index; a sibling that had already stopped contributes 0, which is its reward-to-go. With
     leave-one-out neither baseline depends on episode i, not even on its length, so the estimate of the policy gradient
     is unbiased where the policy decides when to stop (Williams 1992; Kool et al. 2019).
-    `scale` divides everything by the spread, or the mean, of the episodes' whole returns, so that outcome and process
-    rewards keep their proportion.
+    `scale` divides everything by the spread, or the mean, of the episodes' returns (see `spread`), so that outcome and
+    process rewards keep their proportion.
 
     With a `discount` the outcome is earned at the last turn, and R_i and C are discounted from turn t on. Each turn's
     advantage is then unbiased for the discounted return from that turn on; the gradient is not that of any one return,
@@ -63,8 +63,9 @@ def turn_advantages(
     alive_GT = (index_T < turns_G[:, None]) & scored_G[:, None]
     to_go_GT = reward_to_go(torch.where(alive_GT, rewards_GT, 0.0), discount) * process_weight
     outcome_GT = outcome_to_go(outcomes_G, turns_G, max(rewards_GT.shape[1], 1), discount)
-    returns_G = outcome_GT[:, 0] + (to_go_GT[:, 0] if rewards_GT.shape[1] else 0.0)
+    returns_GT = outcome_GT + to_go_GT if rewards_GT.shape[1] else outcome_GT
+    divisor_G = spread(returns_GT, scored_G, scale, judges_G)
     outcome_GT = centred(outcome_GT, scored_G, baseline, judges_G)
     process_GT = centred(to_go_GT, scored_G, baseline, judges_G)
-    advantages_GT = (outcome_GT + process_GT) / spread(returns_G, scored_G if judges_G is None else judges_G, scale)
+    advantages_GT = (outcome_GT + process_GT) / divisor_G[:, None]
     return torch.where(alive_GT, advantages_GT, 0.0)

@@ -14,7 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from agentrl.algos.advantages import STD_FLOOR, Baseline, centred
+from agentrl.algos.advantages import SLACK, STD_FLOOR, Baseline, centred
+from agentrl.algos.algorithm import ROUNDING
 from agentrl.algos.credit import reward_to_go
 
 StreamScale = Literal["std", "leave_one_out"]
@@ -40,7 +41,8 @@ def stream_advantages(
     averaged over turns. A stream without any spread says nothing.
 
     `std`: over the whole group, as GDPO (Liu et al. 2026, arXiv 2601.05242, equation 4; without its second
-    normalisation over the batch, a common factor). Biased: the divisor depends on the episode that it scales, so the
+    normalisation over the batch, a common factor); for a late member it is at least 1 / `SLACK` of the
+    deviation with it, see `advantages.spread`. Biased: the divisor depends on the episode that it scales, so the
     expected gradient is that of no mixture of the streams. `leave_one_out`: over the siblings alone. The divisor is
     independent of the judged episode, so the expected gradient of a task is exactly the sum over streams of
     w_k E[1 / s_k] times the stream's own gradient. It needs three members: with fewer, and for a member whose siblings
@@ -63,11 +65,11 @@ def _scaled(
     """Values less their baseline, over their spread."""
     of_all = _inverse_spread(values_GT, turns_G, judges_G)
     inverse_G = torch.full_like(values_GT[:, 0], of_all)
-    if scale == "leave_one_out":
-        for member in judges_G.nonzero().flatten().tolist():
-            siblings_G = judges_G.clone()
-            siblings_G[member] = False
-            inverse_G[member] = _inverse_spread(values_GT, turns_G, siblings_G)
+    for member in (judges_G if scale == "leave_one_out" else scored_G & ~judges_G).nonzero().flatten().tolist():
+        members_G = judges_G.clone()
+        members_G[member] = scale == "std"
+        own = _inverse_spread(values_GT, turns_G, members_G)
+        inverse_G[member] = own if judges_G[member] else min(of_all, own * SLACK)
     return centred(values_GT, scored_G, baseline, judges_G) * inverse_G[:, None]
 
 
@@ -77,4 +79,4 @@ def _inverse_spread(values_GT: Tensor, turns_G: Tensor, members_G: Tensor) -> fl
         return 0.0
     variance_T = values_GT[members_G][:, : int(turns_G[members_G].max())].var(0, correction=1)
     spread = float(variance_T.mean().sqrt()) if len(variance_T) else 0.0
-    return 1.0 / (spread + STD_FLOOR) if spread > 1e-9 else 0.0
+    return 1.0 / (spread + STD_FLOOR) if spread > ROUNDING else 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -57,9 +59,9 @@ def test_equal_returns_give_exactly_zero(kind: str) -> None:
 def test_spread_is_the_sample_standard_deviation_of_the_scored() -> None:
     scored = torch.tensor([True, True, False, True])
     # returns 1, 0, 3: mean 4/3, squares (1 + 16 + 25)/9 over n - 1 = 2
-    assert spread(RETURNS, scored, "std").item() == pytest.approx((42 / 9 / 2) ** 0.5 + STD_FLOOR)
-    assert spread(RETURNS, scored, "none").item() == 1
-    assert spread(RETURNS, torch.tensor([True, False, False, False]), "std").item() == 1
+    assert spread(RETURNS, scored, "std")[scored].tolist() == pytest.approx([(42 / 9 / 2) ** 0.5 + STD_FLOOR] * 3)
+    assert spread(RETURNS, scored, "none").tolist() == [1] * 4
+    assert spread(RETURNS, torch.tensor([True, False, False, False]), "std").tolist() == [math.inf] * 4
 
 
 def test_a_late_member_is_compared_with_all_that_judge_and_changes_nothing_for_them() -> None:

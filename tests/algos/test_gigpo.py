@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import statistics
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from agentrl import config
-from agentrl.algos.advantages import STD_FLOOR
+from agentrl.algos.advantages import SLACK, STD_FLOOR
 from agentrl.algos.algorithm import Siblings
 from agentrl.algos.gigpo import GiGPO
 from agentrl.algos.grpo import GRPO
@@ -77,7 +78,14 @@ def test_the_advantage_among_turns_in_a_state_is_the_papers(
             values = [value for _, value in cell]
             expected = own - statistics.fmean(judges) if judges else 0.0
             if scale == "std":
-                expected = expected / (statistics.stdev(values) + STD_FLOOR) if len(values) > 1 else 0.0
+                own_visits = [
+                    to_go(outcomes[i], processes[i], u, 0.9) for u in range(length) if states[i][u] == states[i][t]
+                ]
+                with_own = values + own_visits if i in late else values
+                equal = len(values) < 2 or statistics.stdev(values) == 0
+                expected /= (
+                    math.inf if equal else max(statistics.stdev(values), statistics.stdev(with_own) / SLACK) + STD_FLOOR
+                )
             assert float(found[i, t]) == pytest.approx(expected, abs=1e-9), (i, t)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algos.advantages import STD_FLOOR
+from agentrl.algos.advantages import SLACK, STD_FLOOR
 from agentrl.algos.credit import turn_advantages
 from agentrl.algos.streams import StreamScale, stream_advantages
 from tests.algos.test_credit import ACTIONS, HORIZON, PATHS, logprob_grads, outcome, rewards
@@ -91,9 +91,16 @@ def test_a_late_member_is_scaled_as_the_closed_group_was_and_changes_nothing_for
             judges_G=judges,
         )
         torch.testing.assert_close(got[:3], advantages(kind))
-        late = (7 - 1 / 3) / spread([1, 0, 0]) + 2 * (
-            (10 - 2) / spread([4, 2, 0], [0, 2, 0]) + 0.5 * (10 - 0.7 / 3) / spread([0.2, 0.3, 0.2], [0.1, 0, 0])
-        )
+        late = 0.0
+        for value, mean, weight, to_go in (
+            (7, 1 / 3, 1, ([1, 0, 0],)),
+            (10, 2, 2, ([4, 2, 0], [0, 2, 0])),
+            (10, 0.7 / 3, 1, ([0.2, 0.3, 0.2], [0.1, 0, 0])),
+        ):
+            with_it = spread(*[[*turn, own] for turn, own in zip(to_go, (value, 5), strict=False)])
+            judges_alone = spread(*to_go)
+            # of each in time the siblings alone are the divisor, also if it is far from them
+            late += weight * (value - mean) / (max(judges_alone, with_it / SLACK) if kind == "std" else judges_alone)
         torch.testing.assert_close(got[3, 0], torch.tensor(late, dtype=torch.float64))
 
 
