@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
@@ -199,7 +200,8 @@ class RunProcesses:
 
     def _worker(self, index: int) -> Child:
         argv = ["-m", "agentrl.runtime.child", "worker", str(self.run.path), str(index)]
-        return self._child(f"worker-{index}", argv, 1)
+        hashes = str(zlib.crc32(f"agentrl {self.config.seed}".encode()))  # one order of sets: members have one task
+        return self._child(f"worker-{index}", argv, 1, {"PYTHONHASHSEED": hashes})
 
     async def _name_workers(self) -> None:
         """Write which workers there are into the store: they share the episodes, and one that is not named leaves."""
@@ -347,8 +349,8 @@ class RunProcesses:
 
     # --- one child
 
-    def _child(self, name: str, argv: list[str], threads: int) -> Child:
-        env = {**_PINNED, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    def _child(self, name: str, argv: list[str], threads: int, own: Mapping[str, str] | None = None) -> Child:
+        env = {**_PINNED, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **(own or {})}
         child = Child(name, argv, self.run.logs, env, mark=self.mark, launcher=self.launcher)
         self._children.append(child)
         return child

@@ -73,7 +73,10 @@ class PettingZoo(RolesEnv):
         if name not in legal:
             raise ToolError(f"{name} is not possible now; possible: {', '.join(legal)}")
         space = self._env.action_space(self._agents[role])
-        self._env.step(self._names[role].index(name) + int(space.start))
+        try:
+            self._env.step(self._names[role].index(name) + int(space.start))
+        except Exception as error:  # a game without a mask refuses an illegal move itself
+            raise ToolError(f"the game cannot take {name} now ({type(error).__name__}: {error})") from error
         for agent, amount in self._env.rewards.items():
             self._returns[str(agent)] += float(amount)
         while self._env.agents and self._gone(self._env.agent_selection):

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import trio
 
 from agentrl.env.adapters.evaluated import evaluates, is_plain
+from agentrl.env.adapters.generators import OwnGenerators, hashes_are_fixed
 from agentrl.env.limits import EpisodeLimits, positive_seconds
 from agentrl.env.optional import require
 from agentrl.env.tool_env import Grade, ToolEnv
 from agentrl.errors import ContentParseError, UsageError
 from agentrl.records import Json
+
+UNORDERED: Final = {
+    "isomorphic_strings",
+    "knight_swap",
+    "polynomial_multiplication",
+    "ransom_note",
+    "word_ladder",
+}
+"""Data sets whose questions depend on the order of a set of texts (reasoning-gym 0.1.25)."""
 
 
 class ReasoningGym(ToolEnv):
@@ -22,7 +33,11 @@ class ReasoningGym(ToolEnv):
 
     The model answers within `<answer>…</answer>`; an answer without the tags costs a turn. Some data sets evaluate
     answers as Python: there, one that is more than plain arithmetic or a plain list counts as empty. So does one that
-    the data set cannot score, or not within `score_s` seconds."""
+    the data set cannot score, or not within `score_s` seconds.
+
+    A question depends on its seed alone: the global generators that some data sets draw from are seeded with it. A few
+    data sets draw from a set of texts, whose order Python changes from process to process unless PYTHONHASHSEED is
+    set, as it is in the workers of a run; elsewhere those are not replayable."""
 
     system = "Think about the question, then give the final answer as <answer>…</answer>."
     limits = EpisodeLimits(turns=2)
@@ -34,8 +49,9 @@ class ReasoningGym(ToolEnv):
     ) -> None:
         self._package = require("reasoning_gym", what="ReasoningGym", package="reasoning-gym")
         self._name, self._config, self._score_s = task, dict(config or {}), positive_seconds("score_s", score_s)
+        self.replayable = hashes_are_fixed() or not UNORDERED & _names(task, self._config)
         try:
-            self._questions(0)
+            self._question(0)
         except (ValueError, TypeError, AssertionError) as error:
             raise UsageError(f"reasoning-gym makes no {task!r} with {self._config}: {error}") from error
         super().__init__(**settings)
@@ -45,8 +61,7 @@ class ReasoningGym(ToolEnv):
 
     def prompt(self, task: Mapping[str, Any]) -> str:
         self._score = 0.0
-        self._source = self._questions(task["seed"])
-        self._entry = self._source[0]
+        self._source, self._entry = self._question(task["seed"])
         return self._entry["question"]
 
     async def on_text(self, text: str) -> None:
@@ -71,8 +86,19 @@ class ReasoningGym(ToolEnv):
     def grade(self) -> Grade:
         return Grade(outcome=self._score, success=self._score >= 1.0)
 
-    def _questions(self, seed: int) -> Any:
-        return self._package.create_dataset(self._name, seed=seed, size=1, **self._config)
+    def _question(self, seed: int) -> tuple[Any, Any]:
+        """The data set of one question, and the question."""
+        return OwnGenerators(seed).run(partial(self._made, seed))
+
+    def _made(self, seed: int) -> tuple[Any, Any]:
+        source = self._package.create_dataset(self._name, seed=seed, size=1, **self._config)
+        return source, source[0]
+
+
+def _names(task: str, config: Mapping[str, Any]) -> set[str]:
+    """The data set, and those that a composite one is made of."""
+    parts: Any = config.get("datasets") or ()
+    return {task, *(str(getattr(part, "name", None) or dict(part).get("name")) for part in parts)}
 
 
 def answer_in(text: str) -> str | None:

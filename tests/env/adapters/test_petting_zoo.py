@@ -86,3 +86,23 @@ def test_what_cannot_be_played_is_refused():
         PettingZoo(Wide())
     with pytest.raises(UsageError, match="2 action names for 9"):
         PettingZoo(tictactoe_v3.env(), actions=("a", "b"))
+
+
+async def test_a_game_without_a_mask_that_raises_on_a_move_is_tried_again(monkeypatch):
+    env = PettingZoo("pettingzoo.classic.rps_v2:env")
+    await env.areset(seed=0)
+    step = env._env.step
+
+    def strict(action):
+        if action == 2:
+            raise ValueError("a move against the rules")
+        step(action)
+
+    monkeypatch.setattr(env._env, "step", strict)
+    observation, _, terminated, _, info = await env.astep("2")
+    assert not terminated and info["role"] == "player_0"
+    assert (
+        observation[0]["content"] == "not possible: the game cannot take 2 now (ValueError: a move against the rules)"
+    )
+    assert (await env.astep("1"))[4]["role"] == "player_1"
+    await env.aclose()

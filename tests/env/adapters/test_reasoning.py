@@ -78,3 +78,75 @@ async def test_right_answers_of_data_sets_that_evaluate_them_are_still_right(tas
 
 def test_finding_the_answer_costs_no_more_than_linear_time():
     check_linear(answer_in, words=["<answer>", "</answer>", "<", "answer"])
+
+
+def drawing_globally(reasoning_gym):
+    """A data set that draws from the global generators, as none of its own configuration says."""
+    import random
+
+    import numpy as np
+
+    class Drawing(reasoning_gym.dataset.ProceduralDataset):
+        def __getitem__(self, at):
+            return {"question": f"{random.random()} {np.random.random()}", "answer": "1", "metadata": {}}
+
+    return lambda name, *, seed, size, **config: Drawing(config=None, seed=seed, size=size)
+
+
+async def test_a_question_depends_on_its_seed_alone(monkeypatch):
+    import random
+
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    monkeypatch.setattr(reasoning_gym, "create_dataset", drawing_globally(reasoning_gym))
+    asked = []
+    for state in (1, 2):
+        random.seed(state)
+        async with ReasoningGym("leg_counting") as env:
+            asked.append([(await env.areset(seed=seed))[0][-1]["content"] for seed in (5, 6)])
+        assert random.random() == random.Random(state).random(), "the global generator is left alone"
+    assert asked[0] == asked[1] and asked[0][0] != asked[0][1]
+
+
+ASKS = """
+import sys
+from agentrl.env.adapters.reasoning import ReasoningGym
+for task in sys.argv[1:]:
+    env = ReasoningGym(task)
+    print(task, env.replayable, [env.reset(seed=seed)[0][-1]["content"] for seed in range(3)])
+"""
+
+
+def asked_in_processes(tasks, *hashes):
+    """What processes print of the first questions, each with its PYTHONHASHSEED: [flag, questions] by task."""
+    import os
+    import subprocess
+    import sys
+
+    for seed in hashes:
+        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-W", "ignore", "-c", ASKS, *tasks]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True)
+        yield {
+            line.split()[0]: line.split(maxsplit=2)[1:]
+            for line in done.stdout.splitlines()
+            if " True " in line or " False " in line
+        }
+
+
+def test_a_data_set_that_draws_from_a_set_is_replayable_where_hashes_are_fixed():
+    from agentrl.env.adapters.reasoning import UNORDERED
+
+    loose, other, first, again = asked_in_processes(sorted(UNORDERED), "random", "random", "7", "7")
+    assert all(flag == "False" for flag, _ in loose.values()) and loose != other
+    assert first == again and {flag for flag, _ in first.values()} == {"True"}
+    assert set(first) == UNORDERED
+
+
+@pytest.mark.slow
+def test_every_data_set_said_to_be_replayable_is_so_whatever_the_order_of_sets():
+    factory = pytest.importorskip("reasoning_gym.factory")
+    from agentrl.env.adapters.reasoning import UNORDERED
+
+    tasks = sorted(set(factory.DATASETS) - UNORDERED - {"composite"})
+    first, second = asked_in_processes(tasks, "1", "2")
+    assert first == second and set(first) >= set(tasks)

@@ -1,5 +1,10 @@
 """A class as TRL's documentation asks for, with nothing of ours in it, played through the adapter."""
 
+import functools
+import inspect
+import json
+from typing import Any, Literal
+
 import pytest
 
 import agentrl
@@ -121,3 +126,101 @@ async def test_a_reset_that_returns_something_else_is_named():
 
     with pytest.raises(UsageError, match=r"Odd\.reset returned a int"):
         await TrlEnv(Odd).areset(seed=0)
+
+
+def counted(method):
+    @functools.wraps(method)
+    def inner(*args, **kwargs):
+        return method(*args, **kwargs)
+
+    return inner
+
+
+class Many(Wordle):
+    """Tools of every form that TRL takes."""
+
+    def lists(
+        self,
+        xs: list[int],
+        opt: str | None = None,
+        lit: Literal["a", "b"] = "a",
+        either: int | str = 1,
+        table: dict[str, float] | None = None,
+        pair: tuple[int, str] = (1, "a"),
+        anything: Any = None,
+        rows: list[dict[str, int]] | str = "",
+        bare: list = (),  # type: ignore[type-arg]
+        other: dict = {},  # type: ignore[type-arg]  # noqa: B006
+    ) -> dict[str, int]:
+        """
+        Every kind of argument.
+
+        Of two paragraphs.
+
+        Args:
+            xs: Numbers.
+            opt: May be left out,
+                on two lines.
+            lit: One of two.
+            either: One or the other.
+            table: A table.
+            pair: A pair.
+            anything: Anything.
+            rows: Rows or a text.
+            bare: A list.
+            other: A table.
+
+        Returns:
+            What it found,
+            or nothing.
+        """
+        return {}
+
+    async def go(self, direction: str, steps: "int" = 1) -> str:
+        """Go.
+
+        Args:
+            direction: Where to (choices: ["up", "down"])
+            steps: How far
+        """
+        return direction
+
+    @staticmethod
+    def square(x: float, exact: bool = False) -> float:
+        """Square a number.
+
+        Args:
+            x: The number (choices: [1.0, 2.0])
+            exact: Whether to be exact.
+        """
+        return x * x
+
+    @counted
+    def wait(self) -> None:
+        """Wait."""
+
+    @classmethod
+    def about(cls) -> str:
+        """No tool: TRL lists functions of the class alone."""
+        return ""
+
+    @property
+    def broken(self) -> str:
+        raise RuntimeError("a property is not evaluated")
+
+    rest = wait
+
+
+def test_the_tools_are_those_that_trl_shows_its_model():
+    pytest.importorskip("transformers")
+    from transformers.utils import get_json_schema
+
+    instance = Many()
+    names = [name for name, _ in inspect.getmembers(Many, inspect.isfunction) if not name.startswith("_")]
+    methods = [getattr(instance, name) for name in names if name not in ("reset", "get_reward")]
+    theirs = {method.__name__: get_json_schema(method) for method in methods}
+    ours = {schema["function"]["name"]: schema for schema in TrlEnv(Many).tool_schemas()}
+    assert {name: json.dumps(schema) for name, schema in ours.items()} == {
+        name: json.dumps(schema) for name, schema in theirs.items()
+    }
+    assert sorted(ours) == ["give_up", "go", "guess", "lists", "square", "wait"]
