@@ -7,7 +7,7 @@ import re
 import pytest
 
 from agentrl.testing.printing import check_linear
-from agentrl_environments.swe.verdicts import canonical, passed
+from agentrl_environments.swe.verdicts import canonical, graded, passed, read_log
 
 PYTEST = """\
 tests/test_a.py .F.sxE                                                   [100%]
@@ -113,3 +113,88 @@ def test_lines_of_v_read_as_the_pattern_that_they_once_were(name: str) -> None:
     ):
         found = pattern.match(line)
         assert passed(line) == ({found[1]} if found and found[2] == "PASSED" else set()), line
+
+
+# --- ids as public sets hold them, each written by another reader of logs
+
+NAMES = """\
+test_one (app.tests.ATest.test_one)
+An integer is rejected. ... ok
+test_two (app.tests.ATest.test_two)
+Said twice. ... ok
+test_three (app.tests.BTest.test_three)
+Said twice. ... FAIL
+PASSED tests/test_a.py::test_cut[1 - 2]
+PASSED tests/test_a.py::test_part[a b]
+FAILED tests/test_a.py::test_part[a c] - AssertionError
+PASSED tests/test_a.py::test_file[/tmp/run-7/data/x.dcm]
+PASSED tests/test_a.py::test_url[//host/a/x]
+PASSED sympy/core/tests/test_basic.py::test_structure
+PASSED tests/test_b.py::TestB::test_same
+PASSED tests/test_c.py::TestC::test_same
+PASSED tests/test_v.py::test_v[1.5-a/b]
+"""
+
+
+@pytest.mark.parametrize(
+    ("id", "names"),
+    [
+        ("An integer is rejected.", {"app.tests.ATest.test_one"}),
+        ("Said twice.", {"app.tests.ATest.test_two", "app.tests.BTest.test_three"}),
+        ("tests/test_a.py::test_cut[1", {"tests/test_a.py::test_cut[1 - 2]"}),
+        ("tests/test_a.py::test_part[a", {"tests/test_a.py::test_part[a b]", "tests/test_a.py::test_part[a c]"}),
+        ("tests/test_a.py::test_file[/x.dcm]", {"tests/test_a.py::test_file[/tmp/run-7/data/x.dcm]"}),
+        ("tests/test_a.py::test_url[/x]", set[str]()),
+        ("test_structure", {"sympy/core/tests/test_basic.py::test_structure"}),
+        ("tests.test_b.TestB.test_same", {"tests/test_b.py::TestB::test_same"}),
+        ("test_b.py::TestB::test_same", {"tests/test_b.py::TestB::test_same"}),
+        ("/testbed/tests/test_b.py::TestB::test_same", {"tests/test_b.py::TestB::test_same"}),
+        ("test_same", set[str]()),  # of two classes: no telling which
+        ("tests/test_v.py::test_v[1.5-a/b]", {"tests/test_v.py::test_v[1.5-a/b]"}),
+        ("v.py::test_v[1.5-a/b]", set[str]()),
+        ("nothing", set[str]()),
+        ("", set[str]()),
+        ("a b", set[str]()),
+    ],
+)
+def test_an_id_means_the_tests_that_it_can_only_mean(id: str, names: set[str]) -> None:
+    log = read_log(NAMES)
+    found = log.names(canonical(id))
+    assert {name for name in found if " - Assert" not in name} == names
+    assert log.has_passed(canonical(id)) is (bool(names) and "three" not in str(names) and "[a c]" not in str(names))
+
+
+def test_ids_that_the_readers_of_swe_bench_made_are_found_in_our_reading() -> None:
+    """The rules of `swebench.harness.log_parsers` 5.0.2, as ids of a list, and the log each was made from."""
+    for id, log in (
+        ("test_x (app.Case)", "test_x (app.Case) ... ok\n"),  # Django before Python 3.11, and since
+        ("test_x (app.Case)", "test_x (app.Case.test_x) ... ok\n"),
+        ("It says so.", "test_x (app.Case)\nIt says so. ... ok\n"),
+        ("It says so.", "test_x (app.Case)\nIt says so. ... Testing against Django installed in /a silenced\nok\n"),
+        ("a.py::t[x", "PASSED a.py::t[x y]\n"),  # pytest: the second word of a line
+        ("a.py::t[/y.txt]", "PASSED a.py::t[/x/y.txt]\n"),  # requests, pylint, pydicom
+        ("test_x", "PASSED sympy/a/tests/test_b.py::test_x\n"),  # sympy: the name of the function
+    ):
+        assert graded(read_log(log), [canonical(id)], ()).success, (id, log)
+
+
+def test_a_grade_counts_what_the_log_does_not_have() -> None:
+    grade = graded(read_log("PASSED a.py::t\nFAILED a.py::u - no\n"), ["a.py::t", "a.py::gone"], ["a.py::u"])
+    assert not grade.success
+    assert grade.info == {
+        "mended": 0.5,
+        "kept": 0.0,
+        "tests": 3,
+        "absent": 1,
+        "absent_tests": ["a.py::gone"],
+    }
+
+
+def test_finding_ids_in_a_hostile_log_costs_no_more_than_linear_time() -> None:
+    def look(text: str) -> None:
+        log = read_log(text)
+        for id in ("a.py::t[/x]", "test_x", "a.Case.test_x", "no such thing", "a.py::t[x"):
+            log.names(id)
+
+    words = ["PASSED ", "a.py::", "t[/", "/", "x]", " ", "test_a (b.C)", "\n", ".", "::test_x", " ... ok"]
+    check_linear(look, words=words)

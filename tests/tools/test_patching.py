@@ -86,7 +86,7 @@ def test_what_git_says_can_be_taken_back() -> None:
     back = reversed_patch(GIT.partition("diff --git a/a.py")[0])
     said = [(one.old, one.new, one.executable) for one in parse_patch(back)]
     init, new = "tests/__init__.py", "tests/new.sh"
-    assert said == [(init, None, None), (new, "old.sh", None), (None, "gone.py", False), ("run", "run", False)]
+    assert said == [("run", "run", False), (None, "gone.py", False), (new, "old.sh", None), (init, None, None)]
 
 
 @pytest.mark.parametrize(
@@ -145,3 +145,66 @@ async def test_what_is_kept_to_take_a_patch_back_is_bounded() -> None:
     with pytest.raises(PolicyFault, match="more than 16777216 bytes"):
         await ApplyPatch(box).call({"patch": "".join(parts)})
     await WriteFile(box).call({"path": "f0", "content": ""})
+
+
+MAIL = """\
+From 7be525c9d9ec400be1c288ee1aa832e4cd89316b Mon Sep 17 00:00:00 2001
+From: N <n@example.org>
+Subject: [PATCH 1/2] First
+
+---
+ m | 2 +-
+ 1 file changed, 1 insertion(+), 1 deletion(-)
+
+diff --git a/m b/m
+index c63bfd6..6372083 100644
+--- a/m
++++ b/m
+@@ -1,3 +1,3 @@
+ a
+-- b
++c
+ d
+-- 
+2.39.5
+
+From fd3c80cf4cbd9b9db6106a43ded541d36865461c Mon Sep 17 00:00:00 2001
+Subject: [PATCH 2/2] Second
+
+---
+ m | 1 +
+ n | 1 +
+
+diff --git a/m b/m
+index 6372083..3d9570c 100644
+--- a/m
++++ b/m
+@@ -1,3 +1,4 @@
+ a
+ c
+ d
++e
+diff --git a/n b/n
+new file mode 100644
+index 0000000..587be6b
+--- /dev/null
++++ b/n
+@@ -0,0 +1 @@
++x
+-- 
+2.39.5 (Apple Git-154)
+
+"""
+
+
+@pytest.mark.bubblewrap
+async def test_a_mail_of_two_commits_is_applied_and_taken_back(box: Sandbox) -> None:
+    """As `git format-patch --stdout` wrote it: each commit ends in two dashes and git's version."""
+    await box.write("m", b"a\n- b\nd\n")
+    tool = ApplyPatch(box)
+    await tool.call({"patch": MAIL})
+    assert (await box.read("m"), await box.read("n")) == (b"a\nc\nd\ne\n", b"x\n")
+    await tool.call({"patch": reversed_patch(MAIL)})
+    assert await box.read("m") == b"a\n- b\nd\n"
+    with pytest.raises(SandboxPathError):
+        await box.read("n")

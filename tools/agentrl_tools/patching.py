@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from agentrl.errors import ToolError
@@ -16,6 +16,7 @@ _DIGITS = 9  # of a line number
 _STEPS = 3_000_000  # lines looked at for one patch: about a second
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
 _BINARY = ("GIT binary patch", "Binary files ")
+_VERSION = re.compile(r"\d+\.\d+[\w.+~() -]*\s*")  # as 2.43.0 or 2.39.5 (Apple Git-154)
 _GIT = re.compile(
     r"((?:old|new|new file|deleted file) mode|(?:rename|copy) (?:from|to)|(?:dis)?similarity index|index) (.*)"
 )
@@ -132,6 +133,12 @@ def _same_name(names: str) -> str:
     return old if old == new else ""
 
 
+def ends_mail(lines: Sequence[str], at: int) -> bool:
+    """Whether the signature of `git format-patch` stands at a line: two dashes, and git's version below. No hunk goes
+    on with a line that starts with a digit, so nothing else can be meant."""
+    return lines[at].rstrip() == "--" and at + 1 < len(lines) and _VERSION.fullmatch(lines[at + 1]) is not None
+
+
 def _parse_hunk(lines: list[str], at: int, patches: list[FilePatch]) -> int:
     found = _HUNK.match(lines[at])
     if found is None:
@@ -147,6 +154,8 @@ def _parse_hunk(lines: list[str], at: int, patches: list[FilePatch]) -> int:
         line = lines[at]
         if line.startswith(("@@", "diff --git ", *_BINARY)) or _names_files(lines, at):
             break
+        if ends_mail(lines, at):
+            return at + 2
         sign, rest = line[:1] or " ", line[1:]
         if sign == "\\":
             hunk.ends_open = hunk.ends_open or last != "-"

@@ -13,7 +13,7 @@ from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl_environments.judging import DEADLINE_S, Judge
 from agentrl_environments.rewards import carried
 from agentrl_environments.swe.carrying import listing
-from agentrl_environments.swe.verdicts import graded
+from agentrl_environments.swe.verdicts import Log, graded
 
 _TESTS: Final = "tests/"
 
@@ -33,4 +33,4 @@ class ApartTests:
         tests = {path.removeprefix(_TESTS): data for path, data in files.items() if path.startswith(_TESTS)}
         sources = {path: data for path, data in files.items() if not path.startswith(_TESTS)}
         verdicts = await Judge(boxes, image=self.image, remembered=0).run(sources, tests)
-        return graded(verdicts.passed, self.fails, self.passes)
+        return graded(Log(frozenset(verdicts.passed)), self.fails, self.passes)

@@ -16,6 +16,7 @@ from typing import Final
 from agentrl.errors import ConfigError, PolicyFault, SandboxError
 from agentrl.protocols import Sandbox
 from agentrl_tools.files import ApplyPatch
+from agentrl_tools.patching import ends_mail
 
 _COPY_S: Final = 120.0
 _HUNK: Final = re.compile(r"^@@ -(\S+) \+(\S+) @@")
@@ -69,22 +70,30 @@ async def apply_patch(box: Sandbox, patch: str) -> None:
 
 
 def reversed_patch(patch: str) -> str:
-    """The diff that takes a diff back."""
-    lines: list[str] = []
+    """The diff that takes a diff back. Its files come in reverse: a mail of several commits may change one twice."""
+    files: list[list[str]] = []
     given = patch.split("\n")
-    for line, following in zip(given, [*given[1:], ""], strict=True):
-        if line.startswith("--- ") and following.startswith("+++ "):
-            lines += [f"--- {following[4:]}", f"+++ {line[4:]}"]
-        elif line.startswith("+++ ") and lines and lines[-1].startswith("+++ "):
+    inside = headed = False  # within a file's part, not in words between them; after a header of git without its names
+    for at, (line, following) in enumerate(zip(given, [*given[1:], ""], strict=True)):
+        if line.startswith("diff --git "):
+            files.append([line])
+            inside = headed = True
+        elif line.startswith("--- ") and following.startswith("+++ "):
+            if not headed:
+                files.append([])
+            files[-1] += [f"--- {following[4:]}", f"+++ {line[4:]}"]
+            inside, headed = True, False
+        elif ends_mail(given, at):
+            inside = headed = False
+        elif not inside or (line.startswith("+++ ") and files[-1][-1].startswith("+++ ")):
             continue
         elif (found := _HUNK.match(line)) is not None:
-            lines.append(f"@@ -{found[2]} +{found[1]} @@")
-        elif (said := _GIT.match(line)) is not None:
-            lines.append(_BACK[said[1]] + line[len(said[1]) :])
-        elif line.startswith("diff --git "):
-            lines.append(line)
-        elif line[:1] in ("+", "-"):
-            lines.append(("-" if line[0] == "+" else "+") + line[1:])
-        elif line[:1] in (" ", "\\", ""):
-            lines.append(line)
-    return "\n".join(lines)
+            files[-1].append(f"@@ -{found[2]} +{found[1]} @@")
+            headed = False
+        elif headed and (said := _GIT.match(line)) is not None:
+            files[-1].append(_BACK[said[1]] + line[len(said[1]) :])
+        elif not headed and line[:1] in ("+", "-"):
+            files[-1].append(("-" if line[0] == "+" else "+") + line[1:])
+        elif not headed and line[:1] in (" ", "\\", ""):
+            files[-1].append(line)
+    return "\n".join(line for file in reversed(files) for line in file)

@@ -3,15 +3,28 @@
 A test that the log calls both passed and failed has failed, and one that it does not name has not passed. Reading costs
 time and memory linear in the log, whatever it holds. Knows nothing of boxes. A log is no proof: the sources under test
 ran in the process that printed it.
+
+A set's ids often come from another reader of logs, and are not the log's own names. `Log.names` finds the tests that
+such an id means: by the first rule below that finds any. A test counts as passed if all tests that its id may mean did.
+
+    the name             tests/a.py::test_x, or mod.Case.test_x however unittest writes it
+    a docstring          unittest -v prints its first line below the name
+    a cut name           tests/a.py::test_x[1 of tests/a.py::test_x[1 - 2]: up to the first blank
+    a shortened path     tests/a.py::test_x[/b.txt] of tests/a.py::test_x[/tmp/run/b.txt]
+    the end of one name  a.py::Case::test_x or test_x or a.Case.test_x of tests/a.py::Case::test_x, if no other ends so
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence, Set
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 from agentrl.env import Grade
+from agentrl.records import Json
 
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 _WORDS: Final = frozenset({"PASSED", "FAILED", "ERROR", "XFAIL", "XPASS", "SKIPPED"})
@@ -23,6 +36,9 @@ _UNITTEST: Final = re.compile(r"^(\w+) \(([\w.<>]+)\)(.*)$")
 _ENDING: Final = re.compile(r"(?:^|\.\.\. ?|\s)(ok|FAIL|ERROR|expected failure|unexpected success|skipped .*)$")
 _COMPLAINT: Final = re.compile(r"^(?:FAIL|ERROR|UNEXPECTED SUCCESS): (\w+ \([\w.<>]+\))")
 _GOOD: Final = {"PASSED", "XFAIL", "ok", "expected failure"}
+_SPLIT: Final = re.compile(r"::|[./:]")  # between the parts of a name: folders, file, class, method
+_NAMED: Final = 20  # tests that a grade names
+_ALIKE: Final = 1_000  # tests of one last name; among more no end of a name is looked for
 
 
 def canonical(test: str) -> str:
@@ -35,13 +51,87 @@ def canonical(test: str) -> str:
     return owner if owner.split(".")[-1] == method else f"{owner}.{method}"
 
 
-def passed(log: str) -> frozenset[str]:
-    """Canonical names of the tests that passed, and failed nowhere in the log."""
+@dataclass(frozen=True)
+class Log:
+    """The tests that a log names, by their canonical names: those that passed and failed nowhere, and the others.
+    `docstrings` has the line below a test's name, as unittest prints it."""
+
+    passed: frozenset[str] = frozenset()
+    others: frozenset[str] = frozenset()
+    docstrings: dict[str, set[str]] = field(default_factory=dict[str, "set[str]"])
+
+    def names(self, test: str) -> frozenset[str]:
+        """The tests of the log that a canonical id may mean; empty if there is none, or no telling which."""
+        if test in self.passed or test in self.others:
+            return frozenset({test})
+        for index in (self.docstrings, self._cut, self._shortened):
+            if found := index.get(test):
+                return frozenset(found)
+        parts = _parts(test)
+        alike = self._by_last.get(parts[-1] if parts else "", ())
+        ending = [name for name in alike if _ends(_parts(name), parts)] if len(alike) <= _ALIKE else []
+        return frozenset(ending) if len(ending) == 1 else frozenset()
+
+    def has_passed(self, test: str) -> bool:
+        """Whether all tests that an id may mean are there and have passed."""
+        names = self.names(test)
+        return bool(names) and names <= self.passed
+
+    @cached_property
+    def _all(self) -> frozenset[str]:
+        return self.passed | self.others
+
+    @cached_property
+    def _cut(self) -> dict[str, set[str]]:
+        return _index((name.partition(" ")[0], name) for name in self._all if "::" in name and " " in name)
+
+    @cached_property
+    def _shortened(self) -> dict[str, set[str]]:
+        return _index((_shortened(name), name) for name in self._all if "::" in name and "[/" in name)
+
+    @cached_property
+    def _by_last(self) -> dict[str, set[str]]:
+        return _index((parts[-1], name) for name in self._all if (parts := _parts(name)))
+
+
+def _index(pairs: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
+    index = defaultdict[str, set[str]](set)
+    for key, name in pairs:
+        index[key].add(name)
+    return index
+
+
+def _shortened(name: str) -> str:
+    """A name whose one parameter is an absolute path, with the path's last part alone."""
+    plain, _, parameter = name.partition("[")
+    if not parameter.startswith("/") or parameter.startswith("//") or "*" in parameter or parameter[-1] != "]":
+        return name
+    return f"{plain}[/{parameter[:-1].rpartition('/')[2]}]"
+
+
+def _parts(name: str) -> list[str]:
+    """The parts of a name: tests, a, Case, test_x[1.5] of `tests/a.py::Case::test_x[1.5]` and of the same in dots. A
+    text with blanks outside its parameters is no name."""
+    plain, bracket, parameters = name.partition("[")
+    if not plain or any(map(str.isspace, plain)):
+        return []
+    parts = [part for part in _SPLIT.split(plain.replace(".py:", ":")) if part]
+    return [*parts[:-1], parts[-1] + bracket + parameters] if parts else []
+
+
+def _ends(name: list[str], end: list[str]) -> bool:
+    return name[-len(end) :] == end or (len(end) > len(name) > 1 and end[-len(name) :] == name)
+
+
+def read_log(log: str) -> Log:
+    """The tests that a log names."""
     good: set[str] = set()
     bad: set[str] = set()
-    running = ""  # the unittest test whose verdict has not come yet
+    docstrings = defaultdict[str, set[str]](set)
+    running = described = ""  # the unittest test whose verdict has not come yet; the one whose name was the last line
     for line in _COLOURS.sub("", log).splitlines():
         line = line.rstrip()
+        below, described = described, ""
         if not line:
             continue
         status, _, rest = line.partition(" ")
@@ -57,10 +147,18 @@ def passed(log: str) -> frozenset[str]:
             continue
         if (found := _UNITTEST.match(line)) is not None:
             running, line = canonical(line), found[3]
+            described = "" if line else running
+        elif below and len(words := line.partition(" ... ")[0].strip()) <= _LONGEST:
+            docstrings[canonical(words)].add(below)
         if running and (found := _ENDING.search(line)) is not None:
             (good if found[1] in _GOOD else bad).add(running)
             running = ""
-    return frozenset(good - bad)
+    return Log(frozenset(good - bad), frozenset(bad), docstrings)
+
+
+def passed(log: str) -> frozenset[str]:
+    """Canonical names of the tests that passed, and failed nowhere in the log."""
+    return read_log(log).passed
 
 
 def _possible(text: str, *, reasoned: bool) -> list[str]:
@@ -82,9 +180,15 @@ def _status_last(line: str) -> tuple[str, str]:
     return (name, status) if 0 < at < len(name) - 2 and not name[0].isspace() else ("", "")
 
 
-def graded(good: Set[str], fails: Sequence[str], passes: Sequence[str]) -> Grade:
-    """Success: all listed tests are among those that passed; `fails` is not empty."""
+def graded(log: Log, fails: Sequence[str], passes: Sequence[str]) -> Grade:
+    """Success: all listed tests passed; `fails` is not empty. `absent` is how many listed tests the log does not have,
+    and `absent_tests` names some of them."""
+    good = {test for test in {*fails, *passes} if log.has_passed(test)}
+    absent = [test for test in dict.fromkeys([*fails, *passes]) if not log.names(test)]
     success = good >= {*fails, *passes}
     mended = len(good & {*fails}) / len({*fails})
     kept = len(good & {*passes}) / len({*passes}) if passes else 1.0
-    return Grade(outcome=float(success), success=success, info={"mended": mended, "kept": kept})
+    info: dict[str, Json] = {"mended": mended, "kept": kept, "tests": len({*fails, *passes}), "absent": len(absent)}
+    if absent:
+        info["absent_tests"] = [test[:200] for test in absent[:_NAMED]]
+    return Grade(outcome=float(success), success=success, info=info)
