@@ -292,6 +292,8 @@ def validate(
     n: Annotated[int, typer.Option(min=1, help="Tasks")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first task")] = 0,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Constructor argument: key=value")] = None,
+    whole: Annotated[bool, typer.Option("--all", help="Every task of the set, in place of --n and --seed")] = False,
+    drop: Annotated[Path | None, typer.Option(help="Write the tasks that are not right here, for skip = FILE")] = None,
 ) -> None:
     """Play an environment's oracles (gold, no-op …) for real; exit code 1 if one gets another outcome than it must."""
     from agentrl.config import apply_override
@@ -300,14 +302,27 @@ def validate(
     kwargs: dict[str, Any] = {}
     for setting in settings or []:
         apply_override(kwargs, setting)
-    tallies = play_oracles(env, seeds=range(seed, seed + n), kwargs=kwargs)
+    found = play_oracles(env, seeds=None if whole else range(seed, seed + n), kwargs=kwargs)
     table = Table("oracle", "must get", "episodes", "held", "turns", "seeds where it did not")
-    for tally in tallies:
+    for tally in found.tallies:
         missed = ", ".join(f"{at} (got {got})" for at, got in list(tally.missed.items())[:10])
         turns = f"{tally.turns / tally.episodes:.1f}"
         table.add_row(tally.name, f"{tally.expected:g}", str(tally.episodes), str(tally.held), turns, missed or "-")
-    terminal.console().print(table)
-    if any(tally.missed for tally in tallies):
+    console = terminal.console()
+    if found.tallies:
+        console.print(table)
+    if found.tests:
+        console.print(f"test ids: {found.absent} of {found.tests} are not in the log of the gold patch")
+    for kind, faults in (("no task", found.bad), ("failed", found.failed), ("missed", found.missed)):
+        for fault in faults[:20]:
+            name = "" if fault.task in fault.reason else f"{fault.task}: "
+            console.print(f"{kind}: {escape(name + fault.reason)}", soft_wrap=True)
+        if faults[20:]:
+            console.print(f"{kind}: {len(faults) - 20} more" + ("" if drop else "; --drop FILE writes all"))
+    if drop is not None:
+        name = escape(str(drop))
+        console.print(f"{found.drop(drop)} tasks are in {name}: leave them out by --set skip={name}")
+    if found.faults:
         raise SystemExit(1)
 
 

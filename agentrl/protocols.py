@@ -137,11 +137,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """The kind of a box. `image` is the backend's own name of a root file system, None for its default."""
+    """The kind of a box. `image` is the backend's own name of a root file system, None for its default. `covered` are
+    folders of the image that the box finds empty (a history with the solution, say), where the backend can do that."""
 
     image: str | None = None
     limits: Limits = field(default_factory=Limits)
     network: bool = False
+    covered: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])  # written into the work folder at creation
 

@@ -6,13 +6,13 @@ that does nothing and must get 0, and whatever else its author knows to be right
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from agentrl.env import bridge
 from agentrl.protocols import AsyncEnv
-from agentrl.records import Messages
+from agentrl.records import Json, Messages
 
 TURNS = 200  # of an episode; an oracle that needs more has lost its way
 
@@ -34,14 +34,36 @@ class HasOracles(Protocol):
     def oracles(self) -> Sequence[Oracle]: ...
 
 
+@runtime_checkable
+class HasTasks(Protocol):
+    """An environment whose seeds choose among `task_count` tasks of a set. `bad_tasks` are the parts of the set that
+    make no task, each with its id or place (`task`) and its `reason`."""
+
+    task_count: int
+    bad_tasks: Sequence[BadTask]
+
+
+class BadTask(Protocol):
+    """A part of a set that makes no task."""
+
+    @property
+    def task(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of an oracle's episode: the outcome it must get, and the one it got (None: none was given)."""
+    """The result of an oracle's episode: the outcome it must get, and the one it got (None: none was given). `info` is
+    the last step's, `task` what the reset's info calls the task, `answer` what the oracle read at last."""
 
     name: str
     expected: float
     got: float | None
     turns: int
+    task: str = ""
+    info: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    answer: str = ""
 
     @property
     def holds(self) -> bool:
@@ -59,13 +81,15 @@ async def judge(make: Callable[[], AsyncEnv], seed: int) -> list[Verdict]:
             oracles = env.oracles() if isinstance(env, HasOracles) else ()
             if index >= len(oracles):
                 return verdicts
-            oracle, turns, over = oracles[index], 0, False
+            oracle, turns, over, task = oracles[index], 0, False, str(info.get("task", ""))
             while not over and turns < TURNS:
                 text = await bridge.call(oracle.policy, messages, blocking=False)
                 messages, _, terminated, truncated, info = await env.astep(text)
                 turns, over = turns + 1, terminated or truncated
             got = info.get("outcome")
-            verdicts.append(Verdict(oracle.name, oracle.outcome, None if got is None else float(got), turns))
+            answer = "\n".join(str(message.get("content") or "") for message in messages)
+            outcome = None if got is None else float(got)
+            verdicts.append(Verdict(oracle.name, oracle.outcome, outcome, turns, task, dict(info), answer))
         finally:
             await env.aclose()
         index += 1

@@ -260,6 +260,7 @@ class DockerEngine:
                 WORKSPACE: f"{files},uid={uid},gid={uid},mode=0755",
                 "/tmp": f"{files},mode=1777",
                 "/dev/shm": f"{files},mode=1777",
+                **dict.fromkeys(spec.covered, "ro,nosuid,nodev,noexec,size=4096,mode=0555"),
             },
             ipc_mode="private",
             mem_limit=memory,

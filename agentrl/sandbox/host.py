@@ -183,6 +183,9 @@ class Host:
         argv += ["--clearenv", "--hostname", "box", "--uid", str(_BOX_UID), "--gid", str(_BOX_UID)]
         inside = place.mountpoint
         argv += self._root_of(spec.image, inside / "usr" if place.usr.is_dir() else None)
+        for path in spec.covered:
+            if spec.image is not None and Path(spec.image, path.lstrip("/")).is_dir():
+                argv += ["--ro-bind", str(self._nothing), path]
         argv += ["--proc", "/proc", "--dev", "/dev"]
         for folder, target in (("shm", "/dev/shm"), ("tmp", "/tmp"), ("work", WORKSPACE)):
             argv += ["--bind", str(inside / folder), target]  # one file system, whose bytes and files are bounded

@@ -47,7 +47,7 @@ class Setup:
 def kind_of(spec: SandboxSpec, setup: Setup) -> str:
     """A hash of spec and setup; boxes of one kind are interchangeable."""
     digest = hashlib.sha256()
-    words: list[object] = [spec.image, spec.limits, spec.network, sorted(spec.env.items())]
+    words: list[object] = [spec.image, spec.limits, spec.network, spec.covered, sorted(spec.env.items())]
     words += [sorted(spec.files.items()), sorted(setup.files.items()), [list(each) for each in setup.commands]]
     digest.update(repr(words).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()

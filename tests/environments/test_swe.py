@@ -17,7 +17,7 @@ from sandbox.conftest import IMAGE, docker_engine, env  # noqa: F401  (a fixture
 import agentrl
 import agentrl_environments.swe
 from agentrl.env.oracles import judge
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, SandboxError
 from agentrl_environments.swe import SWE, CodingTasks, Harbor
 
 boxed = pytest.mark.bubblewrap
@@ -199,7 +199,7 @@ async def test_a_task_says_how_much_its_box_and_its_agent_have(tmp_path: Path) -
         (tmp_path / "count-words/task.toml").write_text(
             f"[environment]\nmemory_mb = 96\n[agent]\ntimeout_sec = {agent_s}\n"
         )
-        env = Harbor(tasks=str(tmp_path))
+        env = Harbor(tasks=str(tmp_path), shared_verifier=True)
         try:
             await env.areset(seed=0)
             assert env.limits.tool_seconds == expected
@@ -247,14 +247,21 @@ async def test_a_repository_of_the_image_is_played_without_its_history(root: Pat
     kwargs = {"tasks": image_row(tmp_path), "image": str(root)}
     verdicts = await judge(lambda: agentrl.make("agentrl/SWE-v0", **kwargs), 0)
     assert [verdict.got for verdict in verdicts] == [1.0, 0.0, 0.0]
-    (root / "testbed/.git").mkdir()
-    env = SWE(**kwargs)
-    try:
-        with pytest.raises(ConfigError, match=r"RUN rm -rf /testbed/\.git"):
-            await env.areset(seed=0)
-    finally:
-        await env.aclose()
-        (root / "testbed/.git").rmdir()
+    for folder, plays in (("testbed/.git", True), ("testbed/deep/.git", False)):
+        (root / folder).mkdir(parents=True)
+        (root / folder / "packed-refs").write_text("the solution\n")
+        env = SWE(**kwargs)
+        try:
+            if plays:
+                said, _ = await played(env, "in-image", shell(env, "find /testbed . | sort; cat /testbed/.git/*"))
+                assert "packed-refs" not in said[0].partition("cat:")[0] and "the solution" not in said[0]
+                assert "./.git" not in said[0] and "./m.py" in said[0]
+            else:
+                with pytest.raises(ConfigError, match=r"task in-image, image .*RUN rm -rf /testbed/deep/\.git"):
+                    await env.areset(seed=0)
+        finally:
+            await env.aclose()
+            shutil.rmtree(root / folder)
 
 
 @pytest.fixture
@@ -297,3 +304,51 @@ async def test_a_reward_that_is_a_folder_has_earned_nothing(tmp_path: Path) -> N
     env = Harbor(tasks=str(tmp_path))
     _, info = await played(env, "count-words", shell(env, "true"))
     assert (info["outcome"], info["success"]) == (0.0, False)
+
+
+FORGER = """python3 -c 'import os, time
+if os.fork() == 0:
+    os.setsid()
+    for _ in range(400):
+        os.makedirs("/workspace/.harbor/logs/verifier", exist_ok=True)
+        open("/workspace/.harbor/logs/verifier/reward.txt", "w").write("1")
+        time.sleep(0.005)
+'"""
+
+
+@boxed
+async def test_a_program_under_test_forges_a_shared_verifier_and_no_separate_one(tmp_path: Path) -> None:
+    """The program writes the reward from a process that it leaves behind. Where the verifier runs it, it wins."""
+    shipped = Path(agentrl_environments.swe.__file__).parent / "harbor_tasks/mend-totals"
+    shutil.copytree(shipped, tmp_path / "mend-totals")
+    (tmp_path / "mend-totals/task.toml").write_text("")
+    (tmp_path / "mend-totals/tests/test.sh").write_text(
+        "#!/bin/sh\nmkdir -p /logs/verifier; echo 0 > /logs/verifier/reward.txt\npython3 /app/totals.py; sleep 0.2\n"
+    )
+    write = f"cat > totals.py <<'END'\nimport os\nos.system({FORGER!r})\nEND\n"
+    for harbor, outcome in ((Harbor(tasks=str(tmp_path), shared_verifier=True), 1.0), (Harbor(), 0.0)):
+        _, info = await played(harbor, "mend-totals", shell(harbor, write))
+        assert (info["outcome"], info.get("shared")) == (outcome, True if outcome else None)
+
+
+@boxed
+async def test_the_forging_oracle_finds_a_verifier_that_runs_what_it_was_given(tmp_path: Path) -> None:
+    """Its artifacts do not look like programs, and it runs one: validating it says so."""
+    shipped = Path(agentrl_environments.swe.__file__).parent / "harbor_tasks/mend-totals"
+    shutil.copytree(shipped, tmp_path / "mend-totals")
+    (tmp_path / "mend-totals/task.toml").write_text("[agentrl]\ncarry = ['totals*']\n")
+    (tmp_path / "mend-totals/tests/test.sh").write_text(
+        "#!/bin/sh\nmkdir -p /logs/verifier; echo 0 > /logs/verifier/reward.txt\npython3 /app/totals.py; sleep 0.2\n"
+    )
+    verdicts = await judge(lambda: agentrl.make("agentrl/Harbor-v0", tasks=str(tmp_path)), 0)
+    assert {verdict.name: verdict.got for verdict in verdicts}["forge the reward"] == 1.0
+
+
+@boxed
+async def test_an_error_of_a_tasks_image_names_the_task(tmp_path: Path) -> None:
+    env = SWE(tasks=image_row(tmp_path), image=str(tmp_path / "nowhere"))
+    try:
+        with pytest.raises(SandboxError, match=r"^task in-image: .*nowhere"):
+            await env.areset(seed=0)
+    finally:
+        await env.aclose()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,9 @@ ROW: dict[str, Any] = {
     "FAIL_TO_PASS": ["test_x (test_m.Case)"],
     "PASS_TO_PASS": '["test_m.Case.test_y"]',
 }
+
+
+SHARED = harbor.Defaults(shared_verifier=True)
 
 
 def of_row(**changed: Any) -> Any:
@@ -80,15 +85,25 @@ def test_a_row_that_makes_no_task_is_refused(changed: dict[str, Any], field: str
 def test_a_broken_file_names_its_line(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(ROW) + "\n\n{broken\n")
-    with pytest.raises(ConfigError, match=r"rows\.jsonl:3 = '\{broken': no JSON"):
-        SWE(tasks=str(file))
-    file.write_text(f"{json.dumps(ROW)}\n{json.dumps(ROW)}\n")
-    with pytest.raises(ConfigError, match=r"^tasks = \['owner__name-1'\]: 1 ids come more than once"):
-        SWE(tasks=str(file))
-    file.write_bytes(json.dumps(ROW).encode() + b"\n\xff")
-    with pytest.raises(ConfigError, match=r"rows.jsonl = b'\\xff': no UTF-8 at byte \d+$"):
-        SWE(tasks=str(file))
-    with pytest.raises(ConfigError, match="give a JSONL file"):
+    for data, bad in (
+        (b"{broken", r"rows\.jsonl:3 = '\{broken': no JSON"),
+        (json.dumps(ROW).encode(), r"rows\.jsonl:3 = 'owner__name-1': this id is that of rows\.jsonl:1"),
+        (b"\xff", r"rows.jsonl:3 = b'\\xff': no UTF-8 at byte 0 of the line"),
+        (b"3", "a row is a JSON object"),
+        (
+            json.dumps({**ROW, "instance_id": "x", "patch": "no"}).encode(),
+            r"rows\.jsonl:3 \(x\)\.patch = 'no': no hunk",
+        ),
+    ):
+        file.write_bytes(json.dumps(ROW).encode() + b"\n\n" + data)
+        with pytest.warns(UserWarning, match="1 of 2 tasks cannot be played and are left out: rows.jsonl:3"):
+            env = SWE(tasks=str(file))
+        assert env.task_count == 1 and re.search(bad, env.bad_tasks[0].reason)
+        file.write_bytes(data)
+        if b"owner" not in data:
+            with pytest.raises(ConfigError, match=r"none of its 1 tasks can be played: rows\.jsonl:1"):
+                SWE(tasks=str(file))
+    with pytest.raises(ConfigError, match="give a file of rows"):
         SWE(tasks=str(tmp_path / "nowhere"))
 
 
@@ -96,7 +111,7 @@ def test_a_text_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path: Path)
     said = "one\u2028two\x85three"
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({**ROW, "problem_statement": said}, ensure_ascii=False), "utf-8")
-    (task,) = jsonl.load(file, jsonl.Defaults())
+    (task,) = jsonl.load(str(file), jsonl.Defaults()).tasks
     assert task.instruction.startswith(said)
     assert read_rows(str(file)) == [{**ROW, "problem_statement": said}]
 
@@ -184,11 +199,11 @@ def test_a_dockerfile_that_only_copies_needs_no_builder(folder: Path) -> None:
     plan = recipe(folder / "merge-logs/environment/Dockerfile")
     assert (plan.base, plan.workdir) == ("python:3.11-slim", "/app")
     assert sorted(plan.files) == ["logs/db.log", "logs/mail.log", "logs/web.log"]
-    (task,) = harbor.load(folder, harbor.Defaults())
+    (task,) = harbor.load(folder, SHARED).tasks
     assert (task.id, task.image) == ("merge-logs", "python:3.11-slim")
-    (task,) = harbor.load(folder, harbor.Defaults(image="mine:1"))
+    (task,) = harbor.load(folder, harbor.Defaults(image="mine:1")).tasks
     assert task.image == "mine:1"
-    (task,) = harbor.load(folder, harbor.Defaults(use_base=False))
+    (task,) = harbor.load(folder, harbor.Defaults(use_base=False)).tasks
     assert task.image is None
 
 
@@ -214,13 +229,15 @@ def test_copies_go_where_docker_puts_them(tmp_path: Path) -> None:
 def test_a_dockerfile_that_needs_a_builder_needs_an_image(folder: Path) -> None:
     dockerfile = folder / "merge-logs/environment/Dockerfile"
     dockerfile.write_text("FROM python:3.11\nWORKDIR /srv\nRUN pip install numpy\n")
+    toml = folder / "merge-logs/task.toml"
+    toml.write_text(toml.read_text().replace("/app/", "/srv/"))
     with pytest.raises(ConfigError, match=r"RUN pip install numpy.*docker build -t NAME .*docker_image or images="):
         Harbor(tasks=str(folder))
-    (task,) = harbor.load(folder, harbor.Defaults(images={"merge-logs": "built:1"}))
+    (task,) = harbor.load(folder, harbor.Defaults(images={"merge-logs": "built:1"})).tasks
     assert (task.image, task.tree.in_image) == ("built:1", "/srv")
     with (folder / "merge-logs/task.toml").open("a") as file:
         file.write('docker_image = "named:1"\n')
-    (task,) = harbor.load(folder, harbor.Defaults())
+    (task,) = harbor.load(folder, SHARED).tasks
     assert task.image == "named:1"
 
 
@@ -243,7 +260,7 @@ def test_a_task_bounds_its_boxes_and_its_agent(
     folder: Path, settings: str, limits: dict[str, float], tool_seconds: float | None
 ) -> None:
     (folder / "merge-logs/task.toml").write_text(settings)
-    (task,) = harbor.load(folder, harbor.Defaults())
+    (task,) = harbor.load(folder, SHARED).tasks
     assert (task.limits, task.tool_seconds) == (limits, tool_seconds)
 
 
@@ -252,8 +269,8 @@ def test_a_task_bounds_its_boxes_and_its_agent(
 )
 def test_a_bound_that_is_none_is_refused(folder: Path, line: str) -> None:
     (folder / "merge-logs/task.toml").write_text(line)
-    with pytest.raises(ConfigError, match=r"task\.toml.*give a number above 0"):
-        harbor.load(folder, harbor.Defaults())
+    (bad,) = harbor.load(folder, harbor.Defaults()).bad
+    assert bad.task == "merge-logs" and re.search(r"task\.toml.*give a number above 0", bad.reason)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +298,7 @@ def test_a_file_that_is_wrong_is_named(folder: Path, name: str, text: bytes, say
 def test_a_task_brings_nothing_of_the_host_into_a_box(folder: Path) -> None:
     (folder / "secret").write_text("hidden")
     (folder / "merge-logs/environment/files/near").symlink_to("logs/mail.log")
-    assert len(harbor.load(folder, harbor.Defaults())) == 1
+    assert len(harbor.load(folder, harbor.Defaults()).tasks) == 1
     (folder / "merge-logs/environment/files/far").symlink_to(folder / "secret")
     with pytest.raises(ConfigError, match=r"far = '.*secret': a link out of the task's folder"):
         Harbor(tasks=str(folder))
@@ -331,7 +348,7 @@ async def test_whatever_a_verifier_leaves_is_a_reward_within_the_declared_range(
             files.update({f".harbor/logs/verifier/{name}": data for name, data in left.items()})
         return ExecResult(exit_code=0, stdout=b"", stderr=b"")
 
-    (task,) = harbor.load(folder, harbor.Defaults())
+    (task,) = harbor.load(folder, SHARED).tasks
     box = FakeSandbox(SandboxSpec(), leave)
     assert (await task.grade(box, FakeBackend())).outcome == earned
 
@@ -339,7 +356,7 @@ async def test_whatever_a_verifier_leaves_is_a_reward_within_the_declared_range(
 async def test_a_task_may_declare_another_range(folder: Path) -> None:
     toml = folder / "merge-logs/task.toml"
     toml.write_text("[agentrl]\nreward_range = [-1, 2]\n")
-    (task,) = harbor.load(folder, harbor.Defaults())
+    (task,) = harbor.load(folder, SHARED).tasks
 
     def leave(argv: Sequence[str], files: dict[str, bytes]) -> ExecResult:
         files[".harbor/logs/verifier/reward.txt"] = b"-1e308"
@@ -348,11 +365,243 @@ async def test_a_task_may_declare_another_range(folder: Path) -> None:
     assert (await task.grade(FakeSandbox(SandboxSpec(), leave), FakeBackend())).outcome == -1.0
     for wrong in ("[1, 0]", "3", "[0, inf]", "['a', 'b']"):
         toml.write_text(f"[agentrl]\nreward_range = {wrong}\n")
-        with pytest.raises(ConfigError, match="reward_range"):
-            harbor.load(folder, harbor.Defaults())
+        assert "reward_range" in harbor.load(folder, harbor.Defaults()).bad[0].reason
 
 
 @pytest.mark.parametrize("name", ["conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml"])
 def test_settings_of_pytest_are_no_artifacts(name: str) -> None:
     for path in (name, f"deep/{name}", "tox.ini", "setup.cfg", "pyproject.toml"):
         assert not is_artifact(path, {path})
+
+
+# --- sets as people have them
+
+
+def test_a_set_is_read_from_parquet_and_by_the_name_of_a_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").Table.from_pylist([ROW, {**ROW, "instance_id": "two", "patch": "none"}])
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.warns(UserWarning, match=r"1 of 2 tasks cannot be played .*rows\.parquet, row 2"):
+        env = SWE(tasks=str(tmp_path / "rows.parquet"))
+    assert env.task_count == 1 and "(two).patch" in env.bad_tasks[0].reason
+    asked: list[str] = []
+
+    def read(where: str) -> list[dict[str, Any]]:
+        asked.append(where)
+        return [ROW]
+
+    monkeypatch.setattr(jsonl, "read_rows", read)
+    assert SWE(tasks="hf:owner/set:main:test").task_count == 1 and asked == ["hf:owner/set:main:test"]
+
+
+def test_a_row_of_swe_bench_without_an_image_has_the_official_one() -> None:
+    """The name as the harness of SWE-bench makes it for instance `django__django-11099`."""
+    columns = {"base_commit": "d26b2424437d", "version": "3.0", "environment_setup_commit": "419a78300f7c"}
+    row = {**ROW, "image_name": None, "instance_id": "Django__django-11099", **columns}
+    task = jsonl.task_of(row, jsonl.Defaults())
+    assert task.image == "swebench/sweb.eval.x86_64.django_1776_django-11099:latest"
+    assert task.tree.covered == ("/testbed/.git",)
+    assert jsonl.task_of(row, jsonl.Defaults(image="mine:1")).image == "mine:1"
+    with pytest.raises(ConfigError, match="name an image"):
+        jsonl.task_of({**row, "version": None}, jsonl.Defaults())
+
+
+def test_ids_that_are_no_names_are_counted_at_load(tmp_path: Path) -> None:
+    file = tmp_path / "odd.jsonl"
+    file.write_text(json.dumps({**ROW, "FAIL_TO_PASS": ["It says so.", "a.py::t[1"], "PASS_TO_PASS": ["a.py::u[1 2]"]}))
+    with pytest.warns(UserWarning, match=r"odd\.jsonl: 2 of 3 test ids are no names .* 'owner__name-1: It says so\.'"):
+        SWE(tasks=str(file))
+
+
+def test_tasks_of_a_list_are_left_out_and_counted(tmp_path: Path) -> None:
+    file, skip = tmp_path / "rows.jsonl", tmp_path / "skip.jsonl"
+    file.write_text("".join(json.dumps({**ROW, "instance_id": id}) + "\n" for id in ("one", "two", "three")))
+    skip.write_text('{"task": "two", "reason": "gold", "absent": 3, "tests": 5}\nthree\nelsewhere\n')
+    lacks = r"2 of 3 tasks are left out by .*skip\.jsonl: logs of their gold patches lack 3 of 5 test ids"
+    with pytest.warns(UserWarning, match=lacks):
+        env = SWE(tasks=str(file), skip=str(skip))
+    assert env.task_count == 1 and env.make_task({"task": "one"}) == {"task": "one"}
+    skip.write_text("one\ntwo\nthree\n")
+    with pytest.raises(ConfigError, match="leaves out all 3 tasks"):
+        SWE(tasks=str(file), skip=str(skip))
+    skip.write_text("{3\n")
+    with pytest.raises(ConfigError, match=r"skip, .*skip\.jsonl:1 = '\{3': give an id"):
+        SWE(tasks=str(file), skip=str(skip))
+
+
+async def test_a_set_whose_ids_match_nothing_says_so_once() -> None:
+    def prints(log: bytes) -> FakeSandbox:
+        return FakeSandbox(SandboxSpec(), lambda argv, files: ExecResult(exit_code=0, stdout=log, stderr=b""))
+
+    matches = jsonl.Matches("set.jsonl")
+    task = jsonl.task_of(ROW, jsonl.Defaults(), "row", matches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(7):
+            await task.grade(prints(b"PASSED b.py::other\n"), FakeBackend())
+    with pytest.warns(
+        UserWarning, match=r"set\.jsonl: none of .* first 8 test runs.*test_x' is listed.*'b\.py::other'"
+    ):
+        await task.grade(prints(b"PASSED b.py::other\n"), FakeBackend())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        await task.grade(prints(b"PASSED b.py::other\n"), FakeBackend())
+    fine = jsonl.Matches("fine.jsonl")
+    task = jsonl.task_of(ROW, jsonl.Defaults(), "row", fine)
+    for log in (b"test_x (test_m.Case) ... FAIL\n", *[b""] * 20):
+        assert not (await task.grade(prints(log), FakeBackend())).success
+
+
+def toml_of(folder: Path, text: str) -> None:
+    (folder / "merge-logs/task.toml").write_text(text)
+
+
+def test_a_tasks_variables_reach_its_boxes_its_verifier_and_its_solution(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_MODEL", "m-1")
+    toml_of(
+        folder,
+        "[environment.env]\nWHERE = '/app/data'\nMODE = '${MODE:-quiet}'\n"
+        "[verifier.env]\nMODEL = 'x/${JUDGE_MODEL}'\n[solution.env]\nHINT = \"it's\"\n",
+    )
+    defaults = harbor.Defaults(shared_verifier=True, host_env=["JUDGE_MODEL"])
+    (task,) = harbor.load(folder, defaults).tasks
+    assert task.env == {"WHERE": "/workspace/data", "MODE": "quiet"}
+    assert isinstance(task.grade, harbor.Verifier) and task.grade.env == {"MODEL": "x/m-1"}
+    assert task.gold[0].argument.startswith("export HINT='it'\"'\"'s'\n")
+    (bad,) = harbor.load(folder, SHARED).bad
+    assert "verifier.env.MODEL = '${JUDGE_MODEL}': JUDGE_MODEL is a variable of this machine: allow it" in bad.reason
+    monkeypatch.delenv("JUDGE_MODEL")
+    (bad,) = harbor.load(folder, defaults).bad
+    assert bad.reason.endswith("JUDGE_MODEL is not set here")
+    for text, why in (
+        ("environment.env = 3", "give a table of variables"),
+        ("[verifier.env]\nX = 3", "a name and a text"),
+    ):
+        toml_of(folder, text)
+        assert why in harbor.load(folder, SHARED).bad[0].reason
+
+
+async def test_a_verifier_runs_with_its_variables(folder: Path) -> None:
+    toml_of(folder, "[verifier.env]\nA = 'b'\n")
+    seen: list[Any] = []
+
+    class Noting(FakeSandbox):
+        async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
+            seen.append((argv[-1], options.get("env")))
+            return await super().exec(argv, **options)
+
+    (task,) = harbor.load(folder, SHARED).tasks
+    await task.grade(Noting(SandboxSpec()), FakeBackend())
+    assert [env for word, env in seen if "test.sh" in word] == [{"A": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "weights", "outcome", "scores"),
+    [
+        (b'{"correct": 1, "style": 0.5}', "", 0.75, {"correct": 1.0, "style": 0.5}),
+        (b'{"reward": 0.25, "style": 1}', "", 0.25, {"reward": 0.25, "style": 1.0}),
+        (b'{"correct": true}', "", 1.0, {"correct": 1.0}),
+        (b'{"correct": 1, "style": 0.5}', "{ correct = 0.8, style = 0.2 }", 0.9, {"correct": 1.0, "style": 0.5}),
+        (b'{"style": 0.5}', "{ correct = 0.8, style = 0.2 }", 0.1, {"style": 0.5}),
+        (b'{"correct": 9e9, "style": -3}', "", 0.5, {"correct": 1.0, "style": 0.0}),
+        (b'{"correct": 1, "style": "fine"}', "", 0.0, None),
+        (b'{"correct": 1, "style": NaN}', "", 0.0, None),
+        (b'{"reward": 1}', "", 1.0, None),
+        (b"{}", "", 0.0, None),
+        (b"0.5", "", 0.5, None),
+    ],
+)
+async def test_several_rewards_are_one_outcome_and_each_is_kept(
+    folder: Path, text: bytes, weights: str, outcome: float, scores: dict[str, float] | None
+) -> None:
+    def leave(argv: Sequence[str], files: dict[str, bytes]) -> ExecResult:
+        if "test.sh" in argv[-1]:
+            files[".harbor/logs/verifier/reward.json"] = text
+            files[".harbor/logs/verifier/reward.txt"] = b"0.125"  # as in Harbor, the other one counts
+        return ExecResult(exit_code=0, stdout=b"", stderr=b"")
+
+    toml_of(folder, f"[agentrl]\nreward_weights = {weights}\n" if weights else "")
+    (task,) = harbor.load(folder, SHARED).tasks
+    grade = await task.grade(FakeSandbox(SandboxSpec(), leave), FakeBackend())
+    assert grade.outcome == pytest.approx(outcome) and grade.info.get("scores") == scores
+
+
+def test_what_a_task_asks_for_and_does_not_get_is_said(folder: Path) -> None:
+    shutil.copytree(folder / "merge-logs", folder / "other")
+    toml_of(
+        folder,
+        "artifacts = ['/app/merged.log']\n[metadata]\nauthor = 'x'\n[agent]\nuser = 'root'\n[verifier]\n"
+        "environment_mode = 'separate'\n[verifier.environment]\nstorage_mb = 5\n[environment]\nstorage_mb = 5\n"
+        "allow_internet = true\ngpus = 0\nhealthcheck = { command = 'true' }\nshine = 1\n",
+    )
+    toml = folder / "other/task.toml"
+    toml.write_text(toml.read_text() + "storage_mb = 5\nallow_internet = false\n")
+    with pytest.warns(UserWarning, match="not honoured in") as said:
+        harbor.load(folder, harbor.Defaults())
+    assert str(said[0].message).partition(": ")[2] == (
+        "not honoured in task.toml: agent.user (merge-logs); verifier.environment.storage_mb (merge-logs); "
+        "environment.storage_mb (merge-logs and 1 more); environment.allow_internet (merge-logs); "
+        "environment.healthcheck (merge-logs); environment.shine (merge-logs)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "verifier = 'shared': its verifier runs beside the agent's work"),
+        ("artifacts = ['/app/merged.log']", "verifier = 'shared'"),
+        ("artifacts = ['/app/a.py']\n[verifier]\nenvironment_mode = 'separate'", "verifier = 'separate': its verifier"),
+        ("[agentrl]\ncarry = ['src/*.py']", "verifier = 'shared'"),
+        ("artifacts = ['/etc/x']\n[verifier]\nenvironment_mode = 'separate'", "boxes can write to /app and"),
+        ("artifacts = [3]\n[verifier]\nenvironment_mode = 'separate'", "give a list of paths"),
+        ("[verifier]\nenvironment_mode = 'both'", "choose shared or separate"),
+        ("[[steps]]\nname = 'one'", "a task of several steps cannot be played"),
+        ("[environment]\nos = 'windows'", "boxes run Linux"),
+        ("[environment]\nworkdir = 'app'", "give the path of a folder"),
+        ("[verifier]\ncollect = ['ls']", "give a command"),
+        ("[[verifier.collect]]\ncommand = 'ls'\nservice = 'db'", "a task has one box: main"),
+        ("[agentrl]\nreward_weights = {}", "give numbers by part"),
+    ],
+)
+def test_a_task_that_cannot_be_played_is_bad_for_itself_alone(folder: Path, text: str, why: str) -> None:
+    shutil.copytree(folder / "merge-logs", folder / "good")
+    toml_of(folder, text)
+    found = harbor.load(folder, harbor.Defaults())
+    assert [task.id for task in found.tasks] == ["good"]
+    assert found.bad[0].task == "merge-logs" and why in found.bad[0].reason
+
+
+def test_a_separate_verifier_gets_the_declared_artifacts_alone(folder: Path) -> None:
+    toml_of(
+        folder,
+        "artifacts = ['/app/out', { source = '/logs/artifacts/a.txt' }]\n[verifier.environment]\nmemory_mb = 64\n"
+        "docker_image = 'judge:1'\nworkdir = '/judge'\n[[verifier.collect]]\ncommand = 'cp /app/x /logs/artifacts'\n",
+    )
+    (task,) = harbor.load(folder, harbor.Defaults()).tasks
+    for path, carried in {
+        "out": True,
+        "out/deep/a.bin": True,
+        "outer": False,
+        "merged.log": False,
+        ".harbor/logs/artifacts/a.txt": True,
+        ".harbor/logs/artifacts/b.txt": True,
+        ".harbor/logs/verifier/reward.txt": False,
+        ".harbor/tests/test.sh": False,
+    }.items():
+        assert task.declared(path, set()) is carried, path
+    assert task.grading is not None and task.grading.tree is not None
+    assert (task.grading.image, task.grading.tree.in_image) == ("judge:1", "/judge")
+    assert task.grading.limits == {"memory_bytes": 64 << 20}
+    assert task.collect[0].command == "cp /workspace/x /workspace/.harbor/logs/artifacts"
+
+
+def test_tasks_of_a_shared_verifier_are_played_when_told_and_marked(folder: Path) -> None:
+    toml_of(folder, "")
+    with pytest.raises(ConfigError, match=r"none of its 1 tasks can be played: .*give shared_verifier=true"):
+        Harbor(tasks=str(folder))
+    env = Harbor(tasks=str(folder), shared_verifier=True)
+    assert env.task_count == 1 and not env.bad_tasks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import agentrl_environments
-from agentrl.errors import EnvError, UsageError
+from agentrl.errors import UsageError
 from agentrl.runtime.validate import validate
 
 ENV = """
@@ -66,7 +67,7 @@ def agentrl(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_all_oracles_hold(parity: str) -> None:
-    tallies = validate(parity, seeds=range(4), kwargs={})
+    tallies = validate(parity, seeds=range(4), kwargs={}).tallies
     assert [(tally.name, tally.expected, tally.episodes, tally.held, tally.turns) for tally in tallies] == [
         ("gold", 1.0, 4, 4, 4),
         ("no-op", 0.0, 4, 4, 4),
@@ -75,7 +76,11 @@ def test_all_oracles_hold(parity: str) -> None:
 
 
 def test_the_seeds_that_do_not_hold_are_named(parity: str) -> None:
-    gold, *others = validate(parity, seeds=range(5, 9), kwargs={"wrong_for": 7})
+    found = validate(parity, seeds=range(5, 9), kwargs={"wrong_for": 7})
+    gold, *others = found.tallies
+    assert [(fault.task, fault.reason[:37]) for fault in found.missed] == [
+        ("seed 7", "the oracle gold got 0.0 instead of 1")
+    ]
     assert (gold.held, gold.missed) == (3, {7: 0.0})
     assert [other.missed for other in others] == [{}, {}]
 
@@ -89,9 +94,8 @@ def test_an_environment_that_raises_is_named_with_its_seed(parity: str) -> None:
     path = Path(parity.rpartition(":")[0])
     path.write_text(ENV.replace("        return self.said == ", "        return 1 / 0 == "))
     line = 1 + next(at for at, text in enumerate(path.read_text().splitlines()) if "1 / 0" in text)
-    with pytest.raises(EnvError) as raised:
-        validate(parity, seeds=[4], kwargs={})
-    assert str(raised.value) == f"{parity}, seed 4: raised ZeroDivisionError: division by zero ({path}:{line})"
+    (fault,) = validate(parity, seeds=[4], kwargs={}).failed
+    assert fault.reason == f"{parity}, seed 4: raised ZeroDivisionError: division by zero ({path}:{line})"
 
 
 def test_the_command(parity: str) -> None:
@@ -102,6 +106,87 @@ def test_the_command(parity: str) -> None:
     assert bad.returncode == 1 and "7 (got 0.0)" in bad.stdout
     none = agentrl("validate", "agentrl/FrozenLake-v0", "--n", "1")
     assert none.returncode == 2 and "offers no oracles" in none.stderr
+
+
+SET = """
+import dataclasses
+import agentrl
+from agentrl.env.oracles import Oracle, say
+from agentrl.env.tool_env import Grade
+
+@dataclasses.dataclass
+class Bad:
+    task: str
+    reason: str
+
+class Four(agentrl.ToolEnv):
+    '''Four tasks: one is right, one has no image, one lists ids that its log lacks, one hangs in its grade.'''
+    limits = agentrl.env.EpisodeLimits(turns=1)
+    blocking = False
+    task_count = 3
+    bad_tasks = (Bad("rows:4", "rows:4 = 'x': no JSON"),)
+
+    def make_task(self, options):
+        return {"task": ("right", "no-image", "odd-ids")[self.task_seed() % 3]}
+
+    def setup(self, task):
+        if task["task"] == "no-image":
+            raise agentrl.errors.SandboxUnavailable("task no-image: image 'x:1' is not there")
+
+    def prompt(self, task):
+        self.note(**task)
+        return ""
+
+    def on_text(self, text):
+        self.said = text
+        return ""
+
+    def grade(self):
+        odd = self.task["task"] == "odd-ids"
+        info = {"tests": 5, "absent": 2, "absent_tests": ["It says so.", "b"]} if odd else {"tests": 4, "absent": 0}
+        return Grade(outcome=float(self.said == "gold" and not odd), success=False, info=info)
+
+    def oracles(self):
+        return [Oracle("gold", 1.0, say("gold")), Oracle("no-op", 0.0, say(""))]
+"""
+
+
+def test_a_task_that_fails_hinders_no_other_and_is_dropped_into_a_list(tmp_path: Path) -> None:
+    (tmp_path / "four.py").write_text(SET)
+    env, drop = f"{tmp_path / 'four.py'}:Four", tmp_path / "bad.jsonl"
+    found = validate(env, seeds=None, kwargs={})
+    assert (found.tasks, found.played, found.absent, found.tests) == (3, 3, 2, 9)
+    assert [(fault.task, fault.absent) for fault in found.faults] == [("rows:4", 0), ("no-image", 0), ("odd-ids", 2)]
+    done = agentrl("validate", env, "--all", "--drop", str(drop))
+    assert done.returncode == 1, done.stderr
+    said = " ".join(done.stdout.split())
+    for words in (
+        "test ids: 2 of 9 are not in the log of the gold patch",
+        "no task: rows:4 = 'x': no JSON",
+        "failed: task no-image: image 'x:1' is not there",
+        "missed: odd-ids: the oracle gold got 0.0 instead of 1; 2 of 5 test ids are not in the log of its test run, "
+        "as 'It says so.'",
+        "3 tasks are in",
+    ):
+        assert words in said, (words, said)
+    rows = [json.loads(line) for line in drop.read_text().splitlines()]
+    assert [(row["task"], row["absent"], row["tests"]) for row in rows] == [
+        ("rows:4", 0, 0),
+        ("no-image", 0, 0),
+        ("odd-ids", 2, 5),
+    ]
+
+
+def test_no_list_is_written_where_every_task_failed(tmp_path: Path) -> None:
+    (tmp_path / "four.py").write_text(SET.replace('task["task"] == "no-image"', "True"))
+    with pytest.raises(UsageError, match="is not written, as every task failed"):
+        validate(f"{tmp_path / 'four.py'}:Four", seeds=None, kwargs={}).drop(tmp_path / "bad.jsonl")
+    assert not (tmp_path / "bad.jsonl").exists()
+
+
+def test_an_environment_that_is_no_set_has_no_all(parity: str) -> None:
+    with pytest.raises(UsageError, match="says not how many tasks it has: give --n"):
+        validate(parity, seeds=None, kwargs={})
 
 
 SHIPPED = {

@@ -182,7 +182,7 @@ def test_an_honest_step_that_is_longer_than_its_deadline_is_said_before_anything
     [
         ("SWE", {"apart": False, "tests_s": 90.0}, (90.0, "tests_s")),
         ("SWE", {}, (30.0, "")),
-        ("Harbor", {}, (60.0, "verifier.timeout_sec of its tasks")),
+        ("Harbor", {}, (80.0, "verifier.timeout_sec of its tasks")),
         ("RepoRepair", {}, (50.0, "")),
         ("CodeRepair", {}, (20.0, "")),
         ("Calculator", {}, (0.0, "")),

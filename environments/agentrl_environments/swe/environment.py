@@ -9,8 +9,10 @@ models or tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import json
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,13 +22,13 @@ from agentrl.env import EpisodeLimits, Grade, ToolEnv
 from agentrl.env.limits import positive_seconds
 from agentrl.env.oracles import Oracle, script
 from agentrl.env.plugged import Named, check_limits
-from agentrl.errors import ConfigError, SandboxPathError
+from agentrl.errors import ConfigError, SandboxError, SandboxLost, SandboxPathError, SandboxUnavailable
 from agentrl.protocols import Limits, Sandbox, SandboxSpec
 from agentrl.records import Json
 from agentrl.sandbox.current import CurrentBox
 from agentrl.sandbox.sharing import SharedBackend, shared
 from agentrl_environments.swe import carrying, harbor, jsonl
-from agentrl_environments.swe.task import Act, Task
+from agentrl_environments.swe.task import Act, BadTask, Grading, Task, TaskSet, text_of
 from agentrl_environments.swe.trees import apply_patch
 from agentrl_tools.editing import Submit
 from agentrl_tools.files import ApplyPatch, ListFiles, ReadFile, ReplaceText, WriteFile
@@ -40,7 +42,9 @@ _WALL_LESS: Final = ("bubblewrap", "local-unsafe")  # backends for which the nam
 
 
 class CodingTasks(ToolEnv):
-    """The seed of a reset chooses the task, or the option `task` names one by its id.
+    """The seed of a reset chooses the task, or the option `task` names one by its id. A part of a set that makes no
+    task is left out with a warning, and listed in `bad_tasks`. `skip` is a file of tasks to leave out, as `agentrl
+    validate --drop FILE` writes it: JSON lines with the id as `task`, or plain ids.
 
     `sandbox`: id of a sandbox backend; `ready` boxes of it are made ahead. `box`: fields of `agentrl.protocols.Limits`
     for the boxes, above what a task says of them. `shell_s`: the most seconds of one command of the agent."""
@@ -52,7 +56,9 @@ class CodingTasks(ToolEnv):
     def __init__(
         self,
         *,
-        tasks: Sequence[Task],
+        tasks: TaskSet,
+        source: str = "",
+        skip: str | None = None,
         sandbox: str = "bubblewrap",
         ready: int = 0,
         box: Mapping[str, Any] | None = None,
@@ -60,17 +66,16 @@ class CodingTasks(ToolEnv):
         tools: Sequence[Named] = (),
         **settings: Any,
     ) -> None:
-        if not tasks:
-            raise ConfigError("tasks", [], "there is no task in this place")
-        self._tasks = tasks
-        self._by_id = {task.id: task for task in tasks}
-        if len(self._by_id) < len(tasks):
-            twice = [id for id, count in Counter(task.id for task in tasks).items() if count > 1]
-            raise ConfigError("tasks", twice[:3], f"{len(twice)} ids come more than once: give each task its own")
+        self.bad_tasks: Sequence[BadTask] = tuple(tasks.bad)
+        kept = _kept(tasks, source, skip)
+        self._tasks, self.task_count = kept, len(kept)
+        self._by_id = {task.id: task for task in kept}
         positive_seconds("shell_s", shell_s)
         self._sandbox, self._ready = sandbox, ready
         self._box = self.own_box = CurrentBox()
-        self.needs_step_s = max(float(getattr(task.grade, "deadline_s", 0.0)) for task in tasks)
+        self.needs_step_s = max(
+            float(getattr(task.grade, "deadline_s", 0.0)) + sum(one.timeout_s for one in task.collect) for task in kept
+        )
         self._box_limits = dict(box or {})
         check_limits(self._box_limits, "box")
         self._boxes: SharedBackend | None = None
@@ -93,10 +98,11 @@ class CodingTasks(ToolEnv):
         boxes = shared(self._sandbox, ready=self._ready)
         await boxes.enter()
         self._boxes = boxes
-        self._box.box = await self._started(boxes)
-        start = await carrying.listing(self._box)
-        if start is None:
-            raise ConfigError("box", self._playing.id, "the task's files cannot be listed: give larger limits")
+        with self._named():
+            self._box.box = await self._started(boxes)
+            start = await carrying.listing(self._box)
+            if start is None:
+                raise ConfigError("box", self._box_limits, "the task's files cannot be listed: give larger limits")
         self._start = start
 
     async def teardown(self) -> None:
@@ -107,13 +113,16 @@ class CodingTasks(ToolEnv):
             finally:
                 await boxes.leave()
 
-    async def _started(self, boxes: SharedBackend) -> Sandbox:
-        """A box with the task's files as they are at first."""
-        limits = dataclasses.replace(_LIMITS, **{**self._playing.limits, **self._box_limits})
-        spec = SandboxSpec(image=self._playing.image, limits=limits, env={"PYTHONPATH": _PATH})
+    async def _started(self, boxes: SharedBackend, *, grading: bool = False) -> Sandbox:
+        """A box with the task's files as they are at first, for the agent or for grading."""
+        task, other = self._playing, (self._playing.grading if grading else None) or Grading()
+        image, tree = (task.image, task.tree) if other.tree is None else (other.image, other.tree)
+        limits = dataclasses.replace(_LIMITS, **{**task.limits, **other.limits, **self._box_limits})
+        env = {"PYTHONPATH": _PATH, **task.env, **other.env}
+        spec = SandboxSpec(image=image, limits=limits, env=env, covered=tree.covered)
         box = await boxes.create(spec)
         try:
-            await self._playing.tree.lay(box)
+            await tree.lay(box)
         except BaseException:
             with trio.CancelScope(shield=True):
                 await box.close()
@@ -126,14 +135,18 @@ class CodingTasks(ToolEnv):
 
     async def grade(self) -> Grade:
         """Grade the declared files as the task says, in a box that the agent has not seen."""
+        for one in self._playing.collect:
+            await self._box.exec(["sh", "-c", one.command], timeout_s=one.timeout_s)
         work = await carrying.work(self._box, self._start, self._playing.declared)
         if work is None:
             return Grade(outcome=0.0, success=False)
         assert self._boxes is not None
-        box = await self._started(self._boxes)
+        with self._named():
+            box = await self._started(self._boxes, grading=True)
         try:
             if self._playing.hidden:
-                await apply_patch(box, self._playing.hidden)
+                with self._named():
+                    await apply_patch(box, self._playing.hidden)
             try:
                 await work.lay(box)
                 return await self._playing.grade(box, self._boxes)
@@ -144,6 +157,19 @@ class CodingTasks(ToolEnv):
         finally:
             with trio.CancelScope(shield=True):
                 await box.close()
+
+    @contextmanager
+    def _named(self) -> Generator[None]:
+        """Errors of a task's image, files and patches name the task."""
+        task = f"task {self._playing.id}"
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(f"{task}, {error.field}", error.value, error.hint) from error
+        except (SandboxUnavailable, SandboxLost) as error:
+            raise type(error)(f"{task}: {error}") from error
+        except SandboxError as error:
+            raise SandboxError(f"{task}: {error}") from error
 
     def oracles(self) -> list[Oracle]:
         submit = self.call("submit")
@@ -160,7 +186,8 @@ class CodingTasks(ToolEnv):
 
 
 class SWE(CodingTasks):
-    """Tasks in the format of SWE-bench or SWE-smith. `tasks` is a JSONL file, by default a small set of ours.
+    """Tasks in the format of SWE-bench or SWE-smith. `tasks` is a file of rows (JSON lines, Parquet) or a data set
+    (`hf:NAME:SPLIT`), by default a small set of ours.
 
     `repositories` is a folder with the repositories; without it each image has its own in `in_image`. `patch_is`: `fix`
     (SWE-bench) or `bug` (SWE-smith). `image` and `test_command` are for rows that name none; `tests_s` is the deadline
@@ -191,16 +218,22 @@ class SWE(CodingTasks):
             repositories=Path(repositories) if repositories else ours,
             apart=tasks is None if apart is None else apart,
         )
-        file = _existing(Path(tasks) if tasks else _HERE / "tasks.jsonl", Path.is_file, "give a JSONL file")
+        source = tasks or str(_HERE / "tasks.jsonl")
+        if not source.startswith("hf:"):
+            _existing(Path(source), Path.is_file, "give a file of rows, such as tasks.jsonl, or hf:NAME:SPLIT")
         self.needs_step_by = "" if defaults.apart else "tests_s"
-        super().__init__(tasks=jsonl.load(file, defaults), **settings)
+        super().__init__(tasks=jsonl.load(source, defaults), source=source, **settings)
 
 
 class Harbor(CodingTasks):
     """Harbor task folders. `tasks` is a folder of them, by default a small set of ours.
 
     `images` names the built image of a task by the task's folder; `image` is what tasks run on whose Dockerfile only
-    copies files (on bubblewrap by default this machine's own programs, on docker the Dockerfile's base)."""
+    copies files (on bubblewrap by default this machine's own programs, on docker the Dockerfile's base).
+
+    `host_env` lists the variables of this machine that the `env` tables of tasks may take. With `shared_verifier` tasks
+    are played too whose verifier runs beside the agent's work (most public ones): there a program of the agent's can
+    write its own reward, so a policy that is trained on them may learn to. Their infos have `shared`."""
 
     def __init__(
         self,
@@ -209,11 +242,67 @@ class Harbor(CodingTasks):
         images: Mapping[str, str] | None = None,
         image: str | None = None,
         sandbox: str = "bubblewrap",
+        host_env: Sequence[str] = (),
+        shared_verifier: bool = False,
         **settings: Any,
     ) -> None:
-        defaults = harbor.Defaults(images=images or {}, image=image, use_base=sandbox not in _WALL_LESS)
+        if isinstance(host_env, str):
+            raise ConfigError("host_env", host_env, "give a list of names")
+        defaults = harbor.Defaults(
+            images=images or {},
+            image=image,
+            use_base=sandbox not in _WALL_LESS,
+            host_env=host_env,
+            shared_verifier=shared_verifier,
+        )
         folder = _existing(Path(tasks) if tasks else _HERE / "harbor_tasks", Path.is_dir, "give a folder of tasks")
-        super().__init__(tasks=harbor.load(folder, defaults), sandbox=sandbox, **settings)
+        super().__init__(tasks=harbor.load(folder, defaults), source=str(folder), sandbox=sandbox, **settings)
+
+
+def _kept(tasks: TaskSet, source: str, skip: str | None) -> list[Task]:
+    """The tasks to play. Says what is left out, and why; raises ConfigError if nothing is left."""
+    if tasks.bad:
+        first = tasks.bad[0]
+        if not tasks.tasks:
+            raise ConfigError("tasks", source, f"none of its {len(tasks.bad)} tasks can be played: {first.reason}")
+        warnings.warn(
+            f"{source}: {len(tasks.bad)} of {len(tasks.bad) + len(tasks.tasks)} tasks cannot be played and are left "
+            f"out: {first.reason}{' …' if tasks.bad[1:] else ''}. agentrl validate lists all",
+            stacklevel=1,
+        )
+    if not tasks.tasks:
+        raise ConfigError("tasks", source, "there is no task in this place")
+    if skip is None:
+        return tasks.tasks
+    left_out = _skipped(skip)
+    kept = [task for task in tasks.tasks if task.id not in left_out]
+    if not kept:
+        raise ConfigError("skip", skip, f"it leaves out all {len(tasks.tasks)} tasks")
+    counted = [left_out[task.id] for task in tasks.tasks if left_out.get(task.id, (0, 0))[1]]
+    absent = f": logs of their gold patches lack {sum(a for a, _ in counted)} of {sum(n for _, n in counted)} test ids"
+    warnings.warn(
+        f"{source}: {len(tasks.tasks) - len(kept)} of {len(tasks.tasks)} tasks are left out by {skip}"
+        f"{absent if counted else ''}",
+        stacklevel=1,
+    )
+    return kept
+
+
+def _skipped(skip: str) -> dict[str, tuple[int, int]]:
+    """Of each task that a file leaves out: how many of its test ids a log of the gold patch lacks, of how many."""
+    found: dict[str, tuple[int, int]] = {}
+    for number, line in enumerate(text_of(Path(skip)).splitlines(), 1):
+        if not line.strip():
+            continue
+        if not line.lstrip().startswith("{"):
+            found[line.strip()] = (0, 0)
+            continue
+        try:
+            row = json.loads(line)
+            found[str(row["task"])] = (int(row.get("absent", 0)), int(row.get("tests", 0)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"skip, {skip}:{number}", line[:80], 'give an id, or {"task": id}') from error
+    return found
 
 
 def _existing(path: Path, exists: Callable[[Path], bool], hint: str) -> Path:

@@ -4,9 +4,14 @@ Boxes have one folder that can be written, so Harbor's own folders move: the ima
 folder, `/tests`, `/logs` and `/solution` stand in `.harbor` below it, and texts that name them are changed alike.
 
 The reward is what `test.sh` writes into the logs of the grading box, which is new; nothing below `.harbor` comes from
-the agent's box. `[agentrl] carry` in `task.toml` lists patterns of what is carried over; by default all that the agent
-changed, save what decides how Python finds its modules and pytest its tests. `[agentrl] reward_range` is what rewards
-are bounded to, `[0, 1]` where a task says nothing.
+the agent's box but `/logs/artifacts`. `[agentrl] carry` in `task.toml` lists patterns of what is carried over; by
+default all that the agent changed, save what decides how Python finds its modules and pytest its tests. `[agentrl]
+reward_range` is what rewards are bounded to, `[0, 1]` where a task says nothing.
+
+A verifier that runs a program of the agent's in its own box is no judge: the program can write the reward. So a task is
+played if its format keeps the two apart: a separate verifier (`[verifier] environment_mode = "separate"`) that gets the
+declared artifacts alone, or a list `carry`, neither of which names a program. `[[verifier.collect]]` runs programs in
+the agent's box, for artifacts of what they did. Every other task has a *shared* verifier, and is refused unless told.
 """
 
 from __future__ import annotations
@@ -14,9 +19,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import posixpath
 import re
+import shlex
 import tomllib
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, cast
@@ -24,41 +33,90 @@ from typing import Any, Final, cast
 from agentrl.env import Grade
 from agentrl.errors import ConfigError, SandboxPathError
 from agentrl.protocols import Sandbox, SandboxBackend
+from agentrl.records import Json
 from agentrl.sandbox.folder import WORKSPACE
 from agentrl_environments.swe.carrying import is_artifact, matching
 from agentrl_environments.swe.dockerfile import recipe, workdir_of
-from agentrl_environments.swe.task import Act, Task, text_of
+from agentrl_environments.swe.task import Act, Collect, Grading, Task, TaskSet, text_of
 from agentrl_environments.swe.trees import Tree
 
 _OWN: Final = ".harbor"
 _REWARDS: Final = f"{_OWN}/logs/verifier"
 _REWARD_BYTES: Final = 1 << 16
 _VERIFIER_S: Final = 600.0
-_NEEDED: Final = ("task.toml", "instruction.md", "environment/Dockerfile", "tests/test.sh")
+_NEEDED: Final = ("task.toml", "instruction.md", "tests/test.sh")
+_ARTIFACTS: Final = f"{_OWN}/logs/artifacts"
+_PARTS: Final = 64  # keys of one reward.json
+_COLLECT_S: Final = 60.0
+_VARIABLE: Final = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")  # as ${NAME} or ${NAME:-default}
+_PROGRAMS: Final = re.compile(
+    r"(?i)\.(py[cz]?|(ba)?sh|[mc]?js|ts|rb|pl|php|lua|r|jl|c|h|cc|[ch]pp|go|rs|java|jar|class|cs|kt|scala|swift|so|exe|bin|out)"
+)
+_HONOURED: Final = re.compile(
+    r"version|schema_version|source|task|metadata|artifacts|agentrl\.(carry|reward_range|reward_weights)|solution\.env|"
+    r"agent\.timeout_sec|verifier\.(timeout_sec|env|environment_mode|collect)|"
+    r"environment\.(env|docker_image|cpus|memory|memory_mb|workdir|build_timeout_sec)"
+)
+"""Keys of `task.toml` that are read, or that say nothing about how a task is played. Every other key is said at load.
+Those of `verifier.environment` are those of `environment`."""
+_HARMLESS: Final[Mapping[str, Sequence[Any]]] = {  # what a box here does anyway
+    "environment.allow_internet": (False,),
+    "environment.network_mode": ("no-network",),
+    "environment.os": ("linux",),
+    "environment.gpus": (0,),
+    "environment.mcp_servers": ([],),
+    "agent.network_mode": ("no-network",),
+    "verifier.network_mode": ("no-network",),
+    "steps": ([],),
+}
+_FORGERY: Final = f"""\
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    for _ in range(400):
+        for name, text in (("reward.txt", "1"), ("reward.json", '{{"reward": 1}}')):
+            try:
+                os.makedirs("{WORKSPACE}/{_REWARDS}", exist_ok=True)
+                open("{WORKSPACE}/{_REWARDS}/" + name, "w").write(text)
+            except OSError:
+                pass
+        time.sleep(0.005)
+os._exit(0)
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
     """`images` by name of the task folder, each built from its Dockerfile; `image` stands for the base of tasks that
-    need no building, which `use_base` would else take from the Dockerfile."""
+    need no building, which `use_base` would else take from the Dockerfile. `host_env` are the variables of this machine
+    that a task's `env` may take. `shared_verifier`: tasks are played too whose agent could write the reward."""
 
     images: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     image: str | None = None
     use_base: bool = True
+    host_env: Sequence[str] = ()
+    shared_verifier: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verifier:
-    """Grades by the task's own `test.sh` in a fresh box. A run that leaves no number has earned 0."""
+    """Grades by the task's own `test.sh` in a fresh box. A run that leaves no number has earned 0.
+
+    The outcome is the part `reward` of what it leaves; without one, the mean of the parts; with `weights`, the sum of
+    weight times part. Each part is kept in the info, as `scores`. `shared` says that the agent's work may have run
+    beside the verifier."""
 
     tests: Path
     workdir: str
     deadline_s: float
     lowest: float = 0.0
     highest: float = 1.0
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    weights: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    shared: bool = False
 
     async def __call__(self, box: Sandbox, boxes: SandboxBackend) -> Grade:
-        await box.exec(["rm", "-rf", _OWN])  # an image may have one; what is read below was written here
+        await box.exec(["sh", "-c", _CLEAR])  # an image may have some; what is read below was written here
         for path in sorted(self.tests.rglob("*")):
             if path.is_file():
                 data = moved_bytes(path.read_bytes(), self.workdir)
@@ -66,23 +124,50 @@ class Verifier:
         await box.write(f"{_REWARDS}/.keep", b"")
         script = (self.tests / "test.sh").read_bytes()
         shell = "bash" if b"bash" in script.partition(b"\n")[0] else "sh"
-        result = await box.exec([shell, f"{_OWN}/tests/test.sh"], timeout_s=self.deadline_s)
-        reward = 0.0 if result.timed_out else await _reward(box)
-        reward = min(max(reward, self.lowest), self.highest)
-        return Grade(outcome=reward, success=reward >= 1.0)
+        result = await box.exec([shell, f"{_OWN}/tests/test.sh"], env=self.env, timeout_s=self.deadline_s)
+        parts = {} if result.timed_out else await _rewards(box)
+        parts = {name: self._bounded(value) for name, value in parts.items()}
+        reward = self._bounded(self._combined(parts))
+        info: dict[str, Json] = {"scores": dict[str, Json](parts)} if parts.keys() - {"reward"} else {}
+        return Grade(outcome=reward, success=reward >= 1.0, info={**info, **({"shared": True} if self.shared else {})})
+
+    def _combined(self, parts: Mapping[str, float]) -> float:
+        if self.weights:
+            return sum(weight * parts.get(name, 0.0) for name, weight in self.weights.items())
+        return parts.get("reward", math.fsum(parts.values()) / max(len(parts), 1))
+
+    def _bounded(self, value: float) -> float:
+        return min(max(value, self.lowest), self.highest)
 
 
-def load(folder: Path, defaults: Defaults) -> list[Task]:
-    """The tasks of a folder of task folders, by name. Raises ConfigError that names the file."""
+_CLEAR: Final = f"""
+cd {_OWN} 2>/dev/null || exit 0
+find . -mindepth 1 -maxdepth 1 ! -name logs -exec rm -rf -- {{}} +
+[ -d logs ] && find logs -mindepth 1 -maxdepth 1 ! -name artifacts -exec rm -rf -- {{}} + || rm -f logs
+"""
+
+
+def load(folder: Path, defaults: Defaults) -> TaskSet:
+    """The tasks of a folder of task folders, by name. A folder that makes no task is bad for itself alone. Keys of
+    `task.toml` that are not honoured are said, each with its tasks. Raises ConfigError for images of no task."""
     found = sorted({path.parent for name in _NEEDED[:2] for path in folder.glob(f"*/{name}")})
     images: Any = defaults.images
     if not isinstance(images, Mapping) or set(cast("Mapping[str, Any]", images)) - {path.name for path in found}:
         raise ConfigError("images", images, f"give the image of a task by its folder in {folder}")
-    return [task_of(path, defaults) for path in found]
+    tasks, ignored = TaskSet(), dict[str, list[str]]()
+    for path in found:
+        tasks.add(path.name, lambda path=path: task_of(path, defaults, ignored))
+    if ignored:
+        keys = "; ".join(
+            f"{key} ({names[0]}{f' and {len(names) - 1} more' if names[1:] else ''})" for key, names in ignored.items()
+        )
+        warnings.warn(f"{folder}: not honoured in task.toml: {keys}", stacklevel=1)
+    return tasks
 
 
-def task_of(folder: Path, defaults: Defaults) -> Task:
-    """The task of a folder. Raises ConfigError that says what it lacks."""
+def task_of(folder: Path, defaults: Defaults, ignored: dict[str, list[str]] | None = None) -> Task:
+    """The task of a folder. Raises ConfigError that says what it lacks. The task is added to `ignored`, by each key of
+    its `task.toml` that is not honoured."""
     for name in _NEEDED:
         if not (folder / name).is_file():
             raise ConfigError(str(folder), name, "a Harbor task needs this file")
@@ -95,31 +180,69 @@ def task_of(folder: Path, defaults: Defaults) -> Task:
         settings = tomllib.loads(text_of(folder / "task.toml"))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(str(folder / "task.toml"), "", f"no TOML: {error}") from error
+    toml = f"{folder / 'task.toml'}"
     for name, table in settings.items():
-        if name in ("environment", "agentrl", "verifier", "agent") and not isinstance(table, dict):
-            raise ConfigError(f"{folder / 'task.toml'}, {name}", table, "give a table")
-    workdir = workdir_of(folder / "environment" / "Dockerfile")
+        if name in ("environment", "agentrl", "verifier", "agent", "solution") and not isinstance(table, dict):
+            raise ConfigError(f"{toml}, {name}", table, "give a table")
+    environment, verifier = _table(settings, "environment"), _table(settings, "verifier")
+    if settings.get("steps"):
+        raise ConfigError(f"{toml}, steps", len(settings["steps"]), "a task of several steps cannot be played")
+    if environment.get("os", "linux") != "linux":
+        raise ConfigError(f"{toml}, environment.os", environment["os"], "boxes run Linux")
+    workdir = _workdir(folder, environment)
     image, tree = _environment(folder, settings, defaults)
-    carry = _table(settings, "agentrl").get("carry")
-    verifier_s = _positive(folder, "verifier.timeout_sec", _table(settings, "verifier").get("timeout_sec"))
+    declared, apart = _declared(settings, workdir, toml)
+    variables = {
+        name: _variables(_table(settings, name).get("env", {}), f"{toml}, {name}.env", workdir, defaults.host_env)
+        for name in ("environment", "verifier", "solution")
+    }
+    verifier_s = _positive(folder, "verifier.timeout_sec", verifier.get("timeout_sec"))
     solution = folder / "solution" / "solve.sh"
     solve = moved(text_of(solution), workdir) if solution.is_file() else ""
+    if solve:
+        lines = (f"export {name}={shlex.quote(value)}\n" for name, value in variables["solution"].items())
+        solve = "".join(lines) + solve
     instruction = moved(text_of(folder / "instruction.md"), workdir).strip()
-    return Task(
+    cheats: dict[str, Sequence[Act]] = {
+        "delete the tests": (Act.shell(f"rm -rf tests {_OWN}"),),
+        "leave a reward": (Act.shell(f"mkdir -p {_REWARDS} && echo 1 > {_REWARDS}/reward.txt"),),
+    }
+    if apart:
+        cheats["forge the reward"] = (Act.shell(_forging(solve)),)
+    task = Task(
         id=folder.name,
         instruction=f"{instruction}\n\nThe work folder is {WORKSPACE}. Call submit when you are done.",
         tree=tree,
-        declared=matching(carry, f"{folder / 'task.toml'}, agentrl.carry") if carry else is_artifact,
-        grade=Verifier(folder / "tests", workdir, verifier_s or _VERIFIER_S, *_reward_range(folder, settings)),
+        declared=declared,
+        grade=Verifier(
+            folder / "tests",
+            workdir,
+            verifier_s or _VERIFIER_S,
+            *_reward_range(folder, settings),
+            env=variables["verifier"],
+            weights=_weights(_table(settings, "agentrl").get("reward_weights"), toml),
+            shared=not apart,
+        ),
+        grading=_grading(folder, verifier, defaults, toml),
+        collect=_collects(verifier.get("collect", []), workdir, toml),
         image=image,
-        limits=_limits(folder, _table(settings, "environment")),
+        env=variables["environment"],
+        limits=_limits(folder, environment),
         tool_seconds=_positive(folder, "agent.timeout_sec", _table(settings, "agent").get("timeout_sec")),
         gold=(Act.shell(solve),) if solve else (),
-        cheats={
-            "delete the tests": (Act.shell(f"rm -rf tests {_OWN}"),),
-            "leave a reward": (Act.shell(f"mkdir -p {_REWARDS} && echo 1 > {_REWARDS}/reward.txt"),),
-        },
+        cheats=cheats,
     )
+    if not apart and not defaults.shared_verifier:
+        raise ConfigError(
+            f"{toml}, verifier",
+            verifier.get("environment_mode", "shared"),
+            "its verifier runs beside the agent's work, which can write the reward: have it separate, with artifacts "
+            "that are no programs, or give shared_verifier=true to play such tasks all the same",
+        )
+    if ignored is not None:
+        for key in _not_honoured(settings):
+            ignored.setdefault(key, []).append(folder.name)
+    return task
 
 
 def moved(text: str, workdir: str) -> str:
@@ -141,11 +264,14 @@ def moved_bytes(data: bytes, workdir: str) -> bytes:
 def _environment(folder: Path, settings: Mapping[str, Any], defaults: Defaults) -> tuple[str | None, Tree]:
     """The image of a task's boxes, and what is in the work folder."""
     file = folder / "environment" / "Dockerfile"
+    workdir = _workdir(folder, _table(settings, "environment"))
     built = defaults.images.get(folder.name) or _table(settings, "environment").get("docker_image")
     if built:
         if not isinstance(built, str):
             raise ConfigError(f"{folder / 'task.toml'}, environment.docker_image", built, "give the name of an image")
-        return built, Tree(in_image=workdir_of(file))
+        return built, Tree(in_image=workdir)
+    if not file.is_file():
+        raise ConfigError(str(folder), "environment/Dockerfile", "a Harbor task needs this file, or a docker_image")
     plan = recipe(file)
     return defaults.image or (plan.base if defaults.use_base else None), Tree(files=plan.files)
 
@@ -187,17 +313,160 @@ def _reward_range(folder: Path, settings: Mapping[str, Any]) -> tuple[float, flo
     return float(numbers[0]), float(numbers[1])
 
 
-async def _reward(box: Sandbox) -> float:
-    """`reward.txt`, or `reward` of `reward.json`, of a box that the agent has not seen. The sources that were graded
-    ran beside what wrote it: whatever is no number has earned 0."""
-    unreadable = (SandboxPathError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
+async def _rewards(box: Sandbox) -> dict[str, float]:
+    """The parts in `reward.json`, else the number in `reward.txt` as `reward`, of a box that the agent has not seen.
+    Nothing where there is neither, or where any part is no finite number."""
+    unreadable = (SandboxPathError, ValueError, TypeError, OverflowError, RecursionError)
     with suppress(*unreadable):
-        return _finite(float(await box.read(f"{_REWARDS}/reward.txt", most_bytes=_REWARD_BYTES)))
+        given: Any = json.loads(await box.read(f"{_REWARDS}/reward.json", most_bytes=_REWARD_BYTES))
+        parts = cast("dict[str, Any]", given) if isinstance(given, dict) else {"reward": given}
+        numbers = all(isinstance(value, int | float) and math.isfinite(value) for value in parts.values())
+        return {name[:100]: float(value) for name, value in parts.items()} if numbers and len(parts) <= _PARTS else {}
     with suppress(*unreadable):
-        text = await box.read(f"{_REWARDS}/reward.json", most_bytes=_REWARD_BYTES)
-        return _finite(float(json.loads(text)["reward"]))
-    return 0.0
+        reward = float(await box.read(f"{_REWARDS}/reward.txt", most_bytes=_REWARD_BYTES))
+        return {"reward": reward} if math.isfinite(reward) else {}
+    return {}
 
 
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else 0.0
+def _workdir(folder: Path, environment: Mapping[str, Any]) -> str:
+    """The folder that is the work folder here. Raises ConfigError for one that is no absolute path."""
+    given = environment.get("workdir")
+    file = folder / "environment" / "Dockerfile"
+    if given is None:
+        return workdir_of(file) if file.is_file() else "/app"
+    if not isinstance(given, str) or not given.startswith("/") or posixpath.normpath(given) == "/":
+        raise ConfigError(f"{folder / 'task.toml'}, environment.workdir", given, "give the path of a folder, as /app")
+    return posixpath.normpath(given)
+
+
+def _declared(settings: Mapping[str, Any], workdir: str, toml: str) -> tuple[Callable[[str, Set[str]], bool], bool]:
+    """What is carried to grading, and whether no program is declared to be among it."""
+    carry = _table(settings, "agentrl").get("carry")
+    if carry:
+        return matching(carry, f"{toml}, agentrl.carry"), not any(map(_is_program, carry))
+    verifier = _table(settings, "verifier")
+    mode = verifier.get("environment_mode", "separate" if "environment" in verifier else "shared")
+    if mode not in ("shared", "separate"):
+        raise ConfigError(f"{toml}, verifier.environment_mode", mode, "choose shared or separate")
+    if mode == "shared":
+        return is_artifact, False
+    given = settings.get("artifacts", [])
+    entries = cast("list[Any]", given) if isinstance(given, list) else [given]
+    paths = [each.get("source") if isinstance(each, dict) else each for each in cast("list[Any]", entries)]
+    if not all(isinstance(path, str) for path in paths):
+        raise ConfigError(f"{toml}, artifacts", given, "give a list of paths, or of tables with source")
+    patterns = [f"{_ARTIFACTS}/*"]
+    for path in cast("list[str]", paths):
+        at = posixpath.relpath(posixpath.normpath(moved(path, workdir)), WORKSPACE)
+        if at.startswith(".."):
+            raise ConfigError(f"{toml}, artifacts", path, f"boxes can write to {workdir} and /logs/artifacts alone")
+        literal = re.sub(r"([*?\[])", r"[\1]", at)
+        patterns += ["*"] if at == "." else [literal, f"{literal}/*"]
+    inside = matching(patterns, f"{toml}, artifacts")
+
+    def declared(path: str, start: Set[str]) -> bool:
+        return inside(path, start) and (path.startswith(f"{_ARTIFACTS}/") or is_artifact(path, start))
+
+    return declared, not any(_is_program(path) for path in cast("list[str]", paths))
+
+
+def _is_program(path: str) -> bool:
+    return _PROGRAMS.fullmatch(posixpath.splitext(path)[1]) is not None
+
+
+def _grading(folder: Path, verifier: Mapping[str, Any], defaults: Defaults, toml: str) -> Grading | None:
+    """The box of a verifier that has an image of its own; None where it has the task's."""
+    table = verifier.get("environment", {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{toml}, verifier.environment", table, "give a table")
+    environment = cast("dict[str, Any]", table)
+    built, file = environment.get("docker_image"), folder / "tests" / "Dockerfile"
+    limits = _limits(folder, environment)
+    env = _variables(environment.get("env", {}), f"{toml}, verifier.environment.env", "/app", defaults.host_env)
+    if built is None and not file.is_file():
+        return Grading(limits=limits, env=env) if environment else None
+    if built is None:
+        plan = recipe(file)
+        image = defaults.image or (plan.base if defaults.use_base else None)
+        return Grading(image=image, tree=Tree(files=plan.files), limits=limits, env=env)
+    if not isinstance(built, str):
+        raise ConfigError(f"{toml}, verifier.environment.docker_image", built, "give the name of an image")
+    tree = Tree(in_image=environment["workdir"]) if "workdir" in environment else Tree()
+    return Grading(image=built, tree=tree, limits=limits, env=env)
+
+
+def _collects(given: Any, workdir: str, toml: str) -> tuple[Collect, ...]:
+    found: list[Collect] = []
+    for each in cast("list[Any]", given) if isinstance(given, list) else [given]:
+        hook = cast("dict[str, Any]", each) if isinstance(each, dict) else {}
+        command, seconds = hook.get("command"), hook.get("timeout_sec", _COLLECT_S)
+        if not isinstance(command, str) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+            raise ConfigError(f"{toml}, verifier.collect", each, "give a command, and a timeout_sec above 0")
+        if hook.get("service", "main") != "main":
+            raise ConfigError(f"{toml}, verifier.collect.service", hook["service"], "a task has one box: main")
+        found.append(Collect(moved(command, workdir), float(seconds)))
+    return tuple(found)
+
+
+def _variables(given: Any, where: str, workdir: str, host_env: Sequence[str]) -> dict[str, str]:
+    """Variables of a task. A task is somebody else's, and its boxes run what a model wrote: a variable of this machine
+    goes in only if the user named it. Raises ConfigError."""
+    if not isinstance(given, dict):
+        raise ConfigError(where, given, "give a table of variables")
+    variables: dict[str, str] = {}
+    for name, value in cast("dict[str, Any]", given).items():
+        if not re.fullmatch(r"[A-Za-z_]\w*", name) or not isinstance(value, str) or "\0" in value:
+            raise ConfigError(f"{where}.{name}", value, "a variable is a name and a text")
+
+        def of_host(found: re.Match[str], where: str = f"{where}.{name}") -> str:
+            variable, default = found[1], found[2]
+            if variable in host_env and variable in os.environ:
+                return os.environ[variable]
+            if default is not None:
+                return default
+            allow = f"is a variable of this machine: allow it by host_env=[{variable!r}]"
+            raise ConfigError(where, found[0], f"{variable} {'is not set here' if variable in host_env else allow}")
+
+        variables[name] = moved(_VARIABLE.sub(of_host, value), workdir)
+    return variables
+
+
+def _weights(given: Any, toml: str) -> dict[str, float]:
+    weights = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    numbers = all(isinstance(weight, int | float) and math.isfinite(weight) for weight in weights.values())
+    if given is not None and not (weights and numbers):
+        raise ConfigError(f"{toml}, agentrl.reward_weights", given, "give numbers by part, as { correct = 0.8 }")
+    return {name: float(weight) for name, weight in weights.items()}
+
+
+def _not_honoured(settings: Mapping[str, Any]) -> list[str]:
+    """The dotted keys of a `task.toml` that ask for something that is not done here."""
+    values: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name not in ("environment", "agentrl", "verifier", "agent", "solution"):
+            values[name] = value
+            continue
+        for inner, given in cast("Mapping[str, Any]", value).items():
+            if (name, inner) == ("verifier", "environment"):
+                values |= {f"verifier.environment.{key}": each for key, each in given.items()}
+            else:
+                values[f"{name}.{inner}"] = given
+    return [key for key, value in values.items() if not _is_honoured(key, value)]
+
+
+def _is_honoured(key: str, value: Any) -> bool:
+    if key.startswith("verifier.environment."):
+        key = key.removeprefix("verifier.")
+    asks = _HARMLESS.get(key)
+    return _HONOURED.fullmatch(key) is not None if asks is None else value in asks
+
+
+def _forging(solve: str) -> str:
+    """Commands that turn each program of a solution into one that writes the reward, and remove the rest of it."""
+    of_python, of_shell = shlex.quote(_FORGERY), shlex.quote(f"python3 -c {shlex.quote(_FORGERY)}\n")
+    return f"""touch /tmp/before; sleep 0.01; ( {solve}
+) >/dev/null 2>&1
+find . -newer /tmp/before -type f ! -path './{_OWN}/*' > /tmp/changed
+while IFS= read -r file; do case "$file" in
+*.py) printf %s {of_python} > "$file" ;; *.sh) printf %s {of_shell} > "$file" ;; *) rm -f "$file" ;;
+esac; done < /tmp/changed"""

@@ -3,6 +3,7 @@
 A row has `instance_id`, `repo`, `problem_statement`, `patch`, `FAIL_TO_PASS`, `PASS_TO_PASS` (lists, or JSON of lists)
 and may have `test_patch`, `image_name`, `test_command`, `sources` (patterns of what is carried to grading), `apart`
 and `patch_is`. In SWE-bench the patch is the *fix*; in SWE-smith it is the *bug*, which is laid on a whole repository.
+A row that names no image and has the columns of SWE-bench is given SWE-bench's own image.
 """
 
 from __future__ import annotations
@@ -10,25 +11,29 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Mapping, Sequence, Set
+import warnings
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Final, Literal, cast, get_args
 
 import trio
 
 from agentrl.env import Grade
+from agentrl.env.datasets import read_rows
 from agentrl.errors import ConfigError, ToolError
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl_environments.swe.apart import ApartTests
 from agentrl_environments.swe.carrying import is_source, matching
-from agentrl_environments.swe.task import Act, Task, text_of
+from agentrl_environments.swe.task import Act, Task, TaskSet
 from agentrl_environments.swe.trees import Tree, reversed_patch
-from agentrl_environments.swe.verdicts import canonical, graded, passed
+from agentrl_environments.swe.verdicts import Log, canonical, graded, is_name, read_log
 from agentrl_tools.patching import parse_patch
 
 PatchIs = Literal["fix", "bug"]
 TEST_COMMAND: Final = "python3 -m pytest -rA -p no:cacheprovider {tests}"
 _IMAGES: Final = ("image_name", "docker_image", "image")
+_OF_SWE_BENCH: Final = ("base_commit", "version", "environment_setup_commit")  # columns that no other set has together
+_UNMATCHED: Final = 8  # test runs without one listed id before a set is said to have other ids than its logs
 _WORDS: Final = (
     "Mend the sources in the work folder. Handed in are the source files that you change, and nothing else: \
 no tests, no settings. They are judged by tests that you may not see. Call submit when you are done."
@@ -62,33 +67,107 @@ class HiddenTests:
     fails: tuple[str, ...]
     passes: tuple[str, ...]
     deadline_s: float
+    matches: Matches
 
     async def __call__(self, box: Sandbox, boxes: SandboxBackend) -> Grade:
         result = await box.exec(["sh", "-c", f"{{ {self.command}\n}} 2>&1"], timeout_s=self.deadline_s)
         whole = not result.timed_out and not result.truncated
-        log = result.stdout.decode(errors="replace") if whole else ""
-        good = await trio.to_thread.run_sync(passed, log)  # a long log must not hold up the other episodes
-        return graded(good, self.fails, self.passes)
+        text = result.stdout.decode(errors="replace") if whole else ""
+
+        def judge() -> tuple[Log, Grade]:
+            log = read_log(text)
+            return log, graded(log, self.fails, self.passes)
+
+        log, grade = await trio.to_thread.run_sync(judge)  # a long log must not hold up the other episodes
+        if whole:
+            self.matches.count(log, grade, self.fails[0])
+        return grade
 
 
-def load(file: Path, defaults: Defaults) -> list[Task]:
-    """The tasks of a file, in order. Raises ConfigError that names the line."""
-    tasks: list[Task] = []
-    for number, line in enumerate(text_of(file).split("\n"), 1):  # splitlines would part a text at its U+2028
-        if not line.strip():
-            continue
-        where = f"{file.name}:{number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(where, line[:40], f"no JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ConfigError(where, line[:40], "a row is a JSON object")
-        tasks.append(task_of(cast("dict[str, Any]", row), defaults, where))
-    return tasks
+@dataclasses.dataclass(slots=True)
+class Matches:
+    """Whether the ids of a set ever stand in the logs of its test runs. Where they never do every episode gets 0, and
+    nobody would know why: then a warning says it, once a process."""
+
+    source: str
+    runs: int = 0
+    over: bool = False
+
+    def count(self, log: Log, grade: Grade, test: str) -> None:
+        self.runs += 1
+        self.over = self.over or grade.info["absent"] != grade.info["tests"]
+        if not self.over and self.runs >= _UNMATCHED:
+            self.over = True
+            seen = min(log.passed | log.others, default="")
+            heard = f"the log has {seen[:100]!r}" if seen else "the log names no test at all"
+            warnings.warn(
+                f"{self.source}: none of the listed test ids stands in the log of any of the first {self.runs} test "
+                f"runs, so all of them got 0: {test[:100]!r} is listed, {heard}. See test_command, and run "
+                "agentrl validate",
+                stacklevel=1,
+            )
 
 
-def task_of(row: Mapping[str, Any], defaults: Defaults, where: str = "row") -> Task:
+_MATCHES: dict[str, Matches] = {}  # by source: one process makes an environment for each of its slots
+
+
+def load(source: str, defaults: Defaults) -> TaskSet:
+    """The tasks of JSON lines, or of whatever else `agentrl.env.datasets.read_rows` reads: Parquet, `hf:NAME`. A row
+    that makes no task is bad for itself alone. Raises ConfigError, UsageError where nothing can be read."""
+    found = TaskSet()
+    matches = _MATCHES.setdefault(source, Matches(source))
+    odd: list[str] = []
+    tests = 0
+
+    def make(where: str, given: bytes | Mapping[str, Any]) -> Task:
+        row = _row(where, given) if isinstance(given, bytes) else given
+        return task_of(row, defaults, f"{where} ({row['instance_id']})" if "instance_id" in row else where, matches)
+
+    for where, given in _rows(source):
+        found.add(where, lambda where=where, given=given: make(where, given))
+    for task in found.tasks:
+        if isinstance(task.grade, HiddenTests):
+            ids = [*task.grade.fails, *task.grade.passes]
+            tests += len(ids)
+            odd += [f"{task.id}: {id}" for id in ids if not is_name(id)]
+    if odd:
+        warnings.warn(
+            f"{source}: {len(odd)} of {tests} test ids are no names of tests, as {odd[0][:200]!r}. They are looked for "
+            "among docstrings and names cut at a blank; agentrl validate says which a log of the gold patch lacks",
+            stacklevel=1,
+        )
+    return found
+
+
+def _rows(source: str) -> Iterator[tuple[str, bytes | Mapping[str, Any]]]:
+    """The rows with their places; those of JSON lines still to be read, so that each can fail for itself."""
+    if not source.endswith(".jsonl") or source.startswith("hf:"):
+        yield from ((f"{source}, row {number}", row) for number, row in enumerate(read_rows(source), 1))
+        return
+    file = Path(source)
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise ConfigError("tasks", source, f"cannot be read: {error.strerror}") from error
+    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        if line.strip():
+            yield f"{file.name}:{number}", line
+
+
+def _row(where: str, line: bytes) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        wrong = line[error.start : error.end]
+        raise ConfigError(where, wrong, f"no UTF-8 at byte {error.start} of the line") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(where, line[:40].decode(errors="replace"), f"no JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ConfigError(where, line[:40].decode(errors="replace"), "a row is a JSON object")
+    return cast("dict[str, Any]", row)
+
+
+def task_of(row: Mapping[str, Any], defaults: Defaults, where: str = "row", matches: Matches | None = None) -> Task:
     """The task of a row. Raises ConfigError that says what the row lacks."""
     for name in ("instance_id", "repo", "problem_statement", "patch"):
         if not isinstance(row.get(name), str):
@@ -104,7 +183,7 @@ def task_of(row: Mapping[str, Any], defaults: Defaults, where: str = "row") -> T
     patch_is = dataclasses.replace(defaults, patch_is=row.get("patch_is") or defaults.patch_is).patch_is
     patch = row["patch"]
     _paths(patch, f"{where}.patch")
-    image = next((row[name] for name in _IMAGES if row.get(name)), defaults.image)
+    image = next((row[name] for name in _IMAGES if row.get(name)), defaults.image) or _official_image(row, defaults)
     tree = _tree(row["repo"], image, defaults, where)
     if patch_is == "bug":
         if tree.in_image is not None:
@@ -126,7 +205,8 @@ def task_of(row: Mapping[str, Any], defaults: Defaults, where: str = "row") -> T
     apart = row.get("apart", defaults.apart)
     if not isinstance(apart, bool):
         raise ConfigError(f"{where}.apart", apart, "give true or false")
-    grading = ApartTests(fails, passes, image) if apart else HiddenTests(command, fails, passes, defaults.tests_s)
+    hidden_tests = HiddenTests(command, fails, passes, defaults.tests_s, matches or Matches(where))
+    grading = ApartTests(fails, passes, image) if apart else hidden_tests
     return Task(
         id=row["instance_id"],
         instruction=f"{row['problem_statement'].strip()}\n\n{_WORDS}",
@@ -138,6 +218,13 @@ def task_of(row: Mapping[str, Any], defaults: Defaults, where: str = "row") -> T
         gold=(Act.patch(patch if patch_is == "fix" else reversed_patch(patch)),),
         cheats={"delete the tests": (Act.shell(r"find . -name 'test*' -prune -exec rm -rf {} +"),)},
     )
+
+
+def _official_image(row: Mapping[str, Any], defaults: Defaults) -> str | None:
+    """SWE-bench's own image of its rows, which name none. Registries take no double underscore in a name."""
+    if defaults.repositories is not None or not all(isinstance(row.get(name), str) for name in _OF_SWE_BENCH):
+        return None
+    return f"swebench/sweb.eval.x86_64.{row['instance_id'].lower().replace('__', '_1776_')}:latest"
 
 
 def _tests(row: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ class Task:
     fresh box that has the tree, the changes of `hidden` (a unified diff, laid first: no work can stand in its way) and
     the carried files.
 
-    `limits` are fields of `protocols.Limits` for its boxes; `tool_seconds` is how long the agent's calls may take.
+    `env` are variables of its boxes, `limits` fields of `protocols.Limits` for them; `tool_seconds` is how long the
+    agent's calls may take. Before the files are carried, the commands `collect` run in the agent's box. `grading` says
+    how the fresh box differs from the agent's.
 
     `gold` and `cheats` are shell commands or unified diffs for the oracles: the solution, and what must get 0."""
 
@@ -31,10 +33,61 @@ class Task:
     grade: Callable[[Sandbox, SandboxBackend], Awaitable[Grade]]
     image: str | None = None
     limits: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
     tool_seconds: float | None = None
     hidden: str = ""
+    collect: Sequence[Collect] = ()
+    grading: Grading | None = None
     gold: Sequence[Act] = ()
     cheats: dict[str, Sequence[Act]] = field(default_factory=dict[str, "Sequence[Act]"])
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """A command that makes files of what the agent's programs do. Its failure is the agent's."""
+
+    command: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grading:
+    """A box for grading that differs from the agent's: `image` and work folder `tree` replace the task's together;
+    `limits` and `env` go above the task's."""
+
+    image: str | None = None
+    tree: Tree | None = None
+    limits: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class BadTask:
+    """A part of a set that makes no task: its id, or its place where it has none, and the reason."""
+
+    task: str
+    reason: str
+
+
+class TaskSet:
+    """What a file or folder holds: `tasks` in order, and `bad`, which are not played and hinder no other."""
+
+    def __init__(self, tasks: Iterable[Task] = ()) -> None:
+        self.tasks = list(tasks)
+        self.bad: list[BadTask] = []
+        self._places = dict.fromkeys((task.id for task in self.tasks), "")
+
+    def add(self, place: str, make: Callable[[], Task]) -> None:
+        """One more task, or why it is none. An id counts once: of two tasks that have it the second is bad."""
+        try:
+            task = make()
+            if task.id in self._places:
+                raise ConfigError(place, task.id, f"this id is that of {self._places[task.id]}: give each its own")
+        except ConfigError as error:
+            self.bad.append(BadTask(place, str(error)))
+        else:
+            self._places[task.id] = place
+            self.tasks.append(task)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The work folder of a task at its start: from this machine or from the image, and never with a history.
 
 Two dangers live in an image's own copy of a repository, which every box of the image can read: a `.git` with the
-commit that fixed it, and intact sources while the work folder's are broken on purpose. Both are refused.
+commit that fixed it, and intact sources while the work folder's are broken on purpose. The first is covered, or refused
+where a backend cannot cover it or it lies deeper; the second is refused.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ class Tree:
     files: Mapping[str, Path] = field(default_factory=dict[str, Path])
     patches: tuple[str, ...] = ()
 
+    @property
+    def covered(self) -> tuple[str, ...]:
+        """The folders of the image that no box may show."""
+        return () if self.in_image is None else (f"{self.in_image.rstrip('/')}/.git",)
+
     async def lay(self, box: Sandbox) -> None:
         """Fill an empty work folder. Raises ConfigError where the tree cannot be used, SandboxError."""
         if self.in_image is not None:
@@ -51,6 +57,7 @@ class Tree:
         if copied.exit_code != 0:
             said = copied.stderr.decode(errors="replace").strip().splitlines()
             raise ConfigError("image", folder, f"its tree cannot be copied: {said[-1] if said else 'no time left'}")
+        await box.exec(["rmdir", ".git"])  # covered in the box, so copied as an empty folder
         found = await box.exec(["find", ".", "-name", ".git", "-prune", "-print", "-quit"])
         if found.stdout or found.exit_code != 0:
             at = posixpath.normpath(f"{folder}/{found.stdout.decode(errors='replace').strip()}")

@@ -101,6 +101,12 @@ def _index(pairs: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
     return index
 
 
+def is_name(test: str) -> bool:
+    """Whether a canonical id looks like the name of a test, whole: not a docstring, not cut within its parameters."""
+    plain, bracket, _ = test.partition("[")
+    return bool(_parts(plain)) and (not bracket or test.endswith("]"))
+
+
 def _shortened(name: str) -> str:
     """A name whose one parameter is an absolute path, with the path's last part alone."""
     plain, _, parameter = name.partition("[")
