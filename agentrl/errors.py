@@ -30,11 +30,17 @@ AgentRLError
 
 from __future__ import annotations
 
+import logging
+import re
+import sysconfig
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import TracebackType
 from typing import cast
+
+log = logging.getLogger(__name__)
 
 
 class AgentRLError(Exception):
@@ -230,8 +236,8 @@ def boundary(
     """Turn an exception of somebody else's code into one of our errors. The block may hold plain and awaited calls.
 
     `becomes` makes the error from one line: `what`, then the exception's kind and text, and with `place` the file and
-    line that raised it. The exception is the error's cause. Errors of the kinds in `passes` go through unchanged. If a
-    nursery raised a group of errors, the one that `matters` counts.
+    line of its author's code that raised it, see `place_of`. The exception is the error's cause. Errors of the kinds in
+    `passes` go through unchanged. If a nursery raised a group of errors, the one that `matters` counts.
 
         with boundary(EnvError, "mine/Guess-v0: step raised"):
             await env.astep(action)     # EnvError: mine/Guess-v0: step raised KeyError: 'secret'
@@ -267,10 +273,50 @@ class _Boundary(AbstractContextManager[None]):
 
 
 def _place(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames or isinstance(error, SyntaxError):  # a SyntaxError names its place itself
-        return ""
-    return f" ({frames[-1].filename}:{frames[-1].lineno})"
+    """`place_of` as the end of a line; a SyntaxError names its place itself."""
+    place = "" if isinstance(error, SyntaxError) else place_of(error)
+    return f" ({place})" if place else ""
+
+
+_OURS = f"{Path(__file__).resolve().parent}/"
+_INSTALLED = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def place_of(error: BaseException) -> str:
+    """`file:line` of the last frame of the code that somebody wrote for a run: neither of agentrl nor of Python, nor of
+    an installed package if there is another one. "" for an error that was never raised."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<frozen ")]
+    foreign = [one for one in frames if not one.filename.startswith(_OURS)]
+    own = [one for one in foreign if not one.filename.startswith(_INSTALLED)]
+    chosen = own or foreign or frames
+    return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else ""
+
+
+def split_place(text: str) -> tuple[str, str]:
+    """The text of an error without the place at its end, and the place ("" if it names none)."""
+    found = _PLACE.search(text)
+    return (text, "") if found is None else (text[: found.start()], found[1])
+
+
+_PLACE = re.compile(r" \(([^()]+:\d+)\)$")
+
+
+class Tracebacks:
+    """Logs the traceback of the first error of each kind: of one class, raised at one place. A run that fails a
+    thousand times for one reason has it once in its log."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, str]] = set()
+
+    def log(self, error: BaseException, what: str) -> None:
+        """Log an error that is about to become one line; `what` is that line, with whose episode it was."""
+        root, cause = error, error.__cause__
+        while isinstance(root, AgentRLError) and cause is not None and (inner := matters(cause)) is not root:
+            root, cause = inner, inner.__cause__  # an error that came out of a group has the group as its cause
+        kind = type(root).__name__, place_of(root)
+        if kind not in self._seen:
+            self._seen.add(kind)
+            log.error("%s; the first of its kind:\n%s", what, "".join(traceback.format_exception(root)).rstrip())
 
 
 def matters(error: BaseException) -> BaseException:

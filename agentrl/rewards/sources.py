@@ -21,7 +21,7 @@ import trio
 from agentrl.columns import NONE
 from agentrl.engine.scoring import ScoringClient
 from agentrl.env.bridge import LoopThread
-from agentrl.errors import DiskFull, ScoreError, StoreAway
+from agentrl.errors import AgentRLError, DiskFull, ScoreError, StoreAway, Tracebacks, place_of
 from agentrl.records import LARGEST, StopReason, Trajectory
 from agentrl.registry import load_reference
 from agentrl.rewards.box_tests import ArtifactsOf, BoxTests
@@ -119,6 +119,7 @@ class Scorer:
     _under_way: set[str] = field(default_factory=set[str])
     _failed: dict[str, float] = field(default_factory=dict[str, float])  # and until when it is left alone
     _known: Known = field(init=False)
+    _tracebacks: Tracebacks = field(default_factory=Tracebacks)
     _idle: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the wait for turns
     _threads: trio.CapacityLimiter = field(init=False)  # its own: one that hangs takes none from the environments
 
@@ -186,9 +187,17 @@ class Scorer:
                     failure = f"{verdict.value} is no reward"
                 except (Exception, SystemExit) as error:  # a source's own code has failed, whatever it raises: named
                     failure = " ".join(f"{type(error).__name__}: {error}".split())
+                    if not isinstance(error, AgentRLError):
+                        failure = f"{failure} ({place_of(error)})"
+                        self._tracebacks.log(error, self._where(seen))
             if scope.cancelled_caught:
                 failure = f"no answer within {self.settings.call_deadline_s:g} s"
         raise ScoreError(f"{self.settings.retries + 1} attempts failed, the last one: {failure}")
+
+    def _where(self, seen: Trajectory) -> str:
+        task, turn = seen.task, seen.turns[-1].id
+        where = f"{task.env}, seed {task.seed} (task {task.index}, turn {turn})"
+        return f"reward source {self.settings.source!r} failed, {where}"
 
 
 def _own_callable(settings: RewardSource) -> TurnRewarder:

@@ -29,7 +29,7 @@ import trio
 from agentrl.config import Rollout
 from agentrl.engine.renderer import Renderer
 from agentrl.env import answers, bridge
-from agentrl.errors import EnvError, InfrastructureError, PolicyFault, StoreError, boundary
+from agentrl.errors import EnvError, InfrastructureError, PolicyFault, StoreError, Tracebacks, boundary
 from agentrl.protocols import AsyncEnv, Engine, GenerateRequest, KeyedEnv, Rewarder, SnapshotEnv
 from agentrl.records import (
     LARGEST,
@@ -73,6 +73,7 @@ class RolloutContext:
     eval_sampling: SamplingParams | None = None  # of turns that only measure the policy; None: as in training
     artifacts: bool = False  # keep the files that a reward source tests
     leaving: Leaving = field(default_factory=Leaving)
+    tracebacks: Tracebacks = field(default_factory=Tracebacks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ async def _play(context: RolloutContext, claim: Claim, unbroken: bool) -> Ending
     except StoreError:
         raise
     except InfrastructureError as error:
-        ending = Ending(reason_of(error), one_line(error))
+        ending = episode.failed(error)
     ending = await episode.score(ending)
     await episode.finish(ending)
     return ending
@@ -156,7 +157,8 @@ class _Episode:
         if env is None:
             return
         with trio.move_on_after(self._context.settings.step_deadline_s, shield=True):
-            with boundary(EnvError, f"{self._claim.task.env}: close raised", passes=(InfrastructureError,)):
+            where = f"{self._claim.task.env}: close raised"
+            with boundary(EnvError, where, passes=(InfrastructureError,), place=True):
                 await env.aclose()
 
     async def score(self, ending: Ending) -> Ending:
@@ -169,7 +171,7 @@ class _Episode:
         async def reward() -> float:
             rewarded = float(await bridge.call(rewarder, self._trajectory(ending), blocking=False))
             if not abs(rewarded) <= LARGEST:
-                raise ValueError(f"{rewarded} is no reward")
+                raise EnvError(f"{self._claim.task.env}: reward gave {rewarded}: give a number within {LARGEST:g} of 0")
             return rewarded
 
         try:
@@ -178,9 +180,18 @@ class _Episode:
             self._rewarded = 0.0
             return Ending(StopReason.TIME_LIMIT, str(up))
         except PolicyFault as fault:
-            return Ending(StopReason.ENV_FAILED, f"{self._claim.task.env}: reward raised {one_line(fault)}")
+            detail = f"{self._claim.task.env}: reward raised {one_line(fault)}"
+            return self.failed(EnvError(detail), fault)
         except InfrastructureError as error:
-            return Ending(reason_of(error), one_line(error))
+            return self.failed(error)
+        return ending
+
+    def failed(self, error: InfrastructureError, cause: Exception | None = None) -> Ending:
+        """The ending by a failure that the policy could not have caused; the first of each kind is logged whole."""
+        ending = Ending(reason_of(error), one_line(error))
+        claim, task = self._claim, self._claim.task
+        where = f"{task.env}, seed {task.seed} (task {task.index}, episode {claim.episode_id})"
+        self._context.tracebacks.log(cause or error, f"{where}: {ending.detail}")
         return ending
 
     async def finish(self, ending: Ending) -> None:
@@ -284,7 +295,8 @@ class _Episode:
         room = settings.max_context - len(prompt.context)
         if room < 1:  # even the first prompt does not fit, or the run was resumed with less room
             self._said = answers.joined(self._said, await self._last_word(StopReason.CONTEXT_LIMIT))
-            return Ending(StopReason.CONTEXT_LIMIT)
+            which = f"the prompt of turn {len(self._turns)}" if self._turns else "the first prompt"
+            return Ending(StopReason.CONTEXT_LIMIT, f"{which} {_beyond(len(prompt.context), settings.max_context)}")
         turn = await self._generate(prompt, min(settings.max_tokens_per_turn, room))
         await context.store.journal_turn(self._claim.episode_id, self._claim.fence, turn)
         self._turns.append(turn)
@@ -489,6 +501,11 @@ class _Episode:
             turns=tuple(self._turns),
             stop_reason=ending.stop_reason,
         )
+
+
+def _beyond(tokens: int, most: int) -> str:
+    mend = f"raise it to {tokens + 1} or more, or shorten the prompt"
+    return f"has {tokens} tokens, and rollout.max_context = {most}: {mend}"
 
 
 async def _call(function: Callable[..., Any], *args: Any) -> Any:

@@ -37,7 +37,7 @@ class Guard:
         where, passes = f"{self.env}: {what}", (InfrastructureError, *((PolicyFault,) if acted else ()))
         with clock.watch(own_s=deadline_s, policy_s=policy_s if policy_s is not None else deadline_s) as watch:
             try:
-                with boundary(EnvError, f"{where} raised", passes=passes):
+                with boundary(EnvError, f"{where} raised", passes=passes, place=True):
                     return await call()
             except AgentRLError as error:
                 failed = error

@@ -32,6 +32,7 @@ from agentrl.errors import (
     InfrastructureError,
     PolicyFault,
     RunFailed,
+    Tracebacks,
     UsageError,
     boundary,
 )
@@ -69,6 +70,7 @@ class Endpoint:
     concurrency: int = 16
     attempts: int = 3
     options: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    tracebacks: Tracebacks = field(default_factory=Tracebacks)
 
 
 def configured(model: str, env: str, overrides: Sequence[str]) -> RunConfig:
@@ -216,6 +218,7 @@ async def _attempts(config: RunConfig, endpoint: Endpoint, task: Task) -> Mappin
             return await _Episode(config, endpoint, task).play()
         except InfrastructureError as error:
             failure = " ".join(str(error).split())
+            endpoint.tracebacks.log(error, f"{task.env}, seed {task.seed}: {failure}")
     return {"seed": task.seed, "error": failure}
 
 

@@ -197,7 +197,7 @@ async def test_law_3_an_environment_whose_snapshot_fails_goes_on_and_is_not_aske
     ("trouble", "words"),
     [
         (hang, "test/Env: snapshot took over 20 s"),
-        (fail, "test/Env: snapshot raised RuntimeError: a bug"),
+        (fail, f"test/Env: snapshot raised RuntimeError: a bug ({__file__}:{fail.__code__.co_firstlineno + 1})"),
         (large, "it has 1001 bytes, more than rollout.max_snapshot_bytes"),
         (of_another_kind, "it is a str, not bytes"),
     ],

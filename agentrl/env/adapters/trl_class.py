@@ -22,8 +22,10 @@ from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerati
 from agentrl import registry
 from agentrl.env.tool_env import Grade, ToolEnv
 from agentrl.env.tools import FunctionTool, ToolOptions
-from agentrl.errors import InfrastructureError, UsageError
+from agentrl.errors import InfrastructureError, Tracebacks, UsageError, place_of
 from agentrl.records import Json, Message
+
+_TRACEBACKS = Tracebacks()  # of get_reward, by kind: an instance lives for one episode
 
 
 class TrlEnv(ToolEnv):
@@ -69,7 +71,9 @@ class TrlEnv(ToolEnv):
         except InfrastructureError:
             raise
         except Exception as error:
-            return Grade(outcome=0.0, success=False, info={"reward_error": f"{type(error).__name__}: {error}"[:500]})
+            said = f"{type(error).__name__}: {error}"
+            _TRACEBACKS.log(error, f"get_reward of {type(self._env).__qualname__} raised {said} ({place_of(error)})")
+            return Grade(outcome=0.0, success=False, info={"reward_error": said[:500]})
         outcome = outcome if math.isfinite(outcome) else 0.0
         return Grade(outcome=outcome, success=outcome >= 1.0)
 
