@@ -1,36 +1,77 @@
-"""Rows of task data: JSON lines, Parquet, Hugging Face data sets. Read whole; a row is a JSON-safe object."""
+"""Rows of task data: files and Hugging Face data sets. Read whole; a row is a JSON-safe object."""
 
 from __future__ import annotations
 
+import csv
+import gzip
+import hashlib
+import io
 import json
-from collections.abc import Mapping, Sequence
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from agentrl.env.optional import require
-from agentrl.errors import UsageError
+from agentrl.errors import ConfigError, UsageError, boundary
 from agentrl.records import Json
 
+Rows = Sequence[Mapping[str, Json]]
 
-def read_rows(where: str) -> Sequence[Mapping[str, Json]]:
-    """The rows of `file.jsonl`, `file.parquet`, or `hf:NAME[:SPLIT]` (a Hugging Face data set, split `train`).
+_FORMATS: Final = ".jsonl, .json, .csv or .tsv (each also with .gz), .parquet, or hf:NAME[:CONFIG][:SPLIT]"
+
+
+def read_rows(where: str) -> Rows:
+    """The rows of a file, by the end of its name: `.jsonl` (also `.ndjson`), `.json` (an array of objects, or lines of
+    them), `.csv` and `.tsv` (a line of names first; values are texts), each also with `.gz` behind it, or `.parquet`.
+    Or of `hf:NAME`, `hf:NAME:SPLIT`, `hf:NAME:CONFIG:SPLIT`: a Hugging Face data set, of its split `train` if none is
+    named. Text is UTF-8, with or without a byte order mark.
 
     Raises UsageError, naming file and line, for what cannot be read; for Parquet and Hugging Face the packages
     `pyarrow` and `datasets` must be installed."""
     if where.startswith("hf:"):
-        name, _, split = where.removeprefix("hf:").partition(":")
-        return _plain(
-            require("datasets", what=f"reading {where!r}").load_dataset(name, split=split or "train").to_list(), where
-        )
+        return _plain(_of_hugging_face(where), where)
     path = Path(where)
+    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     try:
         if path.suffix == ".parquet":
-            return _plain(require("pyarrow.parquet", what=f"reading {where!r}").read_table(path).to_pylist(), where)
-        return _json_lines(path.read_text(encoding="utf-8"), where)
+            table = require("pyarrow.parquet", what=f"reading {where!r}")
+            with boundary(UsageError, f"cannot read {where!r}:", passes=(UsageError,)):
+                return _plain(table.read_table(path).to_pylist(), where)
+        read = _READERS.get(kind)
+        if read is None:
+            raise UsageError(f"cannot read {where!r}: give {_FORMATS}")
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UsageError(f"{where} is no gzip file: {error}") from error
     except OSError as error:
         raise UsageError(f"cannot read {where!r}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{where} is not UTF-8 text at byte {error.start}") from error
+    return read(text, where)
+
+
+def digest(where: str) -> str:
+    """A digest of what `read_rows` reads; of a file's bytes if it is one. Raises UsageError."""
+    if where.startswith("hf:"):
+        return hashlib.sha256(json.dumps(read_rows(where), sort_keys=True).encode()).hexdigest()
+    try:
+        with Path(where).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UsageError(f"cannot read {where!r}: {error.strerror or error}") from error
+
+
+def _of_hugging_face(where: str) -> list[Any]:
+    name, *parts = where.removeprefix("hf:").split(":")
+    if not name or len(parts) > 2 or not all(parts):
+        raise ConfigError("rows", where, "give hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
+    datasets = require("datasets", what=f"reading {where!r}")
+    config, split = (parts[0] if len(parts) == 2 else None), (parts[-1] if parts else "train")
+    with boundary(UsageError, f"cannot read {where!r} (hf:NAME:CONFIG:SPLIT):", passes=(UsageError,)):
+        return datasets.load_dataset(name, config, split=split).to_list()
 
 
 def _json_lines(text: str, where: str) -> list[Mapping[str, Json]]:
@@ -39,7 +80,7 @@ def _json_lines(text: str, where: str) -> list[Mapping[str, Json]]:
         if not line.strip():
             continue
         try:
-            row: Any = json.loads(line)
+            row: Any = _DECODER.decode(line)
         except ValueError as error:
             raise UsageError(f"{where}, line {number} is not JSON: {error}") from error
         if not isinstance(row, dict):
@@ -48,12 +89,102 @@ def _json_lines(text: str, where: str) -> list[Mapping[str, Json]]:
     return rows
 
 
+def _json(text: str, where: str) -> list[Mapping[str, Json]]:
+    """An array of objects; lines of objects otherwise, as many write them under this name too."""
+    if not text.lstrip().startswith("["):
+        return _json_lines(text, where)
+    at, rows = text.index("[") + 1, list[Mapping[str, Json]]()
+    while True:  # one by one, so that an error has a line
+        at = _behind_space(text, at)
+        if text[at : at + 1] == "]":
+            break
+        try:
+            row, at = _DECODER.raw_decode(text, at)
+        except ValueError as error:
+            line = getattr(error, "lineno", None) or text.count("\n", 0, at) + 1
+            raise UsageError(f"{where}, line {line} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise UsageError(f"{where}, line {text.count(chr(10), 0, at) + 1}: entry {len(rows)} is not a JSON object")
+        rows.append(cast("dict[str, Json]", row))
+        at = _behind_space(text, at)
+        if text[at : at + 1] == ",":
+            at += 1
+        elif text[at : at + 1] != "]":
+            raise UsageError(f"{where}, line {text.count(chr(10), 0, at) + 1} is not JSON: expected ',' or ']'")
+    if text[at + 1 :].strip():
+        raise UsageError(f"{where} is not JSON: there is more behind the array")
+    return rows
+
+
+def _behind_space(text: str, at: int) -> int:
+    while text[at : at + 1].isspace():
+        at += 1
+    return at
+
+
+def _table(text: str, where: str, delimiter: str) -> list[Mapping[str, Json]]:
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    bound = csv.field_size_limit(len(text) + 1)  # a file may be a single long text; csv's own bound is 128 KiB
+    try:
+        names = next(lines, list[str]())
+        if not names or len(set(names)) < len(names) or not all(names):
+            raise UsageError(f"{where}, line 1: {names} are not the names of columns")
+        rows: list[Mapping[str, Json]] = []
+        for values in lines:
+            if not values:
+                continue
+            if len(values) != len(names):
+                raise UsageError(f"{where}, line {lines.line_num} has {len(values)} values for {len(names)} columns")
+            rows.append(dict(zip(names, values, strict=True)))
+    except csv.Error as error:
+        raise UsageError(f"{where}, line {lines.line_num} is not CSV: {error}") from error
+    finally:
+        csv.field_size_limit(bound)
+    return rows
+
+
+def _csv(text: str, where: str) -> list[Mapping[str, Json]]:
+    return _table(text, where, ",")
+
+
+def _tsv(text: str, where: str) -> list[Mapping[str, Json]]:
+    return _table(text, where, "\t")
+
+
+_READERS: Final[Mapping[str, Callable[[str, str], Rows]]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json,
+    ".csv": _csv,
+    ".tsv": _tsv,
+}
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is no number that JSON has")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    return value if math.isfinite(value) else _refuse(digits)
+
+
+_DECODER: Final = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+
+
 def _plain(rows: list[Any], where: str) -> list[Mapping[str, Json]]:
     """Rows of typed columns as JSON has them: dates and decimals become texts; bytes are refused."""
     try:
         return json.loads(json.dumps(rows, default=_as_text, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{where} has a column that JSON cannot carry: {error}") from error
+    except (TypeError, ValueError):
+        for at, row in enumerate(rows):
+            for column, value in cast("dict[str, Any]", row).items():
+                try:
+                    json.dumps(value, default=_as_text, allow_nan=False)
+                except (TypeError, ValueError) as error:
+                    said = f"{where}, row {at}: JSON cannot carry column {column!r} = {value!r:.60}: {error}"
+                    raise UsageError(said) from error
+        raise
 
 
 def _as_text(value: Any) -> str:

@@ -1,12 +1,14 @@
 """Task sources: the same in every process, in their shares, and a curriculum that can be rebuilt."""
 
 import datetime
+import gzip
 import json
+import math
 from collections import Counter
 
 import pytest
 
-from agentrl.env.datasets import read_rows
+from agentrl.env.datasets import digest, read_rows
 from agentrl.env.tasks import Curriculum, Epochs, Mixture, Rows, Seeds, task_key
 from agentrl.errors import ConfigError, UsageError
 from agentrl.records import Task
@@ -172,18 +174,67 @@ def test_json_lines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("name", "content", "said"),
     [
-        (b'{"q": 1}\n{"q": \n', "line 2 is not JSON"),
-        (b"[1]\n", "line 1 is not a JSON object"),
-        (b"\xff\xfe", "not UTF-8 text at byte 0"),
+        ("rows.jsonl", b'{"q": 1}\n{"q": \n', "line 2 is not JSON"),
+        ("rows.jsonl", b"[1]\n", "line 1 is not a JSON object"),
+        ("rows.jsonl", b"\xff\xfe", "not UTF-8 text at byte 0"),
+        ("rows.jsonl", b'{"q": 1}\n{"q": NaN}\n', "line 2 is not JSON: NaN is no number that JSON has"),
+        ("rows.jsonl", b'{"q": [{"r": -Infinity}]}\n', "line 1 is not JSON: -Infinity is no number"),
+        ("rows.jsonl", b'{"q": 1}\n\n{"q": 1e999}\n', "line 3 is not JSON: 1e999 is no number"),
+        ("rows.json", b'[\n {"q": 1},\n {"q": NaN}\n]', "rows.json, line 3 is not JSON: NaN is no number"),
+        ("rows.json", b'[\n {"q": 1},\n 2\n]', "rows.json, line 3: entry 1 is not a JSON object"),
+        ("rows.json", b'[\n {"q": 1}\n {"q": 2}\n]', "rows.json, line 3 is not JSON: expected ',' or ']'"),
+        ("rows.json", b'[{"q": 1}', "rows.json, line 1 is not JSON: expected"),
+        ("rows.json", b'[{"q": 1}]\n[]', "rows.json is not JSON: there is more behind the array"),
+        ("rows.csv", b"q,a\n1,2\n3\n", "rows.csv, line 3 has 1 values for 2 columns"),
+        ("rows.csv", b'q,a\n"1,2\n', "rows.csv, line 2 is not CSV: unexpected end of data"),
+        ("rows.csv", b"q,q\n1,2\n", "rows.csv, line 1: .* are not the names of columns"),
+        ("rows.jsonl.gz", b"\x1f\x8b no", "rows.jsonl.gz is no gzip file"),
+        ("rows.xml", b"any", "rows.xml': give .jsonl, .json, .csv"),
+        ("rows", b"any", "rows': give .jsonl"),
     ],
 )
-def test_bad_lines_are_named(tmp_path, content, said):
-    path = tmp_path / "rows.jsonl"
+def test_bad_lines_are_named(tmp_path, name, content, said):
+    path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(UsageError, match=said):
         read_rows(str(path))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte order mark"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl", '{"q": "é", "a": "1"}\n\n{"q": "x\u2028y,\\n", "a": "2"}\n'),
+        ("rows.ndjson", '{"q": "é", "a": "1"}\n{"q": "x\u2028y,\\n", "a": "2"}'),
+        ("rows.json", '{"q": "é", "a": "1"}\n{"q": "x\u2028y,\\n", "a": "2"}'),
+        ("rows.json", ' [ {"q": "é",\n "a": "1"} ,\n{"q": "x\u2028y,\\n", "a": "2"}\n ]\n'),
+        ("rows.csv", 'q,a\r\né,1\r\n\r\n"x\u2028y,\n",2\r\n'),
+        ("rows.tsv", 'q\ta\né\t1\n"x\u2028y,\n"\t2\n'),
+    ],
+)
+def test_every_form_of_file_gives_the_same_rows(tmp_path, name, content, mark, packed):
+    data = mark + content.encode()
+    path = tmp_path / (f"{name}.gz" if packed else name)
+    path.write_bytes(gzip.compress(data) if packed else data)
+    assert list(read_rows(str(path))) == [{"q": "é", "a": "1"}, {"q": "x\u2028y,\n", "a": "2"}]
+
+
+def test_an_empty_array_has_no_rows_and_a_cell_may_be_long(tmp_path):
+    (tmp_path / "none.json").write_text("[ ]")
+    assert list(read_rows(str(tmp_path / "none.json"))) == []
+    (tmp_path / "long.csv").write_text("q\n" + "x" * 300_000 + "\n")
+    assert len(read_rows(str(tmp_path / "long.csv"))[0]["q"]) == 300_000
+
+
+def test_the_digest_of_a_file_is_that_of_its_bytes(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"abc")
+    assert digest(str(path)) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # of FIPS 180-2
+    with pytest.raises(UsageError, match="No such file"):
+        digest(str(tmp_path / "none.jsonl"))
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -203,7 +254,13 @@ def test_parquet(tmp_path):
     assert list(read) == [{"q": "a", "n": [1, 2], "on": "2024-01-02"}, {"q": None, "n": [], "on": None}]
     assert json.loads(json.dumps(list(read))) == list(read)
     parquet.write_table(pyarrow.Table.from_pylist([{"q": b"\xff"}]), path)
-    with pytest.raises(UsageError, match="column that JSON cannot carry"):
+    with pytest.raises(UsageError, match=r"row 0: JSON cannot carry column 'q' = b'.xff': bytes; decode"):
+        read_rows(str(path))
+    parquet.write_table(pyarrow.Table.from_pylist([{"q": 1.0}, {"q": math.nan}]), path)
+    with pytest.raises(UsageError, match=r"row 1: JSON cannot carry column 'q' = nan"):
+        read_rows(str(path))
+    path.write_bytes(b"no table")
+    with pytest.raises(UsageError, match=r"cannot read '.*rows\.parquet': ArrowInvalid"):
         read_rows(str(path))
 
 
@@ -211,6 +268,37 @@ def test_parquet(tmp_path):
 def test_a_local_hugging_face_data_set(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"q": "a"}\n{"q": "b"}\n')
     assert list(read_rows(f"hf:{tmp_path}:train")) == [{"q": "a"}, {"q": "b"}]
+    assert digest(f"hf:{tmp_path}") == digest(f"hf:{tmp_path}:train")
+
+
+CONFIGS = """---
+configs:
+- config_name: main
+  data_files: [{split: train, path: main.jsonl}, {split: test, path: test.jsonl}]
+- config_name: socratic
+  data_files: [{split: train, path: socratic.jsonl}]
+---
+"""
+
+
+@pytest.mark.adapters
+def test_a_hugging_face_data_set_with_configurations(tmp_path):
+    (tmp_path / "README.md").write_text(CONFIGS)
+    for name in ("main", "test", "socratic"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"q": name}) + "\n")
+    assert list(read_rows(f"hf:{tmp_path}:socratic:train")) == [{"q": "socratic"}]
+    assert list(read_rows(f"hf:{tmp_path}:main:test")) == [{"q": "test"}]
+    with pytest.raises(UsageError, match=r"hf:NAME:CONFIG:SPLIT.*\['main', 'socratic'\]") as named:
+        read_rows(f"hf:{tmp_path}:train")
+    assert "\n" not in str(named.value)
+    with pytest.raises(UsageError, match=r"Unknown split"):
+        read_rows(f"hf:{tmp_path}:main:dev")
+
+
+@pytest.mark.parametrize("where", ["hf:", "hf:a/b:c:d:e", "hf:a/b:", "hf:a/b::train"])
+def test_a_name_of_another_form_is_refused(where):
+    with pytest.raises(UsageError, match="give hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT"):
+        read_rows(where)
 
 
 def test_a_missing_package_is_named(monkeypatch, tmp_path):

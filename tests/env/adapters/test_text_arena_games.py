@@ -16,7 +16,7 @@ pytestmark = pytest.mark.adapters
 
 ILLEGAL = ["", "hello", "[9]", "[0]", "[1 2]", "[" + "9" * 5_000 + "]", "[-1]", "[a b]", "\0", "[A1 B2]", "[Fold]"]
 ILLEGAL += ["[e2e4]", "[up]", "[[" * 500, "[submit]", "[crane]", "[1,1]", "[Player 1]", "[cooperate]", "²[²]", "[1 ٣]"]
-RESETS_FAIL = {"SpiteAndMalice-v0-raw", "Stratego-v0-raw"}  # of some seeds: the game's own fault, whatever is played
+RESETS_FAIL = {"SpiteAndMalice-v0-raw", "Stratego-v0-raw", "Sokoban-v0-medium-raw"}  # or take minutes, for some seeds
 PLAYERS = (1, 2, 3, 4, 5, 6)
 
 
