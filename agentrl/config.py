@@ -162,6 +162,7 @@ class EngineSettings(_Section):
     kind: Literal["embedded", "vllm"] = "embedded"  # ours for a CPU, or vLLM
     urls: list[str] = Field(default_factory=list)  # attach to these instead of launching; a /v1 at the end is taken off
     api_key_env: str | None = None  # the environment variable with the key that the servers at `urls` ask for
+    secret_env: list[str] = Field(default_factory=list)  # variables with secrets that our engines and learner need too
     shared: bool = False  # with other runs, from `agentrl fleet FLEET.toml`: only adapters travel
     untested_vllm: bool = False  # take a version of vLLM that agentrl was not tested with, with a warning
     replicas: Count = 1  # engines that the run starts

@@ -77,6 +77,10 @@ def page() -> str:
         "(`[[eval.sets]]`). A value that may be `false` is none then: off, or what its meaning calls the default. So a",
         "run file undoes a default, and `--set` undoes what the run file says. For a number `off` says the same.",
         "",
+        "**A run file of somebody else is code.** It names Python modules and files (`env.id`, `env.reward`, rewards,",
+        "algorithms), and every command that reads it may import them, as your user, outside of any sandbox. So is the",
+        "folder of a run, whose `config.json` says the same. Read them as you read a program before you start it.",
+        "",
         "| key | value | default | meaning |",
         "| --- | --- | --- | --- |",
     ]

@@ -20,6 +20,7 @@ from typing import Protocol
 import trio
 
 from agentrl.engine.launch import end_group
+from agentrl.engine.variables import NOTHING, Withheld
 from agentrl.errors import RunFailed
 from agentrl.runtime import heartbeat
 
@@ -37,7 +38,8 @@ class ClusterLost(RunFailed):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """A child to start: `argv` follows the interpreter `python`; output is appended to `log`; the child may leave the
-    line of its error in `error`, and its marks in `beat`. `mark` names its owner to a janitor of this machine."""
+    line of its error in `error`, and its marks in `beat`. `mark` names its owner to a janitor of this machine. It
+    inherits all variables but the `withheld` ones."""
 
     argv: Sequence[str]
     log: Path
@@ -46,6 +48,7 @@ class Command:
     python: str = sys.executable
     beat: Path | None = None
     mark: Mapping[str, str] = field(default_factory=dict[str, str])
+    withheld: Withheld = NOTHING
 
     def variables(self) -> dict[str, str]:
         """What its environment has besides the launcher's own; the child imports the user's modules too."""
@@ -146,7 +149,7 @@ class Local:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **beat, **command.variables(), **command.mark},
+                env={**command.withheld.without(os.environ), **beat, **command.variables(), **command.mark},
                 process_group=0,
             )
         return LocalProcess(process, command.beat)

@@ -22,6 +22,7 @@ import trio
 from agentrl.config import RunConfig
 from agentrl.engine.client import EngineClient
 from agentrl.engine.concurrency import RUNNING, WAITING
+from agentrl.engine.variables import NOTHING, Withheld
 from agentrl.errors import AgentRLError, DiskFull, EngineError, RunFailed, StoreAway, StoreError, UsageError, WornOut
 from agentrl.placement import start_together
 from agentrl.ports import free_port
@@ -48,6 +49,7 @@ _LEFT_S = 3.0  # in which workers see that an engine leaves, and ask another
 _STEPS = 4  # deadlines of a step: a worker that leaves has ended its own after so many
 _POLL_S = 0.1
 
+_HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of Hugging Face's: the models of roles are looked up there
 _T = TypeVar("_T")
 _PINNED = {
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -351,7 +353,8 @@ class RunProcesses:
 
     def _child(self, name: str, argv: list[str], threads: int, own: Mapping[str, str] | None = None) -> Child:
         env = {**_PINNED, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **(own or {})}
-        child = Child(name, argv, self.run.logs, env, mark=self.mark, launcher=self.launcher)
+        withheld = _withheld(name, self.config)
+        child = Child(name, argv, self.run.logs, env, mark=self.mark, launcher=self.launcher, withheld=withheld)
         self._children.append(child)
         return child
 
@@ -500,3 +503,16 @@ class RunProcesses:
         await self._end(child)
         await self._name_engines()
         await self._name_workers()
+
+
+def _withheld(name: str, config: RunConfig) -> Withheld:
+    """The secrets that a child does not get. An engine needs neither database nor judges, the learner no judges; a
+    worker runs the user's own code, which may need any."""
+    if name.startswith("worker"):
+        return NOTHING
+    judges = frozenset(source.api_key_env for source in config.rewards if source.api_key_env)
+    stored = config.engine.weights_url is not None  # its package has names of its own for its credentials
+    needed = frozenset(config.engine.secret_env)
+    if name == "learner":
+        needed |= {config.engine.api_key_env or "", *_HUB}
+    return Withheld(names=judges - needed, database=name != "learner", others=not stored, needed=needed)

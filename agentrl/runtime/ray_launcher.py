@@ -100,7 +100,8 @@ class Seat:
         temporary = self._owner.path / "tmp"
         temporary.mkdir(exist_ok=True)
         ours = {name: value for name, value in command.env.items() if name != "CUDA_VISIBLE_DEVICES"}
-        lacking = {name: value for name, value in defaults.items() if name not in os.environ}
+        given = command.withheld.without(defaults)
+        lacking = {name: value for name, value in given.items() if name not in os.environ}
         beat = None if command.beat is None else self._owner.path / "beat"
         env = {**lacking, **command.variables(), **ours, NODE_TMP: str(temporary)}
         here = replace(command, env=env, beat=beat, mark=self._owner.mark)

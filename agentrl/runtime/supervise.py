@@ -15,6 +15,7 @@ from pathlib import Path
 
 import trio
 
+from agentrl.engine.variables import NOTHING, Withheld
 from agentrl.errors import RunFailed
 from agentrl.runtime.launch import LOCAL, Command, Launcher, Process
 
@@ -36,6 +37,7 @@ class Child:
     mark: Mapping[str, str] = field(default_factory=dict[str, str])
     beat: Path | None = None
     launcher: Launcher = LOCAL
+    withheld: Withheld = NOTHING
     _process: Process | None = None
 
     @property
@@ -65,6 +67,7 @@ class Child:
             python=self.python,
             beat=self.beat,
             mark=self.mark,
+            withheld=self.withheld,
         )
         self._process = self.launcher.start(self.name, command)
 

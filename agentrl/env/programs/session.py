@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import trio
 
+from agentrl.engine.variables import DATABASE
 from agentrl.env.programs import http
 from agentrl.env.programs.api import Api, BadRequest, Conversation, Reply, apis, event_text
 from agentrl.owner import OwnedFolder, owned_folder
@@ -169,7 +170,8 @@ async def _command(argv: Sequence[str], session: Session) -> Exited:
 
 
 async def _owned(argv: Sequence[str], session: Session, owner: OwnedFolder) -> Exited:
-    variables = {**os.environ, **session.variables, "AGENTRL_TASK": _as_json(session.task), **owner.mark}
+    ours = {"AGENTRL_TASK": _as_json(session.task), **owner.mark}
+    variables = {**DATABASE.without(os.environ), **session.variables, **ours}
     process = await trio.lowlevel.open_process(
         list(argv),
         stdin=subprocess.DEVNULL,
