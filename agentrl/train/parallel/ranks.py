@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -37,7 +38,9 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import debug
 
+from agentrl.engine.variables import SECRETS
 from agentrl.errors import AgentRLError, RankLost
+from agentrl.owner import OwnedFolder
 from agentrl.train.packing import Pack
 from agentrl.train.parallel import beside, collectives
 from agentrl.train.parallel.collectives import Ledger, Standing
@@ -50,6 +53,7 @@ from agentrl.train_settings import ParallelPlan
 _LOOK_S = 0.5
 _EVIDENCE_S = 2.0  # in which a rank that died, or failed, is seen to have
 _PATIENCE = timedelta(days=1)  # of other ranks than 0, which end with it
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _GRACE_S = 15.0  # by which a call that no deadline of torch's ends may be late
 
 
@@ -204,13 +208,16 @@ class Member:
         raise RuntimeError("only rank 0 gives orders")
 
 
-def join(ledger: Ledger, port: int, *, rank: int, size: int, device: torch.device, deadline_s: float) -> Member:
-    """Become rank `rank` of the process group whose store rank 0 offers at `port` of this machine."""
+def join(ledger: Ledger, meeting: Path, *, rank: int, size: int, device: torch.device, deadline_s: float) -> Member:
+    """Become rank `rank` of the process group whose store is the file `meeting`, which only this user can open: a store
+    of torch's that listens on a port takes orders from everybody."""
     collectives.keep(ledger)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)  # else gloo listens where the host's name leads
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
-    store = distributed.TCPStore("127.0.0.1", port, size, is_master=False, timeout=timedelta(seconds=deadline_s))
+    store = distributed.FileStore(str(meeting), size)
+    store.set_timeout(timedelta(seconds=deadline_s))
     # NCCL's own watchdog would end the process without a word on who is missing: ours comes before it.
     timeout = timedelta(seconds=2 * (deadline_s + _GRACE_S) if on_gpu else deadline_s)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
@@ -250,29 +257,26 @@ class Leader:
         self._progress, self._ends = progress, ends
         self._seen, self._seen_at, self._busy = [0] * self.size, time.monotonic(), False
         self._closed = threading.Event()
+        folder = OwnedFolder()
+        weakref.finalize(self, folder.close)  # not in `close`: another thread may still ask the store
+        meeting = folder.path / "store"
         with tempfile.TemporaryFile() as file:
             self.ledger = Ledger(file.fileno(), 0, self.size)
-            store = distributed.TCPStore("127.0.0.1", 0, self.size, is_master=True, wait_for_workers=False)
-            self._store = store
             self._others = [
-                self._start(rank, file.fileno(), (store.port, str(device)))
-                for rank, device in enumerate(devices)
-                if rank
+                self._start(rank, file.fileno(), (meeting, str(device))) for rank, device in enumerate(devices) if rank
             ]
         try:
             with self._working():
                 for rank in range(1, self.size):
                     self._reply(rank, start_s)  # they have loaded torch
                 where = devices[0]
-                self._member = join(
-                    self.ledger, store.port, rank=0, size=self.size, device=where, deadline_s=deadline_s
-                )
+                self._member = join(self.ledger, meeting, rank=0, size=self.size, device=where, deadline_s=deadline_s)
         except BaseException:
             self.close()
             raise
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
-    def _start(self, rank: int, ledger: int, told: tuple[int, str]) -> _Other:
+    def _start(self, rank: int, ledger: int, told: tuple[Path, str]) -> _Other:
         ours, theirs = socket.socketpair()
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a rank that is stopped takes and gives nothing
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(self._deadline_s) + 1, 0))
@@ -282,7 +286,10 @@ class Leader:
                 [sys.executable, "-m", "agentrl.train.parallel.worker", *map(str, argv)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), ledger),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+                env={
+                    **SECRETS.without(os.environ),
+                    "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+                },
             )
         return _Other(process, Connection(ours.detach()))
 
@@ -340,7 +347,7 @@ class Leader:
 
     def settle(self, key: str, progress: Callable[[], None]) -> None:
         beside.settle(
-            self._store,
+            self._member.store,
             key,
             range(1, self.size),
             said=lambda rank: self._said(rank, self._others[rank - 1]),

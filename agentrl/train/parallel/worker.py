@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from agentrl.train.parallel.ranks import join
 
 
 def serve(
-    line: Connection[Any, Any], ledger: Ledger, rank: int, size: int, port: int, device: str, wait_s: float
+    line: Connection[Any, Any], ledger: Ledger, rank: int, size: int, meeting: Path, device: str, wait_s: float
 ) -> None:
     """Do what rank 0 says on `line`, until it ends the process."""
     orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
@@ -33,7 +34,7 @@ def serve(
     send(line, Reply())
     try:
         where = torch.device(device)
-        member = join(ledger, port, rank=rank, size=size, device=where, deadline_s=wait_s)
+        member = join(ledger, meeting, rank=rank, size=size, device=where, deadline_s=wait_s)
         learner: Learner | None = None
         while True:
             name, given = orders.get()
@@ -62,12 +63,12 @@ def _listen(line: Connection[Any, Any], orders: queue.SimpleQueue[tuple[str, Any
 
 
 def main() -> None:
-    rank, size, line, ledger, port, device, wait_s = sys.argv[1:]
+    rank, size, line, ledger, meeting, device, wait_s = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)  # as every child of a run: it writes its stacks to its log
     kept = Ledger(int(ledger), int(rank), int(size))
-    serve(Connection(int(line)), kept, int(rank), int(size), int(port), device, float(wait_s))
+    serve(Connection(int(line)), kept, int(rank), int(size), Path(meeting), device, float(wait_s))
 
 
 if __name__ == "__main__":
