@@ -1,4 +1,4 @@
-"""A run's directory and its scratch space: the place of every file.
+"""A run's directory, which its owner alone can read, and its scratch space: the place of every file.
 
     RUN/config.json         the whole configuration, defaults included
     RUN/store.sqlite        the run store: journal, buffer, lineage, metrics
@@ -43,6 +43,7 @@ _PATIENCE_S = 8.0  # time for children to end by themselves after their lifeline
 _DEAD_S, _POLL_S = 30.0, 0.05  # how long to wait for the janitor of a dead supervisor
 LOCKS = "locks"
 _LOCK = "run.lock"
+_OTHERS = 0o077
 _OWNER = "owner"  # a file in scratch: the supervisor's label and the run's path
 
 
@@ -109,7 +110,9 @@ class RunDir:
         elif path.is_dir() and any(entry != run.logs for entry in path.iterdir()):
             raise UsageError(f"{path} is not empty and holds no run: give another --out")
         try:
-            run.logs.mkdir(parents=True, exist_ok=True)
+            run.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _close_to_others(run.path)
+            run.logs.mkdir(exist_ok=True)
             run.checkpoints.mkdir()
         except OSError as error:
             raise UsageError(f"{path} cannot be made a run's folder ({error.strerror}): give another --out") from None
@@ -217,6 +220,22 @@ class RunDir:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
+def _close_to_others(folder: Path) -> None:
+    """Leave a run's folder to its owner alone, also one that was made before: it has transcripts and weights, and a
+    start runs the code that it names."""
+    before = stat.S_IMODE(folder.stat().st_mode)
+    if not before & _OTHERS:
+        return
+    with suppress(OSError):
+        folder.chmod(before & ~_OTHERS)
+    if stat.S_IMODE(folder.stat().st_mode) & _OTHERS:
+        hint = "put --out where you can close it"
+        said = f"warning: other users of this machine can read {folder} (mode {before:o}): {hint}"
+    else:
+        said = f"{folder} was open to other users (mode {before:o}): it is yours alone now"
+    print(f"agentrl: {said}", file=sys.stderr)
+
+
 def _scratch_prefix() -> str:
     return f"agentrl-{os.getuid()}-"
 
@@ -249,7 +268,7 @@ class _Lock:
 
     def __enter__(self) -> int:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = self.path.open("a+")
         except OSError as error:
             hint = "make it yours to write to, or copy its folder to where you may"
@@ -265,6 +284,7 @@ class _Lock:
                     self._file.close()
                     raise UsageError(f"another process is running {self.path.parent}: {self.mend}") from None
                 time.sleep(_POLL_S)
+        _close_to_others(self.path.parent)
         self._file.truncate(0)
         self._file.write(label())
         self._file.flush()
