@@ -89,7 +89,7 @@ class Cluster(Section):
         urls = [store] if isinstance(store, str) else store
         if urls is not None and not (urls and all(url.startswith(("postgresql://", "postgres://")) for url in urls)):
             hint = "give postgresql://user@host/database, or several; false, or nothing, is SQLite"
-            raise ConfigError("cluster.store", [url.partition("@")[2] or url for url in urls], hint)
+            raise ConfigError("cluster.store", [url.rpartition("@")[2].partition("?")[0] for url in urls], hint)
         return store
 
     @property

@@ -57,11 +57,17 @@ class UsageError(AgentRLError):
 
 
 class ConfigError(UsageError):
-    """A setting is wrong. `field` is its dotted name, `value` the given value, `hint` what to do."""
+    """A setting is wrong. `field` is its dotted name, `value` the given value, `hint` what to do. The message leaves
+    out what may be a password in a URL or a connection string."""
 
     def __init__(self, field: str, value: object, hint: str) -> None:
         self.field, self.value, self.hint = field, value, hint
-        super().__init__(f"{field} = {value!r}: {hint}")
+        super().__init__(f"{field} = {_without_passwords(repr(value))}: {hint}")
+
+
+def _without_passwords(text: str) -> str:
+    text = re.sub(r"(\w:/{1,2}).*@", r"\1…@", text, flags=re.DOTALL)  # a password may have any character, an "@" too
+    return re.sub(r"""(password\s*=\s*)('[^']*'|[^\s&'"]+)""", r"\1…", text, flags=re.IGNORECASE)
 
 
 class UnknownIdError(UsageError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -68,3 +69,25 @@ def test_weights_on_their_way_lie_where_all_nodes_see_them(tmp_path) -> None:
     assert run.scratch.parent == run.path
     local = RunDir.create(tmp_path / "local", parsed())
     assert local.scratch.parent != local.path
+
+
+@pytest.mark.parametrize(
+    ("key", "store"),
+    [
+        ("store", "mysql://me:pa@ss-word@host/runs"),
+        ("store", ["postgresql://me@host/runs", "redis://me:ss-word/@host"]),
+        ("store", "postgresql:/me:pa@ss-word@host/runs"),
+        ("store", "me:pa@ss-word@host/runs?sslpassword=ss-word"),
+        ("store", "postgres:me@host/runs?password=ss-word"),
+        ("store", "host=there dbname=runs password='a ss-word'"),
+        ("store", {"url": "postgresql://me:pa@ss-word@host/runs"}),
+        ("store", [{"url": "postgresql://me:pa@ss-word@host/runs"}]),
+        ("stores", "postgresql://me:pa ss-word@host/runs"),
+        ("address", ["postgresql://me:pa@ss-word@host/runs"]),
+    ],
+)
+def test_no_part_of_a_password_is_printed(key: str, store: object) -> None:
+    with pytest.raises(ConfigError, match=rf"cluster\.{key}") as raised:
+        parsed(cluster={key: store})
+    assert not re.search("ss-|word(?!=)", str(raised.value)), raised.value
+    assert "host" in str(raised.value) or key == "store", "what helps to find it is said"
