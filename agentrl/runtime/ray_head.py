@@ -3,11 +3,15 @@
     join ─► watch ─┬─ answers ─► go on
                    ├─ refuses connections for `cluster.head_away_s` ─┐
                    ├─ is the head of another cluster ────────────────┤
+                   ├─ has ended the run's job, its node being lost ──┤
                    └─ says nothing for `cluster.place_deadline_s` ───┴─► ClusterLost ─► leave
 
 Without its head Ray places and ends nothing, but actors go on and obey. So a run needs the head for no step, and stays
 with one that is slow or stopped for long. A head that refuses connections is dead. Unless it keeps what it knows on a
 disk or in Redis, its cluster died with it, and Ray would end this process after a minute: the run leaves soon.
+
+If the node of this process (its raylet) is lost, the head marks the run's job as dead some seconds later: it ends all
+actors of the job, and places nothing for it any more. Calls for a place would wait for ever.
 """
 
 from __future__ import annotations
@@ -72,8 +76,12 @@ def _refused(error: OSError) -> bool:
     return all(isinstance(attempt, ConnectionRefusedError) for attempt in attempts)
 
 
-async def watch(address: str, *, away_s: float, silent_s: float) -> str:
-    """Returns why the head at `address` counts as gone, once it does."""
+class JobEnded(Exception):
+    """The head has marked this run's job as dead."""
+
+
+async def watch(address: str, job: str | None = None, *, away_s: float, silent_s: float) -> str:
+    """Returns why the head at `address` counts as gone, once it does. Raises JobEnded once it has ended `job`."""
     one = trio.CapacityLimiter(1)
     ours = await _cluster(address, one)
     since = dict[Answer, float]()  # when a row of refusals, or of looks without an answer, began
@@ -81,6 +89,8 @@ async def watch(address: str, *, away_s: float, silent_s: float) -> str:
         found, now = await ask(address), trio.current_time()
         if ours and found is Answer.ANSWERS and await _cluster(address, one) not in (ours, None):
             return "was started anew and knows nothing of before"
+        if job is not None and found is Answer.ANSWERS and await _ended(address, job, one):
+            raise JobEnded
         if found is not Answer.REFUSES:
             since.pop(Answer.REFUSES, None)
         if found is Answer.ANSWERS:
@@ -105,6 +115,25 @@ def _cluster_id(address: str) -> str:
     return _RAYLET.GcsClient(address=address).cluster_id.hex()
 
 
+async def _ended(address: str, job: str, one: trio.CapacityLimiter) -> bool:
+    """Whether the head says that a job is dead. False if it does not say."""
+    with trio.move_on_after(_ANSWER_S), suppress(Exception):  # Ray names no error that this raises
+        return await called(partial(_is_dead, address, job), one)
+    return False
+
+
+def _is_dead(address: str, job: str) -> bool:
+    asked = _RAYLET.GcsClient(address=address).get_all_job_info(
+        job_or_submission_id=job, skip_submission_job_info_field=True, skip_is_running_tasks_field=True
+    )
+    return any(found.is_dead for id, found in asked.items() if id.hex() == job)
+
+
+def job() -> str:
+    """The id of this process's job."""
+    return str(_RAY.get_runtime_context().get_job_id())
+
+
 def here() -> str:
     """The address of the head that this process has joined."""
     return str(_RAY.get_runtime_context().gcs_address)
@@ -114,18 +143,20 @@ async def join(address: str, deadline_s: float, *, again: Path | None) -> None:
     """Join the cluster at `address`. `again`: the folder of a run that was in one before, so it waits for a head.
 
     Raises UsageError if there is none."""
+    why = "the head does not answer"
     with trio.move_on_after(deadline_s):  # Ray itself tries for many minutes
         while True:
             try:
                 there = await _one_that_answers(address) if again else address
                 return await called(partial(connect, there))
-            except UsageError:
+            except UsageError as error:
                 if not again:
                     raise
+                why = f"it could not be joined ({error})"
                 await trio.sleep(_LOOK_S)
     elsewhere = f"; if it is elsewhere: agentrl train --resume {again} --set cluster.address=HOST:PORT" if again else ""
     raise UsageError(
-        f"no Ray cluster at cluster.address = {address!r}: the head does not answer within {deadline_s:g} s"
+        f"no Ray cluster at cluster.address = {address!r}: {why} within {deadline_s:g} s"
         f" (cluster.place_deadline_s): look with `ray status`{elsewhere}"
     )
 

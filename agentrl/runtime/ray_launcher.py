@@ -201,7 +201,7 @@ class RayLauncher:
         self._group: Any = None
         self._seats: dict[str, Any] = {}
         self._nodes: dict[str, str] = {}  # the ids of their nodes
-        self._head = ray_head.here()
+        self._head, self._job = ray_head.here(), ray_head.job()
         self.lost = False  # the head is: it is asked no more
         self._asking: set[trio.CancelScope] = set()
         self._marker = run.path.resolve() / ".seen-by-all-nodes"
@@ -284,14 +284,19 @@ class RayLauncher:
     async def watch(self) -> None:
         """As `Launcher.watch`. A child that does not end by a call ends with its lease."""
         silent_s = self._cluster.place_deadline_s
-        why = await ray_head.watch(self._head, away_s=self._cluster.head_away_s, silent_s=silent_s)
+        try:
+            why = await ray_head.watch(self._head, self._job, away_s=self._cluster.head_away_s, silent_s=silent_s)
+            what = f"Ray's head at {self._head} {why}, and its cluster is gone with it. Once there is a new one"
+        except ray_head.JobEnded:
+            what = (
+                "Ray lost the node of this machine (its raylet ended), and ends all processes of a run whose supervisor"
+                f" was on it. Start it again (ray start --address={self._head})"
+            )
         self.lost = True
         for scope in self._asking:
             scope.cancel()
-        raise ClusterLost(
-            f"Ray's head at {self._head} {why}, and its cluster is gone with it. Once there is a new one, go on with"
-            f" agentrl train --resume {self._run.path} (with --keep-alive a run waits for it by itself)"
-        )
+        how = f"go on with agentrl train --resume {self._run.path} (with --keep-alive a run waits for it by itself)"
+        raise ClusterLost(f"{what}, {how}")
 
     async def close(self) -> None:
         """End every seat and give the nodes back."""

@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
@@ -245,3 +246,39 @@ def test_a_run_that_lost_its_cluster_ends_at_once(
     with pytest.raises(KeyboardInterrupt, match="7"):
         cli.main()
     assert capsys.readouterr().err == "agentrl: the head is gone\n"
+
+
+LOSES_ITS_NODE = """if True:
+    import os, ray, trio
+    from ray.cluster_utils import Cluster
+    from agentrl.runtime import ray_head
+
+    node = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    first = {"include_dashboard": False, "_system_config": {"prestart_worker_first_driver": False}}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, **first})
+    ray_head.connect(cluster.address)
+    try:
+        async def looks():
+            with trio.move_on_after(3):
+                return await ray_head.watch(ray_head.here(), ray_head.job(), away_s=2.0, silent_s=300.0)
+        assert trio.run(looks) is None, "all is well"
+        raylet = cluster.head_node.all_processes["raylet"][0].process
+        raylet.kill()
+        try:
+            print(trio.run(lambda: ray_head.watch(ray_head.here(), ray_head.job(), away_s=2.0, silent_s=300.0)))
+        except ray_head.JobEnded:
+            print("the job has ended", flush=True)
+    finally:
+        cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
+        os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_law_4_a_run_whose_own_node_is_lost_is_told_so(tmp_path: Path) -> None:
+    """The head lives and answers; Ray's calls for a new place would wait for ever."""
+    variables = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": "/tmp"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOSES_ITS_NODE], env=variables, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert "the job has ended" in done.stdout.splitlines(), done.stdout + done.stderr

@@ -29,7 +29,14 @@ PRINTS = ["-c", "import json, os; print(json.dumps(sorted(os.environ)))"]
 
 
 def config(**engine: Any) -> RunConfig:
-    judge = {"source": "judge", "kind": "judge", "url": "http://127.0.0.1:9", "model": "m", "rubric": "r", "api_key_env": JUDGE}
+    judge = {
+        "source": "judge",
+        "kind": "judge",
+        "url": "http://127.0.0.1:9",
+        "model": "m",
+        "rubric": "r",
+        "api_key_env": JUDGE,
+    }
     document = {"model": "agentrl/tiny-coder", "env": {"id": "agentrl/TinyCoder-v0"}}
     return parse({**document, "rewards": [judge], "engine": {"api_key_env": ENGINE, **engine}})
 
