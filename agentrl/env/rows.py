@@ -1,29 +1,32 @@
 """`RowsEnv`: an environment of a data set and reward functions. Nobody has to write an environment for one question and
 one answer.
 
-A row is asked, the policy answers once, and functions `(prompt, completion, row) -> float` judge the answer. Its rows
-are reset options, of `[[tasks]] rows = "train.jsonl"`; held-out ones are those of its argument `rows`, by seed.
+A row is asked, the policy answers once, and functions judge the answer: `(prompt, completion, row) -> float`, or those
+written for TRL (`agentrl.env.reward_functions`). Its rows are reset options, of `[[tasks]] rows = "train.jsonl"`;
+held-out ones are those of its argument `rows`, by seed.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
+import functools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, cast
 
 from agentrl.env.core import Env, ResetResult, StepResult
 from agentrl.env.datasets import read_rows
-from agentrl.env.limits import finite
-from agentrl.errors import EnvError, UsageError
+from agentrl.env.limits import finite, positive_seconds
+from agentrl.env.reward_functions import Answer, RewardFunction
+from agentrl.env.reward_process import Hangs, RewardProcesses
+from agentrl.errors import EnvError, UsageError, boundary
 from agentrl.records import Json, Message, Messages
-from agentrl.registry import load_reference
-
-RewardFunction = Callable[[Messages, str, Mapping[str, Json]], float]
-"""Messages asked, the text answered, the row as it stands in the data set; to a number."""
 
 ID: Final = "agentrl.env.rows:RowsEnv"
 """What a run file names it by."""
+
+log = logging.getLogger(__name__)
 
 
 def _is_list(value: object) -> bool:
@@ -35,7 +38,12 @@ class RowsEnv(Env):
     what each is multiplied by (default: 1); the outcome is the sum. It is a success from `success_from` on.
 
     `prompt` is the question with the row's columns in braces; a column of chat messages may stand there alone. `rows`
-    is a file, or `hf:NAME:SPLIT`, whose row `seed` modulo their number is asked where no options are given."""
+    is a file, or `hf:NAME:SPLIT`, whose row `seed` modulo their number is asked where no options are given.
+
+    The functions run in the main threads of at most `processes` processes, started as they are needed; with 0 in
+    threads of this process, for functions that share something large. If they need more than `reward_s` seconds for an
+    answer, those that have not judged it yet give 0, as the answer could have caused that; in a thread nothing ends
+    them. A function that raises fails the episode."""
 
     replayable = True
 
@@ -48,6 +56,8 @@ class RowsEnv(Env):
         system: str | None = None,
         rows: str | None = None,
         success_from: float = 1.0,
+        processes: int = 8,
+        reward_s: float = 20.0,
     ) -> None:
         if not _is_list(rewards) or not all(isinstance(name, str) for name in cast("Sequence[object]", rewards)):
             raise UsageError(f"rewards = {rewards!r}: give a list of functions, as ['rewards.py:correct']")
@@ -58,12 +68,16 @@ class RowsEnv(Env):
         for at, weight in enumerate(weights or ()):
             finite(f"weights[{at}]", weight)
         finite("success_from", success_from)
+        if type(processes) is not int or processes < 0:
+            raise UsageError(f"processes = {processes!r}: give how many processes may score at once, or 0 for threads")
+        self._processes, self._reward_s = processes, positive_seconds("reward_s", reward_s)
         texts: dict[str, object] = {"prompt": prompt, "system": system or ""}
         for field, text in texts.items():
             if not isinstance(text, str):
                 raise UsageError(f"{field} = {text!r}: give a text")
         self._names = tuple(rewards)
-        self._functions: list[RewardFunction] = [load_reference(name) for name in rewards]
+        self._functions = {name: RewardFunction.of(name) for name in rewards}
+        self.needs_step_s, self.needs_step_by = reward_s, "reward_s"
         self._weights = tuple(weights) if weights is not None else (1.0,) * len(rewards)
         self._prompt, self._system, self._success_from = prompt, system, success_from
         self._rows = None if rows is None else read_rows(rows)
@@ -79,15 +93,21 @@ class RowsEnv(Env):
         return self._asked, {}
 
     def step(self, action: str) -> StepResult:
-        scores = {
-            name: self._score(name, each, action) for name, each in zip(self._names, self._functions, strict=True)
-        }
+        talk = isinstance(self._row.get(self._column), list)
+        answer = Answer(prompt=self._asked, completion=action, row=self._row, talk=talk)
+        until = time.monotonic() + self._reward_s
+        scores = {name: self._score(name, answer, until) for name in self._names}
         outcome = sum(weight * score for weight, score in zip(self._weights, scores.values(), strict=True))
         info: dict[str, Json] = {"outcome": outcome, "success": outcome >= self._success_from, "scores": dict(scores)}
         return (), 0.0, True, False, info
 
+    @property
+    def _column(self) -> str:
+        """The column of the row that is asked, if the prompt is nothing else."""
+        return self._prompt.strip("{}")
+
     def _messages(self, row: Mapping[str, Any]) -> Messages:
-        column = row.get(self._prompt.strip("{}"))
+        column = row.get(self._column)
         if isinstance(column, list):
             asked = list(cast("list[Message]", column))
         else:
@@ -99,8 +119,19 @@ class RowsEnv(Env):
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
         return (*system, *asked)
 
-    def _score(self, name: str, function: RewardFunction, action: str) -> float:
-        score: Any = function(self._asked, action, self._row)
-        if not isinstance(score, Real) or not math.isfinite(score):
-            raise EnvError(f"the reward function {name!r} returned {score!r}: return a finite number")
-        return float(score)
+    def _score(self, name: str, answer: Answer, until: float) -> float:
+        if not self._processes:
+            with boundary(EnvError, f"the reward function {name!r} raised", place=True):
+                return self._functions[name](answer)
+        left_s = until - time.monotonic()
+        with suppress(Hangs):
+            if left_s > 0:
+                return _shared(self._names, self._processes).score(name, answer, left_s)
+        log.warning("reward function %r had not judged an answer within reward_s = %g: 0", name, self._reward_s)
+        return 0.0
+
+
+@functools.cache
+def _shared(names: tuple[str, ...], most: int) -> RewardProcesses:
+    """The processes that all episodes of this process share."""
+    return RewardProcesses(names, most)

@@ -64,8 +64,8 @@ class Trainer:
     file's path, its sections as a mapping, or a RunConfig.
 
     Without `env`: `dataset` is a file, rows as a list of mappings, or a data set of Hugging Face's; `reward_funcs` are
-    module-level functions `(prompt, completion, row) -> float`, or references to such; `eval_dataset` is held out. Rows
-    and a run file are written beside `out`, for `agentrl train`. See `agentrl.env.rows` for `env.kwargs`.
+    functions `(prompt, completion, row) -> float`, or those of TRL, or references to such; `eval_dataset` is held out.
+    Rows and a run file are written beside `out`, for `agentrl train`. See `agentrl.env.rows` for `env.kwargs`.
 
     Raises ConfigError or UsageError for a bad setting, before anything starts."""
 

@@ -2,17 +2,99 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentrl.env.rows import RowsEnv
 from agentrl.errors import EnvError, UsageError
 
 HERE = __name__
+
+
+def numpy_bool(prompt: Any, completion: str, row: Any) -> Any:
+    return np.bool_(completion == "yes")
+
+
+def numpy_number(prompt: Any, completion: str, row: Any) -> Any:
+    return np.float32(0.5)
+
+
+def one_element(prompt: Any, completion: str, row: Any) -> Any:
+    return np.array(0.25)
+
+
+def tensor(prompt: Any, completion: str, row: Any) -> Any:
+    import torch
+
+    return torch.tensor(0.75)
+
+
+async def later(prompt: Any, completion: str, row: Any) -> float:
+    await asyncio.sleep(0)
+    return 0.125
+
+
+def from_trl(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    assert set(kwargs) == {"prompts", "prompt"}
+    return [float(said == right) for said, right in zip(completions, answer, strict=True)]
+
+
+def talking_trl(prompts: list[Any], completions: list[Any]) -> list[float | None]:
+    (asked,), (said,) = prompts, completions
+    assert [message["role"] for message in (*asked, *said)] == ["system", "user", "assistant"]
+    return [1.0 if said[0]["content"] == "yes" else None]
+
+
+async def async_trl(completions: list[str], scale: int = 2, **kwargs: Any) -> Any:
+    return np.array([scale * len(one) for one in completions])
+
+
+def two_values(completions: list[str], **kwargs: Any) -> list[float]:
+    return [1.0, 2.0]
+
+
+def needs_more(completions: list[str], solution: list[str]) -> list[float]:
+    return [1.0]
+
+
+def two_arguments(prompt: Any, completion: str) -> float:
+    return 1.0
+
+
+def raises(prompt: Any, completion: str, row: Any) -> float:
+    raise KeyError("missing")
+
+
+def hangs(prompt: Any, completion: str, row: Any) -> float:
+    while completion == "hang":
+        pass
+    return 1.0
+
+
+def dies(prompt: Any, completion: str, row: Any) -> float:
+    os._exit(3)
+
+
+def prints(prompt: Any, completion: str, row: Any) -> float:
+    print('{"score": 7}', flush=True)
+    return float(os.getpid())
+
+
+def alarmed(prompt: Any, completion: str, row: Any) -> float:
+    """As math-verify bounds a comparison: by a signal, which needs a main thread."""
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.alarm(5)
+    signal.alarm(0)
+    return 1.0
 
 
 def length(prompt: Any, completion: str, row: Any) -> float:
@@ -66,3 +148,120 @@ def test_what_cannot_be_asked_or_judged_is_named() -> None:
     one.reset(options={"prompt": "a"})
     with pytest.raises(EnvError, match=r"'\S+:nothing' returned nan: return a finite number"):
         one.step("b")
+
+
+ANYWHERE = pytest.mark.parametrize("processes", [0, 1], ids=["thread", "process"])
+
+
+def outcome(one: RowsEnv, action: str, **row: Any) -> float:
+    one.reset(options={"prompt": "a", **row})
+    return one.step(action)[4]["outcome"]
+
+
+@ANYWHERE
+@pytest.mark.parametrize(
+    ("name", "action", "row", "expected"),
+    [
+        ("numpy_bool", "yes", {}, 1.0),
+        ("numpy_bool", "no", {}, 0.0),
+        ("numpy_number", "", {}, 0.5),
+        ("one_element", "", {}, 0.25),
+        ("later", "", {}, 0.125),
+        ("from_trl", "4", {"answer": "4"}, 1.0),
+        ("from_trl", "5", {"answer": "4"}, 0.0),
+        ("async_trl", "four", {}, 8.0),
+    ],
+)
+def test_scores_of_every_kind_by_functions_of_every_form(
+    name: str, action: str, row: dict[str, Any], expected: float, processes: int
+) -> None:
+    assert outcome(env(name, processes=processes), action, **row) == expected
+
+
+def test_a_tensor_without_dimensions_is_a_score() -> None:
+    assert outcome(env("tensor", processes=0), "") == 0.75
+
+
+@ANYWHERE
+def test_a_prompt_of_messages_is_answered_with_one_as_in_trl(processes: int) -> None:
+    one = env("talking_trl", processes=processes, system="be brief")
+    talk = [{"role": "user", "content": "?"}]
+    assert outcome(one, "yes", prompt=talk) == 1.0
+    assert outcome(one, "no", prompt=talk) == 0.0, "None: not for this row"
+
+
+@ANYWHERE
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("raises", r"raised KeyError: 'missing' \(.*test_rows\.py:\d+\)"),
+        ("two_values", r"returned \[1\.0, 2\.0\]: return one number per completion"),
+        ("nothing", r"returned nan: return a finite number"),
+    ],
+)
+def test_a_function_that_fails_is_named_wherever_it_runs(name: str, said: str, processes: int) -> None:
+    with pytest.raises(EnvError, match=said):
+        outcome(env(name, processes=processes), "b")
+
+
+@ANYWHERE
+def test_a_column_that_trl_would_give_and_no_row_has_is_named(processes: int) -> None:
+    with pytest.raises(UsageError, match=r"needs_more' asks for solution; a row has answer, prompt"):
+        outcome(env("needs_more", processes=processes), "b", answer="4")
+
+
+def test_a_signature_that_cannot_be_called_is_refused_when_it_is_made() -> None:
+    with pytest.raises(UsageError, match=r"takes \(prompt.*, completion.*give \(prompt, completion, row\), or TRL's"):
+        env("two_arguments")
+
+
+def test_functions_that_need_a_main_thread_have_one() -> None:
+    failures: list[BaseException] = []
+
+    def play() -> None:
+        try:
+            assert outcome(env("alarmed"), "b") == 1.0
+            with pytest.raises(EnvError, match="signal only works in main thread"):
+                outcome(env("alarmed", processes=0), "b")
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    thread.join(timeout=120)
+    assert not thread.is_alive() and not failures, failures
+
+
+def test_a_function_that_hangs_gives_0_and_the_next_answer_is_judged(caplog: pytest.LogCaptureFixture) -> None:
+    one = env("same", "hangs", reward_s=2.0, processes=1)
+    assert outcome(one, "hang", answer="hang") == 1.0, "what has answered counts"
+    assert "hangs' had not judged an answer within reward_s = 2" in caplog.text
+    patient = env("same", "hangs", reward_s=100.0, processes=1)
+    assert outcome(patient, "no", answer="hang") == 1.0
+
+
+def test_a_function_that_ends_its_process_fails_its_episode_alone() -> None:
+    for _ in range(2):
+        with pytest.raises(EnvError, match="process of the reward functions ended with status 3"):
+            outcome(env("dies", processes=1), "b")
+
+
+def test_what_a_function_prints_is_no_answer_and_the_process_is_kept() -> None:
+    one = env("prints", processes=1)
+    first = outcome(one, "b")
+    assert first == outcome(one, "c") == outcome(env("prints", processes=1), "d")
+    assert first not in (7.0, os.getpid())
+
+
+def equal(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    from math_verify import parse, verify  # pyright: ignore
+
+    return [float(verify(parse(right), parse(said))) for said, right in zip(completions, answer, strict=True)]
+
+
+@pytest.mark.adapters
+def test_math_verify_judges_within_its_own_time_limits() -> None:
+    pytest.importorskip("math_verify")
+    one = env("equal", reward_s=100.0)
+    assert outcome(one, "$\\frac{2}{4}$", answer="$0.5$") == 1.0
+    assert outcome(one, "$\\frac{3}{4}$", answer="$0.5$") == 0.0

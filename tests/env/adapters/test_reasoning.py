@@ -112,7 +112,7 @@ import sys
 from agentrl.env.adapters.reasoning import ReasoningGym
 for task in sys.argv[1:]:
     env = ReasoningGym(task)
-    print(task, env.replayable, [env.reset(seed=seed)[0][-1]["content"] for seed in range(3)])
+    print("\\n@", task, env.replayable, [env.reset(seed=seed)[0][-1]["content"] for seed in range(3)])
 """
 
 

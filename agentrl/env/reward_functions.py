@@ -1,0 +1,103 @@
+"""Reward functions of `RowsEnv`: which signatures they may have, how they are called, which numbers they may give.
+
+    (prompt, completion, row)               one answer: messages asked, the text answered, the row of the data set
+    (completions, prompts=…, column=…, **)  as in TRL: lists, of one answer each, and columns of the row by name
+
+Both may be async. Knows no environment and no process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Final, cast
+
+from agentrl.errors import EnvError, UsageError
+from agentrl.records import Json, Message
+from agentrl.registry import load_reference
+
+_FORMS: Final = "give (prompt, completion, row), or TRL's (completions, column=…, **kwargs)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a function judges. `talk`: the row's prompt is a list of messages, which TRL answers with one, too."""
+
+    prompt: Sequence[Message]
+    completion: str
+    row: Mapping[str, Json]
+    talk: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """A function by its reference `name`. Raises UsageError for a signature that it may not have."""
+
+    name: str
+    function: Callable[..., Any]
+    batched: bool
+    takes: frozenset[str] | None  # names of arguments; None: any
+    needs: frozenset[str]  # those without a default
+
+    @classmethod
+    def of(cls, name: str) -> RewardFunction:
+        """The function that a reference names."""
+        function = load_reference(name)
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"the reward function {name!r} is no function whose arguments are known: {error}"
+            ) from None
+        parameters = signature.parameters.values()
+        named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        batched = any(one.name == "completions" for one in named)
+        if not batched:
+            try:
+                signature.bind((), "", {})
+            except TypeError:
+                raise UsageError(f"the reward function {name!r} takes {signature}: {_FORMS}") from None
+        any_name = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        takes = None if any_name else frozenset(one.name for one in named)
+        needs = frozenset(one.name for one in named if one.default is one.empty)
+        return cls(name, function, batched, takes, needs)
+
+    def __call__(self, answer: Answer) -> float:
+        """The score of one answer; 0 for TRL's None, which says that the function is not for such rows. Raises EnvError
+        for what is no finite number, UsageError for a column that the row does not have."""
+        said = self._batch(answer) if self.batched else self.function(answer.prompt, answer.completion, answer.row)
+        if inspect.isawaitable(said):
+            said = asyncio.run(_awaited(said))
+        if self.batched:
+            said = self._only(said)
+        return 0.0 if said is None and self.batched else self._number(said)
+
+    def _batch(self, answer: Answer) -> Any:
+        columns: dict[str, Any] = {name: [value] for name, value in answer.row.items()}
+        talk = [{"role": "assistant", "content": answer.completion}]
+        prompt: Any = list(answer.prompt) if answer.talk else answer.prompt[-1]["content"]
+        given = {**columns, "prompts": [prompt], "completions": [talk if answer.talk else answer.completion]}
+        if missing := sorted(self.needs - given.keys()):
+            known = ", ".join(sorted(answer.row))
+            raise UsageError(f"the reward function {self.name!r} asks for {', '.join(missing)}; a row has {known}")
+        return self.function(**{key: value for key, value in given.items() if self.takes is None or key in self.takes})
+
+    def _only(self, said: Any) -> Any:
+        values = said.tolist() if hasattr(said, "tolist") else said
+        if not isinstance(values, list | tuple) or len(cast("Sequence[Any]", values)) != 1:
+            raise EnvError(f"the reward function {self.name!r} returned {said!r:.80}: return one number per completion")
+        return cast("Sequence[Any]", values)[0]
+
+    def _number(self, said: Any) -> float:
+        score = said.item() if getattr(said, "shape", None) == () and hasattr(said, "item") else said
+        if not isinstance(score, Real) or not math.isfinite(score):
+            raise EnvError(f"the reward function {self.name!r} returned {said!r:.80}: return a finite number")
+        return float(score)
+
+
+async def _awaited(said: Any) -> Any:
+    return await said
