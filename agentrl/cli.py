@@ -416,6 +416,10 @@ def serve(
     sync: Annotated[Literal["auto", "nccl", "ipc"], typer.Option(help="How it takes new weights (vLLM)")] = "auto",
     routed_experts: Annotated[bool, typer.Option(help="Tell which experts a mixture chooses (vLLM)")] = False,
     kept_sets: Annotated[bool, typer.Option(help="Tell the set that each token is drawn from (vLLM)")] = False,
+    weights_from: Annotated[
+        list[str] | None,
+        typer.Option(help="A folder or URL that runs' weights may come from, beside /dev/shm, /tmp and this folder"),
+    ] = None,
 ) -> None:
     """Serve a model until Ctrl-C. A run attaches with --set engine.kind=… --set 'engine.urls=["URL"]'."""
     from agentrl.config import EngineSettings
@@ -445,6 +449,7 @@ def serve(
         dtype=dtype,
         sync=sync,
         routed_experts=routed_experts,
+        weights_from=weights_from or [],
     )
     targets = tuple(target for target in lora_targets.split(",") if target)
     serve_model(

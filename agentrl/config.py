@@ -175,6 +175,7 @@ class EngineSettings(_Section):
     stream_tokens: Count = 16  # tokens per streamed chunk
     sync: Literal["auto", "full", "delta", "nccl", "ipc"] = "auto"  # how new weights travel, see RunConfig.sync
     weights_url: str | None = None  # a folder of an object store for weights, if engines share no disk: s3://bucket/x
+    weights_from: list[str] = Field(default_factory=list)  # further folders and URLs that engines may read weights from
     stage: Literal["auto", "file"] = "auto"  # weights on their way into vLLM: a second copy if there is room, or a file
     canary: bool = True  # after every sync: compare log-probs of a fixed probe with the learner's
     canary_tolerance: Positive | None = None  # nats of one token; default: what the engine's dtypes explain

@@ -2,8 +2,10 @@
 
     {"folder": ID, "file": NAME, "start": BYTE, "data": BASE64}  …  {"folder": ID, "files": {NAME: SHA-256}} ─► its path
 
-A folder appears by one rename once all of its files have the SHA-256 that they should, or not at all. Standard library
-only: it runs in the embedded engine, and in each of vLLM's workers, of which those of one host make the same folder.
+A folder appears by one rename once all of its files have the SHA-256 that they should, or not at all. An inbox is a
+folder of the engine's own, of mode 0700 and a name that nobody can guess. All that happens in it goes by descriptors,
+never through a symbolic link, and an engine removes only what it received itself. Standard library only: it runs in the
+embedded engine, and in each of vLLM's workers, of which those of one host make the same folder.
 """
 
 from __future__ import annotations
@@ -13,23 +15,24 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 METHOD = "agentrl_receive"
 """What the call is named at an engine (`POST /collective_rpc`)."""
 
-_NAME = re.compile(r"\w[\w.-]{0,200}")
+_PREFIX = "agentrl-inbox-"
+_NAME = re.compile(r"\w[\w.-]{0,200}", re.ASCII)
 _PIECE = 8 << 20
 _MOST = 16 << 30  # bytes of a file
-
-
-def root() -> Path:
-    """Where an engine keeps what came. A server that a run starts has a temporary folder of its own."""
-    return Path(tempfile.gettempdir()) / f"agentrl-inbox-{os.getuid()}"
+_FOLDERS = 256  # that an engine has at once
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def messages(folder: Path, name: str) -> Generator[str]:
@@ -51,46 +54,113 @@ def messages(folder: Path, name: str) -> Generator[str]:
 def forgetting(path: str) -> str | None:
     """The message that removes the folder at `path`; None if that lies in no inbox."""
     place = Path(path)
-    return json.dumps({"folder": place.name, "drop": True}) if place.parent.name == root().name else None
+    return json.dumps({"folder": place.name, "drop": True}) if place.parent.name.startswith(_PREFIX) else None
 
 
-def receive(text: str) -> dict[str, Any]:
-    """Take one message. Returns the folder's `path` once it is whole, or the line of an `error`."""
+def new_place() -> str:
+    """Where an inbox can be: in the temporary folder, under a name of its own."""
+    return str(Path(tempfile.gettempdir()) / f"{_PREFIX}{secrets.token_hex(16)}")
+
+
+class Inbox:
+    """The folders that came to this process, in the folder `place`, which the first message makes."""
+
+    def __init__(self, place: str) -> None:
+        self.place = Path(place)
+        self._mine: set[str] = set()  # the folders that came, or are coming
+
+    def receive(self, text: str) -> dict[str, Any]:
+        """Take one message. Returns the folder's `path` once it is whole, or the line of an `error`."""
+        try:
+            with self._opened() as root:
+                return self._taken(root, json.loads(text))
+        except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def holds(self, path: str) -> bool:
+        """Whether a folder that came lies at `path`."""
+        return os.path.split(path)[0] == str(self.place) and os.path.basename(path) in self._mine  # noqa: PTH119
+
+    def open(self, path: str, file: str) -> BinaryIO:
+        """A file of a folder that came. Raises OSError."""
+        with self._opened() as root, _descriptor(Path(path).name, _FOLDER, root) as folder:
+            return os.fdopen(os.open(_checked(file), os.O_RDONLY | _FILE, dir_fd=folder), "rb")
+
+    def remove(self, path: str) -> None:
+        """Remove a folder that came."""
+        with suppress(OSError), self._opened() as root:
+            self._remove(root, Path(path).name)
+
+    @contextmanager
+    def _opened(self) -> Generator[int]:
+        """A descriptor of the inbox. Raises PermissionError if somebody else made what is there."""
+        with suppress(FileExistsError):
+            self.place.mkdir(mode=0o700)
+        with _descriptor(str(self.place), _FOLDER) as root:
+            found = os.fstat(root)
+            if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+                raise PermissionError(f"{str(self.place)!r} is not this engine's alone: start it again")
+            yield root
+
+    def _taken(self, root: int, message: dict[str, Any]) -> dict[str, Any]:
+        name = _checked(message["folder"])
+        draft = _draft(name)
+        if message.get("drop"):
+            if name in self._mine:
+                self._remove(root, name)
+            return {}
+        if "file" in message:
+            file, start, data = _checked(message["file"]), int(message["start"]), str(message["data"])
+            if name not in self._mine and len(self._mine) >= _FOLDERS:
+                raise ValueError(f"this engine has {_FOLDERS} folders already: unload adapters first")
+            self._mine.add(name)
+            with suppress(FileExistsError):
+                os.mkdir(draft, 0o700, dir_fd=root)
+            with _descriptor(draft, _FOLDER, root) as folder:
+                _write(folder, file, start, data)
+            return {}
+        with _descriptor(draft, _FOLDER, root) as folder:
+            for file, digest in message["files"].items():
+                with os.fdopen(os.open(_checked(file), os.O_RDONLY | _FILE, dir_fd=folder), "rb") as opened:
+                    if hashlib.file_digest(opened, "sha256").hexdigest() != digest:
+                        raise ValueError(f"{file} has another SHA-256 than it was sent with")
+        if name in os.listdir(root):  # a worker beside this one was first, or it was sent twice
+            shutil.rmtree(draft, dir_fd=root)
+        else:
+            os.rename(draft, name, src_dir_fd=root, dst_dir_fd=root)
+        return {"path": str(self.place / name)}
+
+    def _remove(self, root: int, name: str) -> None:
+        self._mine.discard(name)
+        for folder in (name, _draft(name)):
+            with suppress(FileNotFoundError):  # a worker beside this one was first
+                shutil.rmtree(folder, dir_fd=root)
+
+
+def _draft(name: str) -> str:
+    return f".{name}.{os.getpid()}"
+
+
+def _write(folder: int, name: str, start: int, text: str) -> None:
+    data = base64.b64decode(text, validate=True)
+    if not 0 <= start <= _MOST - len(data):
+        raise ValueError(f"a file ends at {_MOST} bytes")
+    new = 0 if start else os.O_CREAT | os.O_TRUNC
+    with os.fdopen(os.open(name, os.O_WRONLY | _FILE | new, 0o600, dir_fd=folder), "wb") as file:
+        file.seek(start)
+        file.write(data)
+
+
+@contextmanager
+def _descriptor(path: str, flags: int, folder: int | None = None) -> Generator[int]:
+    found = os.open(path, flags, dir_fd=folder)
     try:
-        return _taken(json.loads(text))
-    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
-def _taken(message: dict[str, Any]) -> dict[str, Any]:
-    folder = root() / _checked(message["folder"])
-    draft = folder.with_name(f".{folder.name}.{os.getpid()}")
-    if message.get("drop"):
-        for place in (folder, draft):
-            shutil.rmtree(place, ignore_errors=True)
-        return {}
-    if "file" in message:
-        name = _checked(message["file"])
-        start, data = int(message["start"]), base64.b64decode(message["data"], validate=True)
-        if not 0 <= start <= _MOST:
-            raise ValueError(f"a file ends at {_MOST} bytes")
-        draft.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with (draft / name).open("r+b" if start else "wb") as file:
-            file.seek(start)
-            file.write(data)
-        return {}
-    for name, digest in message["files"].items():
-        with (draft / _checked(name)).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                raise ValueError(f"{name} has another SHA-256 than it was sent with")
-    if folder.exists():  # a worker beside this one was first, or it was sent twice
-        shutil.rmtree(draft)
-    else:
-        draft.rename(folder)
-    return {"path": str(folder)}
+        yield found
+    finally:
+        os.close(found)
 
 
 def _checked(name: Any) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a file")
+        raise ValueError(f"{name!r:.100} is no name of a file")
     return name

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 import trio
 
 from agentrl.config import EngineSettings
+from agentrl.engine.sources import everyday
 from agentrl.errors import EngineUnavailable, UsageError
 from agentrl.owner import owned_folder
 
@@ -41,8 +42,10 @@ def embedded_argv(
     version: int = 0,
     weights: Path | None = None,
     max_context: int | None = None,
+    weights_from: Sequence[str] = (),
 ) -> list[str]:
-    """The command that serves `model_dir` until its standard input ends; it writes `ready_file` once it answers."""
+    """The command that serves `model_dir` until its standard input ends; it writes `ready_file` once it answers. New
+    weights may come from the places `weights_from`; without any from where learners of this machine keep them."""
     argv = [
         sys.executable,
         "-m",
@@ -61,6 +64,8 @@ def embedded_argv(
         argv += ["--max-model-len", str(max_context)]
     if weights is not None:
         argv += ["--weights", str(weights)]
+    for place in weights_from:
+        argv += ["--weights-from", place]
     return argv
 
 
@@ -92,11 +97,13 @@ async def launch_embedded(
             version=version,
             weights=weights,
             max_context=max_context,
+            weights_from=[*everyday(), *settings.weights_from],
         )
+        env = {**os.environ, "TMPDIR": str(owner.path), **owner.mark}  # what it leaves goes with it
         with errors.open("wb") as kept:
             output = kept.fileno() if log is None else log
             process = await trio.lowlevel.open_process(
-                argv, stdin=subprocess.PIPE, stdout=output, stderr=output, env={**os.environ, **owner.mark}
+                argv, stdin=subprocess.PIPE, stdout=output, stderr=output, env=env
             )
         try:
             url = await _wait_ready(process, ready_file, errors, settings.start_deadline_s)

@@ -34,6 +34,7 @@ from agentrl.engine.weightfile import Bytes
 from agentrl.errors import WeightSyncError
 
 _LONGEST = 100  # deltas that an engine applies one after the other
+_PLAIN = re.compile(r"\w[\w.-]{0,200}", re.ASCII)  # a name in the folder: an entry leads nowhere else
 _OF_VERSION = re.compile(r"(\d{8,})\.(json|full|delta)")
 _T = TypeVar("_T")
 
@@ -97,7 +98,10 @@ class Folder:
         data = self.read(name)
         try:
             found = cast("dict[str, Any]", json.loads(data))
-            return Entry(**{field.name: found[field.name] for field in fields(Entry)})
+            entry = Entry(**{field.name: found[field.name] for field in fields(Entry)})
+            if not all(_PLAIN.fullmatch(name) for name in (entry.object, entry.base or entry.object)):
+                raise ValueError("it names an object outside of its folder")
+            return entry
         except (ValueError, LookupError, TypeError) as error:
             raise WeightSyncError(f"{self.url}/{name} is torn, or no entry of weights ({error!r})") from error
 

@@ -58,6 +58,11 @@ def open_bytes(path: Path) -> Bytes:
         raise WeightSyncError(f"cannot read weight file {str(path)!r}: {error}") from error
 
 
+def mapped(file: BinaryIO) -> Bytes:
+    """As `open_bytes`, of an open file. Raises OSError, or ValueError if it is empty."""
+    return cast("Bytes", np.memmap(file, dtype=np.uint8, mode="r"))
+
+
 def parts(folder: Path) -> list[Path]:
     """The weight files of a model folder: several if `model.safetensors.index.json` lists them. Raises ModelError if
     there is none, or the index names one that is not there."""
@@ -82,14 +87,6 @@ def width(data: Bytes) -> int:
 def digest(data: Bytes) -> str:
     """SHA-256 of a file's bytes, as hex."""
     return hashlib.sha256(memoryview(cast("Any", data))).hexdigest()
-
-
-def verified(path: Path, sha256: str) -> Bytes:
-    """The bytes of `path`. Raises WeightSyncError if they are not those that `sha256` names."""
-    data = open_bytes(path)
-    if (found := digest(data)) != sha256:
-        raise WeightSyncError(f"weight file {str(path)!r} has SHA-256 {found[:12]}…, expected {sha256[:12]}…")
-    return data
 
 
 def places(data: Bytes) -> Iterator[TensorPlace]:
@@ -137,18 +134,6 @@ def write_delta(base: Bytes, new: Bytes, target: Path, *, width: int) -> int:
     finally:
         draft.unlink(missing_ok=True)
     return target.stat().st_size
-
-
-def apply_delta(base: Bytes, delta: Path, sha256: str) -> Bytes:
-    """The file that `delta` makes of `base`. Raises WeightSyncError unless the result has this SHA-256."""
-    try:
-        with delta.open("rb") as file:
-            result = patched(base, file, str(delta))
-    except OSError as error:
-        raise WeightSyncError(f"cannot apply delta {str(delta)!r}: {error}") from error
-    if digest(result) != sha256:
-        raise WeightSyncError(f"delta {str(delta)!r} does not make the file it should: wrong base or damaged bytes")
-    return result
 
 
 def patched(base: Bytes, delta: BinaryIO, name: str) -> Bytes:

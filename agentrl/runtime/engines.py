@@ -25,7 +25,15 @@ from agentrl.engine.vllm import launch as vllm
 from agentrl.engine.vllm.plugin import BACKEND
 from agentrl.engine.vllm.probe import Need, needed, probe
 from agentrl.engine.weights import push, update_info
-from agentrl.errors import CanaryMismatch, EngineError, EngineTimeout, EngineUnavailable, RunFailed, WeightSyncError
+from agentrl.errors import (
+    CanaryMismatch,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    ModelError,
+    RunFailed,
+    WeightSyncError,
+)
 from agentrl.owner import OwnedFolder
 from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint
@@ -108,6 +116,7 @@ class Replica:
     config: RunConfig
     weights: Callable[[], Awaitable[Weights]]
     gpus: Sequence[int] = ()
+    folder: Path | None = None  # the run's
     host: str = "127.0.0.1"
     start_s: float = 0.0  # that its last start took
 
@@ -172,7 +181,9 @@ class Replica:
             port=self.port,
             version=weights.base.version,
             max_context=self.config.rollout.max_context,
+            weights_from=self._places(weights.model),
         )[1:]
+        self.child.env = {"TMPDIR": str(self.scratch / "tmp")}
         self.child.start()
         deadline_s = self.config.engine.start_deadline_s
         with trio.move_on_after(deadline_s):
@@ -184,10 +195,18 @@ class Replica:
             return
         raise RunFailed(f"{self.child.name} was not ready within {deadline_s:g} s (engine.start_deadline_s)")
 
+    def _places(self, model: Path) -> list[str]:
+        """Where the run's weights are: its scratch and folder, the model that it began with, and its object store."""
+        places = [self.scratch, model, *([self.folder] if self.folder else [])]
+        with suppress(ModelError):  # it has other files
+            places += [part.resolve().parent for part in weightfile.parts(model)]  # the hub's cache names them by links
+        url = self.config.engine.weights_url
+        return [*map(str, places), *([url] if url else []), *self.config.engine.weights_from]
+
     async def _start_vllm(self, weights: Weights) -> None:
         settings, folder = self.config.engine, self.scratch / f"{self.child.name}-plugin"
         server = server_of(self.config, weights.model, port=self.port, plugin_folder=folder, gpus=self.gpus)
-        server = replace(server, host=self.host)
+        server = replace(server, host=self.host, weights_from=tuple(self._places(weights.model)))
         server.prepare()
         self.child.python, self.child.argv, self.child.env = str(server.build.python), server.argv(), server.env()
         self.child.start()

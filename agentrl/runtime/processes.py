@@ -129,6 +129,7 @@ class RunProcesses:
             child=self._child(f"{name}-{index}", [], self.config.engine.threads),
             port=free_port(),
             scratch=self.run.scratch,
+            folder=self.run.path,
             config=self.config,
             weights=partial(self.looks, partial(self._weights, role)),
             gpus=self._gpus(index),

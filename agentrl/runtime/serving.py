@@ -6,6 +6,7 @@ process, however that ends.
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 from collections.abc import AsyncGenerator, Sequence
@@ -17,6 +18,7 @@ import trio
 
 from agentrl.config import EngineSettings
 from agentrl.engine.launch import launch_embedded
+from agentrl.engine.sources import everyday
 from agentrl.engine.vllm import launch as vllm
 from agentrl.errors import EngineUnavailable
 from agentrl.owner import owned_folder
@@ -97,9 +99,11 @@ async def running_engine(
             kept_sets=kept_sets,
             **({} if max_loras is None else {"max_loras": max_loras}),
         )
-        server = replace(server, host=host)
+        server = replace(server, host=host, weights_from=(*everyday(), *settings.weights_from))
         server = server if port else server.on_free_port()
-        log = Path(tempfile.gettempdir()) / f"agentrl-vllm-{server.port}.log"
+        descriptor, name = tempfile.mkstemp(prefix=f"agentrl-vllm-{server.port}-", suffix=".log")
+        os.close(descriptor)
+        log = Path(name)
         print(f"starting vLLM {server.build.version}; its log is {log}", flush=True)
         async with vllm.running(server, log=log, deadline_s=settings.start_deadline_s, mark=owner.mark) as process:
             yield server.url, process

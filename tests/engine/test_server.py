@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import select
@@ -291,7 +292,8 @@ async def test_new_weights_arrive_in_flight_and_every_token_has_its_version(
 
 async def test_weights_are_read_while_the_old_ones_sample(client: EngineClient, other_weights: Path) -> None:
     before = await client.served_version()
-    info = {"update_info": {"path": str(other_weights / "model.safetensors")}}
+    path = other_weights / "model.safetensors"
+    info = {"update_info": {"path": str(path), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}}
     await client.call("POST", "/start_weight_update", deadline_s=60)
     await client.call("POST", "/update_weights", json=info, deadline_s=60)
     assert (await client.generate(ask("beside"))).spans[0].version == before
@@ -308,7 +310,7 @@ async def test_weights_that_do_not_arrive_whole_are_refused_and_the_old_ones_go_
     torn.write_bytes(good.read_bytes()[:-100])
     for path, digest, words in (
         (torn, None, "not a safetensors file"),
-        (good, "0" * 64, "has SHA-256"),
+        (good, "0" * 64, "there is not one with SHA-256 000000000000…"),
         (tmp_path / "nothing", None, "cannot read"),
     ):
         with pytest.raises(WeightSyncError, match=words):

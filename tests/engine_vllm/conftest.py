@@ -26,6 +26,7 @@ from agentrl.config import RunConfig
 from agentrl.engine import weightfile
 from agentrl.engine.client import EngineClient
 from agentrl.engine.launch import end_group
+from agentrl.engine.sources import everyday
 from agentrl.engine.vllm.launch import VLLMServer, find_build, ready
 from agentrl.errors import UsageError
 from agentrl.owner import OwnedFolder
@@ -110,6 +111,7 @@ class Server(Started):
             max_model_len=2048,
             max_batch=64,
             stream_tokens=4,
+            weights_from=(*everyday(), f"file://{folder.parent}"),
             **options,  # pyright: ignore[reportArgumentType]
         )
         self.url = self.spec.url

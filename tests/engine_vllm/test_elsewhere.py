@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from contextlib import aclosing
 from pathlib import Path
 
@@ -13,7 +15,9 @@ from agentrl.engine.adapters import AdapterClient
 from agentrl.engine.client import EngineClient
 from agentrl.engine.objects import Folder, Outbox
 from agentrl.engine.weights import push
-from agentrl.errors import WeightSyncError
+from agentrl.engine.wire import results
+from agentrl.errors import EngineError, WeightSyncError
+from agentrl.records import Json
 
 from .conftest import Server
 from .policy import Policy
@@ -74,7 +78,7 @@ async def test_adapters_come_as_bytes_and_go_with_their_version(
             report = await adapters.load([client], hidden, version, deadline_s=ADMIN_S)
             hidden.rename(folder)
             assert report.bytes > 20_000
-        received = server.folder / "plugin" / inbox.root().name
+        (received,) = (server.folder / "plugin").glob("agentrl-inbox-*")
         assert sorted(path.name.rsplit("-", 1)[0] for path in received.iterdir()) == sorted(
             adapters.adapter_name(version) for version, _ in (first, second)
         )
@@ -90,3 +94,30 @@ async def test_adapters_come_as_bytes_and_go_with_their_version(
         with trio.CancelScope(shield=True):
             await adapters.retire([client], keep=(), deadline_s=ADMIN_S)
             await client.aclose()
+
+
+async def test_a_request_names_no_adapter_outside_of_the_servers_folders(
+    server: Server, policy: Policy, shm: Path
+) -> None:
+    """Nor one at the Hugging Face hub, which vLLM itself would look up; and the answer is the same for each."""
+    link = shm / "link"
+    _, folder = policy.adapter()
+    link.symlink_to(folder)
+    said, told = set[str](), set[str]()
+    ready: dict[str, Json] = {"method": "agentrl_staged", "args": []}
+    async with aclosing(EngineClient(server.url)) as client:
+        for path in ("/etc", "/gone", str(shm / "gone"), str(link), "someone/adapter", "~/adapter"):
+            named = {"lora_name": "x", "lora_path": path}
+            with pytest.raises(EngineError) as refused:
+                await client.call("POST", "/v1/load_lora_adapter", json=named, deadline_s=ADMIN_S)
+            said.add(re.sub(r"the adapter in '[^']*'", "", str(refused.value)))  # vLLM writes <path> for some
+            info = {"path": path, "sha256": "0" * 64}
+            asked = {"method": "agentrl_stage", "args": [json.dumps(info)]}
+            await client.call("POST", "/collective_rpc", json=asked, deadline_s=ADMIN_S)
+            error = None
+            while error is None:
+                answer = await client.call("POST", "/collective_rpc", json=ready, deadline_s=ADMIN_S)
+                error = results(answer)[0]["error"]
+            told.add(str(error).replace(path, "PATH"))
+    assert len(said) == 1 and "cannot load " in said.pop()
+    assert len(told) == 1 and "cannot read weight file" in told.pop()

@@ -6,9 +6,9 @@ It runs in bubblewrap, where the learner's folder and shared memory are empty.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -56,7 +56,12 @@ class Elsewhere:
         view += [word for hidden in ("/dev/shm", self.learner) for word in ("--tmpfs", str(hidden))]
         engine = [sys.executable, "-m", "agentrl.engine.embedded", "--model", str(FOLDER), "--ready-file", str(ready)]
         options = ["--lifeline", "--kv-cache-mb", "64", "--max-model-len", "1024", "--served-version", "1"]
-        self.process = subprocess.Popen([*view, *engine, *options], stdin=subprocess.PIPE)
+        for place in (f"file://{self.store}", path, FOLDER):
+            options += ["--weights-from", str(place)]
+        self.temporary = path / "tmp"
+        self.temporary.mkdir()
+        env = {**os.environ, "TMPDIR": str(self.temporary)}
+        self.process = subprocess.Popen([*view, *engine, *options], stdin=subprocess.PIPE, env=env)
         deadline = time.monotonic() + 300
         while not ready.exists():
             assert self.process.poll() is None and time.monotonic() < deadline, "the engine did not start"
@@ -193,27 +198,45 @@ async def test_adapters_reach_it_by_their_bytes(engine: Elsewhere, monkeypatch: 
             await adapters.load([client], folder, 202, deadline_s=60)
         assert await adapters.loaded(client) == {200, 201}
         await adapters.retire([client], keep=(), deadline_s=60)
-    assert not [path for path in inbox.root().iterdir() if adapters._SENDER in path.name and "202" not in path.name]
+    assert [list(path.iterdir()) for path in engine.temporary.glob("agentrl-inbox-*")] == [[]]
 
 
 def test_what_does_not_arrive_whole_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "there"))
     source = tmp_path / "a"
     source.mkdir()
     (source / "empty").touch()
     (source / "weights").write_bytes(bytes(range(256)) * 50)
     monkeypatch.setattr(inbox, "_PIECE", 1000)
     sent = list(inbox.messages(source, "x-1"))
+    place = tmp_path / "agentrl-inbox-1"
+    came, beside = inbox.Inbox(str(place)), inbox.Inbox(str(place))
     for message in [*sent[:3], *sent[4:-1]]:
-        assert inbox.receive(message) == {}
-    assert "another SHA-256" in inbox.receive(sent[-1])["error"] and not (inbox.root() / "x-1").exists()
-    assert [inbox.receive(message) for message in sent][-1] == {"path": str(inbox.root() / "x-1")}
-    assert (inbox.root() / "x-1" / "weights").read_bytes() == (source / "weights").read_bytes()
+        assert came.receive(message) == {}
+    assert "another SHA-256" in came.receive(sent[-1])["error"] and not (place / "x-1").exists()
+    assert [came.receive(message) for message in sent][-1] == {"path": str(place / "x-1")}
+    assert (place / "x-1" / "weights").read_bytes() == (source / "weights").read_bytes()
+    assert place.stat().st_mode & 0o777 == 0o700 and came.holds(str(place / "x-1"))
     for bad in ({"folder": "../x", "drop": True}, {"folder": "x", "file": "../../y", "start": 0, "data": ""}, [], {}):
-        assert "error" in inbox.receive(json.dumps(bad))
+        assert "error" in came.receive(json.dumps(bad))
     assert inbox.forgetting("/etc/x-1") is None
-    forget = inbox.forgetting(str(inbox.root() / "x-1"))
-    assert forget is not None and inbox.receive(forget) == {} and not list(inbox.root().iterdir())
+    forget = inbox.forgetting(str(place / "x-1"))
+    assert forget is not None and beside.receive(forget) == {} and (place / "x-1").exists(), "it is not its own"
+    assert came.receive(forget) == {} and not list(place.iterdir()) and not came.holds(str(place / "x-1"))
+
+
+def test_an_inbox_that_somebody_else_can_reach_is_not_used(tmp_path: Path) -> None:
+    source, message = tmp_path / "a", '{"folder": "x", "file": "f", "start": 0, "data": "AAAA"}'
+    source.mkdir()
+    open_to_all, link = tmp_path / "open", tmp_path / "link"
+    open_to_all.mkdir(mode=0o755)
+    link.symlink_to(source)
+    for place in (open_to_all, link):
+        assert "error" in inbox.Inbox(str(place)).receive(message) and not list(place.iterdir())
+    mine = inbox.Inbox(str(tmp_path / "mine"))
+    assert mine.receive(message) == {}
+    (draft,) = (tmp_path / "mine").iterdir()
+    (draft / "g").symlink_to(source / "g")
+    assert "error" in mine.receive(message.replace('"f"', '"g"')) and not list(source.iterdir())
 
 
 @pytest.mark.slow

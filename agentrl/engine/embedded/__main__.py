@@ -30,6 +30,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m agentrl.engine.embedded", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder with config.json and safetensors")
     parser.add_argument("--weights", type=Path, default=None, help="a safetensors file to serve instead of the model's")
+    parser.add_argument(
+        "--weights-from",
+        action="append",
+        default=[],
+        metavar="PLACE",
+        help="a folder or URL that new weights may come from; may be repeated; default: where learners of this machine "
+        "keep them",
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument("--threads", type=int, default=1, help="threads of the arithmetic")
@@ -57,6 +65,7 @@ def build(arguments: argparse.Namespace) -> EngineServer:
     from agentrl.engine.embedded.checkpoint import read_weights
     from agentrl.engine.embedded.model import KVStore, Model
     from agentrl.engine.embedded.server import EngineServer
+    from agentrl.engine.sources import Sources, everyday
 
     torch.set_num_threads(arguments.threads)
     length = arguments.max_model_len or min(architecture.max_positions, 2048)
@@ -78,7 +87,8 @@ def build(arguments: argparse.Namespace) -> EngineServer:
         seed=arguments.seed,
         decode=_decoder(arguments.model),
     )
-    return EngineServer(batcher, name=arguments.served_model_name or str(arguments.model))
+    sources = Sources(arguments.weights_from or everyday())
+    return EngineServer(batcher, name=arguments.served_model_name or str(arguments.model), sources=sources)
 
 
 def _decoder(model: Path) -> Callable[[Sequence[int]], str] | None:

@@ -9,14 +9,14 @@ Owns their reading and packing. Never knows requests, nor which version an adapt
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 
 from agentrl.engine.embedded.architecture import Architecture
 from agentrl.errors import ModelError
@@ -83,13 +83,20 @@ def rotary(tensor: torch.Tensor, heads: int, size: int) -> torch.Tensor:
     return tensor.view(heads, size, *tensor.shape[1:])[:, pairs].reshape(tensor.shape)
 
 
-def read(folder: Path, architecture: Architecture, *, name: str, key: int) -> Adapter:
-    """Read an adapter. Raises ModelError, in one line, if it is not one of a model of this architecture."""
+def read(
+    folder: Path,
+    architecture: Architecture,
+    *,
+    name: str,
+    key: int,
+    file: Callable[[str], bytes] | None = None,
+) -> Adapter:
+    """Read an adapter from a folder; `file` gives the bytes of a file in there, if they are not simply read. Raises
+    ModelError, in one line, if it is not one of a model of this architecture."""
+    file = file or (lambda name: (folder / name).read_bytes())
     try:
-        told = cast("dict[str, Any]", json.loads((folder / "adapter_config.json").read_text()))
-        tensors = {
-            _short(name): tensor.float() for name, tensor in load_file(folder / "adapter_model.safetensors").items()
-        }
+        told = cast("dict[str, Any]", json.loads(file("adapter_config.json")))
+        tensors = {_short(name): tensor.float() for name, tensor in load(file("adapter_model.safetensors")).items()}
         scale = float(told["lora_alpha"]) / float(told["r"])
     except (OSError, ValueError, LookupError, SafetensorError) as error:
         reason = next(iter(str(error).splitlines()), "")

@@ -8,7 +8,6 @@ the old weights go on.
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -28,6 +27,7 @@ from agentrl.engine.embedded.adapter import Adapter, read
 from agentrl.engine.embedded.batching import Batcher, Emission, Request
 from agentrl.engine.embedded.metrics import Histograms, render
 from agentrl.engine.embedded.wire import Asked, BadRequest, answer_json, parse_generate, parse_object
+from agentrl.engine.sources import Sources
 from agentrl.errors import ModelError, WeightSyncError
 
 _POLLS = 8  # looks at the sockets between two passes; a request needs several to be read, parsed and queued
@@ -36,10 +36,12 @@ _PREFIX = "generate-tokens-"  # vLLM puts it before a request's id, and `/abort_
 
 
 class EngineServer:
-    """One model served over HTTP. `drive` runs passes until cancelled; `app` is the ASGI application."""
+    """One model served over HTTP, which takes weights from `sources`. `drive` runs passes until cancelled; `app` is the
+    ASGI application."""
 
-    def __init__(self, batcher: Batcher, *, name: str) -> None:
+    def __init__(self, batcher: Batcher, *, name: str, sources: Sources) -> None:
         self._batcher, self._name = batcher, name
+        self._sources, self._inbox = sources, inbox.Inbox(inbox.new_place())
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._paused = False
         self._asleep, self._awake = set[str](), asyncio.Event()  # what of it sleeps; whether nothing does
@@ -265,13 +267,15 @@ class EngineServer:
         path, digest, deadline_s = given.get("path"), given.get("sha256"), given.get("deadline_s", 30.0)
         if not isinstance(path, str):
             raise BadRequest("update_info.path: the path of a safetensors file is required")
+        if not isinstance(digest, str):
+            raise BadRequest("update_info.sha256: the SHA-256 of that file is required")
         started, staged = time.perf_counter(), self._staged  # of this update: a later start drops it
         try:
             if objects.is_url(path):
-                data = await asyncio.to_thread(objects.fetch, path, str(digest), base=self._base, deadline_s=deadline_s)
-                self._base = (str(digest), data)
+                data = await asyncio.to_thread(self._sources.fetch, path, digest, self._base, deadline_s)
+                self._base = (digest, data)
             else:
-                data = await asyncio.to_thread(_read_file, Path(path), digest)
+                data = await asyncio.to_thread(self._sources.read, path, digest)
             staged |= await asyncio.to_thread(_tensors, data, path)
         except WeightSyncError as error:
             raise BadRequest(f"update_info.path: {error}") from None
@@ -310,7 +314,7 @@ class EngineServer:
     async def _receive(self, request: HTTPRequest) -> Response:
         match await _object(request):
             case {"method": inbox.METHOD, "args": [str(message)]}:
-                return JSONResponse({"results": [await asyncio.to_thread(inbox.receive, message)]})
+                return JSONResponse({"results": [await asyncio.to_thread(self._inbox.receive, message)]})
             case other:
                 raise BadRequest(f"method = {other.get('method')!r}: the embedded engine has {inbox.METHOD!r} alone")
 
@@ -323,9 +327,22 @@ class EngineServer:
             raise BadRequest(f"The lora adapter '{name}' has already been loaded.")
         self._adapters_read += 1
         architecture = self._batcher.model.architecture
-        self._adapters[name] = read(Path(path), architecture, name=name, key=-self._adapters_read)
-        if inbox.forgetting(path) is not None:
-            shutil.rmtree(path, ignore_errors=True)  # it came for this, and nobody reads it again
+        came = self._inbox.holds(path)
+
+        def file(name: str) -> bytes:
+            if not came:
+                return self._sources.adapter(path, name)
+            with self._inbox.open(path, name) as opened:
+                return opened.read()
+
+        try:
+            adapter = read(Path(path), architecture, name=name, key=-self._adapters_read, file=file)
+        except WeightSyncError as error:
+            raise BadRequest(str(error)) from None
+        finally:
+            if came:
+                self._inbox.remove(path)  # it came for this, and nobody reads it again
+        self._adapters[name] = adapter
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload_adapter(self, request: HTTPRequest) -> Response:
@@ -375,11 +392,6 @@ async def _read(receive: Receive) -> bytes:
 
 async def _object(request: HTTPRequest) -> dict[str, Any]:
     return parse_object(await _read(request.receive))
-
-
-def _read_file(path: Path, digest: str | None) -> weightfile.Bytes:
-    """A weight file that is checked. Raises WeightSyncError."""
-    return weightfile.open_bytes(path) if digest is None else weightfile.verified(path, digest)
 
 
 def _tensors(data: weightfile.Bytes, path: str) -> dict[str, torch.Tensor]:

@@ -29,7 +29,8 @@ import trio
 import agentrl
 from agentrl.engine.client import EngineClient
 from agentrl.engine.launch import end_group
-from agentrl.engine.vllm.plugin import BACKEND, EXTENSION, ROUTING_VARIABLE
+from agentrl.engine.sources import everyday
+from agentrl.engine.vllm.plugin import BACKEND, EXTENSION, ROUTING_VARIABLE, SOURCES_VARIABLE
 from agentrl.errors import ConfigError, EngineError, EngineTimeout, ModelError, RunFailed, UsageError
 from agentrl.ports import free_port
 from agentrl.protocols import GenerateRequest
@@ -143,7 +144,8 @@ class VLLMServer:
     of layers that adapters adapt, which the CPU build has to know of a mixture. `arguments` are further ones of vLLM's
     server, as `agentrl.vllm_arguments.normal` spells them. `kv_cache_bytes` None leaves the size
     to vLLM (on a CPU: most of the memory); `plugin_folder` is a folder of this server's own, made if missing. A server
-    with `kept_sets` tells them, and takes no greedy request. One that `sleeps` can give its GPU's memory back."""
+    with `kept_sets` tells them, and takes no greedy request. One that `sleeps` can give its GPU's memory back. Weights
+    may come from the folders and URLs `weights_from`; without any, from where learners of this machine keep them."""
 
     model: Path
     port: int
@@ -165,6 +167,7 @@ class VLLMServer:
     kept_sets: bool = False
     sleeps: bool = False
     weight_backend: str = BACKEND
+    weights_from: tuple[str, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     extra: tuple[str, ...] = ()
 
@@ -228,6 +231,7 @@ class VLLMServer:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_API_KEY": "",  # it listens to this machine, and nobody here would show a key
             "OMP_NUM_THREADS": str(self.threads),
+            SOURCES_VARIABLE: json.dumps(self.weights_from or everyday()),
         }
         # Its temporary files and sockets lie with the plugin and go with it: vLLM does not remove them all. What torch
         # compiled is for later servers as well.
@@ -279,7 +283,7 @@ def carry_plugin(folder: Path) -> None:
     nothing of this installation, and can be taken to another machine."""
     root = Path(agentrl.__file__).resolve().parent
     plugin = sorted((root / "engine" / "vllm" / "plugin").glob("*.py"))
-    names = ("weightfile", "fingerprint", "inbox", "objects")
+    names = ("weightfile", "fingerprint", "inbox", "objects", "sources")
     shared = [root / "errors.py", *(root / "engine" / f"{name}.py" for name in names)]
     for source in [*shared, *plugin]:
         target = folder / source.relative_to(root.parent)

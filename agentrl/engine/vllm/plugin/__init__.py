@@ -5,6 +5,7 @@ vLLM calls it in each of its processes (HTTP front end, engine core, workers), p
 - `shm`, a weight-transfer backend that loads safetensors files (`transfer`), with the CPU build's silent bugs fixed;
 - a swap of weights that were staged while the engine generates (`staging`), in one call between two passes (`publish`);
 - weight versions in every chunk of a stream, and prefix caches salted by version (`versions`);
+- walls around the files that a request may name (`reading`);
 - the experts chosen per token on CPU, where vLLM itself has no such thing (`routing`);
 - the set that each token was drawn from on CPU, likewise (`sets`).
 
@@ -21,13 +22,17 @@ EXTENSION = "agentrl.engine.vllm.plugin.worker.WorkerExtension"
 MEND_VARIABLE = "AGENTRL_VLLM_MEND"
 ROUTING_VARIABLE = "AGENTRL_VLLM_ROUTING"
 HOST_VARIABLE = "AGENTRL_VLLM_HOST"
+SOURCES_VARIABLE = "AGENTRL_VLLM_WEIGHTS_FROM"
+INBOX_VARIABLE = "AGENTRL_VLLM_INBOX"
 
 
 def register() -> None:
     """Add everything to this process. Safe to call again."""
-    from agentrl.engine.vllm.plugin import publish, routing, sets, transfer, versions
+    from agentrl.engine.vllm.plugin import publish, reading, routing, sets, transfer, versions
 
     _die_with_parent()
+    reading.decide()
+    reading.install()
     transfer.register()
     versions.install()
     publish.install()

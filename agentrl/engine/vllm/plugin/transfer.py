@@ -17,11 +17,10 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from agentrl.engine import objects, weightfile
-from agentrl.engine.vllm.plugin import BACKEND, mending
+from agentrl.engine.vllm.plugin import BACKEND, mending, reading
 from agentrl.errors import WeightSyncError
 
 logger = logging.getLogger("vllm.agentrl")
@@ -60,15 +59,15 @@ class Update:
         """The checked bytes of the weight file this update stands for."""
         if objects.is_url(self.path):
             kept = None if base.sha256 is None or base.data is None else (base.sha256, base.data)
-            return objects.fetch(self.path, self.sha256, base=kept, deadline_s=self.deadline_s)
+            return reading.sources().fetch(self.path, self.sha256, kept, self.deadline_s)
         if self.base_sha256 is None:
-            return weightfile.verified(Path(self.path), self.sha256)
+            return reading.sources().read(self.path, self.sha256)
         if base.sha256 != self.base_sha256 or base.data is None:
             raise WeightSyncError(
                 f"a delta against {self.base_sha256[:12]}… came, but the last weights kept here are "
                 f"{(base.sha256 or 'none')[:12]}: send a full file first (init_info keep_base = true keeps it)"
             )
-        return weightfile.apply_delta(base.data, Path(self.path), self.sha256)
+        return reading.sources().read(self.path, self.sha256, base.data)
 
     def bytes_again(self, base: Base) -> weightfile.Bytes:
         """The same once it has been loaded: a delta's result is then the base of the next one."""

@@ -15,9 +15,8 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from agentrl.engine import inbox
 from agentrl.engine.vllm import plugin
-from agentrl.engine.vllm.plugin import mending, sets, versions
+from agentrl.engine.vllm.plugin import mending, reading, sets, versions
 from agentrl.engine.vllm.plugin.transfer import Update, tensors
 
 plugin.register()
@@ -82,8 +81,8 @@ class WorkerExtension:
         return {"swapped": False}
 
     def agentrl_receive(self, message: str) -> dict[str, Any]:
-        """A part of a folder that comes over HTTP; see `inbox`."""
-        return inbox.receive(message)
+        """A part of a folder that comes over HTTP; see `agentrl.engine.inbox`."""
+        return reading.inbox().receive(message)
 
     def agentrl_fingerprints(self) -> dict[str, Any]:
         """Fingerprints of the weights that layers compute with, by names of the checkpoint format; and their dtype."""
