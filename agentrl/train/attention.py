@@ -74,7 +74,7 @@ def tree_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    layout: Layout,
+    layout: Layout | None = None,
     gather: Gather | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -85,17 +85,24 @@ def tree_attention(
     `gather` all three are of this rank's nodes. Dropout of transformers' interface is not used.
 
     Raises ValueError for a mask, or for a number or tensor of unknown name: it could change the scores."""
+    if layout is None:
+        raise ValueError("its layers do not hand the layout of a tree to their attention")
     if attention_mask is not None:
         raise ValueError("its attention has a mask of its own")
-    for name, what in given.items():
-        if name not in _NO_SCORES and what is not None and not isinstance(what, bool):
-            raise ValueError(f"its attention takes {name!r}")
+    refuse_unknown(given)
     if torch.is_autocast_enabled(query.device.type):  # norms and rotations leave float32 behind
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if gather is not None:
         key, value = gather(key, value, f"keys and values of layer {getattr(module, 'layer_idx', '?')}")
     return layout.attend(query, key, value, sliding_window, scaling, s_aux), None
+
+
+def refuse_unknown(given: Mapping[str, object]) -> None:
+    """Raises ValueError for a number or tensor that may change the scores."""
+    for name, what in given.items():
+        if name not in _NO_SCORES and what is not None and not isinstance(what, bool):
+            raise ValueError(f"its attention takes {name!r}")
 
 
 class Paths:

@@ -37,9 +37,10 @@ def load(folder: Path, ranks: Ranks, attention: str) -> Any:
         return module
     bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
-    try:
+
+    def loaded(attention: str) -> tuple[Any, dict[str, Any]]:
         with _spread(ranks) as asked:
-            module, info = cast(Any, AutoModelForCausalLM).from_pretrained(
+            return cast(Any, AutoModelForCausalLM).from_pretrained(
                 folder,
                 dtype=torch.float32,
                 attn_implementation=attention,
@@ -47,6 +48,14 @@ def load(folder: Path, ranks: Ranks, attention: str) -> Any:
                 output_loading_info=True,
                 **asked,
             )
+
+    try:
+        try:
+            module, info = loaded(attention)
+        except KeyError as error:  # an old kind, which has a class for each attention that it knows
+            if error.args != (attention,):
+                raise
+            module, info = loaded("eager")
     except ConfigError:  # the model cannot be cut so
         raise
     except Exception as error:  # transformers raises many kinds for a broken folder; the user must mend each

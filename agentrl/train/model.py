@@ -8,6 +8,7 @@ Owns that its attention is the one over prefix trees. Never knows advantages, lo
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import warnings
@@ -22,12 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.columns import KEPT
 from agentrl.errors import ConfigError, ModelError
 from agentrl.train import lora, masters
-from agentrl.train.attention import Gather, Layout, Paths, Shape, choose, tree_attention
+from agentrl.train.attention import Gather, Layout, Paths, Shape, choose, refuse_unknown, tree_attention
 from agentrl.train.checkpoint import ADAPTER
 from agentrl.train.head import Asked, Head, Places, head_of, overheard, rows_within, statistics
 from agentrl.train.loading import load
@@ -37,6 +40,7 @@ from agentrl.train.parallel.portions import Portion
 from agentrl.train.parallel.ranks import ALONE, Ranks
 from agentrl.train.parallel.shards import exactly, local, reshard, settled
 from agentrl.train.ragged import normalised
+from agentrl.train.rotations import restart, stretched
 from agentrl.train.routes import Routes
 from agentrl.train.routing import Routers, listening, routers
 from agentrl.train.stems import Names, Roots, can_be_lent
@@ -45,12 +49,29 @@ from agentrl.train_settings import Train
 ATTENTION = "agentrl_tree"
 """Under this name transformers calls `tree_attention` in every layer."""
 
+_STRICT = "agentrl_strict_sdpa"
+"""Under this name it calls `_strict_sdpa`."""
+
 _LAYER_TYPES = ("full_attention", "sliding_attention")  # those of transformers that `tree_attention` computes
 _WINDOWS = frozenset({"sliding_window", "attention_chunk_size", "window_size", "local_attention"})
+_CAPS = frozenset({"attn_logit_softcapping"})
+_NOISE = ("drop", "jitter")  # in the names of what is random in training
 _SHORT = 4  # tokens of a window in `_obstacle`
+_LOW = 0.5  # a cap there
+_IN_THE_MASK = "sliding_window"
 
+
+def _strict_sdpa(module: nn.Module, *given: Any, **named: Any) -> tuple[Tensor, None]:
+    """transformers' sdpa, which drops what it does not know, such as a cap of the scores: here a ValueError."""
+    refuse_unknown({name: what for name, what in named.items() if name not in (*_SDPA_KNOWS, _IN_THE_MASK)})
+    return sdpa_attention_forward(module, *given, **named)
+
+
+_SDPA_KNOWS = inspect.signature(sdpa_attention_forward).parameters
 
 AttentionInterface.register(ATTENTION, cast(Any, tree_attention))
+AttentionInterface.register(_STRICT, cast(Any, _strict_sdpa))
+AttentionMaskInterface.register(_STRICT, cast(Any, sdpa_mask))
 
 
 class PolicyModel:
@@ -124,10 +145,7 @@ class PolicyModel:
             dtype,
             _shape(self.module, ranks.tensor),
         )
-        self.module.train()
-        for part in self.module.modules():
-            if isinstance(part, nn.Dropout):  # the engine samples without dropout
-                part.p = 0.0
+        _without_noise(self.module, folder)
         if checkpointing:
             self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if compiled:
@@ -354,7 +372,7 @@ def _logits(
 def _logits_of_rows(
     module: Any, token_ids_N: Tensor, branches: Sequence[Branch], keep_P: Tensor, routes: Routes | None = None
 ) -> Tensor:
-    """By the model's own attention: a node's logits in the row that ends with its branch."""
+    """By the model's own attention and rotations: a node's logits in the row that ends with its branch."""
     found: list[Tensor] = []
     for branch in branches:
         own = keep_P[(keep_P >= branch.start) & (keep_P < branch.stop)]
@@ -362,6 +380,7 @@ def _logits_of_rows(
             place = own + (len(branch.path) - branch.stop)
             row = token_ids_N[branch.path][None]
             given = {} if routes is None else {"routes": routes.at(branch.path)}
+            restart(module)
             found.append(module(input_ids=row, use_cache=False, logits_to_keep=place, **given).logits[0])
     return torch.cat(found)
 
@@ -426,18 +445,56 @@ def _obstacle(module: Any, layers: Names) -> str | None:
         _check_layers(module)
         if detect_fake_mode() is not None:  # there are no numbers to compare
             return None
-        with _short_windows(module), _rounded(module, torch.float32):
+        with _tightened(module), _rounded(module, torch.float32):
             tree_NV = _logits(module, tokens_N, depth_N, Paths(branches), numbers, layers)
-            module.set_attn_implementation("eager")
+            _attend(module, "eager")
             for path in paths:
-                row_TV = module(input_ids=tokens_N[path][None], use_cache=False).logits[0]
-                if not torch.allclose(row_TV, tree_NV[path], atol=1e-3, rtol=1e-3):
+                if not _close(_row(module, tokens_N[path]), tree_NV[path]):
                     raise ValueError("logits differ from those of single rows")
-    except (ValueError, TypeError, RuntimeError) as error:
-        module.set_attn_implementation("sdpa" if getattr(module, "_supports_sdpa", False) else "eager")
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        _use_own_attention(module, [tokens_N[path] for path in paths], shared)
         return next(iter(str(error).splitlines()), type(error).__name__)
-    module.set_attn_implementation(ATTENTION)
+    _attend(module, ATTENTION)
     return None
+
+
+def _attend(module: Any, name: str) -> None:
+    """Have the model attend by the function of this name; one of an old kind only takes its masks from there."""
+    module.set_attn_implementation(name)
+    module.config._attn_implementation = name
+
+
+def _use_own_attention(module: Any, rows: Sequence[Tensor], shared: int) -> None:
+    """Set the attention of transformers' that computes this model: eager, which each model defines, or sdpa if it takes
+    all that the layers pass and gives the same logits of these rows, whose first tokens are `shared`. Raises ModelError
+    if these have others in another row: then a token depends on what follows it."""
+    supported = getattr(module, "_supports_sdpa", False)
+    _attend(module, "sdpa" if supported else "eager")
+    if detect_fake_mode() is not None:
+        return
+    found: dict[str, list[Tensor]] = {}
+    with _tightened(module), _rounded(module, torch.float32):
+        for name in ("eager", _STRICT, "sdpa") if supported else ("eager",):
+            _attend(module, name)
+            try:
+                found[name] = [_row(module, row_T) for row_T in rows]
+            except (ValueError, TypeError, RuntimeError, AttributeError):
+                if name == "eager":
+                    return  # `_check` says why
+    eager = found["eager"]
+    same = all(_close(one, exact) for other in found.values() for one, exact in zip(other, eager, strict=True))
+    _attend(module, "sdpa" if same and len(found) == 3 else "eager")
+    if not _close(eager[0][:shared], eager[1][:shared]):
+        raise ModelError(f"{type(module).__name__} is no causal language model: a token depends on what follows it")
+
+
+def _row(module: Any, tokens_T: Tensor, **given: object) -> Tensor:
+    restart(module)
+    return module(input_ids=tokens_T[None], use_cache=False, **given).logits[0]
+
+
+def _close(found_TV: Tensor, exact_TV: Tensor) -> bool:
+    return torch.allclose(found_TV, exact_TV, atol=1e-3, rtol=1e-3)
 
 
 @torch.no_grad()
@@ -466,6 +523,33 @@ def _check(module: Any, folder: Path, obstacle: str | None) -> tuple[Head | None
         raise ModelError(f"{name} in {str(folder)!r} cannot be computed: {error}") from error
 
 
+@torch.no_grad()
+def _without_noise(module: Any, folder: Path) -> None:
+    """Set the model to train without dropout and the like, since the engine samples without: as layers, as numbers that
+    layers hand to functions, and as those of configurations. Raises ModelError if something random is left."""
+    owners = {id(owner): owner for part in module.modules() for owner in (part, getattr(part, "config", None))}
+    for owner in owners.values():
+        if isinstance(owner, nn.Dropout):
+            owner.p = 0.0
+        for name, value in list(getattr(owner, "__dict__", {}).items()):
+            if isinstance(value, float) and any(noise in name for noise in _NOISE):
+                setattr(owner, name, 0.0)
+    if detect_fake_mode() is None:
+        tokens_T, found = _tokens(module, 4 * _SHORT), list[Tensor]()
+        tree = {"layout": Paths([Branch(0, len(tokens_T), torch.arange(len(tokens_T), device=tokens_T.device))])}
+        given = tree if module.config._attn_implementation == ATTENTION else {}
+        for training in (False, True):
+            module.train(training)
+            with _rounded(module, torch.float32), warnings.catch_warnings():
+                found.append(_row(module, tokens_T, **given))
+        if not _close(*found):
+            raise ModelError(
+                f"{type(module).__name__} in {str(folder)!r} computes something else in training than the engine does "
+                "when it samples: switch off what is random in its config.json"
+            )
+    module.train()
+
+
 def _tokens(module: Any, n: int) -> Tensor:
     """So many token ids of the model's vocabulary, the same every time."""
     numbers = torch.arange(n, device=next(module.parameters()).device)
@@ -473,26 +557,31 @@ def _tokens(module: Any, n: int) -> Tensor:
 
 
 def _check_layers(module: Any) -> None:
-    """Raises ValueError for a layer of an unknown type, even if it computes a few tokens right."""
+    """Raises ValueError for a layer of an unknown type, and for positions that depend on a row's length, even if a few
+    tokens are computed right."""
     for index, kind in enumerate(getattr(module.config.get_text_config(), "layer_types", None) or ()):
         if kind not in _LAYER_TYPES:
             raise ValueError(f"layer {index} is of type {kind!r}, we compute {', '.join(_LAYER_TYPES)}")
+    if kinds := sorted({kind for _, kind in stretched(module)}):
+        raise ValueError(f"its rotations are of type {kinds[0]!r}, which depends on the length of a row")
 
 
 @contextmanager
-def _short_windows(module: Any) -> Generator[None]:
-    """Inside, every window of attention is `_SHORT` tokens long, in the layers and in their configurations."""
+def _tightened(module: Any) -> Generator[None]:
+    """Inside, every window of attention is `_SHORT` tokens long, and every cap of its scores `_LOW`, in the layers and
+    in their configurations: so a few tokens show whether they are computed."""
     owners = {id(owner): owner for part in module.modules() for owner in (part, getattr(part, "config", None))}
     kept = [
-        (owner, name, value)
+        (owner, name, value, tight)
         for owner in owners.values()
-        for name in _WINDOWS
-        if type(value := getattr(owner, name, None)) is int and value > 0
+        for names, kinds, tight in ((_WINDOWS, (int,), _SHORT), (_CAPS, (int, float), _LOW))
+        for name in names
+        if type(value := getattr(owner, name, None)) in kinds and cast(float, value) > 0
     ]
-    for owner, name, _ in kept:
-        setattr(owner, name, _SHORT)
+    for owner, name, _, tight in kept:
+        setattr(owner, name, tight)
     try:
         yield
     finally:
-        for owner, name, value in kept:
+        for owner, name, value, _ in kept:
             setattr(owner, name, value)

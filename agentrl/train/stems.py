@@ -28,11 +28,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from agentrl.train.rotations import stretched
 from agentrl.train.routing import Heard
 
 
@@ -120,7 +120,4 @@ class Names:
 def can_be_lent(module: nn.Module, layers: Sequence[str]) -> bool:
     """Whether a stem of this model may be computed by itself. `layers` are those of one pass by their names, which must
     tell them apart. Positions must not depend on the longest row."""
-    kinds: list[Any] = [getattr(part, "rope_type", None) for part in module.modules()]
-    names = [name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind])]
-    stretched = any(name == "longrope" or "dynamic" in (name or "") for name in names)
-    return not stretched and len(set(layers)) == len(layers)
+    return next(stretched(module), None) is None and len(set(layers)) == len(layers)
