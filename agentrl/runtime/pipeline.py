@@ -48,7 +48,7 @@ from agentrl.runtime.room import check_room
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.scaling import Size, wanted
 from agentrl.runtime.scoring import declare
-from agentrl.runtime.sources import task_source
+from agentrl.runtime.sources import changed_rows, digests_of, task_source
 from agentrl.runtime.status import STOP
 from agentrl.store import RunStore, choice, close_policy
 from agentrl.store.aside import Aside
@@ -100,6 +100,10 @@ class Supervisor:
         check_room(self.config, models, self.run.scratch)
         await self.writes(partial(declare, self.config))
         await self._with_space(_go_on)
+        digests = await trio.to_thread.run_sync(digests_of, self.config)
+        for name in await self._with_space(partial(changed_rows, digests)):
+            said = "the data set has changed since the run went on last: from now on its tasks are others"
+            print(f"agentrl: warning: {name}: {said}", file=sys.stderr)
         apart = starts_apart(self.config.engine, self.config.train, on_ray=self.config.cluster.on_ray)
         learned = self.processes.start_learner() if apart else trio.Event()
         await self.processes.start_engines(self.start)

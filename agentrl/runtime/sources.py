@@ -6,10 +6,18 @@ restart goes on where the run stopped. It never knows which worker plays the tas
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+
 from agentrl.config import RunConfig, TaskTable
-from agentrl.env.datasets import read_rows
+from agentrl.env import rows
+from agentrl.env.datasets import digest, read_rows
 from agentrl.env.tasks import Curriculum, Epochs, Mixture, Rows, Seeds, TaskSource
 from agentrl.records import Task
+from agentrl.store.roles import ControlStore
+
+_DIGESTS = "rows_digests"
+"""The row of the store with the digest of each data set, as the run last began or went on with it."""
 
 _APART = 1_000_003  # distance between the task seeds of two runs
 
@@ -31,6 +39,25 @@ def first_tasks(config: RunConfig) -> list[Task]:
     return [_source(config, table).task(0) for table in _tables(config)]
 
 
+def digests_of(config: RunConfig) -> dict[str, str]:
+    """A digest of each data set of the run file, by field and name. Raises UsageError for one that cannot be read."""
+    named = {f"tasks.{at}.rows": table.rows for at, table in enumerate(config.tasks)}
+    named |= {
+        f"eval.sets.{at}.kwargs.rows": {**config.env.kwargs, **one.kwargs}.get("rows")
+        for at, one in enumerate(config.eval.sets)
+        if (one.id or config.env.id) == rows.ID
+    }
+    return {f"{field} = {where!r}": digest(where) for field, where in named.items() if where is not None}
+
+
+def changed_rows(now: Mapping[str, str], store: ControlStore) -> list[str]:
+    """Those of the data sets `now` that are others than when the run last began or went on. Writes `now` down."""
+    before: dict[str, str] = json.loads(store.meta(_DIGESTS) or "{}")
+    if now != before:
+        store.set_meta(_DIGESTS, json.dumps(now))
+    return [name for name, value in now.items() if before.get(name, value) != value]
+
+
 def _tables(config: RunConfig) -> list[TaskTable]:
     return config.tasks or [TaskTable(first_seed=config.env.first_seed)]
 
@@ -42,8 +69,8 @@ def _source(config: RunConfig, table: TaskTable) -> TaskSource:
     options = {**(config.env.options if same else {}), **table.options}
     epochs = 1 if config.curriculum else table.epochs  # a curriculum itself decides how often to play a task
     if table.rows is not None:
-        rows = read_rows(table.rows)
-        return Rows(env, rows, kwargs=kwargs, options=options, seed=config.seed, epochs=epochs)
+        found = read_rows(table.rows)
+        return Rows(env, found, kwargs=kwargs, options=options, seed=config.seed, epochs=epochs)
     if table.seeds is not None:
         seeds = Seeds(env, kwargs=kwargs, options=options, first_seed=table.first_seed, size=table.seeds)
         return Epochs(seeds, seed=config.seed, epochs=epochs)

@@ -17,7 +17,7 @@ from agentrl.errors import ConfigError, UsageError
 from agentrl.records import GroupState
 from agentrl.registration import make
 from agentrl.runtime.rundir import RunDir
-from agentrl.runtime.sources import task_source
+from agentrl.runtime.sources import changed_rows, digests_of, task_source
 from agentrl.runtime.trainer import Trainer, check_startable
 from agentrl.store import RunStore
 from agentrl.store.audit import audit
@@ -114,6 +114,26 @@ def test_a_curriculum_goes_over_the_tables(tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(run_file(tmp_path, text))
+
+
+def test_rows_that_changed_since_the_run_went_on_last_are_named_once(tmp_path: Path) -> None:
+    text = '[env]\nid = "agentrl.env.rows:RowsEnv"\n[[tasks]]\nrows = "rows.jsonl"\n[[tasks]]\nid = "a"\nseeds = 3\n'
+    file = run_file(tmp_path, text + '[[eval.sets]]\nname = "e"\nkwargs = { rows = "EVAL" }\n')
+    held_out = tmp_path / "held_out.csv"
+    held_out.write_text("q\n1\n")
+    file.write_text(file.read_text().replace("EVAL", str(held_out)))
+    config = load(file)
+    with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
+        assert changed_rows(digests_of(config), store) == []
+        assert changed_rows(digests_of(config), store) == []
+        (tmp_path / "rows.jsonl").write_text('{"question": "another"}\n')
+        assert changed_rows(digests_of(config), store) == [f"tasks.0.rows = {str(tmp_path / 'rows.jsonl')!r}"]
+        assert changed_rows(digests_of(config), store) == []
+        held_out.write_text("q\n2\n")
+        assert changed_rows(digests_of(config), store) == [f"eval.sets.0.kwargs.rows = {str(held_out)!r}"]
+        held_out.unlink()
+        with pytest.raises(UsageError, match=r"cannot read '.*held_out.csv'"):
+            digests_of(config)
 
 
 def test_rows_that_are_missing_are_named_before_anything_starts(tmp_path: Path) -> None:
