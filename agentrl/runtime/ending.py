@@ -32,26 +32,27 @@ def run_role(role: str, main: Callable[[], None]) -> int:
         if _no_space(error):
             error = DiskFull(f"no space left on the disk: free some ({error})")
         if isinstance(error, AgentRLError):
-            _leave_note(str(error))
+            leave_note(str(error))
             with suppress(OSError):  # the log may lie on the disk that is full
                 print(f"agentrl {role}: {error}", file=sys.stderr)
             return ENDS_THE_RUN if isinstance(error, _FINAL) else error.exit_code
         with suppress(OSError):
             traceback.print_exception(raised)
-        _leave_note(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        leave_note(f"{type(error).__name__}: {' '.join(str(error).split())}")
         return 1
     return 0
 
 
 def give_up(role: str, why: str) -> None:
     """End this process with that error, from any thread."""
-    _leave_note(why)
+    leave_note(why)
     with suppress(OSError):
         print(f"agentrl {role}: {why}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
-def _leave_note(line: str) -> None:
+def leave_note(line: str) -> None:
+    """Say to whoever keeps this process alive that it ends on purpose, and why; nobody is told if nobody does."""
     target = os.environ.get("AGENTRL_ERROR_FILE")
     if target:
         with suppress(OSError):

@@ -7,6 +7,7 @@ not started again. If the parent dies, the supervisor's lifeline ends, and the s
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -40,12 +41,14 @@ AGAIN = "AGENTRL_AGAIN"
 KEPT = "AGENTRL_KEPT"
 """Says that standard input is a lifeline, in the environment of a process."""
 
+_STOPPED = 130
 _PATIENCE_S = 20.0  # time for a supervisor to shut down in order after its parent ended
 
 
 def live_with_parent() -> None:
     """In a supervisor, or its parent: shut down in order when the process that keeps it alive, if any, is gone."""
     if os.environ.pop(KEPT, None):
+        faulthandler.register(heartbeat.DUMP)  # the parent asks for our stacks before it ends us
         watch_lifeline(lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
@@ -152,6 +155,10 @@ async def _keep(kept: _Kept, pulse: Pulse, budget: RestartBudget, path: Path) ->
                 nursery.cancel_scope.cancel()
                 return status
             why = f"the supervisor {kept.hung or _how(status)}"
+            if not lost and kept.line.exists():  # it was stopped, and could not even end
+                nursery.cancel_scope.cancel()
+                print(f"agentrl: {kept.line.read_text().strip()} ({why})", file=sys.stderr)
+                return _STOPPED
             try:
                 await budget.spend(why)
             except RunFailed as error:

@@ -39,6 +39,7 @@ from agentrl.rollout.pivot import Pivots
 from agentrl.runtime import asked, evaluation
 from agentrl.runtime.checkpoints import StartPoint, start_point
 from agentrl.runtime.controller import Controller
+from agentrl.runtime.ending import leave_note
 from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.keep_alive import live_with_parent
 from agentrl.runtime.launch import LOCAL, Launcher
@@ -334,7 +335,12 @@ async def _forget_objects(config: RunConfig, looks: Looks[ReadStore]) -> None:
 async def _interrupt(path: Path) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async for number in signals:
-            raise Interrupted(f"stopped by {signal.Signals(number).name}; go on with agentrl train --resume {path}")
+            raise _interrupted(f"stopped by {signal.Signals(number).name}; go on with agentrl train --resume {path}")
+
+
+def _interrupted(why: str) -> Interrupted:
+    leave_note(why)  # now: should this process hang while it ends its children, it is not started again
+    return Interrupted(why)
 
 
 async def _beat_until_interrupted(run: RunDir, heartbeat: Heartbeat) -> None:
@@ -349,7 +355,7 @@ async def _stop_when_asked(run: RunDir, looks: Looks[ReadStore]) -> None:
     while True:
         with suppress(StoreError):
             if await looks(lambda store: store.meta(STOP)) == ours:
-                raise Interrupted(f"stopped by agentrl stop; go on with agentrl train --resume {run.path}")
+                raise _interrupted(f"stopped by agentrl stop; go on with agentrl train --resume {run.path}")
         await trio.sleep(_ASKED_S)
 
 

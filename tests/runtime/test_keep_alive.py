@@ -10,11 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+import trio
+import trio.testing
 
 from agentrl.config import RunConfig
 from agentrl.errors import RunFailed
 from agentrl.runtime import heartbeat, supervise
 from agentrl.runtime.keep_alive import keep_alive
+from agentrl.runtime.pipeline import Interrupted, _interrupt  # pyright: ignore[reportPrivateUsage]
 
 DEADLINE_S = 60
 BEGIN = """
@@ -80,6 +83,47 @@ def test_one_that_lost_its_cluster_is_and_knows_that_it_was_there_before(
     kept = Kept(tmp_path, line + "sys.exit(9 if 'AGENTRL_AGAIN' in os.environ else 7)")
     assert (kept.status(), kept.started) == (9, 2)
     assert "agentrl: the supervisor lost its cluster; it is started again" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("life", [STANDS, DIES, STOPS])
+def test_one_that_was_stopped_and_does_not_end_is_ended_and_not_started_again(
+    life: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`agentrl stop` reached it, and then it hung: in a call to a cluster that is gone, say."""
+    line = "Path(os.environ['AGENTRL_ERROR_FILE']).write_text('stopped by SIGTERM; go on with …')\n"
+    kept = Kept(tmp_path, line + life, hang_s=1.0)
+    assert (kept.status(), kept.started) == (130, 1)
+    assert "agentrl: stopped by SIGTERM; go on with …" in capfd.readouterr().err
+
+
+def test_one_that_is_asked_for_its_stacks_writes_them_and_lives(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = "os.kill(os.getpid(), signal.SIGUSR2)\nsys.exit(0)"
+    kept = Kept(tmp_path, "from agentrl.runtime.keep_alive import live_with_parent\nlive_with_parent()\n" + asked)
+    assert (kept.status(), kept.started) == (0, 1)
+    assert "most recent call first" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_supervisor_says_that_it_was_stopped_before_it_ends_its_children(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = tmp_path / "error"
+    monkeypatch.setenv("AGENTRL_ERROR_FILE", str(note))
+
+    async def stopped() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_interrupt, tmp_path / "run")
+            await trio.testing.wait_all_tasks_blocked()
+            os.kill(os.getpid(), number)
+            try:
+                await trio.sleep(DEADLINE_S)
+            finally:
+                assert f"go on with agentrl train --resume {tmp_path / 'run'}" in note.read_text()
+
+    with pytest.RaisesGroup(Interrupted):
+        trio.run(stopped)
 
 
 def test_it_gives_up_with_a_line_that_says_how_to_go_on(tmp_path: Path) -> None:
