@@ -70,6 +70,8 @@ def change(run: RunDir, overrides: list[str]) -> None:
         _check(before, config, store)
         if config.train.steps > before.train.steps:
             _reopen(before, store)
+            if run.summary.exists():  # it tells of the earlier end
+                run.summary.replace(run.path / f"summary-{before.train.steps}.json")
         run.write_config(config, store)
         said = [override.partition("=")[0].strip() for override in overrides]
         engines = any(key in said for key in ("engine.replicas", "engine.gpus", "engine.urls"))

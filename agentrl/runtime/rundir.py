@@ -8,6 +8,7 @@
     RUN/logs/               one log per process; NAME.error holds the one line of its error
     RUN/metrics.jsonl       every metric row, one JSON object per line
     RUN/summary.json  RUN/curves.png  RUN/transcripts.md      written at the end
+    RUN/summary-NNN.json    that of an earlier end, after NNN steps, of a run that goes on for longer
 
 Scratch (weights on their way to the engine, boxes' work folders) lies in shared memory, on Ray in the run's folder, or
 in the `scratch_dir` of the configuration, under a name derived from the run directory. It is removed when the

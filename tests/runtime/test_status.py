@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 from agentrl import config as configuration
 from agentrl.cli import app
 from agentrl.errors import AgentRLError, UsageError
-from agentrl.runtime import pipeline, status
+from agentrl.runtime import extending, pipeline, status
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 
@@ -108,6 +108,19 @@ def test_a_run_that_has_ended_is_over(run: RunDir) -> None:
     assert told[-1].endswith(f"{longer} trains it for longer")
     assert status.stop(run, 0).endswith(f"go on with {longer}"), "without more steps it would do nothing"
     assert status.scale(run, engines=None, workers=3).endswith(longer)
+
+
+def test_a_run_that_goes_on_for_longer_is_not_over_by_its_earlier_end(run: RunDir) -> None:
+    step(run, 80, NOW)
+    run.summary.write_text('{"steps": 80}')
+    with RunStore.open(run.store_path) as store:
+        store.confirm_version(store.mint_version(80))
+    extending.change(run, ["train.steps=160"])
+    step(run, 81, NOW + 5)
+    told = list(status.lines(status.status(run)))
+    assert (told[0], told[-1]) == (f"{run.path}: not under way", f"next      agentrl train --resume {run.path}")
+    assert status.stop(run, 0).endswith(f"go on with agentrl train --resume {run.path}")
+    assert (run.path / "summary-80.json").read_text() == '{"steps": 80}', "what it says of the earlier end is kept"
 
 
 def test_a_supervisor_that_a_signal_stopped_is_told_and_can_be_ended(run: RunDir) -> None:
