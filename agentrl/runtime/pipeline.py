@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -50,7 +51,7 @@ from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.scaling import Size, wanted
 from agentrl.runtime.scoring import declare
 from agentrl.runtime.sources import changed_rows, digests_of, task_source
-from agentrl.runtime.status import STOP
+from agentrl.runtime.status import NO_SIGNALS, STOP
 from agentrl.store import RunStore, choice, close_policy
 from agentrl.store.aside import Aside
 from agentrl.store.looks import Looks
@@ -290,6 +291,8 @@ async def supervise(
 ) -> AsyncGenerator[Supervisor]:
     """A supervisor over `run` with its scratch space made and its signals caught; all of it is removed at the end.
 
+    Outside of the main thread there are no signals: `agentrl stop` ends it through the store.
+
     Raises Interrupted on SIGINT or SIGTERM, UsageError if another supervisor holds the run."""
     config, heartbeat = run.config(), Heartbeat.of_process()
     live_with_parent()
@@ -301,6 +304,8 @@ async def supervise(
             heartbeat.mark_while(lambda: store.waits)
             start = start_point(run, store)
             store.release_all()
+            if not _gets_signals():
+                store.set_meta(NO_SIGNALS, run.lock_path.read_text())
             writes, looks = Aside[ControlStore](store), Looks[ReadStore](reader)
             size = Size.of(config).at_most(wanted(config, store.meta))  # a run that grew grows again
             starting = partial(_beat_until_interrupted, run, heartbeat)
@@ -332,7 +337,13 @@ async def _forget_objects(config: RunConfig, looks: Looks[ReadStore]) -> None:
             await trio.to_thread.run_sync(last.remove_all)
 
 
+def _gets_signals() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 async def _interrupt(path: Path) -> None:
+    if not _gets_signals():
+        return
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async for number in signals:
             raise _interrupted(f"stopped by {signal.Signals(number).name}; go on with agentrl train --resume {path}")
@@ -357,6 +368,13 @@ async def _stop_when_asked(run: RunDir, looks: Looks[ReadStore]) -> None:
             if await looks(lambda store: store.meta(STOP)) == ours:
                 raise _interrupted(f"stopped by agentrl stop; go on with agentrl train --resume {run.path}")
         await trio.sleep(_ASKED_S)
+
+
+def check_no_loop(name: str) -> None:
+    """Raises UsageError inside of trio, whose loops do not nest. Inside of asyncio a run works."""
+    if trio.lowlevel.in_trio_run():
+        hint = "give it a thread: await trio.to_thread.run_sync(...)"
+        raise UsageError(f"{name} starts an event loop of trio's, and was called inside of one: {hint}")
 
 
 def run_to_end(

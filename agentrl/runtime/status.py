@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal, cast
 
-from agentrl.errors import UsageError
+from agentrl.errors import StoreError, UsageError
 from agentrl.owner import runs_here
 from agentrl.records import GroupState
 from agentrl.runtime import controller, heartbeat, report, scaling
@@ -27,6 +27,9 @@ STEPS_COME = ("train", "drain")
 """The supervisor's phases in which a step that does not come is late."""
 STOP = "stop_wanted"
 """The run's lock, as it stands there, of the supervisor that shall end."""
+NO_SIGNALS = "takes_no_signals"
+"""The run's lock, as it stands there, of a supervisor that is a thread of somebody's process: it is asked to end as one
+of another machine."""
 _RECENT = 10  # steps in a mean
 _SLOW = 10  # times the median step: then a step is called late
 _LATE_S = 60.0  # but never before
@@ -140,10 +143,11 @@ def stop(run: RunDir, deadline_s: float) -> str:
     held = holder(run)
     if held.kind == "nobody":
         return f"{run.path} is not under way; go on with {_resume(run)}"
-    if held.pid is None:
+    if held.pid is None or _takes_no_signals(run):
         with RunStore.open(run.store_path) as store:  # its supervisor, on whatever machine, looks there
             store.set_meta(STOP, run.lock_path.read_text())
-        return _ended(run, deadline_s, "if it hangs, type this on the machine on which it was started")
+        mend = "type this on the machine on which it was started" if held.pid is None else f"end process {held.pid}"
+        return _ended(run, deadline_s, f"if it hangs, {mend}")
     try:
         os.kill(held.pid, signal.SIGTERM)
         os.kill(held.pid, signal.SIGCONT)  # one that a signal has stopped would never take the other
@@ -152,6 +156,12 @@ def stop(run: RunDir, deadline_s: float) -> str:
     except ProcessLookupError:
         pass
     return _ended(run, deadline_s, f"wait, or end it with kill -9 {held.pid}")
+
+
+def _takes_no_signals(run: RunDir) -> bool:
+    with suppress(StoreError), RunStore.read(run.store_path, away_s=0) as store:
+        return store.meta(NO_SIGNALS) == run.lock_path.read_text()
+    return False
 
 
 def _ended(run: RunDir, deadline_s: float, hint: str) -> str:

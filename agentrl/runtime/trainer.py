@@ -39,7 +39,7 @@ from agentrl.runtime.engines import check_arguments
 from agentrl.runtime.measuring import Adapters
 from agentrl.runtime.models import given_model_dir, model_dir, renderer_of, slot_dir
 from agentrl.runtime.orders import take_order
-from agentrl.runtime.pipeline import Interrupted, Supervisor, run_to_end
+from agentrl.runtime.pipeline import Interrupted, Supervisor, check_no_loop, run_to_end
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.sources import first_tasks, task_source
 from agentrl.runtime.teaching import check_teachers
@@ -102,7 +102,10 @@ class Trainer:
 
     def train(self, view: View | None = None) -> dict[str, Any]:
         """Run to the end. Returns the contents of `summary.json`. Settings that `config` leaves out are chosen for this
-        machine first. Raises RunFailed if the run cannot go on."""
+        machine first. It may be called in any thread, and beside a loop of asyncio; outside of the main thread Ctrl-C
+        does not reach it, and `agentrl stop` ends it. Raises RunFailed if the run cannot go on, UsageError inside of a
+        loop of trio."""
+        check_no_loop("Trainer.train")
         self.config = _fitted(_pinned(self.config))
         check_startable(self.config)
         run = RunDir.create(self.out, self.config, overwrite=self._overwrite)
@@ -118,6 +121,7 @@ class Trainer:
         """Go on with the run at `path` from its newest checkpoint, its journal and its buffer. `settings`
         (`section.key=value`) change how long it trains and which resources it uses. Raises ConfigError for a setting
         that may not change."""
+        check_no_loop("Trainer.resume")
         run = RunDir.open(Path(path))
         if settings:
             extending.change(run, list(settings))
@@ -325,6 +329,7 @@ def evaluate(
     """Measure `config.model`, with `adapters` over it, on `config.eval.sets` without training; its own run directory
     `out` holds the episodes, in the place of those of an earlier evaluation. `agentrl.runtime.measuring` gives both for
     a run that was trained. Raises UsageError if `out` holds a run that trained."""
+    check_no_loop("evaluate")
     if config.syncs_memory and config.engine.urls:
         hint = "no learner is there to send weights from its memory: leave it out, or give engine.sync = 'full'"
         raise ConfigError("engine.urls", config.engine.urls, hint)
