@@ -420,11 +420,16 @@ def serve(
         list[str] | None,
         typer.Option(help="A folder or URL that runs' weights may come from, beside /dev/shm, /tmp and this folder"),
     ] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="The environment variable with its key; default: a new key, printed")
+    ] = None,
+    no_key: Annotated[bool, typer.Option("--no-key", help="Let everybody who reaches the address use it")] = False,
 ) -> None:
-    """Serve a model until Ctrl-C. A run attaches with --set engine.kind=… --set 'engine.urls=["URL"]'."""
+    """Serve a model until Ctrl-C. Says how a run attaches, and how `agentrl eval --endpoint` asks it."""
     from agentrl.config import EngineSettings
     from agentrl.engine.vllm.launch import check_gpus
     from agentrl.runtime.models import model_dir
+    from agentrl.runtime.serving import Door, key_of
     from agentrl.runtime.serving import serve as serve_model
 
     if not re.fullmatch(r"(\d+(,\d+)*)?", gpus):
@@ -455,8 +460,9 @@ def serve(
     serve_model(
         model_dir(model),
         settings,
-        host=host,
-        port=port,
+        door=Door(host=host, port=port, key=key_of(api_key_env, none=no_key)),
+        name=model,
+        key_variable=api_key_env,
         max_context=max_context,
         lora_rank=lora_rank,
         lora_targets=targets,

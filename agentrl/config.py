@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, Field, SerializeAsAny, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, SerializeAsAny, ValidationError, field_validator, model_validator
 
 from agentrl import algorithms, cluster_settings, fleet_settings, placement, role_settings, vllm_arguments
 from agentrl.algorithms import algorithm as algorithm
@@ -21,10 +21,11 @@ from agentrl.algos.grpo import GRPO
 from agentrl.cluster_settings import Cluster, WithCluster
 from agentrl.errors import ConfigError, UsageError
 from agentrl.league import LeagueSettings
-from agentrl.records import POLICY, SamplingParams
+from agentrl.records import POLICY, EngineKey, SamplingParams
 from agentrl.role_settings import RoleTable, WithRoles
 from agentrl.sandbox_settings import Sandboxes
 from agentrl.settings import (
+    URL_SCHEMES,
     Alarms,
     Buffer,
     Count,
@@ -49,6 +50,13 @@ from agentrl.train_settings import Train as Train
 from agentrl.train_settings import check_experts
 
 MAX_LORA_RANK = 512  # that vLLM takes
+
+
+def key_in(variable: str, field: str) -> EngineKey:
+    """The key in an environment variable that the setting `field` names. Raises ConfigError if it is not set."""
+    if not (key := os.environ.get(variable)):
+        raise ConfigError(field, variable, "this environment variable is not set: export it")
+    return EngineKey.of(key)
 
 
 class TaskTable(_Section):
@@ -110,6 +118,7 @@ class Rollout(_Section):
     failure_budget: Annotated[float, Field(ge=0, le=1)] = 0.2  # share of episodes that may fail, an outage as one
     template: dict[str, Any] = Field(default_factory=dict)  # of the chat template: { enable_thinking = false }
     roles: dict[str, str] = Field(default_factory=dict)  # who plays a role of the environment, see `frozen_roles`
+    roles_api_key_env: str | None = None  # the environment variable with the key of the engines that `roles` names
     pivot: Pivot | None = None  # forks of played episodes; without it there are only those of `agentrl fork`
 
     @field_validator("template")
@@ -145,6 +154,12 @@ class Rollout(_Section):
         """What decides `hang_deadline_s`."""
         return "rollout.lease_s / 2" if self.lease_s / 2 < self.liveness_deadline_s else "rollout.liveness_deadline_s"
 
+    def roles_key(self) -> EngineKey | None:
+        """The key of engines in `roles` that somebody else runs. Raises ConfigError if its variable is not set."""
+        if self.roles_api_key_env is None:
+            return None
+        return key_in(self.roles_api_key_env, "rollout.roles_api_key_env")
+
     def frozen_roles(self) -> dict[str, str]:
         """The roles that the policy which learns (`"trained"`) does not play, and who does: `"frozen"`, the model as
         the run began with it; another model, by its id or folder; or, by its URL, an engine that somebody else runs.
@@ -153,7 +168,7 @@ class Rollout(_Section):
 
     def given_models(self) -> set[str]:
         """What of `frozen_roles` the run has to start an engine for."""
-        return {policy for policy in self.frozen_roles().values() if not policy.startswith(("http://", "https://"))}
+        return {policy for policy in self.frozen_roles().values() if not policy.startswith(URL_SCHEMES)}
 
 
 class EngineSettings(_Section):
@@ -178,6 +193,7 @@ class EngineSettings(_Section):
     weights_from: list[str] = Field(default_factory=list)  # further folders and URLs that engines may read weights from
     stage: Literal["auto", "file"] = "auto"  # weights on their way into vLLM: a second copy if there is room, or a file
     canary: bool = True  # after every sync: compare log-probs of a fixed probe with the learner's
+    canary_every_s: Positive = 20.0  # in the mean: it is compared again, at moments that nobody knows
     canary_tolerance: Positive | None = None  # nats of one token; default: what the engine's dtypes explain
     routed_experts: bool = False  # journal the experts that a mixture computed each token with
     preempt: bool = False  # new weights: running turns leave their request and go on under them, also between adapters
@@ -189,19 +205,30 @@ class EngineSettings(_Section):
     outage_deadline_s: Positive = 600.0  # of a turn for all waiting that is not sampling: queues, pauses, restarts
     start_deadline_s: Positive = 600.0  # a large model is read, and on a GPU compiled as well
     liveness_deadline_s: Positive = 60.0  # a replica that answers nothing for so long is ended and started again
+    _own_key: EngineKey | None = PrivateAttr(default=None)
 
     @field_validator("urls")
     @classmethod
     def _roots(cls, urls: list[str]) -> list[str]:
         return [check_url("engine.urls", url).rstrip("/").removesuffix("/v1") for url in urls]
 
-    def api_key(self) -> str | None:
-        """The key for `urls`. Raises ConfigError if the variable that should hold it is not set."""
-        if not self.urls or self.api_key_env is None:
-            return None
-        if not (key := os.environ.get(self.api_key_env)):
-            raise ConfigError("engine.api_key_env", self.api_key_env, "this environment variable is not set: export it")
-        return key
+    def with_key(self, key: EngineKey) -> Self:
+        """The same, in the process that made this key for the engines that the run starts."""
+        other = self.model_copy()
+        other._own_key = key
+        return other
+
+    @property
+    def own_key(self) -> EngineKey | None:
+        """That of the engines that the run starts; None outside of its processes."""
+        return self._own_key or EngineKey.of_environment()
+
+    def key_of(self, url: str) -> EngineKey | None:
+        """The key of one of `urls`, or else of an engine that the run started. Raises ConfigError if the variable that
+        should hold it is not set."""
+        if url.rstrip("/").removesuffix("/v1") not in self.urls:
+            return self.own_key
+        return None if self.api_key_env is None else key_in(self.api_key_env, "engine.api_key_env")
 
     @property
     def places(self) -> list[list[int]]:

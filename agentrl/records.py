@@ -17,13 +17,16 @@ turn extends the last turn of its role.
 
 from __future__ import annotations
 
+import hmac
+import os
+import secrets
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 from itertools import chain, pairwise
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 Json = Any
 """A JSON-safe value: None, bool, int, float, str, list or dict of such."""
@@ -443,3 +446,36 @@ class Group:
     record: Mapping[int, MemberRecord] | None = None
     skipped: bool = False
     weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKey:
+    """The secrets of an engine: `value` is shown with each request; `signing` signs the requests that change the engine
+    and is never sent. A process that only samples has none. What an engine that a user keyed by hand is signed with
+    follows from its one key."""
+
+    value: str = field(repr=False)
+    signing: str | None = field(default=None, repr=False)
+
+    VALUE: ClassVar[str] = "AGENTRL_ENGINE_KEY"  # environment variables
+    SIGNING: ClassVar[str] = "AGENTRL_WEIGHTS_KEY"
+
+    @classmethod
+    def of(cls, value: str) -> EngineKey:
+        """That of an engine that has one key for everything."""
+        return cls(value=value, signing=hmac.new(value.encode(), b"agentrl weights", "sha256").hexdigest())
+
+    @classmethod
+    def fresh(cls) -> EngineKey:
+        """New secrets."""
+        return cls(value=secrets.token_urlsafe(24), signing=secrets.token_urlsafe(24))
+
+    @classmethod
+    def of_environment(cls) -> EngineKey | None:
+        """What this process was given; None if it was given none."""
+        value = os.environ.get(cls.VALUE)
+        return cls(value=value, signing=os.environ.get(cls.SIGNING) or None) if value else None
+
+    def variables(self, *, signs: bool) -> dict[str, str]:
+        """What a process needs in its environment; with `signs`, to change engines, or to check who does."""
+        return {self.VALUE: self.value, self.SIGNING: (self.signing or "") if signs else ""}

@@ -303,15 +303,20 @@ def check_sources(sources: Sequence[RewardSource], max_tokens: int, *, stall_dea
             raise ConfigError("rewards.deadline_s", one.deadline_s, hint)
 
 
+URL_SCHEMES = ("http://", "https://", "unix://")
+"""How the URLs of servers begin; after the last comes the path of a Unix socket."""
+
+
 def check_url(field: str, url: str) -> str:
     """The URL of a server as it was given. Raises ConfigError for one that no server can have."""
     try:
         parts = urlsplit(url)
         whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        whole = whole or url.startswith("unix:///")
     except ValueError:  # of the port
         whole = False
     if not whole:
-        raise ConfigError(field, url, "give the URL of a server, as http://HOST:8000")
+        raise ConfigError(field, url, "give the URL of a server, as http://HOST:8000 or unix:///run/engine.sock")
     return url
 
 

@@ -72,7 +72,7 @@ ARMS = (
 async def waits(arm: Arm, turns: int) -> tuple[list[float], float]:
     """Seconds from each turn of the quiet run to its first token, and the share of the engine's places in use."""
     fake = FakeVLLM(token_s=TOKEN_S, stream_tokens=2)
-    tenants = [Tenant(name="quiet"), Tenant(name="flood")]
+    tenants = [Tenant(name="quiet", open=True), Tenant(name="flood", open=True)]
     engine = SharedEngine(tenants, places=PLACES, url=fake.url, transport=fake, lease_s=1e9, queue_deadline_s=1e9)
     door, rng, found = Door(Gateway(tenants, [engine])), random.Random(1), list[float]()
 

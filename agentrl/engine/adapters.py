@@ -22,7 +22,9 @@ from urllib.parse import urlsplit
 import trio
 
 from agentrl.engine import inbox
+from agentrl.engine.access import folder_digest
 from agentrl.engine.client import EngineClient
+from agentrl.engine.transport import socket_of
 from agentrl.engine.weights import PushReport
 from agentrl.engine.wire import metric, parse_json, results
 from agentrl.errors import EngineError, EngineTimeout, EngineUnavailable, WeightSyncError
@@ -124,12 +126,13 @@ async def load(
         raise WeightSyncError(f"cannot read adapter {str(folder)!r}: there is no such folder")
     roles = sorted(file.parent.name for file in files if file.name == _CONFIG and file.parent != trio.Path(folder))
     asked = {adapter_name(version, role, kept=kept): folder / (role or "") for role in (*roles, None)}
+    digests = {name: await trio.to_thread.run_sync(folder_digest, place) for name, place in asked.items()}
 
     async def one(engine: EngineClient) -> None:
         for name, place in asked.items():
             if is_near(engine.url):
                 try:
-                    await _load_from(engine, name, str(place), deadline_s)
+                    await _load_from(engine, name, str(place), digests[name], deadline_s)
                     continue
                 except (EngineUnavailable, EngineTimeout):
                     raise
@@ -142,7 +145,7 @@ async def load(
                     raise why
             else:
                 there = await _send(engine, name, place, deadline_s) or str(place)
-            await _load_from(engine, name, there, deadline_s)
+            await _load_from(engine, name, there, digests[name], deadline_s)
 
     started = trio.current_time()
     await _everywhere(engines, one, f"load adapter {adapter_name(version)}")
@@ -151,6 +154,8 @@ async def load(
 
 def is_near(url: str) -> bool:
     """Whether a server is on this machine, by its address: it reads our files, unless it is in a container."""
+    if socket_of(url) is not None:
+        return True
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -158,8 +163,9 @@ def is_near(url: str) -> bool:
         return host == "localhost"
 
 
-async def _load_from(engine: EngineClient, name: str, place: str, deadline_s: float) -> None:
-    asked: dict[str, Json] = {"lora_name": name, "lora_path": place}
+async def _load_from(engine: EngineClient, name: str, place: str, digest: str, deadline_s: float) -> None:
+    """Have it load the adapter in a folder with these contents."""
+    asked: dict[str, Json] = {"lora_name": name, "lora_path": place, "sha256": digest}
     try:
         await engine.call("POST", "/v1/load_lora_adapter", json=asked, deadline_s=deadline_s)
     except EngineError as error:

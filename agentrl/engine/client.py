@@ -6,6 +6,7 @@ Owns the deadline of each call and the naming of failures: an httpx exception be
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
 from math import inf
@@ -16,8 +17,9 @@ import httpx
 import trio
 from pydantic_core import to_json
 
+from agentrl.engine import access
 from agentrl.engine.stitching import Stitcher
-from agentrl.engine.transport import Answer, Origin, TrioTransport, head_of
+from agentrl.engine.transport import Answer, Origin, TrioTransport, head_of, socket_of
 from agentrl.engine.wire import (
     ChunkParser,
     check_sampling,
@@ -31,7 +33,7 @@ from agentrl.engine.wire import (
 )
 from agentrl.errors import EngineBroke, EngineError, EngineRefusal, EngineTimeout, EngineUnavailable
 from agentrl.protocols import Chunk, GenerateRequest
-from agentrl.records import Finish, Generation, Json, SamplingParams, VersionSpan
+from agentrl.records import EngineKey, Finish, Generation, Json, SamplingParams, VersionSpan
 
 _DRAIN_S = 1.0
 _FAILURES = (trio.TooSlowError, httpx.TransportError)  # a timeout of httpx is one of the latter
@@ -44,9 +46,10 @@ class EngineClient:
     """`protocols.Engine` for one server. `version` is the last known weight version: if a server does not stamp each
     chunk, tokens carry this version until the server names its own.
 
-    `url` is the server's root; a `/v1` at its end is removed. `connect_s` bounds the time to connect; every call also
-    has its own deadline. `api_key` is sent to a server that requires one. With `vocabulary`, how many tokens the model
-    has, an answer with a token beyond them is a broken one."""
+    `url` is the server's root, or `unix://` and the path of its socket; a `/v1` at its end is removed. `connect_s`
+    bounds the time to connect; every call also has its own deadline. `api_key` is sent to a server that requires one,
+    and signs what changes it (`agentrl.engine.access`). With `vocabulary`, how many tokens the model has, an answer
+    with a token beyond them is a broken one."""
 
     def __init__(
         self,
@@ -54,20 +57,22 @@ class EngineClient:
         *,
         connect_s: float = 5.0,
         version: int = 0,
-        api_key: str | None = None,
+        api_key: str | EngineKey | None = None,
         vocabulary: int | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.url, self.version = url.rstrip("/").removesuffix("/v1"), version
         self._connect_s, self._vocabulary = connect_s, vocabulary
-        self._transport = transport or TrioTransport()
-        key = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        place = socket_of(self.url)
+        self._transport = transport or TrioTransport(socket=place)
+        self._key = EngineKey.of(api_key) if isinstance(api_key, str) else api_key
+        key, base = access.bearer(self._key), self.url if place is None else "http://localhost"
         self._stream_headers = httpx.Headers(_STREAMED | key)
-        self._http = httpx.AsyncClient(base_url=self.url, headers=key, transport=self._transport, trust_env=False)
-        self._generate_url = httpx.URL(f"{self.url}/inference/v1/generate")
+        self._http = httpx.AsyncClient(base_url=base, headers=key, transport=self._transport, trust_env=False)
+        self._generate_url = httpx.URL(f"{base}/inference/v1/generate")
         plain = self._generate_url.scheme == "http"
         self._ask = cast("_Ask | None", getattr(self._transport, "ask", None)) if plain else None
-        self._origin = (self._generate_url.host, self._generate_url.port or 80)
+        self._origin = (place, 0) if place else (self._generate_url.host, self._generate_url.port or 80)
         request = httpx.Request("POST", self._generate_url, headers=self._stream_headers)
         request.headers.pop("content-length", None)
         self._head = head_of(request)[:-2] + b"content-length: "
@@ -176,7 +181,12 @@ class EngineClient:
         """Send a request; returns its whole answer. Raises EngineError (refused), EngineTimeout, EngineUnavailable."""
         with self._named(deadline_s, path), trio.fail_after(deadline_s):
             timeout = httpx.Timeout(None, connect=self._connect_s)
-            response = await self._http.request(method, path, json=json, params=params, timeout=timeout)
+            request = self._http.build_request(method, path, json=json, params=params, timeout=timeout)
+            if self._key is not None and self._key.signing is not None and access.changes(method, path):
+                query = request.url.query.decode("latin-1")
+                target = f"{path}?{query}" if query else path
+                request.headers[access.SIGNATURE] = access.signature(self._key, method, target, request.content)
+            response = await self._http.send(request)
         if response.status_code >= 400:
             raise self._refused(response.status_code, response.content)
         return response.content
@@ -209,6 +219,20 @@ class EngineClient:
         except EngineError:
             return False
         return True
+
+    async def proves(self, key: EngineKey, *, deadline_s: float = 5.0) -> bool:
+        """Whether a healthy server answers that has this key: it is the one that was started with it, and no other that
+        listens at its address."""
+        challenge, timeout = uuid4().hex, httpx.Timeout(None, connect=self._connect_s)
+        try:
+            with self._named(deadline_s, "/health"), trio.fail_after(deadline_s):
+                headers = {access.CHALLENGE: challenge}
+                answer = await self._http.get("/health", headers=headers, timeout=timeout)
+        except EngineError:
+            return False
+        return answer.is_success and hmac.compare_digest(
+            answer.headers.get(access.PROOF, "").encode(), access.proof(key, challenge.encode()).encode()
+        )
 
     async def score(
         self, token_ids: Sequence[int], *, deadline_s: float, model: str | None = None

@@ -15,10 +15,9 @@ free when the engine is done.
 
 from __future__ import annotations
 
-import hmac
 import math
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -27,14 +26,15 @@ import httpx
 import trio
 from pydantic_core import to_json
 
+from agentrl.engine import access
 from agentrl.engine.client import Lines
 from agentrl.engine.fair import FairQueue
 from agentrl.engine.listening import Answer, Cut
-from agentrl.engine.transport import TrioTransport
+from agentrl.engine.transport import TrioTransport, socket_of
 from agentrl.engine.wire import parse_json
 from agentrl.errors import EngineError, boundary
 from agentrl.fleet_settings import Tenant
-from agentrl.records import Json
+from agentrl.records import EngineKey, Json
 
 QUANTUM = 256.0
 """Tokens of one visit to a tenant of weight 1. Others wait for a visit: few, and a longer request takes several."""
@@ -106,14 +106,15 @@ class SharedEngine:
         *,
         places: int,
         url: str | None = None,
+        key: EngineKey | None = None,
         queue_deadline_s: float = 240.0,
         lease_s: float = 120.0,
         quantum: float = QUANTUM,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        self._key, self._given = key, transport
         self.url = url
         self._free, self._queue_deadline_s, self._lease_s = places, queue_deadline_s, lease_s
-        self._transport = transport or TrioTransport()
         self._queue: FairQueue[_Request] = FairQueue(quantum)
         self._guests = {tenant.name: _Guest(tenant, -math.inf) for tenant in tenants}
         self._nursery: trio.Nursery | None = None
@@ -135,6 +136,16 @@ class SharedEngine:
         finally:
             with trio.CancelScope(shield=True):  # closes sockets, waits for nothing
                 await self._transport.aclose()
+
+    @property
+    def url(self) -> str | None:
+        return self._url
+
+    @url.setter
+    def url(self, url: str | None) -> None:
+        self._url, place = url, None if url is None else socket_of(url)
+        self._base = "http://localhost" if place else url
+        self._transport = self._given or TrioTransport(socket=place)
 
     async def answer(self, tenant: str, method: str, path: str, content: bytes) -> Answer:
         """The answer to a request of a tenant that may ask."""
@@ -279,7 +290,7 @@ class SharedEngine:
             if name not in loaded and len(loaded) >= guest.tenant.max_adapters:
                 most = f"max_adapters = {guest.tenant.max_adapters} in the fleet file"
                 return refused(429, f"tenant {guest.tenant.name!r} has {len(loaded)} adapters loaded ({most})")
-            asked = to_json({"lora_name": guest.prefix + name, "lora_path": folder})
+            asked = to_json({"lora_name": guest.prefix + name, "lora_path": folder, "sha256": body.get("sha256")})
             status, said = await self._ask("POST", "/v1/load_lora_adapter", asked)
             if status == 200:
                 guest.folders[name] = folder
@@ -331,11 +342,13 @@ class SharedEngine:
             return refused(503, f"the engine is not there: {str(error) or type(error).__name__}")
 
     async def _send(self, method: str, path: str, content: bytes) -> httpx.Response:
-        if self.url is None:
+        if self._base is None:
             raise httpx.ConnectError("it is being started")
-        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        headers = {"content-type": "application/json", "accept-encoding": "identity", **access.bearer(self._key)}
+        if self._key is not None and access.changes(method, path):
+            headers[access.SIGNATURE] = access.signature(self._key, method, path, content)
         extensions = {"timeout": {"connect": _CONNECT_S}}
-        asked = httpx.Request(method, self.url + path, headers=headers, content=content, extensions=extensions)
+        asked = httpx.Request(method, self._base + path, headers=headers, content=content, extensions=extensions)
         return await self._transport.handle_async_request(asked)
 
 
@@ -387,11 +400,12 @@ class _Relay:
 
 
 class Gateway:
-    """`listening.Handler` for engines that tenants share. Raises ConfigError for a tenant whose key is not set."""
+    """`listening.Handler` for engines that tenants share. `keys` are the tenants' own; None of one that is open. Raises
+    ConfigError for a tenant whose key is not set."""
 
     def __init__(self, tenants: Sequence[Tenant], engines: Sequence[SharedEngine]) -> None:
         self.engines = tuple(engines)
-        self._keys = {tenant.name: tenant.key() for tenant in tenants}
+        self.keys = {tenant.name: tenant.key() for tenant in tenants}
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Look after all engines, for ever."""
@@ -402,17 +416,19 @@ class Gateway:
 
     async def answer(self, method: str, path: str, query: str, headers: Mapping[str, str], content: bytes) -> Answer:
         """The answer to a request, by the tenant and the engine that its path begins with."""
+        shown = headers.get("authorization", "").encode()
         if path == "/metrics":
-            return 200, "".join(self._lines()).encode()
+            own = {name for name, key in self.keys.items() if key is None or access.shows(key, shown)}
+            if not own:
+                return refused(401, "Unauthorized: show the key of a tenant, whose numbers these are then")
+            return 200, "".join(self._lines(own)).encode()
         _, tenant, number, rest = ["", *path.removeprefix("/").split("/", 2), "", ""][:4]
-        if tenant not in self._keys:
+        if tenant not in self.keys:
             return refused(
                 404, "no such tenant: the URL is http://HOST:PORT/TENANT/0, see [[tenants]] of the fleet file"
             )
-        key = self._keys[tenant]
-        if key is not None and not hmac.compare_digest(
-            headers.get("authorization", "").encode(), f"Bearer {key}".encode()
-        ):
+        key = self.keys[tenant]
+        if key is not None and not access.shows(key, shown):
             return refused(401, f"Unauthorized: tenant {tenant!r} has a key, name its variable in engine.api_key_env")
         if not number.isdecimal() or len(number) > 4 or int(number) >= len(self.engines):
             return refused(404, f"no engine {number!r}: they are /{tenant}/0 to /{tenant}/{len(self.engines) - 1}")
@@ -423,10 +439,10 @@ class Gateway:
         except Exception as error:  # the door of all tenants: the trouble of one request is its own
             return refused(500, f"{type(error).__name__}: {error}")
 
-    def _lines(self) -> Iterable[str]:
+    def _lines(self, tenants: Collection[str]) -> Iterable[str]:
         for number, engine in enumerate(self.engines):
             for tenant, row in engine.gauges():
-                for name, value in row.items():
+                for name, value in row.items() if tenant in tenants else ():
                     yield f'agentrl:tenant_{name}{{tenant="{tenant}",engine="{number}"}} {value:g}\n'
 
 

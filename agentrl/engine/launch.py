@@ -18,6 +18,7 @@ from agentrl.config import EngineSettings
 from agentrl.engine.sources import everyday
 from agentrl.errors import EngineUnavailable, UsageError
 from agentrl.owner import owned_folder
+from agentrl.records import EngineKey
 
 _POLL_S = 0.05
 _END_S = 5.0  # between asking a process to end and killing it
@@ -26,10 +27,11 @@ _LINGER_S = 3.0  # for what an ended process left in its group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedEngine:
-    """A running engine process and where it listens."""
+    """A running engine process, where it listens, and its key if it asks for one."""
 
     url: str
     process: trio.Process
+    key: EngineKey | None = None
 
 
 def embedded_argv(
@@ -37,6 +39,7 @@ def embedded_argv(
     settings: EngineSettings,
     *,
     ready_file: Path,
+    socket: Path | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
     version: int = 0,
@@ -44,18 +47,16 @@ def embedded_argv(
     max_context: int | None = None,
     weights_from: Sequence[str] = (),
 ) -> list[str]:
-    """The command that serves `model_dir` until its standard input ends; it writes `ready_file` once it answers. New
-    weights may come from the places `weights_from`; without any from where learners of this machine keep them."""
+    """The command that serves `model_dir` until its standard input ends; it writes `ready_file` once it answers. It
+    listens on `socket`, or else on `host` and `port`. Its key is in its environment. New weights may come from the
+    places `weights_from`; without any from where learners of this machine keep them."""
     argv = [
         sys.executable,
         "-m",
         "agentrl.engine.embedded",
         "--model",
         str(model_dir),
-        "--host",
-        host,
-        "--port",
-        str(port),
+        *(["--host", host, "--port", str(port)] if socket is None else ["--socket", str(socket)]),
     ]
     argv += ["--threads", str(settings.threads), "--max-batch", str(settings.max_batch)]
     argv += ["--kv-cache-mb", str(settings.kv_cache_mb), "--stream-tokens", str(settings.stream_tokens)]
@@ -74,15 +75,18 @@ async def launch_embedded(
     model_dir: Path,
     settings: EngineSettings | None = None,
     *,
-    host: str = "127.0.0.1",
+    host: str | None = None,
     port: int = 0,
+    key: EngineKey | None = None,
     version: int = 0,
     weights: Path | None = None,
+    name: str | None = None,
     max_context: int | None = None,
     log: int | None = None,
 ) -> AsyncGenerator[EmbeddedEngine]:
-    """Serve a model for as long as the block runs. `log` is a file descriptor for the engine's output; without it
-    the output is kept only for the message of a failed start.
+    """Serve a model for as long as the block runs: on a Unix socket that only this user can reach, or on TCP where a
+    `host` is named, and with `key` to nobody who does not show it. `name` is the model's at the server. `log` is a file
+    descriptor for the engine's output; without it the output is kept only for the message of a failed start.
 
     Raises UsageError if it cannot be started as asked, EngineUnavailable if it dies or is not up in time."""
     settings = settings or EngineSettings()
@@ -92,7 +96,8 @@ async def launch_embedded(
             model_dir,
             settings,
             ready_file=ready_file,
-            host=host,
+            socket=owner.path / "engine.sock" if host is None else None,
+            host=host or "",
             port=port,
             version=version,
             weights=weights,
@@ -102,12 +107,15 @@ async def launch_embedded(
         env = {**os.environ, "TMPDIR": str(owner.path), **owner.mark}  # what it leaves goes with it
         with errors.open("wb") as kept:
             output = kept.fileno() if log is None else log
+            argv += [] if key is not None or host is None else ["--no-key"]
+            argv += [] if name is None else ["--served-model-name", name]
+            keys = key.variables(signs=True) if key is not None else {EngineKey.VALUE: "", EngineKey.SIGNING: ""}
             process = await trio.lowlevel.open_process(
-                argv, stdin=subprocess.PIPE, stdout=output, stderr=output, env=env
+                argv, stdin=subprocess.PIPE, stdout=output, stderr=output, env={**env, **keys}
             )
         try:
             url = await _wait_ready(process, ready_file, errors, settings.start_deadline_s)
-            yield EmbeddedEngine(url=url, process=process)
+            yield EmbeddedEngine(url=url, process=process, key=key)
         finally:
             with trio.CancelScope(shield=True):
                 await _end(process)

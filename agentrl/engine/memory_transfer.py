@@ -25,6 +25,7 @@ import trio.from_thread
 import trio.to_thread
 
 from agentrl.engine.client import EngineClient
+from agentrl.engine.transport import socket_of
 from agentrl.engine.weights import PushReport
 from agentrl.engine.wire import parse_json
 from agentrl.errors import EngineError, EngineUnavailable, WeightSyncError
@@ -279,6 +280,8 @@ def _address(urls: Sequence[str]) -> str:
     Raises WeightSyncError for an engine to which no way leads."""
     found: list[str] = []
     for url in urls:
+        if socket_of(url) is not None:
+            continue  # it is on this machine
         place = urlsplit(url)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting one sends nothing
             try:

@@ -21,7 +21,7 @@ from agentrl.clock import granted
 from agentrl.engine.client import EngineClient
 from agentrl.engine.wire import parse_json, prompt_logprobs, score_json
 from agentrl.errors import EngineTimeout, EngineUnavailable, ScoreError
-from agentrl.records import Json, Message
+from agentrl.records import EngineKey, Json, Message
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0
 
@@ -48,7 +48,7 @@ class ScoringClient:
         url: str,
         *,
         model: str | None = None,
-        api_key: str | None = None,
+        api_key: str | EngineKey | None = None,
         concurrency: int = 64,
         deadline_s: float = 45.0,
         transport: httpx.AsyncBaseTransport | None = None,

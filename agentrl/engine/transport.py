@@ -2,8 +2,10 @@
 
 httpx's own pool looks at every connection on every request; here idle connections of an origin are a stack, and a
 request takes the top one. Answers are parsed by httptools (llhttp): a turn comes in many small parts, and parsing is
-what a client does most. Owns connections; never knows what is asked for. Plain http only: https goes to httpx's own
-transport. Every wait has the deadline that httpx's timeouts give it.
+what a client does most. Owns connections; never knows what is asked for. Plain http only, over TCP or a Unix socket:
+https goes to httpx's own transport. Every wait has the deadline that httpx's timeouts give it.
+
+A server on a Unix socket has a URL as well: `unix:///run/engine-0.sock`, the path of the socket.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ import trio
 _READ_BYTES = 65_536
 _AT_ONCE = 32  # answers whose readers go on in one pass of the loop: its other tasks wait for their end
 _HEAD_BYTES = 262_144
+_FULL_S = 0.005  # until a socket whose queue of connections was full is tried again
 Origin = tuple[str, int]
+"""Host and port; the path of a Unix socket, and 0."""
+
 T = TypeVar("T")
 _FAILURES = (OSError, trio.BrokenResourceError, trio.ClosedResourceError)
 _FRAMING = (b"content-length", b"transfer-encoding")
@@ -29,12 +34,13 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 
 class TrioTransport(httpx.AsyncBaseTransport):
     """Hand it to `httpx.AsyncClient(transport=...)`. `keepalive_s` is how long an idle connection is trusted. Takes
-    bodies of known length only, and no HEAD.
+    bodies of known length only, and no HEAD. With `socket`, all requests go to this Unix socket, whatever host they
+    name.
 
     Raises httpx's errors: ConnectError, ConnectTimeout, ReadTimeout, RemoteProtocolError, …"""
 
-    def __init__(self, *, keepalive_s: float = 60.0) -> None:
-        self._keepalive_s = keepalive_s
+    def __init__(self, *, keepalive_s: float = 60.0, socket: str | None = None) -> None:
+        self._keepalive_s, self._socket = keepalive_s, socket
         self._idle: dict[Origin, deque[_Connection]] = {}
         self._door = _Door()
         self._secure: httpx.AsyncHTTPTransport | None = None
@@ -47,7 +53,8 @@ class TrioTransport(httpx.AsyncBaseTransport):
         timeouts = cast("Mapping[str, float | None]", request.extensions.get("timeout", {}))
         stream = cast("httpx.AsyncByteStream", request.stream)
         data = head_of(request) + b"".join([part async for part in stream])
-        body = await self.ask((request.url.host, request.url.port or 80), data, timeouts)
+        origin = (request.url.host, request.url.port or 80) if self._socket is None else (self._socket, 0)
+        body = await self.ask(origin, data, timeouts)
         return httpx.Response(body.status, headers=body.headers, stream=body, extensions={"http_version": b"HTTP/1.1"})
 
     async def ask(self, origin: Origin, data: bytes, timeouts: Mapping[str, float | None]) -> Answer:
@@ -285,11 +292,35 @@ class Answer(httpx.AsyncByteStream):
 async def _connect(origin: Origin, timeout_s: float | None, door: _Door) -> _Connection:
     try:
         with _within(timeout_s):
-            return _Connection(await trio.open_tcp_stream(*origin), door)
+            path, port = origin
+            stream = await trio.open_tcp_stream(path, port) if port else await _open_socket(path)
+            return _Connection(stream, door)
     except trio.TooSlowError as error:
         raise httpx.ConnectTimeout(str(error)) from error
     except _FAILURES as error:
         raise httpx.ConnectError(str(error)) from error
+
+
+async def _open_socket(path: str) -> trio.SocketStream:
+    """Connect to a Unix socket. If many do at once, its queue is full for a moment."""
+    plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        plain.setblocking(False)
+        while True:
+            try:
+                plain.connect(path)
+            except BlockingIOError:
+                await trio.sleep(_FULL_S)
+            else:
+                return trio.SocketStream(trio.socket.from_stdlib_socket(plain))
+    except BaseException:
+        plain.close()
+        raise
+
+
+def socket_of(url: str) -> str | None:
+    """The path of the Unix socket that a URL names; None of any other URL."""
+    return url.removeprefix("unix://") if url.startswith("unix://") else None
 
 
 def _within(timeout_s: float | None) -> AbstractContextManager[object]:

@@ -70,7 +70,7 @@ async def push(
     for part in [path] if isinstance(path, Path | str) else path:
         whole, bytes_, digest = await trio.to_thread.run_sync(_found, part, sha256, deadline_s)
         size += bytes_
-        infos.append(update_info(whole, digest, base_sha256, deadline_s=deadline_s))
+        infos.append(update_info(whole, digest, base_sha256, version=version, deadline_s=deadline_s))
     started = trio.current_time()
     pauses: list[float] = []
     failures: list[str] = []
@@ -141,13 +141,20 @@ def _mend(error: EngineError, infos: Sequence[dict[str, Json]]) -> str:
 
 
 def update_info(
-    path: Path | str, sha256: str | None = None, base_sha256: str | None = None, *, deadline_s: float | None = None
+    path: Path | str,
+    sha256: str | None = None,
+    base_sha256: str | None = None,
+    *,
+    version: int | None = None,
+    deadline_s: float | None = None,
 ) -> dict[str, Json]:
-    """How a weight file is named to an engine; `deadline_s` is that of each object of a store."""
+    """How a weight file is named to an engine, with the version that it belongs to; `deadline_s` is that of each object
+    of a store."""
     info: dict[str, Json] = {"path": str(path)}
     if objects.is_url(path) and deadline_s is not None:
         info["deadline_s"] = deadline_s
-    return info | {key: value for key, value in (("sha256", sha256), ("base_sha256", base_sha256)) if value is not None}
+    more = (("sha256", sha256), ("base_sha256", base_sha256), ("version", version))
+    return info | {key: value for key, value in more if value is not None}
 
 
 async def _stage(client: EngineClient, info: dict[str, Json], second: bool, deadline_s: float) -> bool:

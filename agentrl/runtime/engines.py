@@ -7,6 +7,7 @@ no file holds the current ones: the replica starts with those of the run's start
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -117,13 +118,14 @@ class Replica:
     weights: Callable[[], Awaitable[Weights]]
     gpus: Sequence[int] = ()
     folder: Path | None = None  # the run's
-    host: str = "127.0.0.1"
+    socket: Path | None = None  # where it serves, if all of the run is on this machine
+    host: str = "127.0.0.1"  # else
     start_s: float = 0.0  # that its last start took
 
     @property
     def url(self) -> str:
         """Where it serves; started again on another node, it serves elsewhere."""
-        return f"http://{self.host}:{self.port}"
+        return f"unix://{self.socket}" if self.socket is not None else f"http://{self.host}:{self.port}"
 
     async def up(self) -> None:
         """Start it and wait until it serves the current weights and, if these were sent before, computes with them.
@@ -162,7 +164,10 @@ class Replica:
             await self._started()
 
     async def _started(self) -> None:
-        self.host, self.port = await self.child.place(self.port)
+        if self.socket is None:
+            self.host, self.port = await self.child.place(self.port)
+        else:
+            self.socket.unlink(missing_ok=True)  # of one that was killed
         weights, began = await self.weights(), trio.current_time()
         if self.config.engine.kind == "vllm":
             await self._start_vllm(weights)
@@ -177,6 +182,7 @@ class Replica:
             weights.model,
             self.config.engine,
             ready_file=ready_file,
+            socket=self.socket,
             host=self.host,
             port=self.port,
             version=weights.base.version,
@@ -184,6 +190,8 @@ class Replica:
             weights_from=self._places(weights.model),
         )[1:]
         self.child.env = {"TMPDIR": str(self.scratch / "tmp")}
+        if (key := self.config.engine.key_of(self.url)) is not None:
+            self.child.env |= key.variables(signs=True)
         self.child.start()
         deadline_s = self.config.engine.start_deadline_s
         with trio.move_on_after(deadline_s):
@@ -206,7 +214,9 @@ class Replica:
     async def _start_vllm(self, weights: Weights) -> None:
         settings, folder = self.config.engine, self.scratch / f"{self.child.name}-plugin"
         server = server_of(self.config, weights.model, port=self.port, plugin_folder=folder, gpus=self.gpus)
-        server = replace(server, host=self.host, weights_from=tuple(self._places(weights.model)))
+        key = self.config.engine.key_of(self.url)
+        server = replace(server, host=self.host, socket=self.socket, **({} if key is None else {"key": key}))
+        server = replace(server, weights_from=tuple(self._places(weights.model)))
         server.prepare()
         self.child.python, self.child.argv, self.child.env = str(server.build.python), server.argv(), server.env()
         self.child.start()
@@ -216,6 +226,7 @@ class Replica:
             deadline_s=settings.start_deadline_s,
             ended=lambda: self.child.poll() is not None,
             log=self.child.log_path,
+            say=lambda line: print(f"agentrl: {self.child.name}: {line}", file=sys.stderr, flush=True),
         )
 
 
@@ -232,7 +243,7 @@ async def fit(
     """Give a running engine the current weights, unless the version that it serves `fits` (default: the current or a
     newer one) and it is not paused; then check the canary. `weights` is called, and its files are read, while nobody
     else sends to the engine. Returns as `prove`. Raises as `attach`, and WrongWeights."""
-    deadline_s, key = config.engine.admin_deadline_s, config.engine.api_key()
+    deadline_s, key = config.engine.admin_deadline_s, config.engine.key_of(url)
     async with exclusive(locks, name_of(url, colocated=config.engine.colocated), deadline_s=deadline_s):
         found = await weights()
         client = EngineClient(url, api_key=key)
@@ -246,15 +257,15 @@ async def fit(
         return await prove(name, url, found, config)
 
 
-async def prove(name: str, url: str, weights: Weights, config: RunConfig) -> bool:
-    """Repeat the canary of the current version on an engine that was given this version once more. Raises WrongWeights
-    if the engine does not pass it.
+async def prove(name: str, url: str, weights: Weights, config: RunConfig, *, after: str = "was started again") -> bool:
+    """Repeat the canary of the current version on an engine. Raises WrongWeights, which says `after` what, if the
+    engine does not pass it.
 
     If the learner has sent the next version meanwhile, or the engine has died again, nothing is proved here: another
     part of the run takes care of it, and the result is False."""
     if weights.canary is None:
         return True
-    version, key = weights.current.version, config.engine.api_key()
+    version, key = weights.current.version, config.engine.key_of(url)
     client = EngineClient(url, api_key=key)
     if weights.adapter is not None:
         client = adapters.AdapterClient(url, current=adapters.always(version), api_key=key)
@@ -268,7 +279,7 @@ async def prove(name: str, url: str, weights: Weights, config: RunConfig) -> boo
                 return True
             except CanaryMismatch as error:
                 if await client.served_version(deadline_s=deadline_s) == version:
-                    raise WrongWeights(f"{name} was started again: {error}") from error
+                    raise WrongWeights(f"{name} {after}: {error}") from error
     return False
 
 
@@ -346,7 +357,7 @@ async def attach(url: str, weights: Weights, config: RunConfig, *, fresh: bool =
     If weights go from memory, the learner sends them: until then the engine is paused, at a version that no run has."""
     settings, adapters_alone = config.engine, config.sync == "adapter"
     deadline_s = settings.admin_deadline_s
-    async with aclosing(EngineClient(url, api_key=settings.api_key())) as client:
+    async with aclosing(EngineClient(url, api_key=settings.key_of(url))) as client:
         if settings.kind == "vllm" and fresh:
             told = {Need.ROUTED_EXPERTS: settings.routed_experts, Need.KEPT_SETS: config.rollout.sampling.cuts}
             needs = needed(config.sync) - ({Need.WEIGHTS} if settings.shared else set[Need]())
@@ -379,7 +390,8 @@ async def _push_whole(client: EngineClient, weights: Weights, version: int, conf
     and sees neither a store nor our disk, keeps the weights it was started with, below them: the canary of the first
     adapter compares them with the learner's."""
     settings, store = config.engine, weights.store
-    deadline_s, stage, asleep = settings.admin_deadline_s, settings.kind == "vllm", settings.colocated
+    deadline_s, stage = settings.admin_deadline_s, settings.kind == "vllm"
+    asleep = settings.colocated or await _sleeps(client, deadline_s)
     whole: list[Path | str] = [weights.file] if weights.file is not None else [*weightfile.parts(weights.model)]
     if store is not None:
         put = [one if isinstance(one, str) else await trio.to_thread.run_sync(store.offer, one) for one in whole]
@@ -393,6 +405,25 @@ async def _push_whole(client: EngineClient, weights: Weights, version: int, conf
         if config.sync != "adapter" or not settings.canary or "shares no disk" not in str(error):
             raise
         await vllm.announce(client, version)
+
+
+async def _sleeps(client: EngineClient, deadline_s: float) -> bool:
+    """Whether somebody put it to sleep. False if it cannot say."""
+    try:
+        return await sleeping.sleeps(client, deadline_s=deadline_s)
+    except (EngineUnavailable, EngineTimeout):
+        raise
+    except EngineError:
+        return False
+
+
+async def go_on(client: EngineClient, *, deadline_s: float) -> None:
+    """Have an engine that was paused, or put to sleep, go on with the weights it has. Raises EngineError if it cannot:
+    it was told to forget them."""
+    if await _sleeps(client, deadline_s):
+        await sleeping.wake(client, deadline_s=deadline_s)
+    else:
+        await client.call("POST", "/resume", deadline_s=deadline_s)
 
 
 async def _load_adapter(client: EngineClient, weights: Weights, settings: EngineSettings) -> None:

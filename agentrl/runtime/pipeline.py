@@ -19,8 +19,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,9 @@ from agentrl.cluster_settings import Controller as ControllerSettings
 from agentrl.config import RunConfig
 from agentrl.engine.objects import Folder
 from agentrl.errors import DiskFull, RunFailed, StoreAway, StoreError, UsageError, WeightSyncError, matters
+from agentrl.owner import OwnedFolder
 from agentrl.placement import starts_apart
-from agentrl.records import GroupState
+from agentrl.records import EngineKey, GroupState
 from agentrl.rollout.admitter import Admitter, bounds_of
 from agentrl.rollout.pivot import Pivots
 from agentrl.runtime import asked, evaluation
@@ -296,7 +297,8 @@ async def supervise(
     Raises Interrupted on SIGINT or SIGTERM, UsageError if another supervisor holds the run."""
     config, heartbeat = run.config(), Heartbeat.of_process()
     live_with_parent()
-    with run.lock() as lock, run.owned_scratch(lock) as mark:
+    config = config.model_copy(update={"engine": config.engine.with_key(EngineKey.fresh())})
+    with run.lock() as lock, run.owned_scratch(lock) as mark, _sockets(config) as sockets:
         choice.own(run.store_path)
         store = RunStore.open(run.store_path, away_s=config.cluster.store_deadline_s)
         reader = RunStore.read(run.store_path, away_s=0)
@@ -310,7 +312,7 @@ async def supervise(
             size = Size.of(config).at_most(wanted(config, store.meta))  # a run that grew grows again
             starting = partial(_beat_until_interrupted, run, heartbeat)
             async with _launcher_of(run, config, size, looks, starting) as launcher, trio.open_nursery() as nursery:
-                processes = RunProcesses(run, config, looks, writes, nursery, mark, launcher, size)
+                processes = RunProcesses(run, config, looks, writes, nursery, mark, launcher, size, sockets)
                 telemetry = Telemetry(store, run.metrics, "supervisor")
                 nursery.start_soon(_interrupt, run.path)
                 nursery.start_soon(_stop_when_asked, run, looks)
@@ -327,6 +329,16 @@ async def supervise(
             heartbeat.retire()
             reader.close()
             store.close()
+
+
+@contextmanager
+def _sockets(config: RunConfig) -> Generator[Path | None]:
+    """A folder that only this user may enter, for engines to listen in; None where they are on several machines."""
+    if config.cluster.on_ray:
+        yield None
+        return
+    with closing(OwnedFolder()) as owner:
+        yield owner.path
 
 
 async def _forget_objects(config: RunConfig, looks: Looks[ReadStore]) -> None:

@@ -8,6 +8,7 @@ learner goes on from its last checkpoint. A child whose error says that a restar
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import zlib
@@ -15,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import trio
@@ -48,6 +50,7 @@ _PAUSES = (DiskFull.exit_code, StoreAway.exit_code)
 _LEFT_S = 3.0  # in which workers see that an engine leaves, and ask another
 _STEPS = 4  # deadlines of a step: a worker that leaves has ended its own after so many
 _POLL_S = 0.1
+_SOCKET_BYTES = 103  # of a socket's path: 107 on Linux, 103 on macOS
 
 _HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of Hugging Face's: the models of roles are looked up there
 _T = TypeVar("_T")
@@ -79,6 +82,7 @@ class RunProcesses:
     mark: Mapping[str, str]
     launcher: Launcher = LOCAL
     size: Size | None = None  # to start with: that of the run file
+    sockets: Path | None = None  # a private folder, where engines listen if all of the run is on this machine
     restarts: dict[str, int] = field(default_factory=dict[str, int])
     _children: list[Child] = field(default_factory=list[Child])
     _watches: dict[str, Watch] = field(default_factory=dict[str, Watch])  # by child, or by the URL of an attached one
@@ -124,16 +128,25 @@ class RunProcesses:
 
     def _replica(self, role: str | None, index: int) -> Replica:
         """One of a policy that learns."""
-        name = "engine" if role is None else f"engine-role-{role}"
+        name = f"engine-{index}" if role is None else f"engine-role-{role}-{index}"
         return Replica(
-            child=self._child(f"{name}-{index}", [], self.config.engine.threads),
+            child=self._child(name, [], self.config.engine.threads),
             port=free_port(),
+            socket=self._socket(name),
             scratch=self.run.scratch,
             folder=self.run.path,
             config=self.config,
             weights=partial(self.looks, partial(self._weights, role)),
             gpus=self._gpus(index),
         )
+
+    def _socket(self, name: str) -> Path | None:
+        """Where an engine listens. The kernel takes 107 bytes of a path: a role's name may be too long."""
+        if self.sockets is None:
+            return None
+        path = self.sockets / f"{name}.sock"
+        short = hashlib.sha256(name.encode()).hexdigest()[:12]
+        return path if len(os.fsencode(path)) <= _SOCKET_BYTES else self.sockets / f"{short}.sock"
 
     def _gpus(self, index: int) -> list[int]:
         """Those of the run file, or as many as Ray shows to its process."""
@@ -159,6 +172,7 @@ class RunProcesses:
             replica = Replica(
                 child=self._child(f"engine-given-{number}", [], self.config.engine.threads),
                 port=free_port(),
+                socket=self._socket(f"engine-given-{number}"),
                 scratch=self.run.scratch,
                 config=self.config,
                 weights=partial(self.looks, lambda _, weights=weights: weights),
@@ -204,7 +218,7 @@ class RunProcesses:
     def _worker(self, index: int) -> Child:
         argv = ["-m", "agentrl.runtime.child", "worker", str(self.run.path), str(index)]
         hashes = str(zlib.crc32(f"agentrl {self.config.seed}".encode()))  # one order of sets: members have one task
-        return self._child(f"worker-{index}", argv, 1, {"PYTHONHASHSEED": hashes})
+        return self._child(f"worker-{index}", argv, 1, {"PYTHONHASHSEED": hashes, **self._key(signs=False)})
 
     async def _name_workers(self) -> None:
         """Write which workers there are into the store: they share the episodes, and one that is not named leaves."""
@@ -225,7 +239,7 @@ class RunProcesses:
         """Start the learner; the event is set when all steps are done."""
         argv = ["-m", "agentrl.runtime.child", "learner", str(self.run.path)]
         settings = self.config.train
-        child = self._child("learner", argv, settings.threads)
+        child = self._child("learner", argv, settings.threads, self._key(signs=True))
         names = ("train.progress_deadline_s", "train.liveness_deadline_s")
         pulse = self._pulse(child, settings.progress_deadline_s, settings.liveness_deadline_s, names)
         child.start()
@@ -291,7 +305,7 @@ class RunProcesses:
     async def _emptied(self, url: str) -> None:
         """Wait until nobody asks an engine any more."""
         await trio.sleep(_LEFT_S)
-        key, deadline_s = self.config.engine.api_key(), self.config.engine.admin_deadline_s
+        key, deadline_s = self.config.engine.key_of(url), self.config.engine.admin_deadline_s
         async with aclosing(EngineClient(url, api_key=key)) as client:
             with trio.move_on_after(deadline_s), suppress(EngineError):
                 busy = True
@@ -351,6 +365,11 @@ class RunProcesses:
         return [watch.trouble for watch in self._watches.values() if watch.trouble]
 
     # --- one child
+
+    def _key(self, *, signs: bool) -> dict[str, str]:
+        """The variables of a process that asks the run's own engines, and with `signs` changes them."""
+        key = self.config.engine.own_key
+        return {} if key is None else key.variables(signs=signs)
 
     def _child(self, name: str, argv: list[str], threads: int, own: Mapping[str, str] | None = None) -> Child:
         env = {**_PINNED, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **(own or {})}

@@ -171,11 +171,11 @@ class WeightPublisher:
 
     def _client(self, url: str, version: int) -> EngineClient:
         if self._sync == "adapter":
-            return AdapterClient(url, current=always(version), api_key=self._settings.api_key())
-        return EngineClient(url, api_key=self._settings.api_key())
+            return AdapterClient(url, current=always(version), api_key=self._settings.key_of(url))
+        return EngineClient(url, api_key=self._settings.key_of(url))
 
     def _plain(self, urls: Sequence[str]) -> list[EngineClient]:
-        return [EngineClient(url, api_key=self._settings.api_key()) for url in urls]
+        return [EngineClient(url, api_key=self._settings.key_of(url)) for url in urls]
 
     def _alone_with(self, engine: EngineClient, held: Held | None) -> AbstractAsyncContextManager[None]:
         if held is not None and held.held:

@@ -1,17 +1,18 @@
 """An engine by itself: started, announced, ended with its owner. Other runs attach to it by its URL.
 
 It has only the weights of the model's folder; a run that attaches sends its own. The engine never outlives this
-process, however that ends.
+process, however that ends. It asks for a key, unless it is told not to.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import tempfile
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import trio
@@ -20,40 +21,70 @@ from agentrl.config import EngineSettings
 from agentrl.engine.launch import launch_embedded
 from agentrl.engine.sources import everyday
 from agentrl.engine.vllm import launch as vllm
-from agentrl.errors import EngineUnavailable
+from agentrl.engine.vllm.chat import parser_of
+from agentrl.errors import EngineUnavailable, UsageError
 from agentrl.owner import owned_folder
+from agentrl.records import EngineKey
 from agentrl.runtime.engines import vllm_server
 
 _PATIENCE_S = 8.0  # time for a vLLM server to shut down in order after its owner died
+_KEY = "AGENTRL_SERVE_KEY"  # the variable that the printed lines name for a key that was made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """Where an engine listens, and what it asks for: a Unix socket that only this user can reach, or `host` and `port`
+    (0: a free one) with `key`; without a key everybody there may use and change it."""
+
+    host: str | None = None
+    port: int = 0
+    key: EngineKey | None = None
+
+
+def key_of(variable: str | None, *, none: bool) -> EngineKey | None:
+    """The key of `agentrl serve`: that of an environment variable, a new one, or `none`. Raises UsageError if the
+    variable is not set."""
+    if none and variable is not None:
+        raise UsageError("--no-key and --api-key-env: give one of them")
+    if none:
+        return None
+    if variable is None:
+        return EngineKey.of(EngineKey.fresh().value)
+    if not (value := os.environ.get(variable)):
+        raise UsageError(f"--api-key-env {variable}: this environment variable is not set: export it")
+    return EngineKey.of(value)
 
 
 def serve(
     model: Path,
     settings: EngineSettings,
     *,
-    host: str,
-    port: int,
+    door: Door,
+    name: str,
     max_context: int,
+    key_variable: str | None = None,
     lora_rank: int = 0,
     lora_targets: Sequence[str] = (),
     kept_sets: bool = False,
 ) -> None:
-    """Serve `model` until SIGINT or SIGTERM; `port` 0 takes a free one. Prints the URL on its own line when the
-    engine answers. Raises UsageError or RunFailed if it does not start, EngineUnavailable if it ends by itself."""
+    """Serve `model` by the name `name` until SIGINT or SIGTERM. When the engine answers, prints how to use it, and last
+    its URL on a line of its own. `key_variable` has the key, if it was not made here. Raises UsageError or RunFailed if
+    it does not start, EngineUnavailable if it ends by itself."""
 
     async def main() -> int | None:
         status = None
         async with running_engine(
             model,
             settings,
-            host=host,
-            port=port,
+            door=door,
+            name=name,
             max_context=max_context,
             lora_rank=lora_rank,
             lora_targets=lora_targets,
             kept_sets=kept_sets,
         ) as (url, process):
-            print(url, flush=True)
+            for line in _announced(url, settings.kind, name, door.key, key_variable):
+                print(line, flush=True)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(end_on_signal, nursery.cancel_scope)
                 status = await process.wait()
@@ -66,14 +97,29 @@ def serve(
             raise EngineUnavailable(f"the engine ended by itself with exit status {status}")
 
 
+def _announced(url: str, kind: str, name: str, key: EngineKey | None, variable: str | None) -> list[str]:
+    made = key is not None and variable is None
+    named = variable or _KEY
+    attach = "" if key is None else f" --set engine.api_key_env={named}"
+    ask = "" if key is None else f" --key-variable {named}"
+    return [
+        f"model: {name}",
+        *([f"key: export {named}={key.value}"] if key is not None and made else []),
+        *(["key: none; everybody who reaches this address may use the engine and change it"] if key is None else []),
+        f"a run: agentrl train RUN.toml --set engine.kind={kind} --set 'engine.urls=[\"{url}\"]'{attach}",
+        f"a test: agentrl eval --endpoint {url} --model {name} --env agentrl/Calculator-v0{ask}",
+        url,
+    ]
+
+
 @asynccontextmanager
 async def running_engine(
     model: Path,
     settings: EngineSettings,
     *,
-    host: str,
-    port: int,
+    door: Door,
     max_context: int,
+    name: str | None = None,
     lora_rank: int = 0,
     lora_targets: Sequence[str] = (),
     max_loras: int | None = None,
@@ -82,15 +128,19 @@ async def running_engine(
     """One engine for as long as the block runs, with its URL and process; a vLLM holds `max_loras` adapters at once.
     Raises UsageError or RunFailed if it does not start."""
     if settings.kind == "embedded":
-        async with launch_embedded(model, settings, host=host, port=port, max_context=max_context) as engine:
+        async with launch_embedded(
+            model, settings, host=door.host, port=door.port, key=door.key, name=name, max_context=max_context
+        ) as engine:
             yield engine.url, engine.process
         return
+    if door.host is not None and door.port:
+        check_free(door.host, door.port)
     async with owned_folder(patience_s=_PATIENCE_S) as owner:
         (gpus,) = settings.places
         server = vllm_server(
             model,
             settings,
-            port=port,
+            port=door.port,
             plugin_folder=owner.path,
             max_context=max_context,
             gpus=gpus,
@@ -99,14 +149,36 @@ async def running_engine(
             kept_sets=kept_sets,
             **({} if max_loras is None else {"max_loras": max_loras}),
         )
-        server = replace(server, host=host, weights_from=(*everyday(), *settings.weights_from))
-        server = server if port else server.on_free_port()
-        descriptor, name = tempfile.mkstemp(prefix=f"agentrl-vllm-{server.port}-", suffix=".log")
+        server = replace(server, name=name or server.name, tool_parser=parser_of(model), open=door.key is None)
+        server = replace(server, weights_from=(*everyday(), *settings.weights_from))
+        server = server if door.key is None else replace(server, key=door.key)
+        if door.host is None:
+            server = replace(server, socket=owner.path / "engine.sock", open=False)
+        else:
+            server = replace(server, host=door.host)
+            server = server if door.port else server.on_free_port()
+        descriptor, log = tempfile.mkstemp(prefix="agentrl-vllm-", suffix=".log")
         os.close(descriptor)
-        log = Path(name)
         print(f"starting vLLM {server.build.version}; its log is {log}", flush=True)
-        async with vllm.running(server, log=log, deadline_s=settings.start_deadline_s, mark=owner.mark) as process:
+        async with vllm.running(
+            server, log=Path(log), deadline_s=settings.start_deadline_s, mark=owner.mark, say=_say
+        ) as process:
             yield server.url, process
+
+
+def check_free(host: str, port: int) -> None:
+    """Raises UsageError if an address is taken: before vLLM is imported, which takes a minute."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 async def end_on_signal(scope: trio.CancelScope) -> None:

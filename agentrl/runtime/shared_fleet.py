@@ -1,8 +1,9 @@
 """`agentrl fleet`: engines of one model that outlive the runs that share them, and the gateway before them.
 
 Owns the engines' processes: one that dies, or is silent for `engine.liveness_deadline_s`, is started again, and its
-tenants' fleets wait meanwhile. The runs bring the adapters back: each watches its own. Engines listen on the loopback
-address alone, the gateway where the file says. All of it ends with this process, however that ends.
+tenants' fleets wait meanwhile. The runs bring the adapters back: each watches its own. Engines listen on sockets that
+this user alone can reach, the gateway where the file says, and each tenant has a key. All of it ends with this process,
+however that ends.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from agentrl.engine.gateway import QUANTUM, Gateway, SharedEngine
 from agentrl.engine.listening import listen
 from agentrl.errors import ConfigError, EngineUnavailable, UsageError, matters
 from agentrl.fleet_settings import Tenant
+from agentrl.records import EngineKey
 from agentrl.runtime.models import model_dir
-from agentrl.runtime.serving import end_on_signal, running_engine
+from agentrl.runtime.serving import Door, end_on_signal, running_engine
 from agentrl.runtime.supervise import RestartBudget
 from agentrl.settings import Positive, Section, config_error
 
@@ -90,9 +92,11 @@ async def serve(config: FleetConfig, say: Callable[[str], None]) -> None:
     """Serve until cancelled, or until SIGINT or SIGTERM; `say` gets the lines of each tenant's run file once all
     engines answer. Raises UsageError or RunFailed if something does not start, RunFailed if an engine dies again and
     again."""
+    key = EngineKey.fresh()
     engines = [
         SharedEngine(
             config.tenants,
+            key=key,
             places=config.engine.max_batch,
             queue_deadline_s=config.queue_deadline_s,
             lease_s=config.lease_s,
@@ -111,19 +115,29 @@ async def serve(config: FleetConfig, say: Callable[[str], None]) -> None:
         await nursery.start(gateway.run)
         async with trio.open_nursery() as starting:
             for number, engine in enumerate(engines):
-                starting.start_soon(nursery.start, _keep, config, number, engine)
+                starting.start_soon(nursery.start, _keep, config, number, engine, key)
         nursery.start_soon(listen, gateway, listeners)
         port = listeners[0].socket.getsockname()[1]
         host = f"[{config.host}]" if ":" in config.host else config.host
         for tenant in config.tenants:
             urls = json.dumps([f"http://{host}:{port}/{tenant.name}/{number}" for number in range(len(engines))])
-            say(f"{tenant.name}: agentrl train RUN.toml --set engine.shared=true --set 'engine.urls={urls}'")
+            say(f"{tenant.name}: {_line(tenant, gateway.keys[tenant.name], urls)}")
+
+
+def _line(tenant: Tenant, key: EngineKey | None, urls: str) -> str:
+    """What a tenant's user types; with the key that was made for it."""
+    train = f"agentrl train RUN.toml --set engine.shared=true --set 'engine.urls={urls}'"
+    if key is None:
+        return train
+    made = f"export {tenant.variable}={key.value}; " if tenant.key_env is None else ""
+    return f"{made}{train} --set engine.api_key_env={tenant.variable}"
 
 
 async def _keep(
     config: FleetConfig,
     number: int,
     engine: SharedEngine,
+    key: EngineKey,
     *,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
@@ -137,8 +151,7 @@ async def _keep(
             async with running_engine(
                 model_dir(config.model),
                 settings,
-                host="127.0.0.1",
-                port=0,
+                door=Door(key=key),
                 max_context=config.max_context,
                 lora_rank=config.lora_rank,
                 lora_targets=config.lora_targets,
@@ -150,7 +163,9 @@ async def _keep(
                     begun = True
                     task_status.started()
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(_end_if_silent, url, process, settings.liveness_deadline_s)
+                    nursery.start_soon(
+                        _end_if_silent, EngineClient(url, api_key=key), process, settings.liveness_deadline_s
+                    )
                     status = await process.wait()
                     nursery.cancel_scope.cancel()
                 why = f"engine {number} ended with status {status}"
@@ -163,9 +178,9 @@ async def _keep(
         await budget.spend(why)
 
 
-async def _end_if_silent(url: str, process: trio.Process, deadline_s: float) -> None:
+async def _end_if_silent(client: EngineClient, process: trio.Process, deadline_s: float) -> None:
     """Kill an engine that has not answered for `deadline_s`."""
-    async with aclosing(EngineClient(url)) as client:
+    async with aclosing(client):
         heard = trio.current_time()
         while trio.current_time() - heard < deadline_s:
             await trio.sleep(_LOOK_S)

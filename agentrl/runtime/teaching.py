@@ -118,7 +118,7 @@ def _client(
     return ScoringClient(
         url,
         model=settings.model,
-        api_key=config.engine.api_key() if settings.url == POLICY else settings.api_key(),
+        api_key=config.engine.key_of(url) if settings.url == POLICY else settings.api_key(),
         concurrency=settings.concurrency,
         deadline_s=0.9 * settings.call_deadline_s,
         transport=transport,

@@ -199,7 +199,7 @@ async def _follow(
             for role, policy in sight.config.rollout.frozen_roles().items():
                 other = frozen.get(role)
                 if policy in known.given and isinstance(other, Fleet):
-                    other.follow([known.given[policy]], EngineClient)
+                    other.follow([known.given[policy]], partial(_given, sight.config))
             worker.sharing = len(known.workers)
             if index not in known.workers:
                 worker.leave()
@@ -225,7 +225,7 @@ def _fleet(sight: Sight, known: Known, renderer: Renderer, role: str | None = No
 def _client(sight: Sight, known: Known, url: str, *, role: str | None = None) -> EngineClient:
     """Speaks to one engine. If only adapters are sent, a turn begins with the newest one that the learner confirmed."""
     config, version = sight.config, known.version.version
-    key, tokens = config.engine.api_key(), vocabulary(model_dir(config.model_of(role)))
+    key, tokens = config.engine.key_of(url), vocabulary(model_dir(config.model_of(role)))
     if config.sync == "adapter":
         below = sight.below if config.engine.shared else None
         return AdapterClient(url, current=sight.adapter, below=below, api_key=key, vocabulary=tokens)
@@ -257,8 +257,18 @@ def _concurrency(config: RunConfig) -> Aimd | None:
 def _frozen(config: RunConfig, known: Known, renderer: Renderer) -> dict[str, Engine]:
     """An engine for each role that the learning policy does not play."""
     given = config.rollout.frozen_roles()
-    make = _maker(config, renderer)
-    return {role: make([EngineClient(known.given.get(policy, policy))]) for role, policy in given.items()}
+    make, key = _maker(config, renderer), config.rollout.roles_key()
+    return {
+        role: make(
+            [_given(config, known.given[policy]) if policy in known.given else EngineClient(policy, api_key=key)]
+        )
+        for role, policy in given.items()
+    }
+
+
+def _given(config: RunConfig, url: str) -> EngineClient:
+    """Speaks to an engine that the run started for a model that does not learn."""
+    return EngineClient(url, api_key=config.engine.key_of(url))
 
 
 async def _end_on_sigterm(scope: trio.CancelScope) -> None:

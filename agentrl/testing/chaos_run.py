@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from agentrl.engine.transport import socket_of
 from agentrl.errors import RunFailed
+from agentrl.settings import URL_SCHEMES
 from agentrl.testing import faults, store_rows
 from agentrl.testing.faults import JUNK, NoEffect, WallClock
 from agentrl.testing.outside_audit import OutsideAuditor
@@ -158,7 +160,7 @@ def _small(folder: Path) -> bool:
 
 def _urls(config: dict[str, Any]) -> list[str]:
     """The servers of reward sources; not those that are the run's own engines."""
-    return [url for one in config.get("rewards", ()) if (url := one.get("url") or "").startswith("http")]
+    return [url for one in config.get("rewards", ()) if (url := one.get("url") or "").startswith(URL_SCHEMES)]
 
 
 @dataclass(slots=True)
@@ -399,11 +401,11 @@ class ChaosRun:
     def _config(self) -> dict[str, Any]:
         return json.loads((self.folder / "config.json").read_text())
 
-    def _engine_ports(self) -> set[int]:
+    def _engine_ports(self) -> set[int | str]:
         urls: list[str] = json.loads(self._ask("SELECT value FROM meta WHERE key = 'engine_urls'") or "[]")
         return {_port(url) for url in urls}
 
-    def _reward_ports(self) -> set[int]:
+    def _reward_ports(self) -> set[int | str]:
         return {_port(url) for url in _urls(self._config())}
 
     def _rest(self, seconds: float) -> None:
@@ -469,7 +471,9 @@ def _ancestors(parents: dict[int, int]) -> set[int]:
     return found
 
 
-def _port(url: str) -> int:
+def _port(url: str) -> int | str:
+    if (path := socket_of(url)) is not None:
+        return path
     found = urlsplit(url)
     return found.port or (443 if found.scheme == "https" else 80)
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _GETFD = 438  # the number of pidfd_getfd on every architecture
-_ESTABLISHED = "01"
+_ESTABLISHED, _CONNECTED = "01", "03"  # phases of TCP, and of a Unix socket
 _BLOCK = 1 << 20
 
 
@@ -63,11 +63,12 @@ class NoEffect(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """An established connection over TCP, as one of its two processes has it. Ports tell it apart on this machine."""
+    """An established connection, as one of its two processes has it. Ports tell it apart on this machine. Of a Unix
+    socket the server's end has a path, and the client's an empty one."""
 
     inode: str
-    local: int
-    remote: int
+    local: int | str
+    remote: int | str
 
 
 def processes() -> Iterator[tuple[int, int, str]]:
@@ -105,8 +106,9 @@ def state(pid: int) -> str:
 
 
 def connections() -> dict[str, Connection]:
-    """The established connections of this network namespace, by inode."""
-    found: dict[str, Connection] = {}
+    """The established connections of this network namespace, by inode; of Unix sockets those of the side that listens,
+    which alone has a name."""
+    found = {inode: Connection(inode, path, "") for inode, path in _unix_sockets().items() if path}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with suppress(OSError):
             for line in Path(table).read_text().splitlines()[1:]:
@@ -117,8 +119,20 @@ def connections() -> dict[str, Connection]:
     return found
 
 
-def cut_connections(pids: Collection[int], ports: Collection[int]) -> list[Connection]:
-    """End the connections that these processes have to `ports`, in both directions. Returns those that were cut."""
+def _unix_sockets() -> dict[str, str]:
+    """The connected Unix sockets by inode, with the path of those that have one."""
+    found: dict[str, str] = {}
+    with suppress(OSError):
+        for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+            _, _, _, _, _, phase, inode, *path = line.split(maxsplit=7)
+            if phase == _CONNECTED:
+                found[inode] = path[0] if path else ""
+    return found
+
+
+def cut_connections(pids: Collection[int], ports: Collection[int | str]) -> list[Connection]:
+    """End the connections that these processes have to `ports`, in both directions. Returns those that were cut. A port
+    may also be the path of a Unix socket, here and below."""
     cut: list[Connection] = []
     for pid in pids:
         for connection, end in _ends(pid):
@@ -131,7 +145,7 @@ def cut_connections(pids: Collection[int], ports: Collection[int]) -> list[Conne
     return cut
 
 
-def garble(pid: int, ports: Collection[int], junk: bytes) -> list[Connection]:
+def garble(pid: int, ports: Collection[int | str], junk: bytes) -> list[Connection]:
     """Send `junk` to the other ends of the connections that `pid` has on `ports`. Returns the connections."""
     sent: list[Connection] = []
     for connection, end in _ends(pid):
@@ -143,7 +157,7 @@ def garble(pid: int, ports: Collection[int], junk: bytes) -> list[Connection]:
     return sent
 
 
-def serves(pid: int, ports: Collection[int]) -> bool:
+def serves(pid: int, ports: Collection[int | str]) -> bool:
     """Whether somebody is connected to `pid` on one of `ports`."""
     found = False
     for connection, end in _ends(pid):
@@ -154,13 +168,15 @@ def serves(pid: int, ports: Collection[int]) -> bool:
 
 def still_open(garbled: Collection[Connection]) -> list[Connection]:
     """Those whose other end still uses them."""
-    used = {(one.remote, one.local) for one in connections().values()}
-    return [one for one in garbled if (one.local, one.remote) in used]
+    known = connections()
+    used = {(one.remote, one.local) for one in known.values()}
+    return [one for one in garbled if (one.local, one.remote) in used or (one.remote == "" and one.inode in known)]
 
 
 def _ends(pid: int) -> Iterator[tuple[Connection, socket.socket]]:
     """Copies of the sockets of a process, with their connections; close them."""
-    known, libc = connections(), ctypes.CDLL(None, use_errno=True)
+    known = {inode: Connection(inode, path, "") for inode, path in _unix_sockets().items()} | connections()
+    libc = ctypes.CDLL(None, use_errno=True)
     with suppress(ProcessLookupError, FileNotFoundError):
         process = os.pidfd_open(pid)
         try:
@@ -172,9 +188,19 @@ def _ends(pid: int) -> Iterator[tuple[Connection, socket.socket]]:
                         if descriptor < 0 and ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):
                             raise NoEffect(f"pidfd_getfd is not allowed here: {os.strerror(ctypes.get_errno())}")
                         if descriptor >= 0:
-                            yield connection, socket.socket(fileno=descriptor)
+                            end = socket.socket(fileno=descriptor)
+                            yield _named(connection, end), end
         finally:
             os.close(process)
+
+
+def _named(connection: Connection, end: socket.socket) -> Connection:
+    """With the path of the server, if this is a client's end of a Unix socket."""
+    if end.family != socket.AF_UNIX:
+        return connection
+    with suppress(OSError):
+        return Connection(connection.inode, connection.local, end.getpeername() or "")
+    return connection
 
 
 @contextmanager

@@ -178,6 +178,8 @@ class FakeVLLM(httpx.AsyncBaseTransport):
                 return _json({"version": self.vllm})
             case "/metrics":
                 values = {"vllm:num_requests_running": float(self.running), **self.metrics}
+                if self.sleeps:
+                    values['vllm:engine_sleep_state{engine="0",sleep_state="awake"}'] = float(not self.asleep)
                 return 200, "".join(f"{name} {value}\n" for name, value in values.items()).encode()
             case "/v1/models":
                 models = [{"id": self.model, "max_model_len": self.max_model_len}]

@@ -67,7 +67,16 @@ class Server:
 
     def __init__(self, model: Path, folder: Path, *options: str) -> None:
         ready = folder / f"ready-{time.monotonic_ns()}.json"
-        argv = [sys.executable, "-m", "agentrl.engine.embedded", "--model", str(model), "--ready-file", str(ready)]
+        argv = [
+            sys.executable,
+            "-m",
+            "agentrl.engine.embedded",
+            "--no-key",
+            "--model",
+            str(model),
+            "--ready-file",
+            str(ready),
+        ]
         argv += ["--lifeline", "--kv-cache-mb", "16", *options]
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE)
         deadline = time.monotonic() + 300

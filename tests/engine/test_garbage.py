@@ -152,7 +152,7 @@ async def test_a_gateway_outlives_what_its_engine_names_models(
     models: object, server: FakeVLLM, autojump_clock: trio.testing.MockClock
 ) -> None:
     server.answers["/v1/models"] = (200, json.dumps({"data": models}).encode())
-    engine = SharedEngine([Tenant(name="alice")], places=1, url=server.url, lease_s=4.0, transport=server)
+    engine = SharedEngine([Tenant(name="alice", open=True)], places=1, url=server.url, lease_s=4.0, transport=server)
     async with trio.open_nursery() as nursery:
         await nursery.start(engine.run)
         await trio.sleep(10)  # it ends the lease of a tenant that asks for nothing

@@ -31,7 +31,7 @@ from agentrl.testing.vllm_server import FakeVLLM
 
 from .conftest import Server
 
-ALICE, BOB = Tenant(name="alice"), Tenant(name="bob")
+ALICE, BOB = Tenant(name="alice", open=True), Tenant(name="bob", open=True)
 CARRIED_S = 0.05  # real seconds of silence after which the virtual clock jumps where real sockets carry what is said
 
 
@@ -272,7 +272,7 @@ async def test_a_flood_of_one_tenant_does_not_starve_the_other(autojump_clock: M
 
 
 async def test_each_gets_its_weight_while_both_have_work(autojump_clock: MockClock) -> None:
-    tenants = Tenant(name="alice", weight=3), Tenant(name="bob", weight=1)
+    tenants = Tenant(name="alice", open=True, weight=3), Tenant(name="bob", open=True, weight=1)
     async with shared(FakeVLLM(token_s=0.1), *tenants, places=4, quantum=30.0) as there:
         async with trio.open_nursery() as nursery:
             for number in range(150):
@@ -287,7 +287,7 @@ async def test_each_gets_its_weight_while_both_have_work(autojump_clock: MockClo
 
 async def test_too_long_a_queue_is_answered_429_and_the_runs_fleet_asks_again(autojump_clock: MockClock) -> None:
     """A run whose requests do not all fit gets all of its turns, and none counts as failed by the engine."""
-    narrow = Tenant(name="alice", max_queued_tokens=40, max_running=1)
+    narrow = Tenant(name="alice", open=True, max_queued_tokens=40, max_running=1)
     async with shared(FakeVLLM(token_s=0.1), narrow, BOB) as there:
         fleet, done = Fleet([there.client("alice")], max_faults=1), list[Generation]()
 
@@ -305,7 +305,7 @@ async def test_too_long_a_queue_is_answered_429_and_the_runs_fleet_asks_again(au
 
 
 async def test_no_more_adapters_than_a_tenant_may_have(autojump_clock: MockClock, tmp_path: Any) -> None:
-    async with shared(FakeVLLM(), Tenant(name="alice", max_adapters=2), BOB) as there:
+    async with shared(FakeVLLM(), Tenant(name="alice", open=True, max_adapters=2), BOB) as there:
         alice = there.client("alice")
         for version in (1, 2, 2):
             await adapters.load([alice], tmp_path, version)

@@ -336,7 +336,16 @@ def test_a_port_in_use_is_one_line_and_exit_code_2(model_dir: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        argv = [sys.executable, "-m", "agentrl.engine.embedded", "--model", str(model_dir), "--port", str(port)]
+        argv = [
+            sys.executable,
+            "-m",
+            "agentrl.engine.embedded",
+            "--no-key",
+            "--model",
+            str(model_dir),
+            "--port",
+            str(port),
+        ]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert done.stderr == f"error: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port\n"
@@ -345,7 +354,16 @@ def test_a_port_in_use_is_one_line_and_exit_code_2(model_dir: Path) -> None:
 def test_it_ends_when_its_owner_is_killed(model_dir: Path, tmp_path: Path) -> None:
     """SIGKILL gives the owner no chance to clean up; the engine sees its standard input end."""
     ready = tmp_path / "ready.json"
-    argv = ["-m", "agentrl.engine.embedded", "--model", str(model_dir), "--ready-file", str(ready), "--lifeline"]
+    argv = [
+        "-m",
+        "agentrl.engine.embedded",
+        "--no-key",
+        "--model",
+        str(model_dir),
+        "--ready-file",
+        str(ready),
+        "--lifeline",
+    ]
     code = (
         "import subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, *sys.argv[1:]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"

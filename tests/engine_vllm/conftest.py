@@ -98,7 +98,8 @@ class Started:
 
 
 class Server(Started):
-    """A server of ours on a port of its own; `start` after `kill` puts another one in its place."""
+    """A server of ours on a port of its own, without a key unless told; `start` after `kill` puts another one in its
+    place."""
 
     def __init__(self, model: Path, folder: Path, **options: object) -> None:
         self.spec = VLLMServer(
@@ -112,7 +113,7 @@ class Server(Started):
             max_batch=64,
             stream_tokens=4,
             weights_from=(*everyday(), f"file://{folder.parent}"),
-            **options,  # pyright: ignore[reportArgumentType]
+            **{"open": True, **options},  # pyright: ignore[reportArgumentType]
         )
         self.url = self.spec.url
         self.spec.prepare()

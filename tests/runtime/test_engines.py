@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from agentrl.engine.vllm import launch
 from agentrl.engine.vllm.launch import Build
 from agentrl.engine.weights import push
 from agentrl.errors import CanaryMismatch, RunFailed
+from agentrl.owner import OwnedFolder
 from agentrl.ports import free_port
 from agentrl.records import WeightVersion
 from agentrl.runtime.checkpoints import StartPoint, start_point
@@ -47,7 +49,14 @@ Start = Callable[[Weights], Replica]
 
 
 @pytest.fixture
-async def replica(tmp_path: Path) -> AsyncIterator[Start]:
+def sockets() -> Iterator[Path]:
+    """A folder whose path is short."""
+    with closing(OwnedFolder()) as owner:
+        yield owner.path
+
+
+@pytest.fixture
+async def replica(tmp_path: Path, sockets: Path) -> AsyncIterator[Start]:
     """`replica(weights)` is one that has not been started; it ends with the test."""
     child = Child("engine-0", [], tmp_path)
     (tmp_path / LOCKS).mkdir()
@@ -56,7 +65,8 @@ async def replica(tmp_path: Path) -> AsyncIterator[Start]:
         async def own() -> Weights:
             return weights
 
-        return Replica(child=child, port=free_port(), scratch=tmp_path, config=CONFIG, weights=own)
+        place = sockets / "engine-0.sock"
+        return Replica(child=child, port=free_port(), scratch=tmp_path, config=CONFIG, weights=own, socket=place)
 
     yield make
     await child.stop()

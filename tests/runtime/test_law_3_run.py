@@ -78,11 +78,12 @@ def test_law_3_a_broken_host_leaves_loss_and_baseline_a_missing_file_stays(tmp_p
 def served() -> Iterator[str]:
     """The address of an engine that somebody else runs."""
     port = free_port()
-    with started("serve", SMALL["model"], "--port", port) as process:
+    os.environ["TEST_ROLE_KEY"] = "their key"
+    with started("serve", SMALL["model"], "--port", port, "--api-key-env", "TEST_ROLE_KEY") as process:
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + DEADLINE_S
         while True:
             with suppress(httpx.TransportError):
-                if httpx.get(f"{url}/health", timeout=5).is_success:
+                if httpx.get(f"{url}/health", headers={"authorization": "Bearer their key"}, timeout=5).is_success:
                     break
             assert process.poll() is None and time.monotonic() < deadline, "the engine does not come up"
             time.sleep(0.05)
@@ -96,6 +97,7 @@ def served() -> Iterator[str]:
 def test_a_role_may_be_played_by_an_engine_of_ones_own(tmp_path: Path) -> None:
     with served() as url:
         config = {**TRAINING, "rollout": {**TRAINING["rollout"], "roles": {"first": url}, "max_turns": 4}}
+        config["rollout"]["roles_api_key_env"] = "TEST_ROLE_KEY"
         Trainer(env=f"{ENVS}:Duel", config=config, out=tmp_path / "run").train()
     with RunStore.open(RunDir.open(tmp_path / "run").store_path) as store:
         assert audit(store).violations == []

@@ -139,7 +139,18 @@ def test_law_2_a_run_on_three_hosts_goes_on_after_each_was_cut_off(
 ) -> None:
     run, address = RunDir(tmp_path / "run"), hosts.address["engine"]
     model = model_dir("agentrl/tiny-coder")
-    engine = [sys.executable, "-m", "agentrl.engine.embedded", "--model", model, "--host", address, "--port", PORT]
+    engine = [
+        sys.executable,
+        "-m",
+        "agentrl.engine.embedded",
+        "--no-key",
+        "--model",
+        model,
+        "--host",
+        address,
+        "--port",
+        PORT,
+    ]
     engine += ["--max-batch", 16, "--kv-cache-mb", 64, "--max-model-len", 1024]
     file = run_file(
         tmp_path,

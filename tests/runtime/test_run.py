@@ -420,7 +420,16 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        argv = [sys.executable, "-m", "agentrl.engine.embedded", "--model", model_dir(SMALL["model"]), "--port", port]
+        argv = [
+            sys.executable,
+            "-m",
+            "agentrl.engine.embedded",
+            "--no-key",
+            "--model",
+            model_dir(SMALL["model"]),
+            "--port",
+            port,
+        ]
         done = subprocess.run(
             list(map(str, argv)), capture_output=True, text=True, timeout=DEADLINE_S, stdin=subprocess.DEVNULL
         )

@@ -26,8 +26,8 @@ DEADLINE_S = 280
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command, with `folder` for its temporary files, and the URL that it printed."""
+def serving(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+    """The command, with `folder` for its temporary files, the URL that it printed, and the lines before."""
     command = [sys.executable, "-c", "from agentrl.cli import main; main()", "serve", "agentrl/tiny-coder", *arguments]
     env = {**os.environ, "TMPDIR": str(folder)}
     process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True, env=env)
@@ -35,9 +35,13 @@ def serving(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[st
     watch.start()
     assert process.stdout is not None
     try:
-        url = next((line.strip() for line in process.stdout if line.startswith("http://")), "")
-        assert url, f"it ended with {process.wait()}"
-        yield process, url
+        lines: list[str] = []
+        for line in process.stdout:
+            lines.append(line.strip())
+            if line.startswith("http://"):
+                break
+        assert lines and lines[-1].startswith("http://"), f"it ended with {process.wait()}: {lines}"
+        yield process, lines.pop(), lines
     finally:
         watch.cancel()
         process.kill()
@@ -73,9 +77,14 @@ def wait_until_gone(pid: int) -> None:
 @pytest.mark.parametrize("kind", ["embedded", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_the_engine_ends_with_its_owner(kind: str, how: signal.Signals, short_tmp: Path) -> None:
-    with serving(short_tmp, "--kind", kind, "--kv-cache-mb", "64", "--max-context", "256") as (process, url):
-        model = httpx.get(f"{url}/v1/models").json()["data"][0]
-        assert model["max_model_len"] == 256
+    with serving(short_tmp, "--kind", kind, "--kv-cache-mb", "64", "--max-context", "256") as (process, url, said):
+        assert "model: agentrl/tiny-coder" in said
+        (key,) = (line.partition("=")[2] for line in said if line.startswith("key: export AGENTRL_SERVE_KEY="))
+        for path in ("/v1/models", "/health", "/metrics", "/is_paused", "/version"):
+            assert httpx.get(f"{url}{path}", timeout=60).status_code == 401
+        shown = {"authorization": f"Bearer {key}"}
+        model = httpx.get(f"{url}/v1/models", headers=shown, timeout=60).json()["data"][0]
+        assert (model["id"], model["max_model_len"]) == ("agentrl/tiny-coder", 256)
         (engine,) = engines_of(process.pid)
         assert folders_of(process.pid)
         process.send_signal(how)

@@ -17,6 +17,7 @@ from agentrl import config as configuration
 from agentrl.engine.gateway import SharedEngine
 from agentrl.errors import ConfigError, EngineUnavailable, UsageError, matters
 from agentrl.fleet_settings import Tenant
+from agentrl.records import EngineKey
 from agentrl.runtime import shared_fleet
 
 from .test_run import ENVS
@@ -86,7 +87,7 @@ async def test_an_engine_that_dies_or_hangs_is_started_again(
 ) -> None:
     engines, engine = Engines(monkeypatch), SharedEngine(CONFIG.tenants, places=1)
     async with trio.open_nursery() as nursery:
-        await nursery.start(shared_fleet._keep, CONFIG, 0, engine)
+        await nursery.start(shared_fleet._keep, CONFIG, 0, engine, EngineKey.fresh())
         assert engine.url == "http://engine-1"
         await trio.sleep(100)
         assert engines.started == 1

@@ -27,7 +27,7 @@ from agentrl.runtime.engines import WrongWeights, current_weights
 from agentrl.runtime.watch import Watch
 from agentrl.store import RunStore
 from agentrl.store.looks import Looks
-from agentrl.testing.vllm_server import FakeVLLM
+from agentrl.testing.vllm_server import FakeVLLM, made_up_logprob
 
 SETTINGS = EngineSettings(kind="vllm", liveness_deadline_s=60.0)
 ENV = EnvSource(id="test/none")
@@ -272,3 +272,66 @@ async def test_an_engine_that_is_paused_by_a_pusher_that_lives_is_left_to_it(
         async with scene.watched():
             await scene.until(lambda: len(tries) > 3)
             assert scene.server.paused and scene.server.weights == "base"
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("asleep", [False, True])
+async def test_an_engine_that_somebody_else_paused_or_put_to_sleep_goes_on_and_a_line_says_so(
+    scene: Scene, asleep: bool
+) -> None:
+    """With adapters nothing is sent anew, and without a pusher nothing else would resume it."""
+    scene.trains_adapters()
+    scene.server.adapters["policy-3"] = "a folder"
+    scene.server.sleeps = asleep
+    async with aclosing(EngineClient(scene.server.url, transport=scene.server)) as foreign:
+        path, params = ("/sleep", {"level": "1", "mode": "keep"}) if asleep else ("/pause", {"mode": "keep"})
+        await foreign.call("POST", path, params=params, deadline_s=1)
+    assert scene.server.paused
+    said: list[str] = []
+    async with scene.watched() as found:
+        found.say = said.append
+        await scene.until(lambda: not scene.server.paused and not scene.server.asleep)
+    assert said[0] == "agentrl: http://engine was paused, by nobody of this run: it is made to go on"
+
+
+@pytest.mark.usefixtures("often")
+async def test_an_engine_that_was_put_to_sleep_is_given_its_weights_and_wakes(scene: Scene) -> None:
+    """Full weights: its sleep may have dropped them."""
+    scene.server.sleeps = True
+    async with aclosing(EngineClient(scene.server.url, transport=scene.server)) as foreign:
+        await foreign.call("POST", "/sleep", params={"level": "2", "mode": "keep"}, deadline_s=1)
+    async with scene.watched():
+        await scene.until(lambda: given(scene) and not scene.server.asleep)
+
+
+def proved(scene: Scene) -> Canary:
+    """The engine computes with version 3, and the learner's canary says the same numbers."""
+    path, tokens = scene.folder / "3.safetensors", (5, 6, 7)
+    scene.server.version, scene.server.weights = "3", str(path)
+    logprobs = tuple(made_up_logprob(str(path), place, token) for place, token in enumerate(tokens) if place)
+    proof = Canary(version=3, token_ids=tokens, logprobs=logprobs)
+    proof.write(engines.canary.beside(path))
+    return proof
+
+
+@pytest.mark.usefixtures("often")
+async def test_weights_that_somebody_sends_between_two_syncs_end_the_run(scene: Scene) -> None:
+    """Under the version that the engine has: no version tells, and no sync comes."""
+    proved(scene)
+    engine = scene.config.engine.model_copy(update={"canary_every_s": 0.01})
+    scene.config = scene.config.model_copy(update={"engine": engine})
+    with pytest.raises(ExceptionGroup) as raised:
+        async with scene.watched():
+            await scene.until(lambda: scene.server.calls.count("POST /inference/v1/generate") >= 3)  # nothing is found
+            scene.server.weights = "somebody else's"
+            await trio.sleep(60)
+    error = matters(raised.value)
+    assert isinstance(error, WrongWeights)
+    assert error.args[0].startswith("http://engine was sent weights by somebody else: canary: ")
+
+
+def test_moments_of_the_canary_are_not_foretold(scene: Scene) -> None:
+    found = Watch(url="u", config=scene.config, looks=None, weights=None, locks=scene.folder)  # pyright: ignore[reportArgumentType]
+    mean = scene.config.engine.canary_every_s
+    pauses = [found._pause_s() for _ in range(200)]
+    assert mean / 2 <= min(pauses) < 0.7 * mean and 1.3 * mean < max(pauses) <= 1.5 * mean

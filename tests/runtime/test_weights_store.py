@@ -54,7 +54,16 @@ class Elsewhere:
         self.learner.mkdir()
         view = ["bwrap", "--die-with-parent", "--dev-bind", "/", "/"]
         view += [word for hidden in ("/dev/shm", self.learner) for word in ("--tmpfs", str(hidden))]
-        engine = [sys.executable, "-m", "agentrl.engine.embedded", "--model", str(FOLDER), "--ready-file", str(ready)]
+        engine = [
+            sys.executable,
+            "-m",
+            "agentrl.engine.embedded",
+            "--no-key",
+            "--model",
+            str(FOLDER),
+            "--ready-file",
+            str(ready),
+        ]
         options = ["--lifeline", "--kv-cache-mb", "64", "--max-model-len", "1024", "--served-version", "1"]
         for place in (f"file://{self.store}", path, FOLDER):
             options += ["--weights-from", str(place)]

@@ -81,7 +81,7 @@ async def test_a_worker_takes_no_tokens_of_another_runs_weights(
 ) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 256}')
     server = FakeVLLM(url="http://engine", version="999")
-    monkeypatch.setattr("agentrl.engine.client.TrioTransport", lambda: server)
+    monkeypatch.setattr("agentrl.engine.client.TrioTransport", lambda socket: server)
     settings = {"outage_deadline_s": 5.0}
     config = parse({"model": str(tmp_path), "env": {"id": "test/Env"}, "engine": settings})
     with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
@@ -103,7 +103,7 @@ async def test_the_engines_of_a_run_may_send_no_token_that_its_model_lacks(
     answer = {"choices": [{"token_ids": [9], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "stop"}]}
     body = f"data: {json.dumps(answer)}\n\n".encode()
     transport = httpx.MockTransport(lambda _: httpx.Response(200, content=body))
-    monkeypatch.setattr("agentrl.engine.client.TrioTransport", lambda: transport)
+    monkeypatch.setattr("agentrl.engine.client.TrioTransport", lambda socket: transport)
     config = parse({"model": str(tmp_path), "env": {"id": "test/Env"}})
     with RunStore.create(tmp_path / "store.sqlite", "{}") as store:
         store.confirm_version(store.mint_version(0).version)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.errors import ConfigError, UsageError
+from agentrl.records import EngineKey
 
 if TYPE_CHECKING:
     from agentrl.engine.embedded.server import EngineServer
@@ -38,8 +39,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="a folder or URL that new weights may come from; may be repeated; default: where learners of this machine "
         "keep them",
     )
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--socket", type=Path, default=None, help="a Unix socket to serve on, in a private folder")
+    parser.add_argument("--host", default="127.0.0.1", help=f"without --socket; its key is ${EngineKey.VALUE}")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--no-key", action="store_true", help="let everybody who reaches --host use and change it")
     parser.add_argument("--threads", type=int, default=1, help="threads of the arithmetic")
     parser.add_argument("--max-batch", type=int, default=128, help="requests that run at once")
     parser.add_argument("--max-model-len", type=int, default=None, help="tokens of prompt and generation together")
@@ -100,8 +103,19 @@ def _decoder(model: Path) -> Callable[[Sequence[int]], str] | None:
     return partial(Tokenizer.from_file(str(path)).decode, skip_special_tokens=False)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises UsageError if the address cannot be had."""
+def listen(host: str, port: int, path: Path | None = None) -> socket.socket:
+    """A listening socket, on a Unix socket at `path` if there is one. Raises UsageError if the address cannot be had.
+    Connections wait until the engine serves."""
+    if path is not None:
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            path.unlink(missing_ok=True)  # of an engine that was killed
+            listener.bind(str(path))
+            listener.listen(2048)
+        except OSError as error:
+            listener.close()
+            raise UsageError(f"cannot listen on {path}: {error}; choose another --socket") from None
+        return listener
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -113,9 +127,13 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def serve(server: EngineServer, listener: socket.socket, ready_file: Path | None) -> int:
+async def serve(
+    server: EngineServer, listener: socket.socket, ready_file: Path | None, key: EngineKey | None = None
+) -> int:
     """Serve until SIGTERM or SIGINT, or until a pass fails. Returns the exit code."""
     import uvicorn
+
+    from agentrl.engine.access import Guard
 
     class Server(uvicorn.Server):
         @contextmanager
@@ -123,7 +141,7 @@ async def serve(server: EngineServer, listener: socket.socket, ready_file: Path 
             yield  # handled here, so that a requested end is exit code 0
 
     config = uvicorn.Config(
-        server.app,
+        server.app if key is None else Guard(server.app, key),
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -139,8 +157,7 @@ async def serve(server: EngineServer, listener: socket.socket, ready_file: Path 
     serving = asyncio.create_task(uv.serve(sockets=[listener]))
     while not uv.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.005)
-    host, port = listener.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    url = _url(listener)
     if ready_file is not None:
         draft = ready_file.with_suffix(ready_file.suffix + ".draft")
         draft.write_text(json.dumps({"url": url, "pid": os.getpid()}))
@@ -151,6 +168,13 @@ async def serve(server: EngineServer, listener: socket.socket, ready_file: Path 
         driving.result()
     driving.cancel()
     return 0
+
+
+def _url(listener: socket.socket) -> str:
+    if listener.family == socket.AF_UNIX:
+        return f"unix://{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _exit_with_stdin() -> None:
@@ -166,12 +190,15 @@ def main(arguments: list[str] | None = None) -> int:
     if parsed.lifeline:
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
     try:
-        listener = listen(parsed.host, parsed.port)
+        key = None if parsed.no_key else EngineKey.of_environment()
+        if key is None and parsed.socket is None and not parsed.no_key:
+            raise UsageError(f"an engine on {parsed.host} needs a key in ${EngineKey.VALUE}: set it, or give --no-key")
+        listener = listen(parsed.host, parsed.port, parsed.socket)
         server = build(parsed)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return asyncio.run(serve(server, listener, parsed.ready_file))
+    return asyncio.run(serve(server, listener, parsed.ready_file, key))
 
 
 if __name__ == "__main__":

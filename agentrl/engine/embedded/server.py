@@ -249,7 +249,8 @@ class EngineServer:
         return JSONResponse({"status": "sleeping" if left else "awake", "tags": tags})
 
     async def _is_sleeping(self, _: HTTPRequest) -> Response:
-        return JSONResponse({"is_sleeping": bool(self._asleep) or self._paused})  # vLLM counts a pause as level 0
+        sleeping = bool(self._asleep) or self._paused  # vLLM counts a pause as level 0
+        return JSONResponse({"is_sleeping": sleeping, "asleep": sorted(self._asleep)})
 
     async def _init(self, _: HTTPRequest) -> Response:
         return JSONResponse({"message": "Weight transfer initialized", "reads_ahead": True})

@@ -20,6 +20,7 @@ import tempfile
 import warnings
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -27,20 +28,22 @@ from typing import Any, Literal, Self, cast
 import trio
 
 import agentrl
+from agentrl.engine.access import OPEN
 from agentrl.engine.client import EngineClient
 from agentrl.engine.launch import end_group
 from agentrl.engine.sources import everyday
-from agentrl.engine.vllm.plugin import BACKEND, EXTENSION, ROUTING_VARIABLE, SOURCES_VARIABLE
+from agentrl.engine.vllm.plugin import BACKEND, EXTENSION, GUARD, ROUTING_VARIABLE, SOURCES_VARIABLE
 from agentrl.errors import ConfigError, EngineError, EngineTimeout, ModelError, RunFailed, UsageError
 from agentrl.ports import free_port
 from agentrl.protocols import GenerateRequest
-from agentrl.records import SamplingParams
+from agentrl.records import EngineKey, SamplingParams
 from agentrl.vllm_arguments import split_over, words
 
 PYTHON_VARIABLE = "AGENTRL_VLLM_PYTHON"
 OLDEST, BELOW = (0, 32), (0, 33)
 
 _POLL_S = 0.1
+_SAY_S = 10.0  # between two lines about a server that is not up yet
 _GRACE_S = 8.0  # between asking a server to end and killing it
 _MIN_HEAD_DIM = 32  # of the CPU build: a smaller one fails at the first request
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
@@ -143,9 +146,12 @@ class VLLMServer:
     parallel); without any vLLM takes the first. `lora_rank` 0 switches LoRA off; `lora_targets` are ends of the names
     of layers that adapters adapt, which the CPU build has to know of a mixture. `arguments` are further ones of vLLM's
     server, as `agentrl.vllm_arguments.normal` spells them. `kv_cache_bytes` None leaves the size
-    to vLLM (on a CPU: most of the memory); `plugin_folder` is a folder of this server's own, made if missing. A server
-    with `kept_sets` tells them, and takes no greedy request. One that `sleeps` can give its GPU's memory back. Weights
-    may come from the folders and URLs `weights_from`; without any, from where learners of this machine keep them."""
+    to vLLM (on a CPU: most of the memory); `plugin_folder` is a folder of this server's own, made if missing. It
+    listens on the Unix socket `socket` if there is one, else on `host` and `port`, and asks for `key`; one that is
+    `open` only proves by it who it is. A server with `kept_sets` tells them, and takes no greedy request. One that
+    `sleeps` can give its GPU's memory back. `tool_parser` is vLLM's name for how the model's calls of tools are read in
+    chats. Weights may come from the folders and URLs `weights_from`; without any, from where learners of this machine
+    keep them."""
 
     model: Path
     port: int
@@ -153,6 +159,10 @@ class VLLMServer:
     build: Build
     name: str = "policy"
     host: str = "127.0.0.1"
+    socket: Path | None = None
+    key: EngineKey = field(default_factory=EngineKey.fresh)
+    open: bool = False
+    tool_parser: str | None = None
     max_model_len: int = 2048
     max_batch: int = 128
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -173,7 +183,7 @@ class VLLMServer:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"unix://{self.socket}" if self.socket is not None else f"http://{self.host}:{self.port}"
 
     def on_free_port(self) -> Self:
         """The same on a port that nobody has now."""
@@ -184,8 +194,8 @@ class VLLMServer:
         options: dict[str, Any] = {
             "model": str(self.model),
             "served-model-name": self.name,
-            "host": self.host,
-            "port": self.port,
+            **({"host": self.host, "port": self.port} if self.socket is None else {"uds": str(self.socket)}),
+            "middleware": GUARD,
             "max-model-len": self.max_model_len,
             "max-num-seqs": self.max_batch,
             "dtype": self.dtype,
@@ -201,6 +211,9 @@ class VLLMServer:
             flags.append("return-sampling-mask")
         if self.sleeps:
             flags.append("enable-sleep-mode")
+        if self.tool_parser is not None:
+            flags.append("enable-auto-tool-choice")
+            options["tool-call-parser"] = self.tool_parser
         if self.kv_cache_bytes is not None:
             options["kv-cache-memory-bytes"] = self.kv_cache_bytes
             if not self.build.cpu:  # else 92% of its GPU must be free, where a learner or another engine may be
@@ -229,7 +242,9 @@ class VLLMServer:
             "PYTHONDONTWRITEBYTECODE": "",  # thousands of modules: compiled anew they cost every start many seconds
             "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer are served only then
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_API_KEY": "",  # it listens to this machine, and nobody here would show a key
+            "VLLM_API_KEY": "",  # our guard asks for the key, on every route
+            **self.key.variables(signs=True),
+            OPEN: "1" if self.open else "",
             "OMP_NUM_THREADS": str(self.threads),
             SOURCES_VARIABLE: json.dumps(self.weights_from or everyday()),
         }
@@ -283,8 +298,8 @@ def carry_plugin(folder: Path) -> None:
     nothing of this installation, and can be taken to another machine."""
     root = Path(agentrl.__file__).resolve().parent
     plugin = sorted((root / "engine" / "vllm" / "plugin").glob("*.py"))
-    names = ("weightfile", "fingerprint", "inbox", "objects", "sources")
-    shared = [root / "errors.py", *(root / "engine" / f"{name}.py" for name in names)]
+    names = ("access", "weightfile", "fingerprint", "inbox", "objects", "sources")
+    shared = [root / "errors.py", root / "records.py", *(root / "engine" / f"{name}.py" for name in names)]
     for source in [*shared, *plugin]:
         target = folder / source.relative_to(root.parent)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -305,9 +320,10 @@ async def running(
     version: int = 0,
     deadline_s: float = 180.0,
     mark: Mapping[str, str] | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> AsyncGenerator[trio.Process]:
     """Serve for as long as the block runs. `mark` names its owner to a janitor. Raises RunFailed if it does not start;
-    see `ready`."""
+    see `ready`, which `say` is for."""
     server.prepare()
     with log.open("ab") as output:
         process = await trio.lowlevel.open_process(
@@ -319,11 +335,16 @@ async def running(
             process_group=0,
         )
     try:
-        await ready(server, version=version, deadline_s=deadline_s, ended=lambda: process.poll() is not None, log=log)
+        ended = partial(_has_ended, process)
+        await ready(server, version=version, deadline_s=deadline_s, ended=ended, log=log, say=say)
         yield process
     finally:
         with trio.CancelScope(shield=True):
             await _end(process)
+
+
+def _has_ended(process: trio.Process) -> bool:
+    return process.poll() is not None
 
 
 async def _end(process: trio.Process) -> None:
@@ -338,18 +359,29 @@ async def _end(process: trio.Process) -> None:
 
 
 async def ready(
-    server: VLLMServer, *, version: int, deadline_s: float, ended: Callable[[], bool], log: Path | None = None
+    server: VLLMServer,
+    *,
+    version: int,
+    deadline_s: float,
+    ended: Callable[[], bool],
+    log: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Wait until the server answers, tell it which weight version its folder holds, and warm it up with one token.
+    """Wait until the server answers, with the proof that it is this one, tell it which weight version its folder holds,
+    and warm it up with one token. `say` gets a line from time to time about what is waited for.
 
     `ended` says whether its process is gone. Raises RunFailed with the cause from the log, if it is gone or time
     runs out."""
-    client = EngineClient(server.url, version=version)
+    began = said = trio.current_time()
+    client = EngineClient(server.url, version=version, api_key=server.key)
     try:
         with trio.fail_after(deadline_s):
-            while not await client.healthy(deadline_s=2.0):
+            while not await client.proves(server.key, deadline_s=2.0):
                 if ended():
                     raise RunFailed(f"vLLM ended before it was ready: {explain(log)}")
+                if (now := trio.current_time()) - said >= _SAY_S:
+                    said = now
+                    say(f"vLLM imports and loads {server.model}: {now - began:.0f} s; {_last_line(log)}")
                 await trio.sleep(_POLL_S)
             await announce(client, version)
             await _warm_up(client, deadline_s)
@@ -384,10 +416,21 @@ async def _warm_up(client: EngineClient, deadline_s: float) -> None:
 _HINTS = (
     (r"No module named '?vllm", "run `make vllm`"),
     (r"[Aa]ddress already in use", "another process has the port: choose another one"),
-    (r"less than desired CPU memory|larger than the available KV cache memory", "lower engine.kv_cache_mb or raise it"),
+    (r"less than desired CPU memory", "lower engine.kv_cache_mb (agentrl serve: --kv-cache-mb)"),
+    (r"larger than the available KV cache memory", "raise engine.kv_cache_mb (agentrl serve: --kv-cache-mb)"),
     (r"unrecognized arguments", "this vLLM lacks a flag: see the supported versions"),
     (r"does not support LoRA|LoRA is not supported", "this model takes no adapters: use full weights"),
 )
+
+
+def _last_line(log: Path | None) -> str:
+    """What a server wrote last."""
+    if log is None or not log.exists():
+        return "no log is kept"
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 4096))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    return f"its log says: {lines[-1][:160]}" if lines else "it has written nothing yet"
 
 
 def explain(log: Path | None) -> str:

@@ -18,6 +18,7 @@ import os
 
 BACKEND = "shm"
 EXTENSION = "agentrl.engine.vllm.plugin.worker.WorkerExtension"
+GUARD = "agentrl.engine.access.Guard"
 
 MEND_VARIABLE = "AGENTRL_VLLM_MEND"
 ROUTING_VARIABLE = "AGENTRL_VLLM_ROUTING"

@@ -48,12 +48,13 @@ def register() -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """A trainer's message: which file to load, and what it must hold. `deadline_s` is that of each object of a
-    store."""
+    store; `version` is what the trainer signs the content as (`agentrl.engine.access`)."""
 
     path: str
     sha256: str
     base_sha256: str | None = None
     deadline_s: float = 30.0
+    version: int | None = None
 
     def bytes(self, base: Base) -> weightfile.Bytes:
         """The checked bytes of the weight file this update stands for."""

@@ -44,6 +44,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
     sha256: str
     base_sha256: str | None = None
     deadline_s: float = 30.0
+    version: int | None = None
 
 
 class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
