@@ -58,7 +58,7 @@ class Controller(Section):
     """Moves places between engines and the learner's ranks while the run goes on, if that trains more tokens a second.
     Left out, nothing moves."""
 
-    engines: tuple[int, int]  # at least, at most
+    engines: Annotated[tuple[int, int], Field(strict=False)]  # at least, at most
     ranks: list[Count]  # numbers of ranks that the learner may have, as [1, 2, 4]
     every_s: Positive = 60.0  # between two looks
     window_steps: Annotated[int, Field(ge=4)] = 16  # steps that a look judges by; no step counts in two looks

@@ -281,7 +281,7 @@ class RunConfig(WithRoles, WithCluster, _Section):
     """A whole run. `seed` decides tasks and sampling order; the same file runs on one CPU or many GPUs."""
 
     name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "run"  # also its folder's, below runs/
-    seed: int = 0  # decides tasks, their order and the weights of a fresh adapter
+    seed: Annotated[int, Field(ge=0)] = 0  # decides tasks, their order and the weights of a fresh adapter
     model: str  # a registered id, a folder, or an id of the Hugging Face hub
     scratch_dir: Annotated[str, Field(pattern="^/")] | None = None  # for weight files; default: shared memory
     env: EnvSource

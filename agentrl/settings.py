@@ -56,7 +56,7 @@ def switched_off(table: dict[str, Any], model: type[BaseModel]) -> dict[str, Any
 class Section(BaseModel):
     """A table of the run file: unknown keys are refused, and nothing changes after it was read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -70,7 +70,7 @@ class EnvSource(Section):
     id: str  # environment: an id, module:Class or file.py:Class
     kwargs: dict[str, Any] = Field(default_factory=dict)  # arguments of its constructor
     options: dict[str, Any] = Field(default_factory=dict)  # reset options of every episode
-    first_seed: int = 0  # where the stream of seeds begins
+    first_seed: Annotated[int, Field(ge=0)] = 0  # where the stream of seeds begins
     reward: str | None = None  # module:name of a rewarder (trajectory -> float, a judge) in the place of its outcome
 
 
@@ -236,7 +236,7 @@ class HeldOut(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)  # laid over those of the training environment
     options: dict[str, Any] = Field(default_factory=dict)  # likewise
     n: Count = 256  # tasks, one episode each
-    first_seed: int = 1_000_000_000  # of its tasks; far from those of training
+    first_seed: Annotated[int, Field(ge=0)] = 1_000_000_000  # of its tasks; far from those of training
 
 
 Action = Literal["warn", "lower_lag", "stop"]

@@ -88,7 +88,7 @@ class Train(Section):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # how it falls after these, until the last step
     lr_min: Annotated[float, Field(ge=0, lt=1)] = 0.0  # where it falls to; a critic's falls in proportion
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of AdamW, muon, sgd
-    betas: tuple[Decay, Decay] = (0.9, 0.95)  # of AdamW
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)  # of AdamW
     momentum: Annotated[float | None, Field(ge=0, lt=1)] = None  # of muon (default: 0.95) and sgd (default: 0)
     grad_clip: Positive | None = 1.0  # largest norm of the gradient
     max_skipped: Annotated[int, Field(ge=0)] = 3  # updates in a row that may be skipped since a gradient is not finite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -370,3 +371,36 @@ def test_what_a_stranger_may_write_is_named_when_it_is_read(document: dict[str, 
     with pytest.raises(ConfigError) as caught:
         config.parse({"model": "m", **document})
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train.lr", "true"),
+        ("train.betas", "[true, 0.9]"),
+        ("train.steps", "true"),
+        ("train.steps", "2.0"),
+        ("train.steps", '"2"'),
+        ("engine.canary", "1"),
+        ("engine.canary", '"yes"'),
+        ("algo.process_weight", "true"),
+        ("seed", "true"),
+        ("seed", "-1"),
+        ("env.first_seed", "-5"),
+        ("env.first_seed", "true"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_and_not_converted(tmp_path: Path, key: str, value: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('model = "m"\n[env]\nid = "e"\n[[eval.sets]]\nname = "s"\n')
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}(\.0)? = "):
+        config.load(file, [f"{key}={value}"])
+
+
+@pytest.mark.parametrize("section", ["tasks", "eval.sets"])
+def test_seeds_of_tables_are_not_negative(section: str) -> None:
+    table = {"name": "s", "first_seed": -5} if section == "eval.sets" else {"first_seed": -5}
+    document = {"model": "m", "env": {"id": "e"}}
+    document |= {"eval": {"sets": [table]}} if section == "eval.sets" else {"tasks": [table]}
+    with pytest.raises(ConfigError, match=rf"^{re.escape(section)}\.0\.first_seed = -5: "):
+        config.parse(document)

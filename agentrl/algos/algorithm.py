@@ -114,7 +114,7 @@ class Loss:
 class Algorithm(BaseModel):
     """An algorithm and its settings. Immutable; without state between steps."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=True)
 
     unused: ClassVar[frozenset[str]] = frozenset()
     """Settings that it inherits and that have no meaning for it: they stay at their defaults."""

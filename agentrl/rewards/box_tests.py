@@ -79,6 +79,15 @@ class BoxTests:
             self._found.popitem(last=False)
         return value
 
+    async def check(self) -> None:
+        """Make a box, and look for the command in it. Raises ScoreError without it, SandboxError without a box."""
+        boxes = shared(self._settings.sandbox)
+        await boxes.enter()
+        try:
+            await self._look_for_command(boxes)
+        finally:
+            await boxes.leave()
+
     async def _run(self, files: Mapping[str, bytes], task: Task) -> float:
         boxes = shared(self._settings.sandbox)
         await boxes.enter()

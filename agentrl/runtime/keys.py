@@ -147,6 +147,7 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 
 def _kind(annotation: str) -> str:
     """An annotation in words."""
+    annotation = re.sub(r"^Annotated\[(.*), Field\(strict=False\)\]$", r"\1", annotation)  # of TOML's lists as tuples
     text = annotation.removesuffix(" | None")
     if text != annotation:
         return f"{_kind(text)}, or `false`"

@@ -91,9 +91,20 @@ def _named(name: str) -> Path:
     known = registry.ids("models")
     if near := registry.nearest(name, known):
         raise ModelError(f"no model is registered as {name!r}; near: {', '.join(near)}")
+    _refuse_missing_folder(name)
     if hub.is_id(name):
         return hub.folder_of(name)
     raise ModelError(
         f"model {name!r} is neither a folder, nor a registered id ({', '.join(known)}), nor one of the hub (as "
         "Qwen/Qwen3-0.6B)"
     )
+
+
+def _refuse_missing_folder(name: str) -> None:
+    """Raise ModelError if `name` can only mean a folder: else it would be looked for on the hub."""
+    if name.startswith((".", "/", "~")) or Path(name).parts[:1] == ("runs",):
+        parent = Path(name).expanduser().parent
+        found = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if parent.is_dir() else []
+        near = registry.nearest(Path(name).name, found) or found[:3]
+        there = f"{str(parent)!r} has {', '.join(near) or 'no folder'}" if parent.is_dir() else "nor is its parent"
+        raise ModelError(f"there is no folder {name!r} with a model or a run; {there}")

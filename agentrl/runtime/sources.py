@@ -36,7 +36,13 @@ def task_source(config: RunConfig) -> TaskSource:
 
 def first_tasks(config: RunConfig) -> list[Task]:
     """The first task of each table. Raises UsageError for rows that cannot be read."""
-    return [_source(config, table).task(0) for table in _tables(config)]
+    return [tasks[0] for tasks in source_tasks(config, 1)]
+
+
+def source_tasks(config: RunConfig, count: int) -> list[list[Task]]:
+    """The first tasks of each table, at most `count`. Raises UsageError for rows that cannot be read."""
+    sources = [_source(config, table) for table in _tables(config)]
+    return [[one.task(at) for at in range(min(count, count if one.size is None else one.size))] for one in sources]
 
 
 def digests_of(config: RunConfig) -> dict[str, str]:

@@ -40,6 +40,7 @@ from agentrl.runtime.measuring import Adapters
 from agentrl.runtime.models import given_model_dir, model_dir, renderer_of, slot_dir
 from agentrl.runtime.orders import take_order
 from agentrl.runtime.pipeline import Interrupted, Supervisor, check_no_loop, run_to_end
+from agentrl.runtime.preflight import check_limits, check_tasks
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.sources import first_tasks, task_source
 from agentrl.runtime.teaching import check_teachers
@@ -178,14 +179,14 @@ def check_startable(config: RunConfig) -> None:
     registry.resolve("environments", config.env.id)
     task_source(config).task(0)
     _check_environments(config)
-    if config.env.reward:
-        registry.load_reference(config.env.reward)
     _check_roles(config)
     _check_slots(config)
     check_teachers(config)
     _check_ranks(config)
+    check_limits(config)
     if config.train.device != "cpu":
         _check_memory(config)
+    check_tasks(config)
 
 
 def _check_store(config: RunConfig) -> None:

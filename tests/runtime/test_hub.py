@@ -113,3 +113,31 @@ def test_what_is_meant_for_a_registered_id_is_not_looked_up_elsewhere() -> None:
         model_dir("agentrl/tiny-codr")
     with pytest.raises(ModelError, match="neither a folder, nor a registered id"):
         model_dir("no/such/folder")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("./nowhere", r"there is no folder './nowhere' with a model or a run; '\.' has runs"),
+        ("../nowhere/model", r"there is no folder '../nowhere/model' with a model or a run; nor is its parent"),
+        ("~/nowhere/at/all", r"no folder '~/nowhere/at/all'"),
+        ("/nowhere", r"no folder '/nowhere'"),
+        ("runs/firsd", r"no folder 'runs/firsd' with a model or a run; 'runs' has first"),
+        ("runs/none", r"'runs' has first, second"),
+    ],
+)
+def test_what_means_a_folder_is_not_looked_for_on_the_hub(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("first", "second"):
+        (tmp_path / "runs" / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("agentrl.runtime.hub.folder_of", lambda name: pytest.fail(f"{name} was looked for"))
+    with pytest.raises(ModelError, match=said):
+        model_dir(name)
+
+
+def test_a_run_that_is_missing_is_named_without_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"no folder 'runs/none' with a model or a run; nor is its parent"):
+        model_dir("runs/none")
