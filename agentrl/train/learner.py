@@ -444,7 +444,7 @@ class Learner:
 
     def export_adapter(self, folder: Path) -> Path:
         """Write the adapters alone for an engine that has the weights below: a folder in PEFT's format."""
-        return lora.write(self.model.module, self._all(self.adapter, None), folder)
+        return lora.write(self.model.module, self._all(self.adapter, None), folder, read_back=False)
 
     def snapshot(self, dtype: torch.dtype) -> Snapshot:
         """A copy of the weights that a sender reads: see `agentrl.train.snapshot`."""

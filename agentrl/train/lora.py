@@ -21,8 +21,10 @@ import re
 import shutil
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from safetensors import SafetensorError
@@ -155,21 +157,90 @@ def _of(adapter: str) -> str:
     return f"{adapter}/"
 
 
+def _own(found: dict[str, Tensor], adapter: str) -> dict[str, Tensor]:
+    return {name.removeprefix(_of(adapter)): one for name, one in found.items() if name.startswith(_of(adapter))}
+
+
 def save(module: Any, folder: Path) -> Path:
     """Write the adapters of a model that is not sharded to `folder`, as `write` does."""
     return write(module, tensors_of(module), folder)
 
 
-def write(module: Any, found: dict[str, Tensor], folder: Path) -> Path:
-    """Write what `tensors_of` returned to `folder`, whole or not at all, for PEFT or an engine to load."""
+def write(module: Any, found: dict[str, Tensor], folder: Path, *, read_back: bool = True) -> Path:
+    """Write what `tensors_of` returned to `folder`, whole or not at all, for PEFT or an engine to load. Raises
+    ModelError, and leaves nothing, if PEFT reads another adapter; without `read_back` only the first time."""
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     for adapter, place in _places(module, draft):
         place.mkdir(parents=True)
-        own = {name.removeprefix(_of(adapter)): one for name, one in found.items() if name.startswith(_of(adapter))}
+        own = _own(found, adapter)
         save_file({_PREFIX + name: one for name, one in own.items()}, place / WEIGHTS, metadata={"format": "pt"})
         _description(module, own).save_pretrained(place)
+    if read_back or module not in _read_once:
+        try:
+            for adapter, place in _places(module, draft):
+                _check_read(module, _own(found, adapter), place)
+        except ModelError:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        _read_once.add(module)
     return draft.rename(folder)
+
+
+_read_once: WeakSet[Any] = WeakSet()
+"""Models of which PEFT has read an adapter."""
+
+
+@torch.no_grad()
+def _check_read(module: Any, own: dict[str, Tensor], folder: Path) -> None:
+    """Raises ModelError unless PEFT, on a model without numbers, reads an adapter as what it is."""
+    from peft import LoraConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    def wrong(name: str) -> ModelError:
+        hint = "name other parts in train.lora_targets"
+        return ModelError(f"PEFT reads another adapter from {str(folder)!r} than was trained, see {name}: {hint}")
+
+    try:
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(copy.deepcopy(module.config))
+            model: Any = get_peft_model(empty, LoraConfig.from_pretrained(str(folder)))
+    except ValueError as error:
+        raise wrong(next(iter(str(error).splitlines()))) from error
+    layers = list(_layers(model))
+    for _, layer in layers:
+        for part in (layer.lora_A, layer.lora_B):
+            part.to_empty(device="cpu")
+    read = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
+    if lost := [*read.unexpected_keys, *(name for name in read.missing_keys if ".lora_" in name)]:
+        raise wrong(lost[0])
+    config = module.peft_config[_NAME]
+    stacks = {f"{_below(name)}.{_parameter(layer)}": layer for name, layer in layers if _is_stack(layer)}
+    stacks = {name.removeprefix(_PREFIX): layer for name, layer in stacks.items()}
+    divided = pieces(module, {name: layer.get_param().shape for name, layer in stacks.items()})
+    left = set(own)
+    for name, layer in layers:
+        name = name.removeprefix(_PREFIX)
+        parts = divided.get(f"{_below(name)}.{_parameter(layer)}", ())
+        owners = [piece.name for piece in parts] or [name]
+        pairs = [tuple(f"{owner}.lora_{side}.weight" for side in "AB") for owner in owners]
+        left -= set(chain(*pairs))
+        if missing := next((one for one in chain(*pairs) if one not in own), None):
+            raise wrong(missing)
+        if not parts:
+            found = (layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight)
+            if not all(torch.equal(one, own[side].to(one.dtype)) for one, side in zip(found, pairs[0], strict=True)):
+                raise wrong(name)
+            continue
+        down_ERI = layer.lora_A[_NAME].weight.view(layer.num_experts, -1, layer.lora_A[_NAME].weight.shape[1])
+        up_ORE = layer.lora_B[_NAME].weight.view(layer.lora_B[_NAME].weight.shape[0], -1, layer.num_experts)
+        for piece, (down, up) in zip(parts, pairs, strict=True):
+            found_OI = up_ORE[piece.start : piece.stop, :, piece.expert] @ down_ERI[piece.expert]
+            exact_OI = config.lora_alpha / config.r * own[up].float() @ own[down].float()
+            if not torch.allclose(layer.scaling[_NAME] * found_OI, exact_OI, rtol=1e-3, atol=1e-5):
+                raise wrong(piece.name)
+    if left:
+        raise wrong(min(left))
 
 
 def _places(module: Any, folder: Path) -> list[tuple[str, Path]]:
@@ -279,5 +350,34 @@ def _description(module: Any, views: dict[str, Tensor]) -> Any:
     owners = {name.partition(".lora_")[0] for name in views} - kept.keys()
     told.target_modules = {owner.rpartition(".")[2] for owner in owners}
     ends = {f"{_below(name).rpartition('.')[2]}.{layer.parameter_name}" for name, layer in kept.items()}
-    told.target_parameters = sorted(ends) or None
+    told.target_parameters = sorted(ends | _divided(module, told, owners)) or None
     return told
+
+
+def _divided(module: Any, told: Any, owners: set[str]) -> set[str]:
+    """What a configuration names as parameters, for PEFT to read experts of a name each, and layers called as they are.
+
+    Of some families PEFT takes these names for experts alone: the other layers are named as parameters, since modules
+    cannot be. Of others it does not know the experts' names: then the stacks are named, and their ranks."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    modules = {_below(name) for name, layer in _layers(module) if not _is_stack(layer)}
+    if not owners - modules:
+        return set()
+    read = copy.deepcopy(told)
+    convert_peft_config_for_transformers(read, module, None)
+    if read.target_modules != told.target_modules:
+        taken = told.target_modules - read.target_modules
+        return {f"{owner}.weight" for owner in owners & modules if owner.rpartition(".")[2] in taken}
+    stacks = {f"{_below(name)}.{_parameter(layer)}": layer for name, layer in _layers(module) if _is_stack(layer)}
+    found: set[str] = set()
+    for name, of in pieces(module, {name: layer.get_param().shape for name, layer in stacks.items()}).items():
+        if of:
+            parts = sum(piece.expert == of[0].expert for piece in of)  # PEFT lays their A side by side
+            pattern, parameter = rf".*\.{name.rpartition('.')[2]}", ".".join(name.split(".")[-2:])
+            found.add(parameter)
+            if parts > 1:
+                told.rank_pattern = {**told.rank_pattern, pattern: told.r * parts}
+                told.alpha_pattern = {**told.alpha_pattern, pattern: told.lora_alpha * parts}
+    told.target_modules = {owner.rpartition(".")[2] for owner in owners & modules}
+    return found

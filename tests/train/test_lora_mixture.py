@@ -12,6 +12,10 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
     Qwen2MoeConfig,
@@ -19,6 +23,7 @@ from transformers import (
 )
 
 from agentrl.errors import ModelError
+from agentrl.train import lora
 
 from .making import VOCAB, mixture, random_group
 from .test_learner import STEP_OF, same, state_of
@@ -125,7 +130,27 @@ def test_a_checkpoint_can_be_served_and_gone_on_from(make: Any, tmp_path: Path) 
     assert same(state_of(straight), state_of(again))
 
 
-@pytest.mark.parametrize("make", [mixture, stacked])
+LATENT: dict[str, Any] = {
+    **SIZES, "num_attention_heads": 4, "num_key_value_heads": 4, "moe_intermediate_size": 16,
+    "n_routed_experts": EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+
+
+def deepseek(folder: Path) -> Path:
+    """Its first layer is dense, its second has an expert that all tokens share."""
+    torch.manual_seed(5)
+    ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT, **ranks)).save_pretrained(folder)
+    return folder
+
+
+def glm(folder: Path) -> Path:
+    torch.manual_seed(6)
+    Glm4MoeForCausalLM(Glm4MoeConfig(**LATENT, head_dim=8)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("make", [mixture, stacked, shared_and_dense, deepseek, glm])
 def test_peft_itself_reads_the_adapter(make: Any, tmp_path: Path) -> None:
     folder = make(tmp_path / "model")
     learner = trained(folder)
@@ -135,6 +160,21 @@ def test_peft_itself_reads_the_adapter(make: Any, tmp_path: Path) -> None:
         logprobs = model(torch.tensor([TOKENS])).logits[0].log_softmax(-1)
     found = logprobs[:-1].gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0].tolist()
     assert found == pytest.approx(learner.score(TOKENS), abs=1e-4)
+
+
+def test_an_adapter_that_peft_reads_as_another_is_not_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = learner_on(folder)
+    views = lora._views  # pyright: ignore[reportPrivateUsage]
+
+    def misnamed(module: Any, adapter: str) -> dict[str, torch.Tensor]:
+        return {name.replace("q_proj", "query"): view for name, view in views(module, adapter).items()}
+
+    monkeypatch.setattr(lora, "_views", misnamed)
+    with pytest.raises(ModelError, match=r"PEFT reads another adapter.*query"):
+        learner.export_adapter(tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
 
 
 def test_shared_experts_and_dense_layers_are_adapted_and_no_gate(tmp_path: Path) -> None:
@@ -164,7 +204,6 @@ def test_experts_that_the_folder_keeps_in_one_tensor_stay_so_in_the_adapter(tmp_
             {f"mlp.experts.{e}.{p}" for e in range(EXPERTS) for p in ("gate_proj", "up_proj", "down_proj")},
         ),
         (["down_proj"], of_experts("down_proj")),
-        (["up_proj", "gate_proj"], of_experts("gate_proj", "up_proj")),
     ],
 )
 def test_targets_name_parts_as_the_models_folder_does(
@@ -173,6 +212,11 @@ def test_targets_name_parts_as_the_models_folder_does(
     learner = trained(folder, lora_targets=targets)
     assert {name.removeprefix(f"{LAYER}.") for name in adapted(adapter_of(learner, tmp_path))} == parts
     assert plain_score(learner.save(tmp_path / "run")) == pytest.approx(learner.score(TOKENS), abs=1e-4)
+
+
+def test_gates_without_what_follows_them_are_refused_since_peft_loses_them(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"PEFT reads another adapter.*experts.*train\.lora_targets"):
+        learner_on(folder, lora_targets=["up_proj", "gate_proj"]).export_adapter(tmp_path / "adapter")
 
 
 def test_half_of_what_the_model_keeps_as_one_tensor_is_refused(folder: Path) -> None:
