@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -26,7 +27,7 @@ from agentrl.fleet_cli import fleet
 from agentrl.plan_cli import advise, plan
 from agentrl.retrain_cli import retrain
 from agentrl.rewards_cli import rescore, rewards
-from agentrl.run_cli import logs, scale, status, stop
+from agentrl.run_cli import logs, scale, status, stop, tasks
 from agentrl.sft_cli import sft
 from agentrl.simulate_cli import simulate
 from agentrl.store_cli import store
@@ -48,6 +49,7 @@ add_commands(app)
 for command in (
     status,
     logs,
+    tasks,
     scale,
     stop,
     submit,
@@ -145,6 +147,8 @@ def train(
             config = shrunk(config, path.with_name(f"{path.name}-model"))
         summary = Trainer(config=config, out=path, overwrite=overwrite).train(LiveView())
     report.show(terminal.console(), path, summary)
+    if summary["unmeasured"]:
+        _fail(f"the run is trained, and not measured: {summary['unmeasured']}; mend it and: agentrl eval {path}", 1)
 
 
 @app.command("eval")
@@ -171,14 +175,26 @@ def evaluate(
             raise UsageError(f"{', '.join(given)}: only with --endpoint URL; leave it out for a run or a model folder")
         results = _evaluate_model(what, env, n, settings or [], out)
     if as_json:
-        rows = [{name: getattr(r, name) for name in r.__slots__} for r in results]
-        print(json.dumps([{name: value for name, value in row.items() if value is not None} for row in rows], indent=2))
-        return
+        print(json.dumps([asdict(result) for result in results], indent=2))
+    else:
+        _show_evaluation(results)
+    if not all(result.n for result in results):
+        raise SystemExit(1)
+
+
+def _show_evaluation(results: list[EvalResult]) -> None:
+    from agentrl.runtime import failed_tasks
+
+    def number(value: float | None, digits: int) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
     table = Table("set", "episodes", "success", "outcome", "turns", "tokens", "failed")
     for r in results:
-        tokens = "-" if r.tokens is None else f"{r.tokens:.1f}"
-        table.add_row(r.name, str(r.n), f"{r.success:.3f}", f"{r.outcome:.3f}", f"{r.turns:.2f}", tokens, str(r.failed))
+        means = number(r.success, 3), number(r.outcome, 3), number(r.turns, 2), number(r.tokens, 1)
+        table.add_row(r.name, str(r.n), *means, str(r.failed))
     terminal.console().print(table)
+    if rows := [row for result in results for row in result.failed_tasks]:
+        terminal.console().print(failed_tasks.table(rows, most=failed_tasks.MOST_ROWS))
 
 
 def _evaluate_model(

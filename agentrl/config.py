@@ -115,7 +115,10 @@ class Rollout(_Section):
     max_snapshot_bytes: Count = 4 << 20  # an environment that gives more is not asked again in its episode
     max_deaths: Annotated[int, Field(ge=3)] = 3  # of workers at the same place: the episode fails, its task is left out
     max_replays: Annotated[int, Field(ge=0)] = 2  # of a task whose group infrastructure ended, or its deadline
-    failure_budget: Annotated[float, Field(ge=0, le=1)] = 0.2  # share of episodes that may fail, an outage as one
+    skip_tasks: list[str] = Field(default_factory=list)  # ids of tasks not to train on, see agentrl tasks RUN --failed
+    failure_budget: Annotated[float, Field(ge=0, le=1)] = (
+        0.2  # share of episodes that may fail; an outage is one of them
+    )
     template: dict[str, Any] = Field(default_factory=dict)  # of the chat template: { enable_thinking = false }
     roles: dict[str, str] = Field(default_factory=dict)  # who plays a role of the environment, see `frozen_roles`
     roles_api_key_env: str | None = None  # the environment variable with the key of the engines that `roles` names

@@ -1,4 +1,5 @@
-"""The commands `agentrl status`, `logs`, `scale` and `stop`, as `agentrl.cli` offers them. Imports nothing heavy."""
+"""The commands `agentrl status`, `logs`, `tasks`, `scale` and `stop`, as `agentrl.cli` offers them. Imports nothing
+heavy."""
 
 from __future__ import annotations
 
@@ -62,6 +63,34 @@ def logs(
         if not live:
             return
         time.sleep(_POLL_S)
+
+
+def tasks(
+    path: _RUN,
+    failed: Annotated[bool, typer.Option("--failed", help="Only tasks of which an episode failed")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """List a run's tasks: how many of their episodes ended, with which success. With --failed, those that failed
+    through no doing of the policy: why, where and how often."""
+    from agentrl import terminal
+    from agentrl.runtime import failed_tasks
+    from agentrl.runtime.rundir import RunDir
+    from agentrl.store import RunStore
+
+    run = RunDir.open(path)
+    config = run.config()
+    with RunStore.read(run.store_path) as store:
+        rows = failed_tasks.as_rows(store.failed_tasks(), config) if failed else failed_tasks.all_rows(store, config)
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    if not rows:
+        print("no episode failed through no doing of the policy" if failed else "no episode has ended")
+        return
+    console = terminal.console()
+    console.print(failed_tasks.table(rows) if failed else failed_tasks.tasks_table(rows))
+    if failed and (line := failed_tasks.mend(rows, path)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def stop(

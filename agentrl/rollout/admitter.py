@@ -15,13 +15,14 @@ import trio
 from agentrl.config import RunConfig
 from agentrl.env.tasks import Curriculum, TaskSource
 from agentrl.errors import DiskFull
+from agentrl.records import Task
 from agentrl.rollout.pivot import Pivots
 from agentrl.store.admission import Bounds
 from agentrl.store.aside import Aside
 from agentrl.store.roles import AdmissionStore
 from agentrl.store.waiting import Waiting
 
-_SKIPPED = 64  # quarantined tasks that one admission skips at most
+_SKIPPED = 64  # tasks that one admission passes over at most: quarantined ones, and those to be skipped
 _LOOK_S = 1.0  # admission looks so often even if nothing changed
 _DISK_S = 1.0
 
@@ -48,6 +49,7 @@ class Admitter:
     bounds: Bounds
     max_lag: Callable[[], str | None] = lambda: None  # what alarms lowered the lag bound to, if they did
     pivots: Pivots | None = None
+    skips: Callable[[Task], bool] = lambda _: False  # whether a task is not to be trained on
     _seen: int = 0  # the last group that the curriculum has seen
 
     async def run(self, aside: Aside[Any]) -> None:
@@ -77,7 +79,8 @@ class Admitter:
             if tasks and self.pivots is not None and self.pivots.fork():
                 started += 1
                 continue
-            admitted = self.store.admit(tasks, first=room.first, bounds=bounds, limit=limit - started)
+            skipped = [task.index for task in tasks if self.skips(task)]
+            admitted = self.store.admit(tasks, first=room.first, bounds=bounds, limit=limit - started, skipped=skipped)
             started, passed = started + admitted, passed + room.groups - admitted
         return started
 

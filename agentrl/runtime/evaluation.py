@@ -6,8 +6,11 @@ enters the loss. Labels are `eval:NAME:before`, `eval:NAME:during@STEP` and `eva
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from agentrl.config import RunConfig
 from agentrl.records import GroupState, Task
@@ -19,16 +22,18 @@ _ALL = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """`success` and `outcome` are means over the `n` episodes that the policy itself ended; `failed` counts the others,
-    which infrastructure ended. `tokens` is None if nobody counted them."""
+    """Means over the `n` episodes that the policy itself ended, None if there is none; `failed` counts the others,
+    which infrastructure ended, and `failed_tasks` names them (see `failed_tasks.as_rows`). `tokens` is None if nobody
+    counted them."""
 
     name: str
-    success: float
-    outcome: float
-    turns: float
+    success: float | None
+    outcome: float | None
+    turns: float | None
     tokens: float | None
     n: int
     failed: int
+    failed_tasks: Sequence[dict[str, Any]] = ()
 
 
 def label(name: str, when: str) -> str:
@@ -51,10 +56,14 @@ def tasks_of(config: RunConfig, held_out: HeldOut, n: int) -> list[Task]:
     ]
 
 
-def schedule(store: ControlStore, config: RunConfig, held_out: HeldOut, when: str, n: int) -> str:
-    """Put an evaluation into the store unless it is there already (after a restart). Returns its label."""
+def schedule(
+    store: ControlStore, config: RunConfig, held_out: HeldOut, when: str, n: int, *, again: bool = False
+) -> str:
+    """Put an evaluation into the store unless it is there already (after a restart); `again`, also if all its episodes
+    failed. Returns its label."""
     purpose = label(held_out.name, when)
-    if not store.counts(purpose):
+    known = result(store, held_out.name, purpose) if again and finished(store, purpose) else None
+    if not store.counts(purpose) or (known is not None and not known.n):
         store.add_groups(tasks_of(config, held_out, n), size=1, purpose=purpose)
     return purpose
 
@@ -66,17 +75,33 @@ def finished(store: ReadStore, purpose: str) -> bool:
 
 
 def result(store: ReadStore, name: str, purpose: str) -> EvalResult | None:
-    """The measured means; None if infrastructure ended all its episodes."""
+    """The measured means; None if no episode has ended."""
     ended = [row for row in store.episodes(purpose, limit=_ALL) if row.stop_reason is not None]
     scored = [row for row in ended if row.stop_reason is not None and row.stop_reason.by_policy]
-    if not scored:
+    if not ended:
         return None
     return EvalResult(
         name=name,
-        success=fmean(float(bool(row.success)) for row in scored),
-        outcome=fmean(row.outcome or 0.0 for row in scored),
-        turns=fmean(row.turns for row in scored),
-        tokens=fmean(row.tokens for row in scored),
+        success=fmean(float(bool(row.success)) for row in scored) if scored else None,
+        outcome=fmean(row.outcome or 0.0 for row in scored) if scored else None,
+        turns=fmean(row.turns for row in scored) if scored else None,
+        tokens=fmean(row.tokens for row in scored) if scored else None,
         n=len(scored),
         failed=len(ended) - len(scored),
     )
+
+
+def unmeasured(store: ReadStore, config: RunConfig, when: str) -> str:
+    """One line on the held-out sets without a single measured episode under `when`; "" if each has one."""
+    said: list[str] = []
+    for held_out in config.eval.sets:
+        purpose = label(held_out.name, when)
+        found = result(store, held_out.name, purpose)
+        if found is not None and not found.n:
+            causes = Counter[str]()
+            for one in store.failed_tasks(purpose):
+                causes[one.detail or one.reason.value] += one.times
+            (cause, times), *others = causes.most_common() or [("their deadline passed", found.failed)]
+            more = f" ({times} of them; {len(others)} other causes)" if others else ""
+            said.append(f"all {found.failed} episodes of the held-out set {held_out.name!r} failed: {cause}{more}")
+    return "; ".join(said)

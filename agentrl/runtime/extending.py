@@ -36,6 +36,7 @@ _MAY_CHANGE = (
     "*.*_deadline_s",
     "train.parallel.deadline_s",
     "rollout.failure_budget",
+    "rollout.skip_tasks",
     "rollout.max_running",
     "rollout.workers",
     "engine.urls",

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from agentrl.records import GroupState
 from agentrl.runtime import report
+from agentrl.runtime.failed_tasks import FailureLines
 from agentrl.runtime.pipeline import Supervisor
 from agentrl.runtime.signal import moved, no_signal
 from agentrl.runtime.unread import waiting_for_no_reader
@@ -40,6 +41,7 @@ class LiveView:
     _phase: str = ""
     _rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # since the weights moved
     _warned: int = 0
+    _failures: FailureLines | None = None
 
     def __enter__(self) -> Self:
         self._printing.enter_context(waiting_for_no_reader())
@@ -56,7 +58,11 @@ class LiveView:
         self._printing.close()
 
     def tick(self, supervisor: Supervisor) -> None:
-        """Draw the current state."""
+        """Draw the current state. Failures are lines, above a live table too: what failed once is not overdrawn."""
+        if self._failures is None:
+            self._failures = FailureLines(supervisor.run.path)
+        for line in self._failures.lines(supervisor.store):
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
         if self._live is not None:
             self._live.update(self._panel(supervisor))
         else:

@@ -18,9 +18,10 @@ from typing import Any
 from agentrl import config as configuration
 from agentrl.checkpoint_folders import STATE, newest, of_role, step_of
 from agentrl.config import RunConfig
+from agentrl.env import rows
 from agentrl.errors import UsageError
 from agentrl.league import META
-from agentrl.runtime import league
+from agentrl.runtime import evaluation, league
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
 
@@ -84,4 +85,15 @@ def measured(what: str, env: str | None, n: int, settings: Sequence[str] = ()) -
     document["eval"] = {"sets": [{**held_out, "n": n} for held_out in sets]}
     for override in settings:
         configuration.apply_override(document, override)
-    return configuration.parse(document), adapters
+    config = configuration.parse(document)
+    _check_rows(what, config)
+    return config, adapters
+
+
+def _check_rows(what: str, config: RunConfig) -> None:
+    """Refuse held-out sets of a data set without rows: none of their episodes could begin."""
+    for held_out in config.eval.sets:
+        task = evaluation.tasks_of(config, held_out, 1)[0]
+        if task.env == rows.ID and not task.kwargs.get("rows") and not task.options:
+            mend = "name some with --set env.kwargs.rows=FILE, or give the run eval_dataset"
+            raise UsageError(f"{what} has no held-out rows: {mend}")

@@ -42,6 +42,7 @@ from agentrl.runtime import asked, evaluation
 from agentrl.runtime.checkpoints import StartPoint, start_point
 from agentrl.runtime.controller import Controller
 from agentrl.runtime.ending import leave_note
+from agentrl.runtime.failed_tasks import skips
 from agentrl.runtime.heartbeat import Heartbeat
 from agentrl.runtime.keep_alive import live_with_parent
 from agentrl.runtime.launch import LOCAL, Launcher
@@ -92,9 +93,13 @@ class Supervisor:
     started_s: float = field(default_factory=time.time)
     _clocks: tuple[float, float] | None = None  # wall and own, at the last look
     _looks: Looks[ReadStore] = field(init=False)
+    _more: str = field(init=False)  # what to type after a failure
 
     def __post_init__(self) -> None:
         self._looks = Looks(self.store)
+        self._more = (
+            f"; agentrl tasks {self.run.path} --failed lists the tasks, agentrl logs {self.run.path} has tracebacks"
+        )
 
     async def train(self) -> None:
         """Evaluate, train, evaluate again. Returns when all results are in the store. Raises ConfigError if the scratch
@@ -116,6 +121,8 @@ class Supervisor:
         learned = learned if apart else self.processes.start_learner()
         self.phase = "evaluating before"
         await self.evaluate("before")
+        if why := await self.writes(lambda store: evaluation.unmeasured(store, self.config, "before")):
+            raise RunFailed(f"{why}{self._more}")
         self.phase = "training"
         await self._with_space(_enter("train"))
         await self._with_space(_clock("train_started_s"))
@@ -124,7 +131,12 @@ class Supervisor:
             bounds = bounds_of(self.config)
             admitter = await self.writes(
                 lambda store: Admitter(
-                    store, tasks, bounds, partial(store.meta, "max_lag"), Pivots.of(self.config, store)
+                    store,
+                    tasks,
+                    bounds,
+                    partial(store.meta, "max_lag"),
+                    Pivots.of(self.config, store),
+                    partial(skips, skipped=self.config.rollout.skip_tasks),
                 )
             )
             admission.start_soon(admitter.run, self.writes)
@@ -158,6 +170,7 @@ class Supervisor:
 
     async def measure(self) -> None:
         """Evaluate only, under the label `now`: no learner is started."""
+        self._more = ""  # the run is seldom kept
         await self.processes.start_engines(self.start)
         await self._with_space(_enter("eval"))
         await self.processes.start_workers()
@@ -165,10 +178,13 @@ class Supervisor:
         await self.evaluate("now")
 
     async def evaluate(self, when: str) -> None:
-        """Run every held-out set under the label `when`; returns when the last episode has ended."""
+        """Run every held-out set under the label `when`; returns when the last episode has ended. A set whose episodes
+        have all failed before is played again."""
         purposes: list[str] = []
         for held_out in self.config.eval.sets:
-            schedule = partial(evaluation.schedule, config=self.config, held_out=held_out, when=when, n=held_out.n)
+            schedule = partial(
+                evaluation.schedule, config=self.config, held_out=held_out, when=when, n=held_out.n, again=True
+            )
             purposes.append(await self._with_space(schedule))
         progress = _Progress(self.config.train.stall_deadline_s)
         while not await self.writes(lambda store: all(evaluation.finished(store, purpose) for purpose in purposes)):
@@ -217,25 +233,28 @@ class Supervisor:
     async def _tick(self) -> None:
         await self._follow_the_clock()
         await self._with_space(self._expire)
-        await self.writes(self._check_failures)
         with suppress(StoreAway):
-            await self._looks(lambda _: self.on_tick(self))
+            await self._looks(lambda _: self.on_tick(self))  # first: it shows what the next line may end the run for
+        await self.writes(self._check_failures)
         await trio.sleep(_TICK_S)
 
     def _check_failures(self, store: ReadStore) -> None:
-        """Stop when infrastructure fails too often: more outages than the budget allows, or too many failures in a row
-        without an episode that ended well. The message has the latest cause."""
-        failures, budget = store.failures(), self.config.rollout.failure_budget
-        if failures.in_a_row > _MIN_FAILURES:
+        """Stop when too much fails through no doing of the policy: a larger share than the budget allows, or too much
+        in a row without an episode that ended well. An outage counts as one failure. An exception of somebody's code
+        counts by itself, and is held against the episodes that run, too: a task that raises at once is over before the
+        others are. The message has the latest cause."""
+        found, budget = store.failures(), self.config.rollout.failure_budget
+        said = f"{found.failed} of {found.ended} episodes failed through no doing of the policy"
+        named = f"the last: {found.detail}{self._more}"
+        if found.in_a_row > _MIN_FAILURES or found.raised_in_a_row > max(_MIN_FAILURES, found.running):
             raise RunFailed(
-                f"{failures.failed} of {failures.ended} episodes failed through no doing of the policy, and since "
-                f"{failures.in_a_row} failures none ended well; the last: {failures.detail}"
+                f"{said}, and since {found.in_a_row + found.raised_in_a_row} failures none ended well; {named}"
             )
-        if failures.outages > max(_MIN_FAILURES, budget * (failures.outages + failures.well)):
-            raise RunFailed(
-                f"{failures.failed} of {failures.ended} episodes failed through no doing of the policy, at "
-                f"{failures.outages} different times (rollout.failure_budget = {budget:g}); the last: {failures.detail}"
-            )
+        spent = found.outages + found.raised
+        if spent > max(_MIN_FAILURES, budget * (spent + found.well + (found.running if found.raised else 0))):
+            times = f", at {found.outages} different times" if found.outages else ""
+            raised = f", {found.raised} of them by an exception" if found.raised else ""
+            raise RunFailed(f"{said}{times}{raised} (rollout.failure_budget = {budget:g}); {named}")
 
     def _played(self, tasks: int, store: ReadStore) -> bool:
         """Whether this many training tasks were all played, late members and replays included."""

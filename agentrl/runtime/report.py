@@ -18,7 +18,7 @@ from rich.table import Table
 from agentrl.config import RunConfig
 from agentrl.env.for_gymnasium import printable
 from agentrl.records import POLICY, Messages, Trajectory
-from agentrl.runtime import evaluation
+from agentrl.runtime import evaluation, failed_tasks
 from agentrl.runtime.orders import returns_of
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.signal import PATIENCE, no_signal
@@ -68,6 +68,8 @@ def summarise(run: RunDir, config: RunConfig, store: ReadStore, *, restarts: dic
         "members_dropped": store.members_dropped(),
         "bias": finite(asdict(store.training_bias(returns_of(config)))),
         "buffer": {"order": config.buffer.order, "close": _close(config)},
+        "unmeasured": evaluation.unmeasured(store, config, "after"),
+        "failed_tasks": failed_tasks.as_rows(store.failed_tasks(), config),
         "quarantined": [
             {"env": one.task.env, "seed": one.task.seed, "episode": one.episode_id, "reason": one.reason}
             for one in store.quarantined()
@@ -112,7 +114,7 @@ def during(store: ReadStore, config: RunConfig) -> Iterator[tuple[int, float]]:
         found[store.current_version().step] = after
     for step in sorted(found):
         result = evaluation.result(store, name, found[step])
-        if result is not None and evaluation.finished(store, found[step]):
+        if result is not None and result.success is not None and evaluation.finished(store, found[step]):
             yield step, result.success
 
 
@@ -199,13 +201,13 @@ def _quoted(messages: Messages) -> Iterator[str]:
 
 
 def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
-    """Print a run's summary: a table, the quarantined tasks, transcripts, a warning."""
+    """Print a run's summary: a table, the failed and the quarantined tasks, transcripts, a warning."""
     table = Table(title=f"{summary['name']}: {summary['steps']} steps, seed {summary['seed']}", title_justify="left")
     table.add_column("")
     table.add_column("before", justify="right")
     table.add_column("after", justify="right")
     for name, results in summary["eval"]["sets"].items():
-        cells = [f"{r['success']:.3f}" if r else "-" for r in (results["before"], results["after"])]
+        cells = [_success(results[when]) for when in ("before", "after")]
         table.add_row(f"success, {name}", *cells)
     for label, value in (
         ("training time", f"{summary['train_s']:.0f} s"),
@@ -223,6 +225,9 @@ def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
     if any(summary["replays"].values()):
         counts = ", ".join(f"{n} {what.replace('_', ' ')}" for what, n in summary["replays"].items())
         console.print(f"tasks that infrastructure lost: {counts} (rollout.max_replays)", markup=False, highlight=False)
+    if summary["failed_tasks"]:
+        console.print(failed_tasks.table(summary["failed_tasks"], most=failed_tasks.MOST_ROWS))
+        console.print(f"all of them: agentrl tasks {path} --failed", markup=False, highlight=False)
     for task in summary["quarantined"]:
         console.print(f"not played again: {task['reason']} (episode {task['episode']})", markup=False, highlight=False)
     transcripts = path / "transcripts.md"
@@ -231,6 +236,14 @@ def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
     if summary["no_signal"]:
         console.print(f"warning: {summary['no_signal']}", style="bold red", markup=False, highlight=False)
     console.print(f"run directory: {path}\nplot: {path / 'curves.png'}", markup=False, highlight=False)
+
+
+def _success(found: dict[str, Any] | None) -> str:
+    """A held-out success, with the number of episodes that failed."""
+    if found is None:
+        return "-"
+    measured = "-" if found["success"] is None else f"{found['success']:.3f}"
+    return f"{measured} ({found['failed']} of {found['n'] + found['failed']} failed)" if found["failed"] else measured
 
 
 def show_bias(console: Console, summary: dict[str, Any]) -> None:

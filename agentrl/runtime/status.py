@@ -70,6 +70,7 @@ def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
         during, drops = list(report.during(store, config)), store.drops()
         size = scaling.told(config, store.meta, live=held.kind != "nobody")
         split = controller.line(store)
+        failures = store.failures()
         checkpoint, quarantined = store.latest_checkpoint(), [task.reason for task in store.quarantined()]
     recent = [row.values for row in rows[-_RECENT:]]
     gaps = [after.time_s - before.time_s for before, after in zip(rows[-_RECENT - 1 :], rows[-_RECENT:], strict=False)]
@@ -93,6 +94,9 @@ def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
         "split": split,
         "groups": {state.value: counts[state] for state in GroupState if counts.get(state)},
         "dropped": drops,
+        "failed": {"episodes": failures.failed, "ended": failures.ended, "last": failures.detail}
+        if failures.failed
+        else None,
         "quarantined": quarantined,
         "alarms": list(cast("list[str]", recent[-1].get("alarms") or [])) if recent else [],
         "checkpoint": None if checkpoint is None else checkpoint.step,
@@ -113,7 +117,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     if found["success"] is not None:
         held_out = "".join(f"; held-out at {step}: {value:.2f}" for step, value in found["held_out"].items())
         yield f"success   {found['success']:.2f} in the last steps{held_out}; lag {found['lag_mean'] or 0:.1f} steps"
-    groups = [f"{count} {name}" for name, count in found["groups"].items() if name != GroupState.EXPIRED]
+    dropped = (GroupState.EXPIRED, GroupState.FAILED)  # told by their reasons
+    groups = [f"{count} {name}" for name, count in found["groups"].items() if name not in dropped]
     groups += [f"{count} dropped ({why})" for why, count in found["dropped"].items()]
     yield f"groups    {', '.join(groups) or 'none'}"
     if "present" in found["size"]:
@@ -122,6 +127,9 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"split     {found['split']}"
     for name, why in found["size"].get("trouble", {}).items():
         yield f"trouble   {name}: {why}"
+    if failed := found["failed"]:
+        said = f"{failed['episodes']} of {failed['ended']} episodes, the last: {failed['last']}"
+        yield f"failed    {said}; agentrl tasks {path} --failed"
     for reason in found["quarantined"][-3:]:
         yield f"a task    not played again: {reason}"
     for alarm in found["alarms"]:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -33,7 +34,7 @@ from agentrl.errors import (
 from agentrl.protocols import Rewarder
 from agentrl.records import Task
 from agentrl.registration import make
-from agentrl.runtime import defaults, evaluation, extending, report, rows_run
+from agentrl.runtime import defaults, evaluation, extending, failed_tasks, report, rows_run
 from agentrl.runtime.contradictions import contradictions
 from agentrl.runtime.engines import check_arguments
 from agentrl.runtime.measuring import Adapters
@@ -349,8 +350,14 @@ def evaluate(
     except Interrupted:
         raise Interrupted("the evaluation was stopped: give the same command again, it starts anew") from None
     with RunStore.read(run.store_path) as store:
-        found = [evaluation.result(store, s.name, evaluation.label(s.name, "now")) for s in config.eval.sets]
-        return [result for result in found if result is not None]
+        found: list[evaluation.EvalResult] = []
+        for held_out in config.eval.sets:
+            purpose = evaluation.label(held_out.name, "now")
+            result = evaluation.result(store, held_out.name, purpose)
+            if result is not None:
+                failed = failed_tasks.as_rows(store.failed_tasks(purpose), config)
+                found.append(replace(result, failed_tasks=failed))
+        return found
 
 
 def _has_trained(run: RunDir) -> bool:

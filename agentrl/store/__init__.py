@@ -66,7 +66,7 @@ from agentrl.store.journal import Journal
 from agentrl.store.leading import Leading, check_lead
 from agentrl.store.leases import Claim, Leases
 from agentrl.store.lineage import Checkpoint, Lineage
-from agentrl.store.metrics import Failures, LengthBias, Lengths, Metric, Metrics
+from agentrl.store.metrics import FailedTask, Failures, LengthBias, Lengths, Metric, Metrics
 from agentrl.store.moving import MovedGroup, MovedMember, Moving
 from agentrl.store.orders import Freshest, Oldest, Pick, Prioritised, Ready, TakeOrder, Windowed
 from agentrl.store.partials import Partial
@@ -93,6 +93,7 @@ __all__ = [
     "EpisodeRow",
     "EpisodeTimes",
     "Expired",
+    "FailedTask",
     "Failures",
     "Freshest",
     "Full",

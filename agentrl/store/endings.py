@@ -202,4 +202,4 @@ def _end(db: Database, episode_id: int, state: str, ending: Ending, now: float, 
     for table in kept:
         db.execute(f"DELETE FROM {table} WHERE episode_id = ?", (episode_id,))
     if ending.stop_reason in FAILURES:
-        note_failure(db, episode_id, ending.stop_reason, now)
+        note_failure(db, episode_id, ending.stop_reason, ending.detail, now)

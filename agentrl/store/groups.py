@@ -44,12 +44,14 @@ class Groups(Part):
         with self._db.read():
             return self._room(bounds, limit)[0]
 
-    def admit(self, tasks: Sequence[Task], *, first: int, bounds: Bounds, limit: int) -> int:
+    def admit(
+        self, tasks: Sequence[Task], *, first: int, bounds: Bounds, limit: int, skipped: Collection[int] = ()
+    ) -> int:
         """Start training groups as `admissible` allows now: first those of tasks that infrastructure lost, in the order
         of the lost groups, then those of `tasks`, whose indices begin at `first`. Returns how many it started.
 
-        A quarantined task is passed over. If the next task of the run is not `first`, somebody else admitted meanwhile:
-        nothing is started."""
+        A quarantined task is passed over, as is one whose index is in `skipped`. If the next task of the run is not
+        `first`, somebody else admitted meanwhile: nothing is started."""
         with self._db.write():
             room, step = self._room(bounds, limit)
             if room.first != first:
@@ -58,7 +60,7 @@ class Groups(Part):
             for group_id in again:
                 create_again(self._db, group_id, bounds.group_size, step)
             new = tasks[: room.groups - room.replays]
-            playable = without(quarantined(self._db), new) if new else []
+            playable = without(quarantined(self._db), new, skipped) if new else []
             for task in playable:
                 create_group(self._db, task, bounds.group_size, TRAIN, step)
             self._db.execute(SET_META, ("next_task", str(first + len(new))))
@@ -124,9 +126,13 @@ def _counts(db: Database, purpose: str) -> dict[GroupState, int]:
     return {GroupState(state): n for state, n in rows}
 
 
-def without(quarantined: Collection[str], tasks: Sequence[Task]) -> list[Task]:
-    """The tasks that are not in quarantine."""
-    return [task for task in tasks if not quarantined or pack_identity(task) not in quarantined]
+def without(quarantined: Collection[str], tasks: Sequence[Task], skipped: Collection[int] = ()) -> list[Task]:
+    """The tasks that are not in quarantine, and whose index is not `skipped`."""
+    return [
+        task
+        for task in tasks
+        if task.index not in skipped and (not quarantined or pack_identity(task) not in quarantined)
+    ]
 
 
 def load_of(db: Database, bounds: Bounds) -> Load:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
-from agentrl.records import Json, StopReason
-from agentrl.store.codec import to_json
+from agentrl.records import Json, StopReason, Task
+from agentrl.store.codec import pack_identity, to_json, unpack_task
 from agentrl.store.database import Part
 from agentrl.store.groups import TRAIN
 from agentrl.store.leading import check_lead
-from agentrl.store.outages import ended_well
+from agentrl.store.outages import RAISED, ended_well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,10 @@ _FAILED = "stop_reason IN ('engine_failed', 'sandbox_failed', 'env_failed')"
 
 
 class Failures(NamedTuple):
-    """Of `ended` episodes, infrastructure failed `failed`, in so many `outages` (see `outages`); `in_a_row` of these
-    came after the last episode that ended well, `well` episodes did. `detail` is the cause of the latest failed one."""
+    """Of `ended` episodes, `failed` failed through no doing of the policy: `raised` of them by an exception of
+    somebody's code, each by itself, the others in so many `outages` (see `outages`). Of both, `raised_in_a_row` and
+    `in_a_row` came after the last episode that ended well; `well` episodes did, `running` ones may. `detail` is the
+    cause of the latest failed one."""
 
     failed: int
     ended: int
@@ -70,6 +72,23 @@ class Failures(NamedTuple):
     outages: int = 0
     in_a_row: int = 0
     well: int = 0
+    raised: int = 0
+    raised_in_a_row: int = 0
+    running: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedTask:
+    """How often episodes of one task failed for one reason that the policy could not have caused: `detail` in one line,
+    which names its place if somebody's code raised it (see `errors.split_place`). `episode` is the last of them."""
+
+    task: Task
+    purpose: str
+    reason: StopReason
+    detail: str
+    times: int
+    episode: int
+    last_s: float
 
 
 class Waits(NamedTuple):
@@ -134,20 +153,49 @@ class Metrics(Part):
         with self._db.read():
             attempt, well = ended_well(self._db)
             ended = self._db.row("SELECT COALESCE(SUM(n), 0) FROM ending_counts WHERE attempt = ?", (attempt,))
-            outages = self._db.row(
-                "SELECT COUNT(*), COUNT(*) FILTER (WHERE well = ?), COALESCE(SUM(episodes), 0) FROM outages"
-                " WHERE attempt = ?",
-                (well, attempt),
+            counts = self._db.row(
+                "SELECT COALESCE(SUM(episodes), 0), COUNT(*) FILTER (WHERE cause <> ?3),"
+                " COUNT(*) FILTER (WHERE cause <> ?3 AND well = ?2), COUNT(*) FILTER (WHERE cause = ?3),"
+                " COUNT(*) FILTER (WHERE cause = ?3 AND well = ?2) FROM outages WHERE attempt = ?1",
+                (attempt, well, RAISED),
             )
+            running = self._db.row("SELECT COUNT(*) FROM episodes WHERE state = 'running' AND holder IS NOT NULL")
             last = self._db.row(f"SELECT detail FROM episodes WHERE {_FAILED} ORDER BY id DESC LIMIT 1")
-        assert ended is not None and outages is not None
+        assert ended is not None and counts is not None and running is not None
+        failed, outages, in_a_row, raised, raised_in_a_row = counts
         return Failures(
-            failed=outages[2],
+            failed=failed,
             ended=ended[0],
             detail="" if last is None else last[0],
-            outages=outages[0],
-            in_a_row=outages[1],
+            outages=outages,
+            in_a_row=in_a_row,
             well=well,
+            raised=raised,
+            raised_in_a_row=raised_in_a_row,
+            running=running[0],
+        )
+
+    def failed_tasks(self, purpose: str | None = None, *, after_s: float = 0.0) -> list[FailedTask]:
+        """The failures of a purpose, or of all, that ended after `after_s`, by task and reason in the order of their
+        first episodes. Reads every failed episode: call it when `failures` shows more of them."""
+        with self._db.read():
+            rows = self._db.rows(
+                "SELECT g.task, g.purpose, e.stop_reason, e.detail, e.id, e.ended_s FROM episodes e"
+                f" JOIN groups g ON g.id = e.group_id WHERE e.{_FAILED} AND e.ended_s > ?1"
+                " AND g.purpose = COALESCE(?2, g.purpose) ORDER BY e.id",
+                (after_s, purpose),
+            )
+        return failed_together(
+            FailedTask(
+                task=unpack_task(task),
+                purpose=of,
+                reason=StopReason(reason),
+                detail=detail,
+                times=1,
+                episode=id,
+                last_s=ended_s,
+            )
+            for task, of, reason, detail, id, ended_s in rows
         )
 
     def waited(self) -> Waits:
@@ -220,6 +268,19 @@ def mean_of(parts: Sequence[Lengths]) -> Lengths:
         if n := one.episodes:
             total.add(n, one.turns * n, one.tokens * n, one.seconds * n)
     return total.mean()
+
+
+def failed_together(rows: Iterable[FailedTask]) -> list[FailedTask]:
+    """The failures with those of one task, purpose and reason in one row, in the order in which these come."""
+    found: dict[tuple[str, ...], FailedTask] = {}
+    for row in rows:
+        key = pack_identity(row.task), row.purpose, row.reason, row.detail
+        known = found.get(key)
+        if known is not None:
+            last = max(known, row, key=lambda one: (one.last_s, one.episode))
+            row = replace(last, times=known.times + row.times)
+        found[key] = row
+    return list(found.values())
 
 
 @dataclass(slots=True)

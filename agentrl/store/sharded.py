@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -83,7 +83,9 @@ class ShardedStore(ShardedReads):
     def admissible(self, bounds: Bounds, *, limit: int) -> Room:
         return self._room_of_all(bounds, limit)[0]
 
-    def admit(self, tasks: Sequence[Task], *, first: int, bounds: Bounds, limit: int) -> int:
+    def admit(
+        self, tasks: Sequence[Task], *, first: int, bounds: Bounds, limit: int, skipped: Collection[int] = ()
+    ) -> int:
         room, step, lost = self._room_of_all(bounds, limit)
         if room.first != first:
             return 0
@@ -95,7 +97,7 @@ class ShardedStore(ShardedReads):
             group_id = next_id(group_id, shard := home(again, n), n)
             plan[shard].append((group_id, again, 0, None))
         for index, task in enumerate(new, first):
-            if index >= there[shard := index % n] and without(known, [task]):
+            if index >= there[shard := index % n] and without(known, [task], skipped):
                 group_id = next_id(group_id, shard, n)
                 plan[shard].append((group_id, None, index, task))
         for shard in [*(shard for shard in sorted(plan, reverse=True) if shard), 0]:

@@ -21,8 +21,8 @@ from agentrl.store.database import Database, Watch
 from agentrl.store.deaths import Quarantined
 from agentrl.store.durations import EpisodeTimes
 from agentrl.store.leases import Claim
-from agentrl.store.metrics import Failures, LengthBias, Lengths, Waits, mean_of
-from agentrl.store.outages import OUTAGE_S
+from agentrl.store.metrics import FailedTask, Failures, LengthBias, Lengths, Waits, failed_together, mean_of
+from agentrl.store.outages import OUTAGE_S, RAISED
 from agentrl.store.readers import EpisodeRow, GroupResult
 from agentrl.store.replays import Replays, quarantined
 from agentrl.store.retaking import Gone, Span
@@ -212,7 +212,7 @@ class ShardedReads(RunStore):
         """As of one store. Outages of one cause that began at one time in several databases are one; those in a row
         are counted by the database that saw the fewest of them, if it saw any."""
         found = [shard.failures() for shard in self._shards]
-        sql = f"SELECT cause, began_s FROM outages WHERE attempt = ({ATTEMPT}) ORDER BY began_s"
+        sql = f"SELECT cause, began_s FROM outages WHERE attempt = ({ATTEMPT}) AND cause <> '{RAISED}' ORDER BY began_s"
         outages, began = 0, dict[str, float]()
         for cause, began_s in merge(*self._ask(lambda db: db.rows(sql)), key=lambda row: row[1]):
             if began_s >= began.get(cause, -math.inf) + OUTAGE_S:
@@ -224,7 +224,14 @@ class ShardedReads(RunStore):
             outages=outages,
             in_a_row=min(outages, min((one.in_a_row for one in found if one.outages), default=0)),
             well=sum(one.well for one in found),
+            raised=sum(one.raised for one in found),
+            raised_in_a_row=min((one.raised_in_a_row for one in found if one.raised), default=0),
+            running=sum(one.running for one in found),
         )
+
+    def failed_tasks(self, purpose: str | None = None, *, after_s: float = 0.0) -> list[FailedTask]:
+        rows = chain(*(shard.failed_tasks(purpose, after_s=after_s) for shard in self._shards))
+        return failed_together(sorted(rows, key=lambda one: one.episode))
 
     def waited(self) -> Waits:
         found = [shard.waited() for shard in self._shards]

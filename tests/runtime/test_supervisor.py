@@ -230,8 +230,9 @@ QUIET = {"rollout": {"group_deadline_s": 1e12}, "train": {"stall_deadline_s": 1e
 Life = Callable[[int], tuple[float, StopReason]]
 
 
-async def play_for_ever(store: RunStore, slots: int, life: Life) -> None:
-    """`slots` episodes at once; number k of all takes `life(k)[0]` seconds and ends as `life(k)[1]`."""
+async def play_for_ever(store: RunStore, slots: int, life: Life, place: str = "") -> None:
+    """`slots` episodes at once; number k of all takes `life(k)[0]` seconds and ends as `life(k)[1]`. With a `place` it
+    was an exception."""
     numbers = itertools.count()
 
     async def slot() -> None:
@@ -244,7 +245,8 @@ async def play_for_ever(store: RunStore, slots: int, life: Life) -> None:
             await trio.sleep(seconds)
             outcome = 1.0 if reason.by_policy else None
             id, fence = claims[0].episode_id, claims[0].fence
-            store.finish(id, fence, stop_reason=reason, outcome=outcome, success=None, detail=f"cause of {id}")
+            detail = f"cause of {id}{place}"
+            store.finish(id, fence, stop_reason=reason, outcome=outcome, success=None, detail=detail)
 
     async with trio.open_nursery() as nursery:
         for _ in range(slots):
@@ -340,6 +342,53 @@ async def test_failures_beyond_the_budget_end_the_run_though_most_episodes_end_w
 
     why, _ = await until_it_fails(one, lambda: play_for_ever(one.store, 1, life), within_s=3000)
     assert "at 9 different times (rollout.failure_budget = 0.3)" in why
+
+
+RAISED = " (/home/me/env.py:12)"
+
+
+async def test_exceptions_beyond_the_budget_end_the_run_though_they_come_at_one_time(
+    supervisor: Callable[..., Supervisor], autojump_clock: MockClock
+) -> None:
+    """Two of five episodes raise, one after the other: 40% of them, and the budget is 20%."""
+    one = supervisor(clock=trio.current_time, **QUIET)
+
+    def life(number: int) -> tuple[float, StopReason]:
+        return (1.0, StopReason.ENV_FAILED if number % 5 < 2 else StopReason.DONE)
+
+    why, when = await until_it_fails(one, lambda: play_for_ever(one.store, 4, life, RAISED))
+    assert when < 60
+    assert "by an exception (rollout.failure_budget = 0.2); the last: cause of " in why
+    assert f"agentrl tasks {one.run.path} --failed" in why
+
+
+@pytest.mark.parametrize("seconds", [1.0, 100.0])
+async def test_tasks_that_raise_at_once_within_the_budget_end_no_run_however_long_the_others_take(
+    supervisor: Callable[..., Supervisor], autojump_clock: MockClock, seconds: float
+) -> None:
+    """One of eight raises: 12.5%, and the budget is 20%. Before the first of the others has ended, all that ended has
+    failed: which says nothing."""
+    one = supervisor(clock=trio.current_time, **QUIET)
+
+    def life(number: int) -> tuple[float, StopReason]:
+        return (0.1, StopReason.ENV_FAILED) if number % 8 == 3 else (seconds, StopReason.DONE)
+
+    with trio.move_on_after(10 + 5 * seconds):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(play_for_ever, one.store, 64, life, RAISED)
+            await one.train()
+    assert one.store.failures().raised > 8
+
+
+async def test_an_environment_that_always_raises_ends_the_run_once_as_many_failed_as_run(
+    supervisor: Callable[..., Supervisor], autojump_clock: MockClock
+) -> None:
+    one = supervisor(clock=trio.current_time, **QUIET)
+    why, when = await until_it_fails(
+        one, lambda: play_for_ever(one.store, 64, lambda _: (0.5, StopReason.ENV_FAILED), RAISED)
+    )
+    assert when < 5
+    assert "of them by an exception" in why
 
 
 async def test_a_finite_source_is_not_played_while_a_lost_task_waits_to_be_and_the_summary_counts_it(
