@@ -1,13 +1,17 @@
-"""The live terminal view of a run: step, reward, success, staleness, tokens per second, which part waits for which.
+"""The live view of a run: step, reward, success, staleness, tokens per second, which part waits for which.
 
-It reads the store and draws; without a terminal it prints one line per step instead.
+It reads the store and draws, in a terminal or a notebook; elsewhere it prints one line per step. `Warnings` prints
+nothing, and logs what a person must not miss.
 """
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from statistics import fmean
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +34,63 @@ _WINDOW = 10  # number of steps in a displayed mean
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Alerts:
+    """Lines that a person must not miss: failures, alarms, steps that change no weight."""
+
+    _rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # since the weights moved
+    _warned: int = 0
+    _failures: FailureLines | None = None
+
+    def failures(self, supervisor: Supervisor) -> Iterator[str]:
+        """What failed since the last call."""
+        if self._failures is None:
+            self._failures = FailureLines(supervisor.run.path)
+        yield from self._failures.lines(supervisor.store)
+
+    def of_step(self, row: dict[str, Any]) -> Iterator[str]:
+        """The alarms of a step; and a warning when the steps stop changing the weights, then again each time that the
+        number of such steps doubles."""
+        for alarm in row.get("alarms", ()):
+            yield f"alarm: {alarm}"
+        if moved(row):
+            self._rows, self._warned = [], 0
+            return
+        self._rows.append(row)
+        found = no_signal(self._rows)
+        if found is not None and found.steps >= 2 * self._warned:
+            self._warned = found.steps
+            yield f"warning: {found}"
+
+
+@dataclass(slots=True)
+class Warnings:
+    """A view that shows nothing: what a person must not miss is logged as a warning."""
+
+    _alerts: _Alerts = field(default_factory=_Alerts)
+    _logged: int = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return
+
+    def tick(self, supervisor: Supervisor) -> None:
+        """Log what is new."""
+        for line in self._alerts.failures(supervisor):
+            log.warning("%s", line)
+        for row in supervisor.store.metrics("step", after=self._logged):
+            self._logged = row.step
+            for line in self._alerts.of_step(row.values):
+                log.warning("%s", line)
+
+
 @dataclass(slots=True)
 class LiveView:
     """A context manager; pass its `tick` to a supervisor as `on_tick`."""
@@ -39,13 +100,12 @@ class LiveView:
     _printing: ExitStack = field(default_factory=ExitStack)
     _printed: int = 0
     _phase: str = ""
-    _rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # since the weights moved
-    _warned: int = 0
-    _failures: FailureLines | None = None
+    _alerts: _Alerts = field(default_factory=_Alerts)
 
     def __enter__(self) -> Self:
-        self._printing.enter_context(waiting_for_no_reader())
-        if self.console.is_terminal:
+        if not self.console.is_jupyter:  # a notebook's streams are no files, though they have a number
+            self._printing.enter_context(waiting_for_no_reader())
+        if self.console.is_terminal or (self.console.is_jupyter and find_spec("ipywidgets") is not None):
             self._live = Live(console=self.console, refresh_per_second=4, transient=False)
             self._live.start()
         return self
@@ -59,10 +119,8 @@ class LiveView:
 
     def tick(self, supervisor: Supervisor) -> None:
         """Draw the current state. Failures are lines, above a live table too: what failed once is not overdrawn."""
-        if self._failures is None:
-            self._failures = FailureLines(supervisor.run.path)
-        for line in self._failures.lines(supervisor.store):
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        for line in self._alerts.failures(supervisor):
+            self._print(line)
         if self._live is not None:
             self._live.update(self._panel(supervisor))
         else:
@@ -75,28 +133,16 @@ class LiveView:
         for row in supervisor.store.metrics("step", after=self._printed):
             self._printed = row.step
             v = row.values
-            self.console.print(
+            self._print(
                 f"step {row.step:4d}  reward {_mean([v], 'outcome_mean')}  success {_mean([v], 'success_mean')}  "
                 f"lag {_mean([v], 'lag_mean')} (max {v['lag_max']})  {v['tokens_scored']:6d} tokens  "
-                f"busy {v['busy_s']:.2f} s  idle {v['idle_s']:.2f} s",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
+                f"busy {v['busy_s']:.2f} s  idle {v['idle_s']:.2f} s"
             )
-            for alarm in v.get("alarms", ()):
-                self.console.print(f"alarm: {alarm}", markup=False, highlight=False, soft_wrap=True)
-            self._warn(v)
+            for line in self._alerts.of_step(v):
+                self._print(line)
 
-    def _warn(self, row: dict[str, Any]) -> None:
-        """Warn when the steps stop changing the weights, then again each time that the number of such steps doubles."""
-        if moved(row):
-            self._rows, self._warned = [], 0
-            return
-        self._rows.append(row)
-        found = no_signal(self._rows)
-        if found is not None and found.steps >= 2 * self._warned:
-            self._warned = found.steps
-            self.console.print(f"warning: {found}", markup=False, highlight=False, soft_wrap=True)
+    def _print(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _panel(self, supervisor: Supervisor) -> RenderableType:
         config, store = supervisor.config, supervisor.store

@@ -37,6 +37,7 @@ from agentrl.registration import make
 from agentrl.runtime import defaults, evaluation, extending, failed_tasks, report, rows_run
 from agentrl.runtime.contradictions import contradictions
 from agentrl.runtime.engines import check_arguments
+from agentrl.runtime.live import LiveView, Warnings
 from agentrl.runtime.measuring import Adapters
 from agentrl.runtime.models import given_model_dir, model_dir, renderer_of, slot_dir
 from agentrl.runtime.orders import take_order
@@ -102,32 +103,43 @@ class Trainer:
         self.config = configuration.parse(document)
         self.out, self._overwrite = Path(out), overwrite
 
-    def train(self, view: View | None = None) -> dict[str, Any]:
-        """Run to the end. Returns the contents of `summary.json`. Settings that `config` leaves out are chosen for this
-        machine first. It may be called in any thread, and beside a loop of asyncio; outside of the main thread Ctrl-C
-        does not reach it, and `agentrl stop` ends it. Raises RunFailed if the run cannot go on, UsageError inside of a
-        loop of trio."""
+    def train(self, view: View | None = None, *, quiet: bool = False) -> dict[str, Any]:
+        """Run to the end, and print what the command line prints: a table in a terminal or a notebook, else a line per
+        step. `quiet` leaves only warnings, through `logging`; a `view` takes its place. Returns the contents of
+        `summary.json`. Settings that `config` leaves out are chosen for this machine first.
+
+        It may be called in any thread, and beside a loop of asyncio; outside of the main thread Ctrl-C does not reach
+        it, and `agentrl stop` ends it. Raises RunFailed if the run cannot go on, UsageError inside of a loop of
+        trio."""
         check_no_loop("Trainer.train")
         self.config = _fitted(_pinned(self.config))
         check_startable(self.config)
         run = RunDir.create(self.out, self.config, overwrite=self._overwrite)
         try:
-            return finish_training(run, view)
+            return finish_training(run, _shown(view, quiet))
         except AgentRLError:
             if not began(run):
                 run.discard()
             raise
 
     @staticmethod
-    def resume(path: Path | str, view: View | None = None, *, settings: Sequence[str] = ()) -> dict[str, Any]:
+    def resume(
+        path: Path | str, view: View | None = None, *, settings: Sequence[str] = (), quiet: bool = False
+    ) -> dict[str, Any]:
         """Go on with the run at `path` from its newest checkpoint, its journal and its buffer. `settings`
-        (`section.key=value`) change how long it trains and which resources it uses. Raises ConfigError for a setting
-        that may not change."""
+        (`section.key=value`) change how long it trains and which resources it uses; `view` and `quiet` as for `train`.
+        Raises ConfigError for a setting that may not change."""
         check_no_loop("Trainer.resume")
         run = RunDir.open(Path(path))
         if settings:
             extending.change(run, list(settings))
-        return finish_training(run, view)
+        return finish_training(run, _shown(view, quiet))
+
+
+def _shown(view: View | None, quiet: bool) -> View:
+    if view is not None:
+        return view
+    return Warnings() if quiet else LiveView()
 
 
 def began(run: RunDir) -> bool:
@@ -298,7 +310,7 @@ def _roles_of(task: Task) -> tuple[str, ...]:
     return tuple(getattr(env, "roles", ()))
 
 
-def finish_training(run: RunDir, view: View | None) -> dict[str, Any]:
+def finish_training(run: RunDir, view: View) -> dict[str, Any]:
     """Train a run to its end, then write its summary, plot and transcripts."""
     restarts: dict[str, int] = {}
 
@@ -308,11 +320,8 @@ def finish_training(run: RunDir, view: View | None) -> dict[str, Any]:
         finally:
             restarts.update(supervisor.processes.restarts)
 
-    if view is None:
-        run_to_end(run, body)
-    else:
-        with view:
-            run_to_end(run, body, on_tick=view.tick)
+    with view:
+        run_to_end(run, body, on_tick=view.tick)
     with RunStore.read(run.store_path) as store:
         config = run.config()
         summary = report.summarise(run, config, store, restarts=restarts)
@@ -345,8 +354,10 @@ def evaluate(
     async def body(supervisor: Supervisor) -> None:
         await supervisor.measure()
 
+    shown = view or Warnings()
     try:
-        run_to_end(run, body, on_tick=view.tick if view else lambda _: None)
+        with shown:
+            run_to_end(run, body, on_tick=shown.tick)
     except Interrupted:
         raise Interrupted("the evaluation was stopped: give the same command again, it starts anew") from None
     with RunStore.read(run.store_path) as store:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from agentrl.config import RunConfig, TaskTable
 from agentrl.records import StopReason, Task
-from agentrl.runtime.failed_tasks import FailureLines, as_rows, mend, row_id, skips, task_id
+from agentrl.runtime.failed_tasks import FailureLines, as_rows, id_of, mend, row_id, skips, task_id
+from agentrl.runtime.live import LiveView, Warnings
+from agentrl.runtime.pipeline import Supervisor
+from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.trainer import Trainer
 from agentrl.store import RunStore
 
 PLACE = "/home/me/env.py:12"
@@ -28,9 +35,7 @@ def play(store: RunStore, task: Task, endings: list[tuple[StopReason, str]]) -> 
     store.add_groups([task], size=len(endings), purpose="train")
     for claim, (reason, detail) in zip(store.claim("w", len(endings), lease_s=1e9), endings, strict=True):
         outcome = 1.0 if reason.by_policy else None
-        store.finish(
-            claim.episode_id, claim.fence, stop_reason=reason, outcome=outcome, success=None, detail=detail
-        )
+        store.finish(claim.episode_id, claim.fence, stop_reason=reason, outcome=outcome, success=None, detail=detail)
 
 
 def task(seed: int) -> Task:
@@ -61,8 +66,6 @@ def test_a_row_of_a_data_set_is_skipped_in_every_epoch_and_a_seed_alone() -> Non
     assert all(skips(one, [row_id(epochs[0])]) for one in epochs)
     assert skips(task(3), [task_id(task(3))]) and not skips(task(4), [task_id(task(3))])
     rows = CONFIG.model_copy(update={"tasks": [TaskTable(rows="rows.jsonl")]})
-    from agentrl.runtime.failed_tasks import id_of
-
     assert id_of(epochs[1], rows) == row_id(epochs[0])
 
 
@@ -89,3 +92,27 @@ def test_an_exception_counts_by_itself_and_an_outage_once(store: RunStore) -> No
     play(store, task(3), [(StopReason.SANDBOX_FAILED, "no host")] * 4)
     found = store.failures()
     assert (found.failed, found.raised, found.outages, found.well) == (8, 4, 1, 1)
+
+
+def test_a_quiet_run_still_logs_failures_and_alarms(store: RunStore, caplog: pytest.LogCaptureFixture) -> None:
+    play(store, task(3), [(StopReason.ENV_FAILED, DETAIL)])
+    store.record("step", 1, {"alarms": ["kl_k3 = 9 is above alarms.kl_above = 1"], "updated": True, "grad_norm": 1.0})
+    seen = SimpleNamespace(run=SimpleNamespace(path="runs/mine"), store=store)
+    with caplog.at_level(logging.WARNING), Warnings() as view:
+        view.tick(cast("Supervisor", seen))
+        view.tick(cast("Supervisor", seen))
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == f"failed: seed 3, episode 1: {DETAIL}"
+    assert said[2:] == ["alarm: kl_k3 = 9 is above alarms.kl_above = 1"], "each once"
+
+
+@pytest.mark.parametrize(("arguments", "kind"), [({}, LiveView), ({"quiet": True}, Warnings)])
+def test_a_run_from_python_shows_what_the_command_line_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, bool], kind: type
+) -> None:
+    shown: list[object] = []
+    monkeypatch.setattr("agentrl.runtime.trainer.finish_training", lambda run, view: shown.append(view) or {})
+    monkeypatch.setattr("agentrl.runtime.trainer.extending.change", lambda run, settings: None)
+    RunDir.create(tmp_path / "run", CONFIG)
+    Trainer.resume(tmp_path / "run", **arguments)
+    assert isinstance(shown[0], kind)

@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from agentrl import config as configuration
 from agentrl.cli import app
 from agentrl.errors import AgentRLError, UsageError
+from agentrl.records import StopReason, Task
 from agentrl.runtime import extending, pipeline, status
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
@@ -190,3 +191,20 @@ def test_followed_logs_end_with_the_run_and_miss_nothing(run: RunDir) -> None:
             process.kill()
             assert following.stdout.read() == "learner: at the end\n"
             assert following.wait(60) == 0
+
+
+def test_a_failed_group_is_counted_once_and_with_why_and_where(run: RunDir) -> None:
+    detail = "e: step raised KeyError: 'a' (/home/me/env.py:12)"
+    with RunStore.open(run.store_path) as store:
+        store.confirm_version(store.mint_version(0))
+        store.add_groups([Task(index=0, env="e", seed=0)], size=1, purpose="train")
+        (claim,) = store.claim("w", 1, lease_s=1e9)
+        store.finish(
+            claim.episode_id, claim.fence, stop_reason=StopReason.ENV_FAILED, outcome=None, success=None, detail=detail
+        )
+    told = typed("status", run.path).stdout
+    assert "groups    1 dropped (env_failed)\n" in told
+    assert f"failed    1 of 1 episodes, the last: {detail}; agentrl tasks {run.path} --failed\n" in told
+    table = typed("tasks", run.path, "--failed").stdout
+    assert "KeyError: 'a'" in table and "/home/me/env.py:12" in table
+    assert typed("tasks", run.path).exit_code == 0
