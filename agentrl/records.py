@@ -472,9 +472,12 @@ class EngineKey:
 
     @classmethod
     def of_environment(cls) -> EngineKey | None:
-        """What this process was given; None if it was given none."""
-        value = os.environ.get(cls.VALUE)
-        return cls(value=value, signing=os.environ.get(cls.SIGNING) or None) if value else None
+        """What this process was given; None if it was given none. One secret alone is for everything, one beside an
+        empty one is not for changes."""
+        value, signing = os.environ.get(cls.VALUE), os.environ.get(cls.SIGNING)
+        if not value:
+            return None
+        return cls.of(value) if signing is None else cls(value=value, signing=signing or None)
 
     def variables(self, *, signs: bool) -> dict[str, str]:
         """What a process needs in its environment; with `signs`, to change engines, or to check who does."""

@@ -81,12 +81,14 @@ async def launch_embedded(
     version: int = 0,
     weights: Path | None = None,
     name: str | None = None,
+    tool_parser: str | None = None,
     max_context: int | None = None,
     log: int | None = None,
 ) -> AsyncGenerator[EmbeddedEngine]:
     """Serve a model for as long as the block runs: on a Unix socket that only this user can reach, or on TCP where a
-    `host` is named, and with `key` to nobody who does not show it. `name` is the model's at the server. `log` is a file
-    descriptor for the engine's output; without it the output is kept only for the message of a failed start.
+    `host` is named, and with `key` to nobody who does not show it. `name` is the model's at the server, `tool_parser`
+    (module:class) how chats read its calls of tools. `log` is a file descriptor for the engine's output; without it the
+    output is kept only for the message of a failed start.
 
     Raises UsageError if it cannot be started as asked, EngineUnavailable if it dies or is not up in time."""
     settings = settings or EngineSettings()
@@ -109,6 +111,7 @@ async def launch_embedded(
             output = kept.fileno() if log is None else log
             argv += [] if key is not None or host is None else ["--no-key"]
             argv += [] if name is None else ["--served-model-name", name]
+            argv += [] if tool_parser is None else ["--tool-parser", tool_parser]
             keys = key.variables(signs=True) if key is not None else {EngineKey.VALUE: "", EngineKey.SIGNING: ""}
             process = await trio.lowlevel.open_process(
                 argv, stdin=subprocess.PIPE, stdout=output, stderr=output, env={**env, **keys}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -24,7 +25,7 @@ from agentrl.config import Rollout, RunConfig
 from agentrl.engine.scoring import ScoringClient
 from agentrl.env import answers, as_async
 from agentrl.env.dialects import get_format
-from agentrl.env.tool_calls import ToolCall
+from agentrl.env.tool_calls import Malformed, ToolCall
 from agentrl.errors import (
     ConfigError,
     EngineRefusal,
@@ -52,6 +53,7 @@ _UNCOUNTED = 1 << 30  # tokens of a context: the server alone counts them
 _SAMPLING = {"max_tokens_per_turn": "max_tokens", **{name: name for name in ("temperature", "top_p", "stop")}}
 """Settings of sampling, and what the API calls them."""
 
+_TEXT = get_format("json")  # how calls are written where the server knows none
 _LIMITS = ("step_deadline_s", "episode_deadline_s", "max_observation_bytes")
 _OWN = ("temperature", "top_p")  # settings of sampling that [eval] may have of its own
 _TAKEN = (
@@ -231,6 +233,7 @@ class _Episode:
         self._guard = Guard(task.env, config.rollout.step_deadline_s)
         self._said: list[Message] = []
         self._asked_ids: list[str] = []
+        self._as_text = False  # the server takes no tools: they are part of the system message
         self._turns, self._total = 0, 0.0
         self._tokens: int | None = 0  # None: the server does not count them
 
@@ -304,13 +307,28 @@ class _Episode:
 
     async def _ask(self, env: AsyncEnv, tools: Mapping[str, Json]) -> str:
         """The model's next action. Raises EngineError."""
-        options = {**self._endpoint.options, **tools}
-        answer, tokens = await self._endpoint.client.completion(
-            self._said, deadline_s=_turn_s(self._config.rollout), **options
-        )
+        client, deadline_s = self._endpoint.client, _turn_s(self._config.rollout)
+        said = self._taught(tools) if self._as_text else self._said
+        offered = dict[str, Json]() if self._as_text else dict(tools)
+        try:
+            answer, tokens = await client.completion(said, deadline_s=deadline_s, **self._endpoint.options, **offered)
+        except EngineRefusal as error:
+            if self._turns or not offered or "tool" not in str(error):
+                raise
+            warnings.warn(f"{error}: its model is told of the tools as text, and writes calls so", stacklevel=2)
+            self._as_text = True
+            return await self._ask(env, tools)
         self._turns += 1
         self._tokens = None if self._tokens is None or tokens is None else self._tokens + tokens
         return self._say(answer, str(getattr(env, "tool_format", "hermes")))
+
+    def _taught(self, tools: Mapping[str, Json]) -> list[Message]:
+        """The conversation for a server that takes no tools."""
+        how = _TEXT.instructions(tools["tools"])
+        first, rest = self._said[0], self._said[1:]
+        if first["role"] != "system":
+            return [Message(role="system", content=how), *self._said]
+        return [Message(role="system", content=f"{first['content']}\n\n{how}"), *rest]
 
     def _hear(self, messages: Messages) -> None:
         """Add the environment's messages; answers to calls get the ids of the calls, in their order."""
@@ -333,6 +351,12 @@ class _Episode:
             said["tool_calls"] = calls
             self._asked_ids = [str(call.get("id") or "") for call in calls]
         self._said.append(said)
+        if self._as_text:
+            found = _TEXT.parse(content)
+            texts = (
+                call.raw if isinstance(call, Malformed) else get_format(dialect).write(call) for call in found.calls
+            )
+            return found.text + "".join(texts)
         return content + "".join(text or json.dumps(call) for text, call in zip(written, calls, strict=True))
 
 

@@ -21,7 +21,8 @@ from agentrl.config import EngineSettings
 from agentrl.engine.launch import launch_embedded
 from agentrl.engine.sources import everyday
 from agentrl.engine.vllm import launch as vllm
-from agentrl.engine.vllm.chat import parser_of
+from agentrl.engine.vllm.chat import dialect_of, parser_of, template_of
+from agentrl.env.dialects import FORMATS
 from agentrl.errors import EngineUnavailable, UsageError
 from agentrl.owner import owned_folder
 from agentrl.records import EngineKey
@@ -129,7 +130,14 @@ async def running_engine(
     Raises UsageError or RunFailed if it does not start."""
     if settings.kind == "embedded":
         async with launch_embedded(
-            model, settings, host=door.host, port=door.port, key=door.key, name=name, max_context=max_context
+            model,
+            settings,
+            host=door.host,
+            port=door.port,
+            key=door.key,
+            name=name,
+            tool_parser=_tool_parser(model),
+            max_context=max_context,
         ) as engine:
             yield engine.url, engine.process
         return
@@ -164,6 +172,12 @@ async def running_engine(
             server, log=Path(log), deadline_s=settings.start_deadline_s, mark=owner.mark, say=_say
         ) as process:
             yield server.url, process
+
+
+def _tool_parser(model: Path) -> str:
+    """How the embedded engine reads a model's calls of tools: as its template writes them, else by a text format."""
+    form = FORMATS.get(dialect_of(template_of(model)) or "", FORMATS["json"])
+    return f"{type(form).__module__}:{type(form).__name__}"
 
 
 def check_free(host: str, port: int) -> None:

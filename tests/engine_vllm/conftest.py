@@ -176,16 +176,15 @@ def stock_config(stock: Policy) -> RunConfig:
 
 @pytest.fixture(scope="session")
 def stock_server(stock: Policy, stock_config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
-    """A stock server, started again as its refusal says, word for word: a command for a shell with `agentrl` and `vllm`
-    on its path. The CPU build's own `vllm` does not find its own version: the one here starts the same server, and
-    with a lifeline."""
+    """A stock server, started again as its refusal says, word for word: a command for a shell with `agentrl` and vLLM's
+    python on its path. The one here starts the same server with a lifeline."""
     folder, (url,) = tmp_path_factory.mktemp("stock"), stock_config.engine.urls
     os.environ[KEY] = "s3cret"
     command = trio.run(_advice, stock, stock_config)
-    vllm = folder / "vllm"
+    python = folder / "python"
     host = f"{find_build().python} -m agentrl.engine.vllm.plugin.host"
-    vllm.write_text(f'#!/bin/sh\n[ "$1" = serve ] && shift\nexec {host} --model "$@"\n')
-    vllm.chmod(0o755)
+    python.write_text(f'#!/bin/sh\nshift 2\nexec {host} "$@"\n')
+    python.chmod(0o755)
     own = f"--port {url.rpartition(':')[2]} --api-key s3cret --served-model-name policy"
     fit = "--max-model-len 2048 --kv-cache-memory-bytes 16M --enforce-eager --block-size 32"  # for this machine
     env = {

@@ -132,11 +132,20 @@ def test_a_server_takes_weights_as_its_run_sends_them(sync: Any, monkeypatch: py
 @pytest.mark.parametrize(
     ("sync", "hint"),
     [
-        ("full", 'vllm serve /models/m --weight-transfer-config \'{"backend": "shm"}\''),
-        ("nccl", 'vllm serve /models/m --weight-transfer-config \'{"backend": "nccl"}\''),
+        (
+            "full",
+            "python -m vllm.entrypoints.openai.api_server --model "
+            '/models/m --weight-transfer-config \'{"backend": "shm"}\'',
+        ),
+        (
+            "nccl",
+            "python -m vllm.entrypoints.openai.api_server --model "
+            '/models/m --weight-transfer-config \'{"backend": "nccl"}\'',
+        ),
         (
             "ipc",
-            'VLLM_ALLOW_INSECURE_SERIALIZATION=1 vllm serve /models/m --weight-transfer-config \'{"backend": "ipc"}\'',
+            "VLLM_ALLOW_INSECURE_SERIALIZATION=1 python -m vllm.entrypoints.openai.api_server --model "
+            '/models/m --weight-transfer-config \'{"backend": "ipc"}\'',
         ),
     ],
 )
@@ -151,7 +160,8 @@ def test_a_server_that_takes_weights_another_way_is_refused_with_the_flag(sync: 
 def test_however_weights_travel_the_plugin_must_be_there_or_a_prefix_cache_would_serve_old_ones(sync: str) -> None:
     facts = facts_of(*frozenset(Need) - {Need.PLUGIN})
     command = (
-        r"PYTHONSAFEPATH=1 PYTHONPATH=\$\(agentrl vllm-plugin\) vllm serve /models/m --worker-extension-cls agentrl"
+        r"PYTHONSAFEPATH=1 PYTHONPATH=\$\(agentrl vllm-plugin\) python -m vllm.entrypoints.openai.api_server --model "
+        r"/models/m --worker-extension-cls agentrl"
     )
     with pytest.raises(UsageError, match=rf"lacks agentrl's plugin: .* with: {command}\..*Extension$"):
         facts.require(needed(sync))
@@ -338,4 +348,4 @@ def test_everything_lacking_is_refused_at_once_with_what_mends_it() -> None:
         facts.require({Need.ADMIN, Need.TOKENS, Need.LORA}, lora_rank=9)
     text = str(caught.value)
     assert "--enable-scale-out" in text and "DEV_MODE" not in text and "\n" not in text
-    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve" in text and "--enable-lora --max-lora-rank 16" in text
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m vllm" in text and "--enable-lora --max-lora-rank 16" in text

@@ -24,7 +24,7 @@ from .policy import make_model
 
 pytestmark = pytest.mark.vllm
 
-FLAG = r"start it, beside its other flags, with: .*vllm serve .* --weight-transfer-config '{\"backend\": \"%s\"}'"
+FLAG = r"start it, by vLLM's own python .* with: .*api_server .* --weight-transfer-config '{\"backend\": \"%s\"}'"
 
 
 @pytest.fixture(scope="module", params=["nccl", "ipc"])

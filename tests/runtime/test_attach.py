@@ -135,7 +135,8 @@ async def test_a_stock_server_is_refused_with_the_whole_command(server: FakeVLLM
     _, _, command = str(caught.value).partition("with: ")
     assert command == (
         "VLLM_SERVER_DEV_MODE=1 PYTHONSAFEPATH=1 PYTHONPATH=$(agentrl vllm-plugin) VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 "
-        "vllm serve '/models/a b' --enable-scale-out --logprobs-mode processed_logprobs "
+        "python -m vllm.entrypoints.openai.api_server --model "
+        "'/models/a b' --enable-scale-out --logprobs-mode processed_logprobs "
         '--weight-transfer-config \'{"backend": "shm"}\' '
         "--worker-extension-cls agentrl.engine.vllm.plugin.worker.WorkerExtension "
         "--enable-lora --max-lora-rank 8 --dtype float32"

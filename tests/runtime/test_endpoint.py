@@ -165,9 +165,14 @@ class Ladder(agentrl.Env):
 
 
 def measured(
-    handler: Callable[[dict[str, Any]], httpx.Response], out: Path, *settings: str, n: int = 2, url: str = "http://h"
+    handler: Callable[[dict[str, Any]], httpx.Response],
+    out: Path,
+    *settings: str,
+    n: int = 2,
+    url: str = "http://h",
+    env: str = f"{__name__}:Ladder",
 ) -> EvalResult:
-    config = endpoint.configured("m", f"{__name__}:Ladder", settings)
+    config = endpoint.configured("m", env, settings)
     transport = httpx.MockTransport(lambda request: handler(json.loads(request.content)))
     client = ScoringClient(url, model="m", transport=transport, deadline_s=5)
     served = endpoint.Endpoint(client=client, options=endpoint.sampling(config))
@@ -181,6 +186,26 @@ def says(content: str, **usage: int) -> httpx.Response:
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()[1:]]
+
+
+def test_a_server_that_takes_no_tools_is_told_of_them_as_text(tmp_path: Path) -> None:
+    """As a vLLM without a parser of calls refuses them; its words are vLLM's."""
+    asked: list[dict[str, Any]] = []
+
+    def without(request: dict[str, Any]) -> httpx.Response:
+        asked.append(request)
+        if "tools" in request:
+            message = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+            return httpx.Response(400, json={"error": {"message": message}})
+        return says('I try.\n{"name": "submit", "arguments": {"answer": "12"}}')
+
+    with pytest.warns(UserWarning, match="is told of the tools as text"):
+        result = measured(without, tmp_path, n=1, env="agentrl/Calculator-v0")
+    assert (result.n, result.failed) == (1, 0)
+    taught = asked[1]["messages"]
+    assert taught[0]["role"] == "system" and "submit" in taught[0]["content"] and "calculate" in taught[0]["content"]
+    (row,) = rows_of(tmp_path)
+    assert row["turns"] == 1 and row["stop_reason"] == "done"  # the environment took the answer as a call
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])

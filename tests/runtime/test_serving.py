@@ -12,15 +12,25 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import pytest
+import trio
+from trio.testing import MockClock
 
 from agentrl.cli import main
+from agentrl.config import EngineSettings
 from agentrl.engine.vllm import launch
+from agentrl.engine.vllm.chat import parser_of
 from agentrl.engine.vllm.launch import Build, VLLMServer
-from agentrl.errors import RunFailed
+from agentrl.errors import RunFailed, UsageError
+from agentrl.records import EngineKey
+from agentrl.runtime.models import model_dir
+from agentrl.runtime.serving import Door, key_of, running_engine
 from agentrl.testing.faults import processes
+from agentrl.testing.http import listening
+from agentrl.testing.vllm_server import FakeVLLM
 
 DEADLINE_S = 280
 
@@ -130,3 +140,98 @@ def test_a_server_is_started_on_the_gpus_it_is_given(
         main()
     assert ended.value.code == RunFailed.exit_code and "it ended" in capsys.readouterr().err
     assert [server.gpus for server in given] == [(2, 3)]
+
+
+def vllm_of(tmp_path: Path, port: int, **options: object) -> VLLMServer:
+    build = Build(python=Path("/bin/false"), version="0.32.0", cpu=True)
+    return VLLMServer(model=tmp_path, port=port, plugin_folder=tmp_path / "p", build=build, **options)  # pyright: ignore[reportArgumentType]
+
+
+def changed(fake: FakeVLLM) -> list[str]:
+    return [call for call in fake.calls if call.startswith("POST")]
+
+
+@pytest.mark.parametrize("kind", ["embedded", "vllm"])
+async def test_a_port_that_is_taken_is_refused_and_its_server_left_alone(
+    kind: Literal["embedded", "vllm"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "find_build", lambda **_: Build(python=Path("/bin/false"), version="0.32.0", cpu=True))
+    fake = FakeVLLM(version="7")
+    async with listening(fake) as url:
+        door = Door(host="127.0.0.1", port=int(url.rpartition(":")[2]), key=EngineKey.fresh())
+        with pytest.raises(
+            UsageError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address already in use; choose another"
+        ):
+            async with running_engine(
+                model_dir("agentrl/tiny-coder"), EngineSettings(kind=kind), door=door, max_context=64
+            ):  # pyright: ignore[reportArgumentType]
+                raise AssertionError("it serves on a port of somebody else")
+    assert fake.version == "7" and not changed(fake)
+
+
+async def test_another_server_on_the_port_is_not_taken_for_ours(tmp_path: Path) -> None:
+    """It took the port while ours was imported. It answers 200, and has no proof."""
+    fake, ours = FakeVLLM(version="7"), iter([False, False, True])
+    async with listening(fake) as url:
+        server = vllm_of(tmp_path, int(url.rpartition(":")[2]))
+        with pytest.raises(RunFailed, match="vLLM ended before it was ready"):
+            await launch.ready(server, version=0, deadline_s=60, ended=lambda: next(ours))
+    assert fake.version == "7" and not changed(fake) and "GET /health" in fake.calls
+
+
+async def test_a_server_that_imports_is_said_to_do_so_again_and_again(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def proves(*_: object, **__: object) -> bool:
+        return trio.current_time() - began >= 35
+
+    async def nothing(*_: object) -> None:
+        await trio.lowlevel.checkpoint()
+
+    began, said, log = trio.current_time(), list[str](), tmp_path / "log"
+    log.write_text("INFO first\nINFO loading weights\n\n")
+    monkeypatch.setattr(launch.EngineClient, "proves", proves)
+    monkeypatch.setattr(launch, "announce", nothing)
+    monkeypatch.setattr(launch, "_warm_up", nothing)
+    server = vllm_of(tmp_path, 1)
+    await launch.ready(server, version=0, deadline_s=60, ended=lambda: False, log=log, say=said.append)
+    assert said == [
+        f"vLLM imports and loads {tmp_path}: {s} s; its log says: INFO loading weights" for s in (10, 20, 30)
+    ]
+
+
+def test_a_hint_for_the_room_of_keys_and_values_says_which_way(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("ValueError: Free memory on device is less than desired CPU memory utilization\n")
+    assert "(lower engine.kv_cache_mb (agentrl serve: --kv-cache-mb))" in launch.explain(log)
+    log.write_text("ValueError: 0.5 GiB KV cache is needed, which is larger than the available KV cache memory\n")
+    assert "(raise engine.kv_cache_mb (agentrl serve: --kv-cache-mb))" in launch.explain(log)
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        ("{% if tools %}<tool_call>{{ name }}", "hermes"),
+        ("{% if tools %}<tool_call><function={{ name }}>", "qwen3_xml"),
+        ("{% if tools %}[TOOL_CALLS]", "mistral"),
+        ("{{ messages }}", None),
+    ],
+)
+def test_vllm_reads_calls_as_the_template_writes_them(template: str, parser: str | None, tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text(template)
+    assert parser_of(tmp_path) == parser
+    argv = vllm_of(tmp_path, 1, tool_parser=parser).argv()
+    assert ("--enable-auto-tool-choice" in argv) == (parser is not None)
+    assert parser is None or argv[argv.index("--tool-call-parser") + 1] == parser
+
+
+def test_the_key_of_a_server_is_ones_own_a_new_one_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "mine")
+    assert key_of("MY_KEY", none=False) == EngineKey.of("mine")
+    first, second = key_of(None, none=False), key_of(None, none=False)
+    assert first is not None and second is not None and first.value != second.value and len(first.value) >= 24
+    assert key_of(None, none=True) is None
+    with pytest.raises(UsageError, match=r"--api-key-env NOBODYS: this environment variable is not set"):
+        key_of("NOBODYS", none=False)
+    with pytest.raises(UsageError, match="give one of them"):
+        key_of("MY_KEY", none=True)

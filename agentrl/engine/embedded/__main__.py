@@ -19,10 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.errors import ConfigError, UsageError
+from agentrl.errors import ConfigError, ModelError, UsageError
 from agentrl.records import EngineKey
 
 if TYPE_CHECKING:
+    from agentrl.engine.embedded.chat import Chat
     from agentrl.engine.embedded.server import EngineServer
 
 
@@ -50,6 +51,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stream-tokens", type=int, default=16, help="tokens of one streamed chunk")
     parser.add_argument("--served-version", type=int, default=0, help="version of the weights served first")
     parser.add_argument("--served-model-name", default=None)
+    parser.add_argument(
+        "--tool-parser", default=None, metavar="MODULE:CLASS", help="how calls of tools are written, for chats"
+    )
     parser.add_argument("--seed", type=int, default=None, help="of the sampler; the order of requests matters too")
     parser.add_argument("--ready-file", type=Path, default=None, help="written as JSON {url, pid} once serving")
     parser.add_argument("--lifeline", action="store_true", help="exit when standard input reaches its end")
@@ -91,7 +95,19 @@ def build(arguments: argparse.Namespace) -> EngineServer:
         decode=_decoder(arguments.model),
     )
     sources = Sources(arguments.weights_from or everyday())
-    return EngineServer(batcher, name=arguments.served_model_name or str(arguments.model), sources=sources)
+    name = arguments.served_model_name or str(arguments.model)
+    return EngineServer(batcher, name=name, sources=sources, chat=_chat(arguments))
+
+
+def _chat(arguments: argparse.Namespace) -> Chat | None:
+    """Chats with the model, if it has a chat template. Raises UsageError."""
+    from agentrl.engine.embedded.chat import Chat, parser_at
+
+    parser = None if arguments.tool_parser is None else parser_at(arguments.tool_parser)
+    try:
+        return Chat(arguments.model, parser)
+    except ModelError:
+        return None
 
 
 def _decoder(model: Path) -> Callable[[Sequence[int]], str] | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,8 @@ from starlette.types import Receive, Scope, Send
 from agentrl.engine import inbox, objects, weightfile
 from agentrl.engine.embedded.adapter import Adapter, read
 from agentrl.engine.embedded.batching import Batcher, Emission, Request
+from agentrl.engine.embedded.chat import Asked as ChatAsked
+from agentrl.engine.embedded.chat import Chat, fresh
 from agentrl.engine.embedded.metrics import Histograms, render
 from agentrl.engine.embedded.wire import Asked, BadRequest, answer_json, parse_generate, parse_object
 from agentrl.engine.sources import Sources
@@ -39,8 +42,8 @@ class EngineServer:
     """One model served over HTTP, which takes weights from `sources`. `drive` runs passes until cancelled; `app` is the
     ASGI application."""
 
-    def __init__(self, batcher: Batcher, *, name: str, sources: Sources) -> None:
-        self._batcher, self._name = batcher, name
+    def __init__(self, batcher: Batcher, *, name: str, sources: Sources, chat: Chat | None = None) -> None:
+        self._batcher, self._name, self._chats = batcher, name, chat
         self._sources, self._inbox = sources, inbox.Inbox(inbox.new_place())
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._paused = False
@@ -56,6 +59,7 @@ class EngineServer:
         self.app = Starlette(
             routes=[
                 Route("/inference/v1/generate", _Asgi(self._generate), methods=["POST"]),
+                Route("/v1/chat/completions", _Asgi(self._chat), methods=["POST"]),
                 Route("/health", self._health),
                 Route("/v1/models", self._models),
                 Route("/version", self._version),
@@ -93,40 +97,99 @@ class EngineServer:
 
     # --- generation ---------------------------------------------------------------------------------------------
 
-    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _accept(self, body: bytes) -> tuple[Asked, Request, asyncio.Queue[Emission]]:
+        """A request for tokens that was checked, and the queue that they will come to. Raises BadRequest."""
         batcher = self._batcher
+        self._serial += 1
+        asked = parse_generate(
+            body,
+            vocab=batcher.model.architecture.vocab,
+            length=batcher.slots.length,
+            default_id=f"unnamed-{self._serial}",
+        )
+        if batcher.knows(_PREFIX + asked.request_id):
+            raise BadRequest(f"request_id: {asked.request_id!r} is already running")
+        if asked.sampling.stop and batcher.decode is None:
+            raise BadRequest("sampling_params.stop: the model's folder has no tokenizer.json to read text with")
+        adapter, emissions = self._adapter_of(asked), asyncio.Queue[Emission]()
+        request = Request(
+            id=_PREFIX + asked.request_id,
+            tokens=asked.token_ids,
+            sampling=asked.sampling,
+            sink=emissions.put_nowait,
+            adapter=adapter,
+        )
+        return asked, request, emissions
+
+    @contextmanager
+    def _running(self, request: Request, receive: Receive) -> Generator[None]:
+        """Compute a request, until its client has left."""
+        self._batcher.submit(request)
+        self._wake.set()
+        gone = asyncio.ensure_future(receive())  # resolves when the client has left
+        gone.add_done_callback(lambda done: done.cancelled() or self._batcher.abort(request.id))
         try:
-            body = await _read(receive)
-            self._serial += 1
-            asked = parse_generate(
-                body,
-                vocab=batcher.model.architecture.vocab,
-                length=batcher.slots.length,
-                default_id=f"unnamed-{self._serial}",
-            )
-            if batcher.knows(_PREFIX + asked.request_id):
-                raise BadRequest(f"request_id: {asked.request_id!r} is already running")
-            if asked.sampling.stop and batcher.decode is None:
-                raise BadRequest("sampling_params.stop: the model's folder has no tokenizer.json to read text with")
-            adapter = self._adapter_of(asked)
+            yield
+        finally:
+            gone.cancel()
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            asked, request, emissions = self._accept(await _read(receive))
         except BadRequest as error:
             await _error(str(error))(scope, receive, send)
             return
-        emissions: asyncio.Queue[Emission] = asyncio.Queue()
-        id = _PREFIX + asked.request_id
-        sink = emissions.put_nowait
-        request = Request(id=id, tokens=asked.token_ids, sampling=asked.sampling, sink=sink, adapter=adapter)
-        batcher.submit(request)
-        self._wake.set()
-        gone = asyncio.ensure_future(receive())  # resolves when the client has left
-        gone.add_done_callback(lambda done: done.cancelled() or batcher.abort(id))
-        try:
+        with self._running(request, receive):
             if asked.stream:
                 await self._stream(request, asked.request_id, emissions, send)
             else:
                 await self._whole(request, asked, emissions, send)
-        finally:
-            gone.cancel()
+
+    async def _chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if self._chats is None:
+                raise BadRequest("the model's folder has no chat template: ask /inference/v1/generate for tokens")
+            document = parse_object(await _read(receive))
+            chat = self._chats.parse(document, name=self._name, length=self._batcher.slots.length)
+            _, request, emissions = self._accept(chat.generate)
+        except BadRequest as error:
+            await _error(str(error))(scope, receive, send)
+            return
+        with self._running(request, receive):
+            if chat.stream:
+                await self._stream_chat(self._chats, chat, request, emissions, send)
+            else:
+                whole = await self._all(request, emissions)
+                answer = self._chats.answer(chat, whole, request.prompt_length)
+                await JSONResponse(answer)(scope, receive, send)
+
+    async def _stream_chat(
+        self, chats: Chat, chat: ChatAsked, request: Request, emissions: asyncio.Queue[Emission], send: Send
+    ) -> None:
+        """Text as it comes; an answer that may have calls of tools at its end, when it can be read."""
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
+        parts, said, first = list[Emission](), "", True
+        while not parts or parts[-1].finish is None:
+            parts.append(await emissions.get())
+            text = "" if chat.tools else chats.text([token for part in parts for token in part.token_ids])
+            new = fresh(text, said)
+            delta: dict[str, Any] = {"role": "assistant"} if first else {}
+            if new or first or (chat.logprobs and parts[-1].token_ids):
+                body = chats.event(chat, delta | ({"content": new} if new else {}), parts[-1])
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            said, first = said + new, False
+        body = chats.last(chat, _joined(request, parts), request.prompt_length, said)
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _all(self, request: Request, emissions: asyncio.Queue[Emission]) -> Emission:
+        """The whole of a generation, once it has ended."""
+        started = time.perf_counter()
+        parts = [await emissions.get()]
+        while parts[-1].finish is None:
+            parts.append(await emissions.get())
+        whole, elapsed = _joined(request, parts), time.perf_counter() - started
+        self._histograms.observe(whole, elapsed, elapsed, first=True)
+        return whole
 
     async def _stream(self, request: Request, id: str, emissions: asyncio.Queue[Emission], send: Send) -> None:
         started = last = time.perf_counter()
@@ -145,7 +208,6 @@ class EngineServer:
                 return
 
     async def _whole(self, request: Request, asked: Asked, emissions: asyncio.Queue[Emission], send: Send) -> None:
-        started = time.perf_counter()
         scored: list[dict[str, dict[str, float]] | None] | None = None
         if asked.score:
             await self._awake.wait()
@@ -153,18 +215,7 @@ class EngineServer:
             scores = self._batcher.score(ids, request.adapter)
             pairs = zip(ids[1:], scores, strict=True)
             scored = [None, *({str(id): {"logprob": logprob}} for id, logprob in pairs)]
-        parts = [await emissions.get()]
-        while parts[-1].finish is None:
-            parts.append(await emissions.get())
-        whole = Emission(
-            [token for part in parts for token in part.token_ids],
-            [logprob for part in parts for logprob in part.logprobs],
-            request.spans(0, request.sampled),
-            parts[-1].finish,
-            [ids for part in parts for ids in part.kept],
-        )
-        elapsed = time.perf_counter() - started
-        self._histograms.observe(whole, elapsed, elapsed, first=True)
+        whole = await self._all(request, emissions)
         cached = max(request.cached, 0)
         body = answer_json(asked.request_id, whole, request.prompt_length, cached, scored).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -370,6 +421,17 @@ class _Asgi:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._call(scope, receive, send)
+
+
+def _joined(request: Request, parts: Sequence[Emission]) -> Emission:
+    """All parts of a generation as one."""
+    return Emission(
+        [token for part in parts for token in part.token_ids],
+        [logprob for part in parts for logprob in part.logprobs],
+        request.spans(0, request.sampled),
+        parts[-1].finish,
+        [ids for part in parts for ids in part.kept],
+    )
 
 
 _EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]

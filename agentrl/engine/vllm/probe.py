@@ -119,9 +119,12 @@ class Facts:
             flags.append(f"--dtype {dtype}")
         if what:
             env = [need.env for need in lacking if need.env]
-            start = " ".join([*env, "vllm serve", shlex.quote(self.root), *flags])
+            # `vllm serve` does not start with the CPU build, which does not find its own version.
+            start = " ".join(
+                [*env, "python -m vllm.entrypoints.openai.api_server --model", shlex.quote(self.root), *flags]
+            )
             lacks = f"the vLLM server at {self.url} lacks {', '.join(what)}"
-            raise UsageError(f"{lacks}: start it, beside its other flags, with: {start}")
+            raise UsageError(f"{lacks}: start it, by vLLM's own python and beside its other flags, with: {start}")
 
 
 async def probe(client: EngineClient, *, untested: bool = False) -> Facts:

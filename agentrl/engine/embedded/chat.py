@@ -1,0 +1,247 @@
+"""OpenAI's `/v1/chat/completions` on the embedded engine: a conversation to tokens, and sampled tokens to an answer.
+
+Owns the API's shapes. Rendering is the model's own template, through `agentrl.engine.renderer`; how calls of tools are
+read is a parser that the server was started with. Never samples: `EngineServer` does.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, cast
+from uuid import uuid4
+
+from agentrl.engine.embedded.batching import Emission
+from agentrl.engine.embedded.wire import BadRequest
+from agentrl.engine.renderer import Renderer
+from agentrl.errors import ModelError, UsageError
+from agentrl.records import Json, Message
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "n",
+)
+_NOT_WHOLE = "\N{REPLACEMENT CHARACTER}"  # at a text's end: the rest of a character is yet to come
+
+
+class Found(Protocol):
+    """What a parser finds in an answer: the text outside of calls, and the calls, of which those that are well-formed
+    have `name` and `arguments`."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def calls(self) -> Sequence[Any]: ...
+
+
+class ToolParser(Protocol):
+    """How a model's calls of tools are written, as `agentrl.env.dialects.ToolFormat`. One that is not `native` has
+    `instructions`, which the template lacks, and its results are messages of the user."""
+
+    native: bool
+
+    def parse(self, text: str) -> Found: ...
+    def instructions(self, schemas: Sequence[Mapping[str, Json]]) -> str: ...
+    def answer(self, messages: Sequence[Message]) -> Sequence[Message]: ...
+
+
+def parser_at(place: str) -> ToolParser:
+    """The parser that `module:Class` names. Raises UsageError."""
+    module, _, name = place.partition(":")
+    try:
+        return getattr(import_module(module), name)()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise UsageError(f"--tool-parser {place}: no such parser ({error})") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A chat that was rendered: `generate` is the body of the same request for tokens."""
+
+    id: str
+    model: str
+    generate: bytes
+    stream: bool
+    logprobs: bool
+    tools: bool
+    usage: bool  # with a stream's last event
+
+
+class Chat:
+    """Chats with the model in `folder`. Raises ModelError if that has no chat template."""
+
+    def __init__(self, folder: Path, parser: ToolParser | None) -> None:
+        self._renderer, self._parser = Renderer(folder), parser
+
+    def parse(self, document: dict[str, Any], *, name: str, length: int) -> Asked:
+        """Check and render a request; `length` is the most tokens of prompt and answer. Raises BadRequest."""
+        messages = [_message(one) for one in _list(document, "messages")]
+        if not messages:
+            raise BadRequest("messages: a non-empty list is required")
+        tools = cast("list[Mapping[str, Json]]", _list(document, "tools"))
+        if document.get("tool_choice") not in (None, "auto", "none"):
+            raise BadRequest("tool_choice: the embedded engine has 'auto' and 'none'")
+        tools = [] if document.get("tool_choice") == "none" else tools
+        if tools and self._parser is None:
+            raise BadRequest("tools: this engine was started without --tool-parser")
+        if document.get("top_logprobs"):
+            raise BadRequest("top_logprobs: the embedded engine has the log-probs of sampled tokens alone (0)")
+        if document.get("response_format") not in (None, {"type": "text"}):
+            raise BadRequest("response_format: the embedded engine writes text")
+        ids = self._render(messages, tools)
+        most = document.get("max_completion_tokens", document.get("max_tokens"))
+        stop = document.get("stop")
+        sampling: dict[str, Any] = {key: document[key] for key in _SAMPLING if document.get(key) is not None}
+        sampling["max_tokens"] = max(1, length - len(ids)) if most is None else most
+        sampling["stop"] = [stop] if isinstance(stop, str) else stop
+        sampling["stop_token_ids"] = list(self._renderer.stop_token_ids)
+        model, id = document.get("model"), f"chatcmpl-{uuid4().hex}"
+        generate = {"request_id": id, "model": model, "token_ids": ids, "sampling_params": sampling, "stream": True}
+        options = document.get("stream_options")
+        return Asked(
+            id=id,
+            model=name if model is None else str(model),
+            generate=json.dumps(generate).encode(),
+            stream=document.get("stream") is True,
+            logprobs=document.get("logprobs") is True,
+            tools=bool(tools),
+            usage=isinstance(options, dict) and cast("dict[str, Any]", options).get("include_usage") is True,
+        )
+
+    def _render(self, messages: list[Message], tools: Sequence[Mapping[str, Json]]) -> list[int]:
+        if tools and self._parser is not None and not self._parser.native:
+            said = self._parser.instructions(tools)
+            if messages[0]["role"] == "system":
+                messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{said}"}
+            else:
+                messages.insert(0, {"role": "system", "content": said})
+            messages, tools = list(self._parser.answer(messages)), ()
+        try:
+            return list(self._renderer.start(messages, tools))
+        except ModelError as error:
+            raise BadRequest(str(error)) from None
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of sampled tokens, without the one that ends the turn."""
+        return self._renderer.decode(ids)
+
+    def answer(self, asked: Asked, whole: Emission, prompt: int) -> dict[str, Json]:
+        """The whole answer to a request that was not streamed."""
+        message, reason = self._message(asked, whole)
+        choice: dict[str, Json] = {"index": 0, "message": message, "finish_reason": reason}
+        if asked.logprobs:
+            choice["logprobs"] = self.logprobs(whole)
+        return {**_head(asked, "chat.completion"), "choices": [choice], "usage": _usage(whole, prompt)}
+
+    def _message(self, asked: Asked, whole: Emission) -> tuple[dict[str, Json], str]:
+        text, reason = self.text(whole.token_ids), "length" if whole.finish == "length" else "stop"
+        if not asked.tools or self._parser is None:
+            return {"role": "assistant", "content": text}, reason
+        found = self._parser.parse(text)
+        calls = [_call(call) for call in found.calls if hasattr(call, "arguments")]
+        if not calls or len(calls) < len(found.calls):  # a broken call is text, for whoever asked to judge
+            return {"role": "assistant", "content": text}, reason
+        return {"role": "assistant", "content": found.text.strip() or None, "tool_calls": calls}, "tool_calls"
+
+    def logprobs(self, part: Emission) -> dict[str, Json]:
+        """The log-probs of sampled tokens, in nats."""
+        content: list[dict[str, Json]] = []
+        for token, logprob in zip(part.token_ids, part.logprobs, strict=True):
+            text = self._renderer.decode([token])
+            one: dict[str, Json] = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+            content.append({**one, "top_logprobs": []})
+        return {"content": content}
+
+    def event(self, asked: Asked, delta: Mapping[str, Json], part: Emission, reason: str | None = None) -> bytes:
+        """An event of a stream."""
+        choice: dict[str, Json] = {"index": 0, "delta": dict(delta), "finish_reason": reason}
+        if asked.logprobs and part.token_ids:
+            choice["logprobs"] = self.logprobs(part)
+        return _event({**_head(asked, "chat.completion.chunk"), "choices": [choice]})
+
+    def last(self, asked: Asked, whole: Emission, prompt: int, said: str) -> bytes:
+        """The events that end a stream, of whose text `said` was sent."""
+        message, reason = self._message(asked, whole)
+        delta: dict[str, Json] = {}
+        if calls := cast("list[dict[str, Json]]", message.get("tool_calls") or []):
+            delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
+        if rest := str(message["content"] or "")[len(said) :]:
+            delta["content"] = rest
+        none = Emission([], [], [], None)
+        events = self.event(asked, delta, none, None) if delta else b""
+        events += self.event(asked, {}, none, reason)
+        if asked.usage:
+            events += _event({**_head(asked, "chat.completion.chunk"), "choices": [], "usage": _usage(whole, prompt)})
+        return events + b"data: [DONE]\n\n"
+
+
+def fresh(text: str, said: str) -> str:
+    """What of a growing text can be sent: a character whose bytes are not all there waits."""
+    return "" if text.endswith(_NOT_WHOLE) else text[len(said) :]
+
+
+def _head(asked: Asked, kind: str) -> dict[str, Json]:
+    return {"id": asked.id, "object": kind, "created": int(time.time()), "model": asked.model}
+
+
+def _usage(whole: Emission, prompt: int) -> dict[str, Json]:
+    sampled = len(whole.token_ids)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _event(document: Mapping[str, Json]) -> bytes:
+    return b"data: " + json.dumps(document).encode() + b"\n\n"
+
+
+def _call(call: Any) -> dict[str, Json]:
+    function = {"name": call.name, "arguments": json.dumps(dict(call.arguments))}
+    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _list(document: Mapping[str, Any], name: str) -> list[Any]:
+    value = cast("list[Any]", document.get(name) or [])
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BadRequest(f"{name}: must be a list of objects")
+    return value
+
+
+def _message(given: Mapping[str, Any]) -> Message:
+    """A message as templates read it: its content is text, the arguments of its calls are objects."""
+    role, content = given.get("role"), given.get("content")
+    if not isinstance(role, str):
+        raise BadRequest("messages: each needs a role")
+    if isinstance(content, list):
+        parts = _list({"messages.content": content}, "messages.content")
+        if not all(isinstance(part.get("text"), str) for part in parts):
+            raise BadRequest("messages: the parts of a content must be texts")
+        content = "".join(part["text"] for part in parts)
+    if content is not None and not isinstance(content, str):
+        raise BadRequest("messages: a content is a text, or a list of texts")
+    message = {**given, "role": role, "content": content or ""}
+    if calls := given.get("tool_calls"):
+        message["tool_calls"] = [_read_call(call) for call in _list({"tool_calls": calls}, "tool_calls")]
+    return cast("Message", message)
+
+
+def _read_call(call: Mapping[str, Any]) -> dict[str, Json]:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise BadRequest("messages.tool_calls: each needs a function")
+    named = dict(cast("dict[str, Any]", function))
+    if isinstance(arguments := named.get("arguments"), str):
+        try:
+            named["arguments"] = json.loads(arguments or "{}")
+        except ValueError:
+            raise BadRequest("messages.tool_calls: arguments are no JSON") from None
+    return {**call, "function": named}
