@@ -25,11 +25,12 @@ def copy(
 ) -> None:
     """Copy a run's store to PostgreSQL or back to a file; the run goes on with the copy, the old store is kept."""
     from agentrl.runtime.rundir import RunDir
+    from agentrl.store.choice import supervising
     from agentrl.store.copying import move
 
     if to != "sqlite" and not to.startswith(("postgresql://", "postgres://")):
         raise UsageError(f"--to {to}: give postgresql://user@host/database, or sqlite")
     run = RunDir.open(path)
-    with run.lock():
+    with run.lock(), supervising(run.store_path):
         kept, rows = move(path, None if to == "sqlite" else to, time.time)
     print(f"{rows} rows copied; {run.store_path} names the store from now on, {kept} the old one")

@@ -61,7 +61,7 @@ def change(run: RunDir, overrides: list[str]) -> None:
 
     Raises ConfigError for a setting that may not change, for fewer steps than the run has done, and for a bad value;
     UsageError while another process runs it."""
-    with run.lock(), RunStore.open(run.store_path) as store:
+    with run.lock(), choice.supervising(run.store_path), RunStore.open(run.store_path) as store:
         choice.own(run.store_path)
         before = run.config()
         document = before.model_dump(mode="json")

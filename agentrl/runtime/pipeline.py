@@ -91,7 +91,7 @@ class Supervisor:
     on_tick: Callable[[Supervisor], None]
     phase: str = "starting"
     started_s: float = field(default_factory=time.time)
-    _clocks: tuple[float, float] | None = None  # wall and own, at the last look
+    _clocks: tuple[float, float] | None = None  # the store's and our own, at the last look
     _looks: Looks[ReadStore] = field(init=False)
     _more: str = field(init=False)  # what to type after a failure
 
@@ -217,14 +217,14 @@ class Supervisor:
     def _expire(self, store: ControlStore) -> None:
         buffer, deadline_s = self.config.buffer, self.config.rollout.group_deadline_s
         policy = close_policy(self.config.quorum, after_s=buffer.quorum_after_s)
-        store.expire(time.time(), deadline_s, close_policy=policy)
+        store.expire(store.now(), deadline_s, close_policy=policy)
         if self.config.rewards:
-            store.expire_sources(time.time())
+            store.expire_sources(store.now())
 
     async def _follow_the_clock(self) -> None:
-        """Deadlines in the store are times of the wall clock. If it jumped, or this process and its machine stood
-        still, move them along: nobody had that time."""
-        before, self._clocks = self._clocks, (time.time(), trio.current_time())
+        """Deadlines in the store are times of its clock. If that jumped, or this process and its machine stood still,
+        move them along: nobody had that time."""
+        before, self._clocks = self._clocks, (await self.writes(lambda store: store.now()), trio.current_time())
         if before is not None:
             passed_s, own_s = (now - then for now, then in zip(self._clocks, before, strict=True))
             if abs(passed_s - own_s) > _JUMP_S:
@@ -317,7 +317,8 @@ async def supervise(
     config, heartbeat = run.config(), Heartbeat.of_process()
     live_with_parent()
     config = config.model_copy(update={"engine": config.engine.with_key(EngineKey.fresh())})
-    with run.lock() as lock, run.owned_scratch(lock) as mark, _sockets(config) as sockets:
+    alone = choice.supervising(run.store_path)
+    with run.lock() as lock, run.owned_scratch(lock) as mark, alone as still_alone, _sockets(config) as sockets:
         choice.own(run.store_path)
         store = RunStore.open(run.store_path, away_s=config.cluster.store_deadline_s)
         reader = RunStore.read(run.store_path, away_s=0)
@@ -335,6 +336,7 @@ async def supervise(
                 telemetry = Telemetry(store, run.metrics, "supervisor")
                 nursery.start_soon(_interrupt, run.path)
                 nursery.start_soon(_stop_when_asked, run, looks)
+                nursery.start_soon(_stay_alone, still_alone)
                 nursery.start_soon(heartbeat.beat)
                 nursery.start_soon(launcher.watch)
                 try:
@@ -406,6 +408,12 @@ def check_no_loop(name: str) -> None:
     if trio.lowlevel.in_trio_run():
         hint = "give it a thread: await trio.to_thread.run_sync(...)"
         raise UsageError(f"{name} starts an event loop of trio's, and was called inside of one: {hint}")
+
+
+async def _stay_alone(check: Callable[[], None]) -> None:
+    while True:
+        await trio.sleep(_ASKED_S)
+        await trio.to_thread.run_sync(check, abandon_on_cancel=True)
 
 
 def run_to_end(

@@ -157,7 +157,8 @@ class RunStore(
 ):
     """A run's store, opened by this process. Threads may share it; forked children may not: they open their own.
 
-    `clock` gives seconds since the epoch, the same for every process of the run; a simulation passes its own."""
+    `clock` gives seconds since the epoch, the same for every process of the run: by default that of the machine for a
+    file, and that of its server for PostgreSQL. A simulation passes its own."""
 
     def __init__(self, db: Database) -> None:
         super().__init__(db)
@@ -249,6 +250,10 @@ class RunStore(
     def shards(self) -> Sequence[RunStore]:
         """The store of each database, the control store first: most runs have one."""
         return (self,)
+
+    def now(self) -> float:
+        """The time by which leases and deadlines of this store are judged, in seconds since the epoch."""
+        return self._db.clock()
 
     def _watch(self) -> Watch:
         return self._db.watch()

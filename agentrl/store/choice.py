@@ -5,7 +5,8 @@ PostgreSQL's driver is an extra, so `postgres` is imported only for runs that ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from agentrl.errors import UsageError
@@ -81,21 +82,41 @@ def own(path: Path) -> None:
         owning.note(path)
 
 
-def remove(path: Path) -> None:
-    """Remove the tables that a store's address files name, for good; nothing for a file of SQLite. Raises UsageError if
-    they are those of another folder, see `own`."""
+@contextmanager
+def supervising(path: Path) -> Generator[Callable[[], None]]:
+    """Be the only supervisor of a run in the block, on whatever host others are; for a file the lock in the run's
+    folder is enough. What it yields looks whether this is still so: call it now and then. Raises UsageError, which
+    names the other supervisor, or for a folder that is a copy (see `own`), StoreAway; the look raises RunFailed."""
     if path.suffix != SUFFIX:
+        yield lambda: None
         return
     owning.check(path)
-    owning.forget(path)
     _require_driver()
-    from agentrl.store.postgres import Address, Postgres
+    from agentrl.store.postgres import Address
+    from agentrl.store.postgres_supervisor import Supervision
 
-    for one in reversed(parts(path)):
-        if one.exists():
-            db = Postgres(one, Address.read(one), lambda: 0.0)
-            db.drop()
-            db.close()
+    only = Supervision(path, Address.read(path))
+    only.take()
+    try:
+        yield only.check
+    finally:
+        only.close()
+
+
+def remove(path: Path) -> None:
+    """Remove the tables that a store's address files name, for good; nothing for a file of SQLite. Raises UsageError if
+    they are those of another folder, see `own`, or somebody supervises their run."""
+    if path.suffix != SUFFIX:
+        return
+    with supervising(path):
+        owning.forget(path)
+        from agentrl.store.postgres import Address, Postgres
+
+        for one in reversed(parts(path)):
+            if one.exists():
+                db = Postgres(one, Address.read(one), lambda: 0.0)
+                db.drop()
+                db.close()
 
 
 def _require_driver() -> None:

@@ -17,6 +17,9 @@ A connection that is lost within a transaction fails it with StoreAway, and noth
 the transaction ended, that is not known yet: so each transaction writes its number to a row of its connection's own in
 `last_writes`, and a new connection reads there, under the run's lock, whether it was committed. The numbers of the
 server's own transactions do not serve for this: a crash may give one of them away twice.
+
+Time is the server's: a lease that one host gives is judged by another, and their clocks may differ by minutes. Each
+connection learns it as it begins, and again with a write now and then; in between it counts on.
 """
 
 from __future__ import annotations
@@ -60,6 +63,7 @@ _STATEMENT_S = 60.0  # less than `ANSWER_S`
 _BORN_WITH = 18  # the schema version whose tables the first stores in PostgreSQL had
 _LAYOUT = 1000  # how the tables lie here: thousands of the version, so that an older agentrl refuses it
 _VERSION = _LAYOUT + schema.SCHEMA_VERSION
+_CLOCK_S = 60.0  # after which a write asks for the server's time again
 _LOCK = schema.APPLICATION_ID << 32  # advisory locks of run stores: this, and the schema's number
 
 
@@ -151,6 +155,7 @@ WHERE l.locktype = 'advisory' AND l.granted AND a.datname = current_database()
 """
 
 
+_NOW = "extract(epoch FROM clock_timestamp())::float8"
 _BEGIN_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _NUMBERED = b"INSERT INTO last_writes VALUES ($1, $2) ON CONFLICT (writer) DO UPDATE SET number = excluded.number"
 
@@ -172,7 +177,8 @@ class Postgres(Database):
 
     def __init__(self, path: Path, address: Address, clock: Callable[[], float], *, reads: bool = False) -> None:
         """Connect. `path` is the address file, which names the store in messages. Raises StoreError."""
-        super().__init__(path, clock)
+        super().__init__(path, self._servers_s if clock is time.time else clock)
+        self._ahead_s, self._asked_s = 0.0, 0.0  # of the server's time before `_host_s`; when it was asked for
         self._address, self._reads = address, reads
         self._lock_id = 0
         self._shares_lock = False  # whether the open write transaction does
@@ -190,9 +196,21 @@ class Postgres(Database):
     def _dial(self) -> Session:
         connection = self._address.connect(reads=self._reads)
         self._pipeline = Pipeline(connection)
-        found = connection.execute("SELECT to_regnamespace($1)::oid::bigint", (self._address.schema,)).fetchone()
-        self._lock_id = 0 if found is None or found[0] is None else _LOCK + found[0]
+        found = connection.execute(
+            f"SELECT to_regnamespace($1)::oid::bigint, {_NOW}", (self._address.schema,)
+        ).fetchone()
+        assert found is not None
+        self._lock_id = 0 if found[0] is None else _LOCK + found[0]
+        self._set_clock(found[1])
         return connection
+
+    def _servers_s(self) -> float:
+        """The server's time."""
+        return _host_s() + self._ahead_s
+
+    def _set_clock(self, server_s: float) -> None:
+        self._asked_s = _host_s()
+        self._ahead_s = server_s - self._asked_s
 
     def close(self) -> None:
         """Close the connection; one that a thread waits for a silent server on ends with the process."""
@@ -295,21 +313,25 @@ class Postgres(Database):
 
     def _begin_write(self, *, durable: bool, shared: bool) -> None:
         how = "_shared" if shared else ""
-        self._start("BEGIN", lambda: f"SELECT pg_advisory_xact_lock{how}({self._lock_id})")
+        asks = f"; SELECT {_NOW}" if _host_s() - self._asked_s > _CLOCK_S else ""
+        told = self._start("BEGIN", lambda: f"SELECT pg_advisory_xact_lock{how}({self._lock_id}){asks}")
+        while told.nextset():
+            pass
+        if asks and (row := told.fetchone()) is not None:
+            self._set_clock(row[0])
         self._shares_lock = shared
         self._pipeline.enter()
         self._written += 1
         if self._prepared:
             self._pipeline.send(_NUMBERED, (self._writer, self._written))
 
-    def _start(self, begin: str, lock: Callable[[], str] | None = None) -> None:
+    def _start(self, begin: str, lock: Callable[[], str] | None = None) -> psycopg.Cursor[Any]:
         """Begin a transaction; on a new connection if the old one was lost."""
         for first in (True, False):
             try:
                 if self._connection.closed:
                     self._connection = self._dial()
-                self._run(begin if lock is None else f"{begin}; {lock()}")
-                return
+                return self._connection.execute((begin if lock is None else f"{begin}; {lock()}").encode())
             except (psycopg.OperationalError, psycopg.InterfaceError) as error:
                 if not self._lost(error):
                     self._roll_back()
@@ -318,6 +340,7 @@ class Postgres(Database):
                 self._connection.close()
                 if not first:
                     raise
+        raise AssertionError("unreachable")
 
     def _end_silent(self) -> None:
         """End sessions that hold the run's lock and have said nothing for too long. The server does that by itself, but
@@ -496,3 +519,8 @@ def _plain(parameters: Sequence[Any]) -> tuple[Any, ...]:
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def _host_s() -> float:
+    """Seconds of a clock of this host that nobody sets, and that goes on while it is suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
