@@ -4,22 +4,24 @@ It stands beside the package because importing anything of the package takes tha
 is there the process owns nothing, so it may end on the spot.
 """
 
+import _signal  # pyright: ignore  # not `signal`: it imports enum, and a Ctrl-C meanwhile would be a traceback
 import os
-import signal
-
-
-def main() -> None:
-    """Entry point of the `agentrl` command."""
-    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # in the background of a shell it is ignored
-    if ours:
-        signal.signal(signal.SIGINT, _leave)
-    from agentrl.cli import main as run
-
-    if ours:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    run()
 
 
 def _leave(number: int, frame: object) -> None:
     os.write(2, b"agentrl: stopped by Ctrl-C\n")
     os._exit(130)
+
+
+_OURS = _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler  # in the background of a shell it is ignored
+if _OURS:
+    _signal.signal(_signal.SIGINT, _leave)
+
+
+def main() -> None:
+    """Entry point of the `agentrl` command."""
+    from agentrl.cli import main as run
+
+    if _OURS:
+        _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+    run()

@@ -51,7 +51,7 @@ def make(id: str, **kwargs: Any) -> Any:
     try:
         env = maker(**given)
     except TypeError as error:
-        raise UsageError(f"{id} cannot be made with {given}: {error}") from error
+        raise UsageError(f"{id} cannot be made with {given}: {error}{_nearer(maker, given)}") from error
     if isinstance(env, gymnasium.Env) and env.spec is None and ":" not in id:  # pyright: ignore[reportUnknownMemberType]
         env.spec = EnvSpec(
             id=id,
@@ -61,6 +61,31 @@ def make(id: str, **kwargs: Any) -> Any:
             disable_env_checker=True,
         )
     return env if mode is None else _rendered(env, mode)  # pyright: ignore[reportUnknownVariableType]
+
+
+def _nearer(maker: Callable[..., Any], given: Mapping[str, Any]) -> str:
+    """For each argument that nothing is called, the nearest that there is; all of them if none is near."""
+    known = [one.name for one in parameters_of(maker) if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    found = [(name, registry.nearest(name, known)) for name in given if name not in known]
+    said = [f"{name!r} is near {near[0]!r}" for name, near in found if near]
+    if said or not found:
+        return f"; {', '.join(said)}" if said else ""
+    return f"; it takes {', '.join(known) or 'none'}"
+
+
+def parameters_of(maker: Any) -> list[inspect.Parameter]:
+    """The constructor's parameters; if it passes arguments on to a base class, that class's parameters too."""
+    found: dict[str, inspect.Parameter] = {}
+    classes: tuple[type, ...] = maker.__mro__ if inspect.isclass(maker) else ()
+    constructors: list[Any] = [c.__dict__["__init__"] for c in classes if c is not object and "__init__" in c.__dict__]
+    for function in constructors if classes else [maker]:
+        parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+        inherited = bool(found)  # the class itself passes the arguments that a base class requires
+        found |= {p.name: p for p in parameters if p.name not in found and not (inherited and p.default is p.empty)}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+        found = {name: p for name, p in found.items() if p.kind is not p.VAR_KEYWORD}
+    return list(found.values())
 
 
 @functools.lru_cache(256)

@@ -347,3 +347,14 @@ def test_ctrl_c_in_validate_is_no_traceback(tmp_path: Path) -> None:
             pytest.fail(f"SIGINT did not end the command; its signals: {re.findall('Sig.*', status)}")
         finally:
             process.kill()
+
+
+def test_ctrl_c_is_one_line_from_the_commands_first_import_on() -> None:
+    folder = Path(__file__).parent.parent
+    code = (
+        f"import sys; sys.path.insert(0, {str(folder)!r}); import agentrl_command, _signal; "
+        "print(_signal.getsignal(2).__name__, *sorted({'enum', 'signal', 'agentrl'} & sys.modules.keys())); "
+        "sys.stdout.flush(); _signal.raise_signal(2); print('goes on')"
+    )
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "_leave\n", "agentrl: stopped by Ctrl-C\n")

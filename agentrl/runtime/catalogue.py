@@ -13,6 +13,7 @@ from typing import Any, get_args
 from agentrl import registry
 from agentrl.columns import column
 from agentrl.errors import UnknownIdError, UsageError
+from agentrl.registration import parameters_of
 
 KINDS: tuple[registry.Kind, ...] = get_args(registry.Kind)
 
@@ -69,7 +70,7 @@ def _entry(kind: registry.Kind, id: str) -> Entry:
     except UsageError as error:
         return Entry(kind, id, "", f"cannot be imported: {error}", ())
     target = f"{maker.__module__}:{maker.__qualname__}"
-    parameters = list(_parameters(maker))
+    parameters = list(parameters_of(maker))
     plain = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     return Entry(
         kind,
@@ -79,21 +80,6 @@ def _entry(kind: registry.Kind, id: str) -> Entry:
         tuple(Argument(p.name, _annotation(p), None if p.default is p.empty else repr(p.default)) for p in plain),
         open=len(plain) < len(parameters),
     )
-
-
-def _parameters(maker: Any) -> list[inspect.Parameter]:
-    """The constructor's parameters; if it passes arguments on to a base class, that class's parameters too."""
-    found: dict[str, inspect.Parameter] = {}
-    classes: tuple[type, ...] = maker.__mro__ if inspect.isclass(maker) else ()
-    constructors: list[Any] = [c.__dict__["__init__"] for c in classes if c is not object and "__init__" in c.__dict__]
-    for function in constructors if classes else [maker]:
-        parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
-        inherited = bool(found)  # the class itself passes the arguments that a base class requires
-        found |= {p.name: p for p in parameters if p.name not in found and not (inherited and p.default is p.empty)}
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            break
-        found = {name: p for name, p in found.items() if p.kind is not p.VAR_KEYWORD}
-    return list(found.values())
 
 
 def _annotation(parameter: inspect.Parameter) -> str:

@@ -108,7 +108,9 @@ def test_an_unknown_id_names_its_neighbour():
 
 
 def test_arguments_that_do_not_fit_are_named():
-    with pytest.raises(UsageError, match=r"^agentrl/Calculator-v0 cannot be made with {'term': 2}: .* 'term'$"):
+    with pytest.raises(
+        UsageError, match=r"^agentrl/Calculator-v0 cannot be made with {'term': 2}: .*'term' is near 'terms'$"
+    ):
         agentrl.make(CALCULATOR, term=2)
 
 
