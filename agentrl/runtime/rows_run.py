@@ -11,25 +11,30 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from agentrl import registry
 from agentrl.env.rows import ID
 from agentrl.errors import UsageError
+from agentrl.runtime.notebook import reference_of
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
 """A file or `hf:NAME:SPLIT`; or rows, as a list or a data set of Hugging Face's `datasets`."""
 
 
+Rewards = Callable[..., Any] | str | Sequence[Callable[..., Any] | str]
+"""Reward functions, or their references; one may stand alone."""
+
+
 def document_of(
     out: Path,
     dataset: Rows,
-    reward_funcs: Sequence[Callable[..., float] | str],
+    reward_funcs: Rewards,
     *,
     eval_dataset: Rows | None,
     given: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The sections `env`, `tasks` and `eval` laid under those that are `given`; files of rows stand beside `out`.
     Raises UsageError for rows that JSON cannot carry, and for functions that another process cannot import."""
-    rewards = [each if isinstance(each, str) else registry.reference_of(each) for each in reward_funcs]
+    functions = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else reward_funcs
+    rewards = [each if isinstance(each, str) else reference_of(each, out) for each in functions]
     env = dict(cast("Mapping[str, Any]", given.get("env", {})))
     kwargs = {"rewards": rewards, **env.get("kwargs", {})}
     document = {**given, "env": {**env, "id": ID, "kwargs": kwargs}}

@@ -11,7 +11,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +40,7 @@ from agentrl.runtime.engines import check_arguments
 from agentrl.runtime.live import LiveView, Warnings
 from agentrl.runtime.measuring import Adapters
 from agentrl.runtime.models import given_model_dir, model_dir, renderer_of, slot_dir
+from agentrl.runtime.notebook import reference_of
 from agentrl.runtime.orders import take_order
 from agentrl.runtime.pipeline import Interrupted, Supervisor, check_no_loop, run_to_end
 from agentrl.runtime.preflight import check_limits, check_tasks
@@ -70,6 +71,9 @@ class Trainer:
     functions `(prompt, completion, row) -> float`, or those of TRL, or references to such; `eval_dataset` is held out.
     Rows and a run file are written beside `out`, for `agentrl train`. See `agentrl.env.rows` for `env.kwargs`.
 
+    What a notebook's cell defines is written there too (`OUT.NAME.py`), with the imports, constants and functions that
+    it names, so that workers can import it.
+
     Raises ConfigError or UsageError for a bad setting, before anything starts."""
 
     def __init__(
@@ -80,7 +84,7 @@ class Trainer:
         config: RunConfig | Mapping[str, Any] | Path | str | None = None,
         reward: Rewarder | str | None = None,
         dataset: rows_run.Rows | None = None,
-        reward_funcs: Sequence[Callable[..., float] | str] = (),
+        reward_funcs: rows_run.Rewards = (),
         eval_dataset: rows_run.Rows | None = None,
         out: Path | str = "runs/run",
         overwrite: bool = False,
@@ -97,9 +101,9 @@ class Trainer:
             rows_run.write(document, Path(out).with_name(f"{Path(out).name}.toml"))
         section = cast("dict[str, Any]", document.setdefault("env", {}))
         if env is not None:
-            section["id"] = env if isinstance(env, str) else registry.reference_of(env)
+            section["id"] = env if isinstance(env, str) else reference_of(env, Path(out))
         if reward is not None:
-            section["reward"] = reward if isinstance(reward, str) else registry.reference_of(reward)
+            section["reward"] = reward if isinstance(reward, str) else reference_of(reward, Path(out))
         self.config = configuration.parse(document)
         self.out, self._overwrite = Path(out), overwrite
 

@@ -1,0 +1,115 @@
+"""Functions and classes of a notebook's cells as files that other processes can import.
+
+A worker cannot see a notebook. So the source of what it needs is written beside the run, with all that the source
+names: imports, constants, other functions and classes of the notebook. Never runs anything of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import json
+import linecache
+import re
+import sys
+import textwrap
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+from agentrl import registry
+from agentrl.errors import UsageError
+
+
+def reference_of(thing: Callable[..., Any], out: Path) -> str:
+    """The reference under which workers import `thing`: its own, or that of `OUT.NAME.py`, which is written, if a
+    notebook or a prompt defines it. Raises UsageError for what no file can hold, with the reason."""
+    main = sys.modules.get("__main__")
+    if getattr(thing, "__module__", None) != "__main__" or getattr(main, "__file__", None):
+        return registry.reference_of(thing)
+    name = getattr(thing, "__qualname__", "")
+    if not name.isidentifier():  # a lambda, a closure, a method
+        return registry.reference_of(thing)
+    file = out.with_name(f"{out.name}.{name}.py").resolve()
+    parts = _Parts(vars(main))
+    parts.add(name, thing)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = ["from __future__ import annotations", *parts.imports, "", *parts.definitions]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return f"{file}:{name}"
+
+
+class _Parts:
+    """Imports and definitions, each after those that it needs."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names, self._seen = names, set[str]()
+        self.imports: list[str] = []
+        self.definitions: list[str] = []
+
+    def add(self, name: str, value: Any) -> None:
+        """What defines `name`, once. Raises UsageError."""
+        if name in self._seen:
+            return
+        self._seen.add(name)
+        if isinstance(value, types.ModuleType):
+            self.imports.append(f"import {value.__name__} as {name}" if value.__name__ != name else f"import {name}")
+        elif getattr(value, "__module__", None) == "__main__" and hasattr(value, "__qualname__"):
+            self._source(name, value)
+        elif self._importable(value):
+            self.imports.append(f"from {value.__module__} import {value.__qualname__} as {name}")
+        elif isinstance(value, re.Pattern):
+            pattern = cast("re.Pattern[Any]", value)
+            self.add("re", re)
+            self.definitions.append(f"{name} = re.compile({pattern.pattern!r}, {pattern.flags})")
+        elif _is_plain(value):
+            self.definitions.append(f"{name} = {value!r}")
+        else:
+            hint = "put it and what needs it into a file, and import that"
+            raise UsageError(f"{name!r} of the notebook is a {type(value).__name__}, which no source says: {hint}")
+
+    def _source(self, name: str, value: Any) -> None:
+        if value.__qualname__ != name:
+            raise UsageError(f"{name!r} of the notebook is {value.__qualname__!r} by another name: use one name")
+        source = _source_of(value)
+        if source is None:
+            raise UsageError(f"{name!r} is defined interactively, and its source is not known: put it into a file")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Name) and node.id in self._names and not hasattr(builtins, node.id):
+                self.add(node.id, self._names[node.id])
+        self.definitions.append(source)
+
+    @staticmethod
+    def _importable(value: Any) -> bool:
+        module = sys.modules.get(getattr(value, "__module__", None) or "")
+        name = getattr(value, "__qualname__", "")
+        return isinstance(name, str) and name.isidentifier() and getattr(module, name, None) is value
+
+
+def _source_of(value: Any) -> str | None:
+    """The source of a function or class with its decorators; None if nobody knows it. `inspect` knows that of no class
+    whose module has no file, so the newest cell that defines it is looked for."""
+    if not inspect.isclass(value):
+        try:
+            return textwrap.dedent(inspect.getsource(value))
+        except (OSError, TypeError):
+            return None
+    for cell in reversed([name for name in linecache.cache if not Path(name).is_file()]):
+        lines = linecache.getlines(cell)
+        with suppress(SyntaxError):
+            for node in reversed(ast.parse("".join(lines)).body):
+                if isinstance(node, ast.ClassDef) and node.name == value.__name__:
+                    first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+                    return "".join(lines[first - 1 : node.end_lineno])
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether its repr is its source."""
+    try:
+        return ast.literal_eval(repr(value)) == value and len(json.dumps(repr(value))) < 1 << 20
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return False
