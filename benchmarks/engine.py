@@ -100,6 +100,7 @@ async def compare(shape: Shape, rounds: int) -> list[Side]:
         settings = EngineSettings(max_batch=running_at_once, kv_cache_mb=512)
         server = VLLMServer(
             model=folder / "model",
+            open=True,
             port=0,
             plugin_folder=folder / "plugin",
             build=find_build(),

@@ -114,6 +114,7 @@ async def play(client: EngineClient, task: Task, group: int, member: int, *, rou
 async def sampled(folder: Path, scratch: Path, dtype: str, *, routed: bool) -> list[Group]:
     server = VLLMServer(
         model=folder,
+        open=True,
         port=0,
         plugin_folder=scratch / "plugin",
         build=find_build(),

@@ -35,7 +35,7 @@ port = {port}
 max_context = 384
 lora_rank = 8
 engine = {{kind = "embedded", replicas = 1, max_batch = 128}}
-tenants = [{{name = "first"}}, {{name = "second"}}]
+tenants = [{{name = "first", open = true}}, {{name = "second", open = true}}]
 """
 
 

@@ -245,6 +245,7 @@ async def measure(size: str, chosen: Sequence[str], rounds: int, shm: Path, disk
     model = make_model(disk / "model", size)
     server = VLLMServer(
         model=disk / "model",
+        open=True,
         port=0,
         plugin_folder=disk / "plugin",
         build=find_build(),

@@ -16,7 +16,7 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from agentrl import config as configuration
-from agentrl.engine import adapters
+from agentrl.engine import access, adapters
 from agentrl.engine.adapters import AdapterClient, always
 from agentrl.engine.client import EngineClient
 from agentrl.engine.fleet import Fleet
@@ -25,7 +25,7 @@ from agentrl.engine.listening import Cut, Parts, listen
 from agentrl.errors import ConfigError, EngineBroke, EngineError, EngineUnavailable
 from agentrl.fleet_settings import Tenant
 from agentrl.protocols import GenerateRequest
-from agentrl.records import Generation, SamplingParams, WeightVersion
+from agentrl.records import EngineKey, Generation, SamplingParams, WeightVersion
 from agentrl.runtime.engines import Weights, attach
 from agentrl.testing.vllm_server import FakeVLLM
 
@@ -248,6 +248,44 @@ async def test_a_tenant_with_a_key_has_to_send_it(autojump_clock: MockClock, mon
         with pytest.raises(EngineError, match="no engine '7'"):
             await EngineClient("http://gateway/bob/7", transport=there.transport).generate(turn())
         await there.client("bob").generate(turn())
+
+
+async def test_a_tenant_has_a_key_of_its_own_if_the_file_names_none(autojump_clock: MockClock) -> None:
+    async with shared(FakeVLLM(), Tenant(name="alice"), Tenant(name="carol")) as there:
+        keys = there.gateway.keys
+        assert keys["alice"] is not None and keys["carol"] is not None and keys["alice"] != keys["carol"]
+        for other in (None, keys["carol"]):
+            with pytest.raises(EngineError, match="401"):
+                await there.client("alice", api_key=other).served_version()
+        await there.client("alice", api_key=keys["alice"]).generate(turn())
+        # Metrics are a tenant's own.
+        status, _ = await there.gateway.answer("GET", "/metrics", "", {}, b"")
+        assert status == 401
+        shown = {"authorization": f"Bearer {keys['alice'].value}"}
+        status, lines = await there.gateway.answer("GET", "/metrics", "", shown, b"")
+        assert status == 200 and isinstance(lines, bytes)
+        assert b'tenant="alice"' in lines and b"carol" not in lines
+    with pytest.raises(ConfigError, match=r"tenants\.open = True: it has a key"):
+        Tenant(name="alice", open=True, key_env="ALICE_KEY").key()
+
+
+async def test_the_gateway_shows_the_engines_key_and_signs(autojump_clock: MockClock) -> None:
+    """Its tenants know neither."""
+    key, asked = EngineKey.fresh(), list[httpx.Request]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(200, json={"data": []})
+
+    engine = SharedEngine([ALICE], url="unix:///run/e.sock", key=key, places=1, transport=httpx.MockTransport(answer))
+    body = json.dumps({"lora_name": "policy-1", "lora_path": "/a", "sha256": "0"}).encode()
+    await engine.answer("alice", "POST", "/v1/load_lora_adapter", body)
+    listed, load = asked
+    assert {one.headers["authorization"] for one in asked} == {f"Bearer {key.value}"}
+    assert access.SIGNATURE not in listed.headers
+    signed = access.signature(key, "POST", "/v1/load_lora_adapter", load.content)
+    assert load.headers[access.SIGNATURE] == signed
+    assert json.loads(load.content) == {"lora_name": "alice.policy-1", "lora_path": "/a", "sha256": "0"}
 
 
 async def timed(client: EngineClient, request: GenerateRequest, took: list[float]) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 import trio
 
-from agentrl.engine.transport import TrioTransport, _Connection, _Door
+from agentrl.engine.transport import TrioTransport, _Connection, _Door, socket_of
 
 Handler = Callable[[trio.SocketStream, int], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -267,3 +269,45 @@ async def test_a_silent_server_is_a_read_timeout(autojump_clock: trio.testing.Mo
     assert trio.current_time() == pytest.approx(7.0)
     connection.close()
     await peer.aclose()
+
+
+async def test_a_unix_socket_is_a_server_as_any_and_a_full_queue_of_it_is_waited_for(tmp_path: Path) -> None:
+    """The kernel refuses a connection at once while as many wait as may; over TCP it would wait by itself."""
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(0)
+        waiting = [socket.socket(socket.AF_UNIX) for _ in range(64)]
+        for one in waiting:
+            one.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                one.connect(str(path))
+        asked: list[bytes] = []
+
+        def serve() -> None:
+            while not asked or not asked[-1]:
+                accepted, _ = listener.accept()
+                with accepted:
+                    accepted.settimeout(0.2)
+                    with contextlib.suppress(TimeoutError):
+                        asked.append(accepted.recv(4096))
+                    if asked and asked[-1]:
+                        accepted.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+
+        async with trio.open_nursery() as nursery:
+            transport = TrioTransport(socket=str(path))
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                with pytest.raises(httpx.ConnectTimeout):
+                    await client.get("/", timeout=httpx.Timeout(None, connect=0.05))
+                for one in waiting:
+                    one.close()
+                nursery.start_soon(trio.to_thread.run_sync, serve)
+                assert (await client.get("/health", timeout=60)).text == "ok"
+        assert asked[-1].startswith(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+
+
+async def test_a_socket_that_is_not_there_is_a_connect_error(tmp_path: Path) -> None:
+    async with httpx.AsyncClient(transport=TrioTransport(socket=str(tmp_path / "no")), base_url="http://e") as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get("/")
+    assert (socket_of("unix:///run/e.sock"), socket_of("http://h:1")) == ("/run/e.sock", None)

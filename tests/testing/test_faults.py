@@ -36,6 +36,33 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
             yield client, accepted
 
 
+@pytest.fixture
+def named(tmp_path: Path) -> Iterator[tuple[socket.socket, socket.socket, str]]:
+    """The same over a Unix socket, with its path."""
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
+        server.bind(path)
+        server.listen()
+        client.connect(path)
+        accepted, _ = server.accept()
+        with accepted:
+            yield client, accepted, path
+
+
+def test_a_connection_over_a_unix_socket_is_cut_and_garbled_as_any(
+    named: tuple[socket.socket, socket.socket, str],
+) -> None:
+    client, server, path = named
+    assert faults.cut_connections([os.getpid()], [f"{path}2"]) == [] and faults.serves(os.getpid(), [path])
+    (garbled,) = faults.garble(os.getpid(), [path], JUNK[0])
+    assert client.recv(100) == JUNK[0]
+    assert faults.still_open([garbled]) == [garbled]
+    (cut,) = faults.cut_connections([os.getpid()], [path])
+    assert cut.remote == path and (client.recv(10), server.recv(10)) == (b"", b"")
+    server.close()
+    assert faults.still_open([garbled]) == []
+
+
 def test_a_connection_that_is_cut_ends_at_both_sides_and_others_do_not(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
