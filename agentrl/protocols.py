@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Protocol, runtime_checkable
+from urllib.parse import urlsplit
 
 from agentrl.columns import Columns
 from agentrl.errors import ConfigError
@@ -133,6 +135,36 @@ class Limits:
             kinds, words = (int, "a whole number") if one.type in (int, "int") else (int | float, "a finite number")
             if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
                 raise ConfigError(one.name, value, f"give {words} above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkPolicy:
+    """What a closed box may reach in a phase, through a proxy (`agentrl.sandbox.network`): `allow` has `host:port`. The
+    phase `setup` ends before the policy's first command. A name whose address is not public is refused, unless
+    `private`. Raises ConfigError."""
+
+    allow: Sequence[str]
+    phase: str = "setup"
+    private: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.allow, str) or not self.allow:
+            raise ConfigError("network.allow", self.allow, 'give a list of hosts with ports, as ["pypi.org:443"]')
+        if self.phase != "setup":
+            raise ConfigError("network.phase", self.phase, "choose setup: the agent itself has no network")
+        for entry in self.allow:
+            self.parsed(entry)
+
+    @staticmethod
+    def parsed(entry: str) -> tuple[str, int]:
+        """Host and port of an entry. Raises ConfigError."""
+        host, port = "", None
+        with suppress(ValueError, AttributeError):
+            url = urlsplit(f"//{entry}")
+            host, port = (url.hostname or "").lower().rstrip("."), url.port
+        if not host or not port or any(sign in entry for sign in "/@*? "):
+            raise ConfigError("network.allow", entry, "give host:port, as pypi.org:443")
+        return host, port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,8 @@ import trio
 
 from agentrl.clock import unwatched
 from agentrl.errors import AgentRLError, SandboxError, SandboxPathError, boundary
-from agentrl.protocols import Sandbox, SandboxBackend, SandboxSpec
+from agentrl.protocols import ExecResult, NetworkPolicy, Sandbox, SandboxBackend, SandboxSpec
+from agentrl.sandbox.network import opened
 
 _ALIVE_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # after a box that could not be made
@@ -37,11 +38,13 @@ class Checkable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Work in a box before it is handed out: files are laid, then commands run; each must succeed."""
+    """Work in a box before it is handed out: files are laid, then commands run; each must succeed. With `network` the
+    commands may reach what it allows, and nothing afterwards may."""
 
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     commands: Sequence[Sequence[str]] = ()
     timeout_s: float = 120.0  # of each command
+    network: NetworkPolicy | None = None
 
 
 def kind_of(spec: SandboxSpec, setup: Setup) -> str:
@@ -49,6 +52,7 @@ def kind_of(spec: SandboxSpec, setup: Setup) -> str:
     digest = hashlib.sha256()
     words: list[object] = [spec.image, spec.limits, spec.network, spec.covered, sorted(spec.env.items())]
     words += [sorted(spec.files.items()), sorted(setup.files.items()), [list(each) for each in setup.commands]]
+    words.append(setup.network)
     digest.update(repr(words).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
@@ -201,7 +205,7 @@ class Pool:
                 with boundary(SandboxError, f"the backend {self.name!r}:", place=True):
                     box = await self._backend.create(shelf.spec)
                     try:
-                        await _set_up(box, shelf.setup)
+                        await set_up(box, shelf.setup)
                     except BaseException:
                         await _close_all([box])
                         raise
@@ -212,13 +216,25 @@ class Pool:
             return box
 
 
-async def _set_up(box: Sandbox, setup: Setup) -> None:
+async def set_up(box: Sandbox, setup: Setup) -> None:
+    """Do the work of a setup in a box. Raises SandboxError if a command fails, with what the network refused."""
     await _lay(box, setup.files)
-    for command in setup.commands:
-        result = await box.exec(command, timeout_s=setup.timeout_s)
-        if result.exit_code != 0:
-            words = result.stderr.decode(errors="replace").strip()[-300:]
-            raise SandboxError(f"setup command {list(command)!r} ended with {result.exit_code}: {words}")
+    if setup.network is None:
+        for command in setup.commands:
+            _must_succeed(command, await box.exec(command, timeout_s=setup.timeout_s))
+    elif setup.commands:
+        async with opened(box, setup.network) as way:
+            for command in setup.commands:
+                result = await way.exec(box, command, timeout_s=setup.timeout_s)
+                refused = [f"{each.host}:{each.port} ({each.refused})" for each in way.requests if each.refused]
+                _must_succeed(command, result, f"; refused: {', '.join(refused[:3])}" if refused else "")
+
+
+def _must_succeed(command: Sequence[str], result: ExecResult, also: str = "") -> None:
+    if result.exit_code != 0 or result.timed_out:
+        words = result.stderr.decode(errors="replace").strip()[-300:]
+        ended = "had no time left" if result.timed_out else f"ended with {result.exit_code}"
+        raise SandboxError(f"setup command {list(command)!r} {ended}: {words}{also}")
 
 
 async def _lay(box: Sandbox, files: Mapping[str, bytes]) -> None:

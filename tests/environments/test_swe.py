@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 from sandbox import rootfs
 from sandbox.conftest import IMAGE, docker_engine, env  # noqa: F401  (a fixture)
 
@@ -352,3 +353,45 @@ async def test_an_error_of_a_tasks_image_names_the_task(tmp_path: Path) -> None:
             await env.areset(seed=0)
     finally:
         await env.aclose()
+
+
+@boxed
+async def test_setup_installs_from_an_allowed_host_and_the_agent_reaches_nothing(
+    tmp_path: Path, nursery: trio.Nursery
+) -> None:
+    """A package index on this machine: setup fetches a module into the work folder, in both boxes."""
+
+    async def serve(stream: trio.SocketStream) -> None:
+        async with stream:
+            await stream.receive_some()
+            await stream.send_all(b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\nb = 3\n")
+
+    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    nursery.start_soon(trio.serve_listeners, serve, listeners)
+    port = listeners[0].socket.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/dep.py"
+    fetch = f'python3 -c \'import urllib.request as u; u.urlretrieve("{url}", "dep.py")\''
+    repository = tmp_path / "m"
+    repository.mkdir()
+    (repository / "m.py").write_text("a = 1\nb = 2\n")
+    made: dict[str, Any] = {
+        "tasks": image_row(tmp_path),
+        "repositories": str(tmp_path),
+        "setup": [fetch, "grep -q 3 dep.py"],
+    }
+    env = SWE(**made, network={"allow": [f"127.0.0.1:{port}"]})
+    solve = "printf 'a = 1\\nfrom dep import b\\n' > m.py"
+    said, info = await played(
+        env, "in-image", shell(env, f"{fetch} && echo reached; env | grep -i proxy"), shell(env, solve)
+    )
+    assert info["outcome"] == 1.0 and "reached" not in said[0] and "3128" not in said[0]
+    refused = SWE(**made, network={"allow": ["pypi.org:443"]})
+    try:
+        with pytest.raises(
+            SandboxError, match=r"(?s)task in-image: setup command .*; refused: 127\.0\.0\.1:\d+ \(.* not among"
+        ):
+            await refused.areset(seed=0)
+    finally:
+        await refused.aclose()
+    with pytest.raises(ConfigError, match="network = "):
+        SWE(**made, network={"hosts": ["pypi.org:443"]})

@@ -23,9 +23,10 @@ from agentrl.env.limits import positive_seconds
 from agentrl.env.oracles import Oracle, script
 from agentrl.env.plugged import Named, check_limits
 from agentrl.errors import ConfigError, SandboxError, SandboxLost, SandboxPathError, SandboxUnavailable
-from agentrl.protocols import Limits, Sandbox, SandboxSpec
+from agentrl.protocols import Limits, NetworkPolicy, Sandbox, SandboxSpec
 from agentrl.records import Json
 from agentrl.sandbox.current import CurrentBox
+from agentrl.sandbox.pool import Setup, set_up
 from agentrl.sandbox.sharing import SharedBackend, shared
 from agentrl_environments.swe import carrying, harbor, jsonl
 from agentrl_environments.swe.task import Act, BadTask, Grading, Task, TaskSet, text_of
@@ -46,6 +47,10 @@ class CodingTasks(ToolEnv):
     task is left out with a warning, and listed in `bad_tasks`. `skip` is a file of tasks to leave out, as `agentrl
     validate --drop FILE` writes it: JSON lines with the id as `task`, or plain ids.
 
+    `setup` are shell commands that run in each new box before the agent, or the tests, come; `network`, fields of
+    `agentrl.protocols.NetworkPolicy`, is what they may reach (`{ allow = ["pypi.org:443"] }`), by default nothing. The
+    agent reaches nothing. `setup_s` is the most seconds of one of them.
+
     `sandbox`: id of a sandbox backend; `ready` boxes of it are made ahead. `box`: fields of `agentrl.protocols.Limits`
     for the boxes, above what a task says of them. `shell_s`: the most seconds of one command of the agent."""
 
@@ -59,6 +64,9 @@ class CodingTasks(ToolEnv):
         tasks: TaskSet,
         source: str = "",
         skip: str | None = None,
+        setup: Sequence[str] = (),
+        setup_s: float = 300.0,
+        network: Mapping[str, Any] | None = None,
         sandbox: str = "bubblewrap",
         ready: int = 0,
         box: Mapping[str, Any] | None = None,
@@ -71,6 +79,12 @@ class CodingTasks(ToolEnv):
         self._tasks, self.task_count = kept, len(kept)
         self._by_id = {task.id: task for task in kept}
         positive_seconds("shell_s", shell_s)
+        positive_seconds("setup_s", setup_s)
+        if isinstance(setup, str):
+            raise ConfigError("setup", setup, "give a list of commands")
+        policy = None if network is None else _policy(network)
+        commands = [["sh", "-c", command] for command in setup]
+        self._setup = Setup(commands=commands, timeout_s=setup_s, network=policy)
         self._sandbox, self._ready = sandbox, ready
         self._box = self.own_box = CurrentBox()
         self.needs_step_s = max(
@@ -123,6 +137,7 @@ class CodingTasks(ToolEnv):
         box = await boxes.create(spec)
         try:
             await tree.lay(box)
+            await set_up(box, self._setup)
         except BaseException:
             with trio.CancelScope(shield=True):
                 await box.close()
@@ -257,6 +272,13 @@ class Harbor(CodingTasks):
         )
         folder = _existing(Path(tasks) if tasks else _HERE / "harbor_tasks", Path.is_dir, "give a folder of tasks")
         super().__init__(tasks=harbor.load(folder, defaults), source=str(folder), sandbox=sandbox, **settings)
+
+
+def _policy(network: Mapping[str, Any]) -> NetworkPolicy:
+    try:
+        return NetworkPolicy(**network)
+    except TypeError as error:
+        raise ConfigError("network", network, f'give {{ allow = ["host:port"] }}: {error}') from error
 
 
 def _kept(tasks: TaskSet, source: str, skip: str | None) -> list[Task]:

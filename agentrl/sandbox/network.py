@@ -1,0 +1,478 @@
+"""A way out of a closed box, for its setup alone and to named hosts alone.
+
+    command ─► 127.0.0.1 in its namespace ─► Unix socket in the box ─► stdin and stdout of a process of the box ─► here
+
+The box stays without a network: what leaves it are bytes on the pipes of one background process, and here they must
+be requests to an HTTP proxy for a host and port that the policy names. Names are resolved here, an address that is not
+public is refused, the TLS of a tunnel has to name the host that was asked for, and each request is counted and logged.
+When the phase ends the process is ended, and nothing is left that could carry a byte. Works on every backend. The box
+needs python3. Knows nothing of episodes or tools.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import re
+import secrets
+import socket
+import struct
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import urlsplit
+
+import trio
+
+from agentrl.errors import SandboxError
+from agentrl.protocols import BoxProcess, ExecResult, NetworkPolicy, Sandbox
+
+log = logging.getLogger(__name__)
+
+_PORT: Final = 3128
+_FRAME: Final = struct.Struct(">IBI")  # connection · kind · length
+_OPEN, _DATA, _END, _ACK = range(4)
+_MOST_FRAME: Final = 32 << 10
+_WINDOW: Final = 48 << 10  # bytes on their way from the box, below what a box keeps of a process's output
+_CONNECTIONS: Final = 64  # at once
+_HEAD_BYTES: Final = 64 << 10
+_HEAD_S: Final = 30.0
+_CONNECT_S: Final = 30.0
+_IDLE_S: Final = 120.0
+_KEPT: Final = 10_000  # requests that are listed
+_TRANSLATED: Final = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")))
+_HELLO: Final = 22
+_ENCRYPTED_HELLO: Final = 0xFE0D
+
+_RELAY: Final = f"""
+import os, select, socket, struct, sys
+frame = struct.Struct(">IBI")
+server = socket.socket(socket.AF_UNIX)
+server.bind(sys.argv[1]); os.chmod(sys.argv[1], 0o600); server.listen(64)
+connections, names, number, credit, buffer = {{}}, {{}}, 0, {_WINDOW}, b""
+def say(name, kind, data=b""):
+    data = frame.pack(name, kind, len(data)) + data
+    while data: data = data[os.write(1, data):]
+say(0, {_ACK})
+while True:
+    reading = [0, server] + (list(names) if credit >= {_MOST_FRAME} + frame.size else [])
+    for ready in select.select(reading, [], [])[0]:
+        if ready == 0:
+            data = os.read(0, 65536)
+            if not data: sys.exit()
+            buffer += data
+            while len(buffer) >= frame.size:
+                name, kind, size = frame.unpack_from(buffer)
+                if len(buffer) < frame.size + size: break
+                data, buffer = buffer[frame.size:frame.size + size], buffer[frame.size + size:]
+                if kind == {_ACK}: credit += struct.unpack(">I", data)[0]
+                elif name in connections:
+                    try:
+                        if kind == {_DATA}: connections[name].sendall(data)
+                        else: connections[name].shutdown(socket.SHUT_WR)
+                    except OSError: pass
+                    if kind == {_END}:
+                        names.pop(connections[name], None); connections.pop(name).close()
+        elif ready is server:
+            number += 1
+            connections[number] = server.accept()[0]
+            connections[number].settimeout(60.0)
+            names[connections[number]] = number
+            say(number, {_OPEN}); credit -= frame.size
+        elif ready in names and credit >= {_MOST_FRAME} + frame.size:
+            try: data = ready.recv({_MOST_FRAME})
+            except OSError: data = b""
+            say(names[ready], {_DATA} if data else {_END}, data); credit -= frame.size + len(data)
+            if not data: del names[ready]
+"""
+"""In the box: connections of a Unix socket, as frames on stdin and stdout."""
+
+_FRONT: Final = f"""
+import os, select, socket, sys, threading
+path, *command = sys.argv[1:]
+server = socket.socket()
+server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+try: server.bind(("127.0.0.1", {_PORT})); server.listen(64)
+except OSError: server = None  # another command of a box that shares its loopback serves it
+if server is not None and os.fork() == 0:
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in range(3): os.dup2(null, fd)
+    def pump(source, target):
+        try:
+            while data := source.recv(65536): target.sendall(data)
+        except OSError: pass
+        try: target.shutdown(socket.SHUT_WR)
+        except OSError: pass
+    while True:
+        client = server.accept()[0]
+        out = socket.socket(socket.AF_UNIX)
+        try: out.connect(path)
+        except OSError: client.close(); continue
+        for pair in ((client, out), (out, client)): threading.Thread(target=pump, args=pair, daemon=True).start()
+try: os.execvp(command[0], command)
+except FileNotFoundError: code = 127
+except OSError: code = 126
+sys.stderr.write(f"sandbox: {{command[0]}} cannot be run\\n"); sys.exit(code)
+"""
+"""In a command's namespace: the port of the proxy in front of the Unix socket; then the command itself."""
+
+
+@dataclass(slots=True)
+class Request:
+    """One request of a box. `refused` says why it was not served; empty if it was. Bytes are counted both ways."""
+
+    host: str
+    port: int
+    refused: str = ""
+    sent: int = 0
+    received: int = 0
+
+
+@dataclass(slots=True)
+class Network:
+    """What a box may do while the phase lasts. `requests` are the first ones, `asked` and `refused` count all."""
+
+    policy: NetworkPolicy
+    requests: list[Request] = field(default_factory=list[Request])
+    asked: int = 0
+    refused: int = 0
+    path: str = field(default_factory=lambda: f"/tmp/.network-{secrets.token_hex(8)}")  # of the socket in the box
+
+    async def exec(
+        self, box: Sandbox, argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float | None = None
+    ) -> ExecResult:
+        """Run a command that finds the proxy by the usual variables."""
+        address = f"http://127.0.0.1:{_PORT}"
+        names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+        words = ["python3", "-I", "-c", _FRONT, self.path, *argv]
+        return await box.exec(words, env={**dict.fromkeys(names, address), **(env or {})}, timeout_s=timeout_s)
+
+    def note(self, request: Request) -> None:
+        """Count and log a request."""
+        self.asked += 1
+        self.refused += bool(request.refused)
+        if len(self.requests) < _KEPT:
+            self.requests.append(request)
+        target = f"{request.host[:200]!r}:{request.port}"
+        if request.refused:
+            log.warning("a box asked for %s, refused: %s", target, request.refused)
+        else:
+            log.info("a box asked for %s", target)
+
+
+@asynccontextmanager
+async def opened(box: Sandbox, policy: NetworkPolicy) -> AsyncGenerator[Network]:
+    """`async with`: the phase in which a box may reach what the policy allows. Raises SandboxError."""
+    network = Network(policy)
+    process = await box.start(["python3", "-I", "-c", _RELAY, network.path])
+    failure: Exception | None = None
+    try:
+        async with trio.open_nursery() as nursery:
+            try:  # what fails is raised outside the nursery, so that it is no group
+                await nursery.start(_Tunnel(process, network, nursery).run)
+                yield network
+            except Exception as error:
+                failure = error
+            nursery.cancel_scope.cancel()
+    finally:
+        with trio.CancelScope(shield=True):
+            await process.kill()
+    if failure is not None:
+        raise failure
+
+
+class _Tunnel:
+    """The frames of one box. What comes from the box is hostile: its sizes and counts are bounded."""
+
+    def __init__(self, process: BoxProcess, network: Network, nursery: trio.Nursery) -> None:
+        self._process, self._network, self._nursery = process, network, nursery
+        self._sending = trio.Lock()
+        self._inputs: dict[int, trio.MemorySendChannel[bytes]] = {}
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Read frames until the process ends or sends nonsense."""
+        buffer, begun = bytearray(), False
+        while data := await self._process.receive():
+            buffer += data
+            while len(buffer) >= _FRAME.size:
+                name, kind, size = _FRAME.unpack_from(buffer)
+                if size > _MOST_FRAME or kind > _ACK:
+                    return
+                if len(buffer) < _FRAME.size + size:
+                    break
+                piece = bytes(buffer[_FRAME.size : _FRAME.size + size])
+                del buffer[: _FRAME.size + size]
+                if not begun:
+                    begun = True
+                    task_status.started()
+                    continue
+                if not await self._frame(name, kind, piece):
+                    return
+        if not begun:
+            result = await self._process.wait(1.0)
+            words = "" if result is None else result.stderr.decode(errors="replace").strip()[-200:]
+            raise SandboxError(f"a box's way to the network does not start: it needs python3 ({words or 'no answer'})")
+
+    async def _frame(self, name: int, kind: int, piece: bytes) -> bool:
+        if kind == _OPEN:
+            if len(self._inputs) >= _CONNECTIONS or name in self._inputs:
+                await self.say(name, _END)
+            else:
+                self._inputs[name], pieces = trio.open_memory_channel[bytes](8)
+                self._nursery.start_soon(self._serve, name, pieces)
+        elif (channel := self._inputs.get(name)) is not None:
+            with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                await channel.send(piece if kind == _DATA else b"")
+        await self.say(0, _ACK, struct.pack(">I", _FRAME.size + len(piece)))
+        return True
+
+    async def say(self, name: int, kind: int, data: bytes = b"") -> None:
+        """Send a frame to the box."""
+        async with self._sending:
+            await self._process.send(_FRAME.pack(name, kind, len(data)) + data)
+
+    async def _serve(self, name: int, pieces: trio.MemoryReceiveChannel[bytes]) -> None:
+        """One connection, from its request to its end."""
+        try:
+            await _Connection(self, name, pieces, self._network).run()
+        except (OSError, trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError, ValueError):
+            pass  # the other side is gone, or says nothing
+        finally:
+            pieces.close()
+            self._inputs.pop(name).close()
+            with trio.CancelScope(shield=True), trio.move_on_after(5.0), suppress(SandboxError):
+                await self.say(name, _END)
+
+
+class _Refused(Exception):
+    """A request that is not served, and why."""
+
+
+class _Connection:
+    """A client of the proxy: one request."""
+
+    def __init__(self, tunnel: _Tunnel, name: int, pieces: trio.MemoryReceiveChannel[bytes], network: Network) -> None:
+        self._tunnel, self._name, self._pieces, self._network = tunnel, name, pieces, network
+        self._buffer = bytearray()
+
+    async def run(self) -> None:
+        request = Request("", 0)
+        try:
+            with trio.fail_after(_HEAD_S):
+                method, target, headers = await self._head()
+            request.host, request.port = _target(method, target)
+            stream = await self._connected(request, headers if method != "CONNECT" else None)
+        except _Refused as refused:
+            request.refused = str(refused)
+            self._network.note(request)
+            await self._say(f"HTTP/1.1 403 Forbidden\r\nConnection: close\r\n\r\nagentrl: {refused}\n".encode())
+            return
+        async with stream:
+            if method == "CONNECT":
+                await self._say(b"HTTP/1.1 200 OK\r\n\r\n")
+                try:
+                    with trio.fail_after(_HEAD_S):
+                        hello = await self._hello(request.host)
+                except _Refused as refused:
+                    request.refused = str(refused)
+                    self._network.note(request)
+                    return
+                self._network.note(request)
+                await self._both(stream, request, hello, None)
+            else:
+                self._network.note(request)
+                head, length = _rewritten(method, target, headers)
+                await self._both(stream, request, head, length)
+
+    async def _more(self) -> bool:
+        """Whether more bytes came."""
+        try:
+            data = await self._pieces.receive()
+        except trio.EndOfChannel:
+            data = b""
+        self._buffer += data
+        return bool(data)
+
+    async def _head(self) -> tuple[str, str, list[tuple[str, str]]]:
+        while (end := self._buffer.find(b"\r\n\r\n")) < 0:
+            if len(self._buffer) > _HEAD_BYTES or not await self._more():
+                raise _Refused("no request to an HTTP proxy")
+        lines = bytes(self._buffer[:end]).decode("latin-1").split("\r\n")
+        del self._buffer[: end + 4]
+        words = lines[0].split(" ")
+        if len(words) != 3 or not words[2].startswith("HTTP/1.") or any("\n" in line or "\r" in line for line in lines):
+            raise _Refused("no request to an HTTP proxy")
+        headers: list[tuple[str, str]] = []
+        for line in lines[1:]:
+            name, colon, value = line.partition(":")
+            if not colon or not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
+                raise _Refused("a header that is none")
+            headers.append((name.lower(), value.strip()))
+        return words[0], words[1], headers
+
+    async def _connected(self, request: Request, headers: list[tuple[str, str]] | None) -> trio.SocketStream:
+        """Connect to what was asked for, if it is allowed, by an address that is looked at first."""
+        literal = _allowed(self._network.policy, request.host, request.port)
+        if headers is not None:
+            hosts = [value for name, value in headers if name == "host"]
+            if [_host_of(value) for value in hosts] not in ([], [request.host]):
+                raise _Refused(f"its Host header names another host than {request.host}")
+        try:
+            with trio.fail_after(_CONNECT_S):
+                found = await trio.socket.getaddrinfo(request.host, request.port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError, trio.TooSlowError):
+            raise _Refused(f"{request.host} has no address") from None
+        addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
+        if not literal and (private := [each for each in addresses if not _is_public(each)]):
+            raise _Refused(f"{request.host} has the address {private[0]}, which is not public")
+        for address in addresses:
+            with suppress(OSError, trio.TooSlowError), trio.fail_after(_CONNECT_S):
+                return await trio.open_tcp_stream(address, request.port)  # an address: nothing is resolved again
+        raise _Refused(f"{request.host}:{request.port} does not answer")
+
+    async def _hello(self, host: str) -> bytes:
+        """The first bytes of a tunnel, which have to be TLS for the host that was asked for."""
+        while (name := _server_name(bytes(self._buffer))) is None:
+            if len(self._buffer) > _HEAD_BYTES or not await self._more():
+                raise _Refused("a tunnel without TLS")
+        if name != host:
+            raise _Refused(f"its TLS asks for {name[:100]!r} in a tunnel to {host}" if name else "TLS without a name")
+        data, self._buffer = bytes(self._buffer), bytearray()
+        return data
+
+    async def _both(self, stream: trio.SocketStream, request: Request, first: bytes, left: int | None) -> None:
+        """Carry bytes both ways until one side ends; `left` bounds the bytes of the client's body."""
+
+        async def down() -> None:
+            while data := await stream.receive_some(_MOST_FRAME):
+                request.received += len(data)
+                await self._say(data)
+                watch.deadline = trio.current_time() + _IDLE_S
+            nursery.cancel_scope.cancel()
+
+        with trio.CancelScope(deadline=trio.current_time() + _IDLE_S) as watch:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(down)
+                data = first
+                while True:
+                    await stream.send_all(data)
+                    request.sent += len(data)
+                    watch.deadline = trio.current_time() + _IDLE_S
+                    if left == 0 or (not self._buffer and not await self._more()):
+                        break
+                    data = bytes(self._buffer[:left])
+                    self._buffer = bytearray()
+                    left = None if left is None else left - len(data)
+                if left is None:
+                    with suppress(trio.BrokenResourceError):
+                        await stream.send_eof()
+
+    async def _say(self, data: bytes) -> None:
+        await self._tunnel.say(self._name, _DATA, data)
+
+
+def _target(method: str, target: str) -> tuple[str, int]:
+    """Host and port of a request. Raises _Refused."""
+    try:
+        url = urlsplit(f"//{target}" if method == "CONNECT" else target)
+        host, port = url.hostname or "", url.port
+    except ValueError:
+        raise _Refused("a target that is none") from None
+    if method == "CONNECT" and (port is None or url.path or url.query or "@" in url.netloc):
+        raise _Refused("a target that is none")
+    if method != "CONNECT" and (url.scheme != "http" or "@" in url.netloc):
+        raise _Refused("only http:// and tunnels")
+    return _plain_host(host), 80 if port is None else port
+
+
+def _plain_host(host: str) -> str:
+    return host.lower().rstrip(".")
+
+
+def _host_of(value: str) -> str:
+    with suppress(ValueError):
+        return _plain_host(urlsplit(f"//{value}").hostname or "")
+    return ""
+
+
+def _allowed(policy: NetworkPolicy, host: str, port: int) -> bool:
+    """Whether the entry that allows it names an address itself. Raises _Refused if none does."""
+    for entry in policy.allow:
+        name, number = policy.parsed(entry)
+        if (name, number) == (host, port):
+            with suppress(ValueError):
+                ipaddress.ip_address(name)
+                return True
+            return policy.private
+    raise _Refused(f"{host}:{port} is not among the hosts of this policy")
+
+
+def _is_public(address: str) -> bool:
+    given = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(given, ipaddress.IPv6Address):
+        if given.ipv4_mapped is not None:
+            return _is_public(str(given.ipv4_mapped))
+        if any(given in net for net in _TRANSLATED):
+            return False
+    return given.is_global and not given.is_multicast
+
+
+def _rewritten(method: str, target: str, headers: Sequence[tuple[str, str]]) -> tuple[bytes, int]:
+    """The request for the server itself, and how long its body is: one request a connection. Raises ValueError."""
+    url = urlsplit(target)
+    lengths = {value for name, value in headers if name == "content-length"}
+    if any(name == "transfer-encoding" for name, _ in headers) or len(lengths) > 1:
+        raise ValueError("a body without a length")
+    length = lengths.pop() if lengths else "0"
+    if not re.fullmatch(r"\d{1,12}", length):
+        raise ValueError("a length that is none")
+    path = (url.path or "/") + (f"?{url.query}" if url.query else "")
+    dropped = {"host", "connection", "proxy-connection", "proxy-authorization", "upgrade", "keep-alive", "te"}
+    kept = [f"{name}: {value}" for name, value in headers if name not in dropped]
+    lines = [f"{method} {path} HTTP/1.1", f"host: {url.netloc}", *kept, "connection: close", "", ""]
+    return "\r\n".join(lines).encode("latin-1"), int(length)
+
+
+def _server_name(data: bytes) -> str | None:
+    """The name that a TLS ClientHello asks for: None as long as it is not whole, empty where it names none. Raises
+    _Refused for what is no ClientHello, or hides its name."""
+    message = bytearray()
+    at = 0
+    while True:
+        if len(data) < at + 5:
+            if data[:1] and data[0] != _HELLO:
+                raise _Refused("a tunnel without TLS")
+            return None
+        kind, length = data[at], int.from_bytes(data[at + 3 : at + 5], "big")
+        if kind != _HELLO or data[at + 1] != 3 or not 0 < length <= 1 << 14:
+            raise _Refused("a tunnel without TLS")
+        message += data[at + 5 : at + 5 + length]
+        at += 5 + length
+        if len(message) >= 4:
+            if message[0] != 1:
+                raise _Refused("a tunnel without TLS")
+            size = int.from_bytes(message[1:4], "big")
+            if len(message) >= 4 + size:
+                return _name_of(bytes(message[4 : 4 + size]))
+
+
+def _name_of(hello: bytes) -> str:
+    try:
+        at = 34 + 1 + hello[34]  # version and random, then the session
+        at += 2 + int.from_bytes(hello[at : at + 2], "big")  # ciphers
+        at += 1 + hello[at]  # compressions
+        end = at + 2 + int.from_bytes(hello[at : at + 2], "big")
+        at += 2
+        names: list[str] = []
+        while at < end:
+            kind, size = int.from_bytes(hello[at : at + 2], "big"), int.from_bytes(hello[at + 2 : at + 4], "big")
+            body = hello[at + 4 : at + 4 + size]
+            at += 4 + size
+            if kind == _ENCRYPTED_HELLO:
+                raise _Refused("TLS that hides whom it asks for")
+            if kind == 0:
+                names.append(body[5 : 5 + int.from_bytes(body[3:5], "big")].decode("ascii"))
+    except (IndexError, UnicodeDecodeError):
+        raise _Refused("a ClientHello that is broken") from None
+    return _plain_host(names[0]) if len(names) == 1 else ""
