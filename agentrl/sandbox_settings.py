@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from agentrl.errors import ConfigError
 from agentrl.settings import Section
@@ -37,6 +37,12 @@ class Sandboxes(Section):
     """Settings of the backends that boxes come from; which backend, the environment says."""
 
     docker: DockerSettings = DockerSettings()
+    swe_rex: dict[str, Any] = Field(
+        default_factory=dict
+    )  # arguments of the backend `swe-rex`: deployment, network, and the deployment's fields
+    inspect: dict[str, Any] = Field(
+        default_factory=dict
+    )  # arguments of the backend `inspect`: kind, config, network, image
 
     def beside(self, folder: Path) -> Self:
         """With a folder of certificates taken from `folder`."""
@@ -47,4 +53,5 @@ class Sandboxes(Section):
 
     def arguments(self) -> dict[str, dict[str, Any]]:
         """What the constructor of a backend is given, by its registry id."""
-        return {"docker": self.docker.model_dump(exclude_none=True)}
+        own = {"swe-rex": dict(self.swe_rex), "inspect": dict(self.inspect)}
+        return {"docker": self.docker.model_dump(exclude_none=True), **own}

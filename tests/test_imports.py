@@ -78,6 +78,15 @@ RULES = (
         unless=("agentrl.store.postgres*", "agentrl.testing.postgres*", "agentrl.store.choice"),
     ),
     Rule("only sandbox/docker.py imports docker", OURS, ("docker",), unless=("agentrl.sandbox.docker",)),
+    Rule(
+        "only sandbox/remote/swe_rex.py imports swerex", OURS, ("swerex",), unless=("agentrl.sandbox.remote.swe_rex",)
+    ),
+    Rule(
+        "only sandbox/remote/inspect_sandboxes.py imports inspect_ai",
+        OURS,
+        ("inspect_ai",),
+        unless=("agentrl.sandbox.remote.inspect_sandboxes",),
+    ),
     Rule("nothing imports the command line", OURS, ("agentrl.cli",), unless=("agentrl.cli", "agentrl.__main__")),
 )
 
@@ -221,7 +230,7 @@ def client_side_modules() -> list[str]:
     [
         (["agentrl"], "torch transformers ray"),
         (client_side_modules(), "torch ray docker"),
-        (["agentrl.sandbox", "agentrl.cli"], "torch transformers ray docker"),
+        (["agentrl.sandbox", "agentrl.cli"], "torch transformers ray docker swerex inspect_ai"),
         (["agentrl_environments", "agentrl_tools"], "torch transformers ray docker"),
     ],
     ids=["agentrl", "the client side", "sandbox and cli", "environments and tools"],
@@ -311,6 +320,8 @@ def test_a_relative_import_of_a_package_starts_at_itself() -> None:
         ("agentrl_tools.shell", "import agentrl.rollout.worker", "environments and tools"),
         ("agentrl.runtime.local", "import ray", "only runtime/ray"),
         ("agentrl.sandbox.pool", "from docker.errors import APIError", "only sandbox/docker.py"),
+        ("agentrl.sandbox.remote.box", "import swerex", "only sandbox/remote/swe_rex.py"),
+        ("agentrl.sandbox.remote.box", "from inspect_ai.util import sandbox", "only sandbox/remote/inspect"),
         ("agentrl.train.learner", "import agentrl.cli", "nothing imports the command line"),
         ("agentrl.records", "from agentrl.config import load", "records is standard library only"),
     ],

@@ -1,0 +1,298 @@
+"""Boxes elsewhere: the promises on the two adapters' local kinds, and on a container that only `docker exec` reaches;
+connections that break, and what is left of a box whose owner was killed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+import uuid
+import warnings
+from collections.abc import AsyncGenerator, Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from agentrl.errors import SandboxLost, SandboxUnavailable, UsageError
+from agentrl.owner import OwnedFolder
+from agentrl.protocols import Limits, SandboxSpec
+from agentrl.sandbox.remote import box as remote_box
+from agentrl.sandbox.remote.box import Remote, RemoteBackend
+from agentrl.sandbox.remote.inspect_sandboxes import Inspect
+from agentrl.sandbox.remote.swe_rex import SweRex
+from agentrl.testing.sandbox import CASES, Case
+from agentrl.testing.sandbox.case import must_vanish
+
+from .conftest import IMAGE, docker_engine, env  # noqa: F401  (a fixture)
+
+
+class Here:
+    """A box that is a process of this machine: what a provider's library does, without one."""
+
+    own_machine = True
+    most_wait_s = 1.0
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.fails: Callable[[int], bool] = lambda call: False  # after the call was made
+
+    async def execute(self, argv: Sequence[str], *, deadline_s: float) -> str:
+        self.calls += 1
+        call = self.calls
+        with trio.fail_after(deadline_s):
+            done = await trio.run_process(list(argv), capture_stdout=True, check=False)
+        if self.fails(call):
+            raise ConnectionError("the connection broke")
+        return done.stdout.decode()
+
+    async def write_text(self, path: str, text: str, *, deadline_s: float) -> None:
+        await trio.Path(path).write_text(text)
+
+    async def close(self) -> None: ...
+
+
+class HereBackend(RemoteBackend):
+    name = "here"
+
+    def __init__(self, make: Callable[[], Any] = Here) -> None:
+        super().__init__()
+        self.make, self.made = make, list[Any]()
+        self._home = OwnedFolder()
+
+    async def connect(self, spec: SandboxSpec) -> Remote:
+        self.made.append(self.make())
+        return self.made[-1]
+
+    def folder(self) -> Path:
+        return self._home.path
+
+    def mark(self) -> dict[str, str]:
+        return dict(self._home.mark)
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        self._home.close()
+
+
+@pytest.fixture
+async def here() -> AsyncGenerator[HereBackend]:
+    backend = HereBackend()
+    yield backend
+    await backend.aclose()
+
+
+# --- connections that break
+
+
+async def test_a_broken_connection_costs_a_command_nothing(here: HereBackend) -> None:
+    """The answer of every second call is lost after the call was made: each counts once all the same."""
+    box = await here.create()
+    (remote,) = here.made
+    counting = "import sys; open('runs', 'a').write('x'); sys.stdout.write(sys.stdin.read()); sys.exit(3)"
+    remote.fails = lambda call: remote.calls > started + 1 and call % 2 == 0
+    for _ in range(3):
+        started = remote.calls
+        result = await box.exec(["python3", "-c", counting], stdin=b"said")
+        assert (result.exit_code, result.stdout) == (3, b"said")
+    started = 1 << 30
+    assert await box.read("runs") == b"xxx"
+
+
+async def test_a_process_gets_each_byte_once_over_a_connection_that_breaks(here: HereBackend) -> None:
+    box = await here.create()
+    (remote,) = here.made
+    process = await box.start(["cat"])
+    remote.fails = lambda call: call % 2 == 0
+    seen = b""
+    for number in range(4):
+        await process.send(b"%d\n" % number)
+        while not seen.endswith(b"%d\n" % number):
+            seen += await process.receive(5.0)
+    assert seen == b"0\n1\n2\n3\n"
+    remote.fails = lambda call: False
+    assert (await process.kill()).exit_code == 137
+
+
+async def test_a_command_whose_start_was_not_answered_is_lost_and_not_run_twice(here: HereBackend) -> None:
+    box = await here.create()
+    (remote,) = here.made
+    remote.fails = lambda call: True
+    with pytest.raises(SandboxLost, match="here: a call was not answered: ConnectionError: the connection broke"):
+        await box.exec(["true"])
+    remote.fails = lambda call: False
+
+
+async def test_a_box_without_python_says_so() -> None:
+    class Mute(Here):
+        async def execute(self, argv: Sequence[str], *, deadline_s: float) -> str:
+            return "sh: python3: not found"
+
+    backend = HereBackend(Mute)
+    with pytest.raises(SandboxLost, match="it needs python3"):
+        await backend.create()
+    await backend.aclose()
+
+
+# --- what is left
+
+
+def test_nothing_is_left_of_a_box_whose_owner_was_killed(tmp_path: Path) -> None:
+    mark = f"mark{uuid.uuid4().hex}"
+    program = f"""
+import sys, trio
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from sandbox.test_remote import HereBackend
+async def main():
+    box = await HereBackend().create()
+    await box.start(["sh", "-c", "setsid sleep 1000 & exec sleep 1000", "{mark}"])
+    await box.exec(["sh", "-c", "exit 0", "{mark}"])
+    print("ready", flush=True)
+    await trio.sleep_forever()
+trio.run(main)
+"""
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env={**os.environ, "X": mark})
+    assert owner.stdout is not None and owner.stdout.readline() == b"ready\n"
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    trio.run(must_vanish, mark)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a pid namespace")
+def test_a_box_of_a_machine_of_its_own_ends_without_its_owner(tmp_path: Path) -> None:
+    """The watch in a namespace of processes of its own, as in a container: it ends process 1 after the silence."""
+    request = {
+        "do": "touch",
+        "state": str(tmp_path),
+        "seconds": 1.0,
+        "not_in": remote_box._own_processes(),
+        "uid": None,
+    }
+    text = base64.b64encode(json.dumps(request).encode()).decode()
+    (tmp_path / "helper.py").write_text(remote_box._helper())
+    # nobody inside can end process 1, but it ends with its child
+    inside = f"{sys.executable} -I {tmp_path}/helper.py {text}; sleep 1000; exit 5"
+    began = time.monotonic()
+    done = subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", inside],
+        stdout=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    assert b'{"watched": true}' in done.stdout and done.returncode == 5
+    assert time.monotonic() - began < 50
+
+
+def test_a_watch_never_ends_this_machine(tmp_path: Path) -> None:
+    request = {"do": "touch", "state": str(tmp_path), "seconds": 0.0, "not_in": remote_box._own_processes()}
+    text = base64.b64encode(json.dumps(request).encode()).decode()
+    done = subprocess.run([sys.executable, "-I", "-c", remote_box._helper(), text], capture_output=True, check=True)
+    assert b'{"watched": false}' in done.stdout
+
+
+# --- what the adapters refuse
+
+
+async def test_a_box_that_is_to_have_no_network_is_not_made_open() -> None:
+    backends: list[RemoteBackend] = [SweRex(deployment="modal"), Inspect(kind="k8s")]
+    for backend in [*backends, Inspect(kind="docker", config="compose.yaml")]:
+        with pytest.raises(SandboxUnavailable, match="network=true"):
+            await backend.create()
+    with pytest.raises(SandboxUnavailable, match="docker needs an image"):
+        await Inspect(kind="docker").create()
+    with pytest.raises(UsageError, match="choose one of local, docker"):
+        SweRex(deployment="moon")
+
+
+# --- the promises
+
+
+PROMISES = [each for each in CASES if not each.isolation]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PROMISES, ids=str)
+async def test_a_box_behind_calls_keeps_promise(case: Case, here: HereBackend) -> None:
+    await case.run(here)
+
+
+LIBRARIES = {"swe-rex": "swerex", "inspect": "inspect_ai"}  # in no pinned set: their pins and ours exclude each other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [name for name, module in LIBRARIES.items() if find_spec(module)])
+@pytest.mark.parametrize("case", PROMISES, ids=str)
+async def test_a_local_box_of_a_library_keeps_promise(case: Case, kind: str) -> None:
+    backend: Any = (
+        SweRex(deployment="local", network=True) if kind == "swe-rex" else Inspect(kind="local", network=True)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            await case.run(backend)
+        finally:
+            await backend.aclose()
+
+
+PROVIDERS = (  # walls that a provider's container has or has not: no program in it can make them
+    "ptrace, process_vm_readv, bpf, perf, userfaultfd, keyrings, kexec, modules, io_uring",
+    "names, datagrams to the outside, raw and packet sockets",
+    "filling the disk from the work folder with many files",
+    "filling the disk from /tmp and /dev/shm",
+    "locks and watches on the system's files, which other boxes and the host use too",
+    "a hundred thousand empty files",
+)
+
+
+class InContainer(Here):
+    """A container without a network, which only `docker exec` as root reaches: as inspect_ai's docker boxes are."""
+
+    own_machine = False
+
+    def __init__(self, engine: str, spec: SandboxSpec) -> None:
+        super().__init__()
+        self.name, self._env = f"agentrl-remote-{uuid.uuid4().hex}", env(engine)
+        limits = [f"--memory={spec.limits.memory_bytes}", f"--pids-limit={spec.limits.pids + 24}", "--network=none"]
+        walls = ["--security-opt=no-new-privileges", "--init", "--rm", "-d", f"--name={self.name}"]
+        command = ["docker", "run", *limits, *walls, IMAGE, "sleep", "100000"]
+        subprocess.run(command, env=self._env, check=True, capture_output=True, timeout=60)
+
+    async def execute(self, argv: Sequence[str], *, deadline_s: float) -> str:
+        command = ["docker", "exec", "-u", "0", self.name, *argv]
+        with trio.fail_after(deadline_s):
+            done = await trio.run_process(command, capture_stdout=True, check=False, env=self._env)
+        return done.stdout.decode()
+
+    async def write_text(self, path: str, text: str, *, deadline_s: float) -> None:
+        command = ["docker", "exec", "-i", "-u", "0", self.name, "sh", "-c", 'cat > "$0"', path]
+        await trio.run_process(command, stdin=text.encode(), env=self._env)
+
+    async def close(self) -> None:
+        await trio.run_process(["docker", "rm", "-f", self.name], capture_stdout=True, env=self._env)
+
+
+@pytest.mark.slow
+@pytest.mark.docker
+@pytest.mark.parametrize("case", [each for each in CASES if each.name not in PROVIDERS], ids=str)
+async def test_a_container_behind_calls_keeps_promise(case: Case, docker_engine: str) -> None:  # noqa: F811
+    class Backend(HereBackend):
+        async def connect(self, spec: SandboxSpec) -> Remote:
+            return await trio.to_thread.run_sync(InContainer, docker_engine, spec)
+
+    backend = Backend()
+    try:
+        await case.run(backend)
+    finally:
+        await backend.aclose()
+
+
+def test_limits_are_named_as_resource_names_them() -> None:
+    for name, bound in remote_box._bounds(Limits()).items():
+        assert isinstance(getattr(resource, name), int) and bound >= 0
