@@ -348,12 +348,18 @@ def list_ids(
         Literal["environments", "tools", "sandboxes", "models", "columns", "algorithms"] | None,
         typer.Argument(help="Only of this kind"),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """List the installed environments, tools, sandboxes, models, per-token columns and algorithms."""
     from agentrl.runtime.catalogue import KINDS, entries
 
+    kinds = KINDS if kind is None else (kind,)
+    if as_json:
+        rows = [{"kind": each, "id": entry.id, "summary": entry.summary} for each in kinds for entry in entries(each)]
+        print(json.dumps(rows, indent=2))
+        return
     table = Table("kind", "id", "what it is")
-    for each in KINDS if kind is None else (kind,):
+    for each in kinds:
         for entry in entries(each):
             table.add_row(each, escape(entry.id), escape(entry.summary))
     terminal.console().print(table)
@@ -401,16 +407,19 @@ def show(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False) -> None:
     """List what this machine has, and how to get what is missing."""
     from agentrl.runtime.doctor import examine
 
     findings = examine()
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
     table = Table("part", "", "seen", "what to do")
     for finding in findings:
         mark = "[green]ok[/]" if finding.works else "[red]missing[/]" if finding.needed else "[yellow]-[/]"
         table.add_row(finding.part, mark, escape(finding.seen), escape("" if finding.works else finding.hint))
-    terminal.console().print(table)
+    if not as_json:
+        terminal.console().print(table)
     if any(finding.needed and not finding.works for finding in findings):
         raise SystemExit(1)
 

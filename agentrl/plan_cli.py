@@ -3,6 +3,8 @@ run."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +12,6 @@ import typer
 from rich.table import Table
 
 from agentrl import terminal
-from agentrl.errors import UsageError
 
 if TYPE_CHECKING:
     from agentrl.runtime.planning import Plan, Work
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def plan(
     file: Annotated[Path, typer.Argument(help="The run file (TOML)")],
-    gpu: Annotated[str, typer.Option(help="h100, h200, a100-80gb, a100-40gb, l40s")] = "h100",
+    gpu: Annotated[str, typer.Option(help="A name, as h100 or l40s; or name,TFLOP/s,GB,GB/s of another")] = "h100",
     n: Annotated[int, typer.Option("-n", "--n", min=1, help="GPUs in total")] = 1,
     row: Annotated[int | None, typer.Option(min=2, help="Tokens of an episode; default: rollout.max_context")] = None,
     sampled: Annotated[float, typer.Option(min=0.01, max=0.99, help="Share of them that the policy samples")] = 0.4,
@@ -26,17 +27,23 @@ def plan(
     mbu: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the bandwidth that an engine reaches")] = 0.5,
     price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for an hour, for the cost")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """Say what a run needs of GPUs: memory, tokens a second, how to divide them, cost. Nothing is downloaded but the
     model's configuration, if it is a folder not even that; exit code 1 if it does not fit."""
     from agentrl import config as configuration
     from agentrl.runtime import planning
 
-    if gpu not in planning.GPUS:
-        raise UsageError(f"--gpu {gpu!r}: give one of {', '.join(planning.GPUS)}")
-    config, chosen = planning.started(configuration.load(file, settings), planning.GPUS[gpu], n)
+    of = planning.gpu_of(gpu)
+    config, chosen = planning.started(configuration.load(file, settings), of, n)
     work = planning.Work(row=row or config.rollout.max_context, sampled=sampled, mfu=mfu, mbu=mbu)
-    found = planning.plan(config, planning.GPUS[gpu], n, work)
+    found = planning.plan(config, of, n, work)
+    if as_json:
+        best = None if found.best is None else {**asdict(found.best), "step_s": found.best.step_s}
+        print(json.dumps({"chosen": chosen, **asdict(found), "best": best}, indent=2))
+        if best is None:
+            raise SystemExit(1)
+        return
     console = terminal.console()
     if chosen:
         values = ", ".join(f"{key} = {value!r}" for key, value in chosen.items())
@@ -45,7 +52,7 @@ def plan(
         console.print(line, markup=False, highlight=False)
     console.print(_table(found))
     if found.best is None:
-        for change in planning.changes(config, planning.GPUS[gpu], n, work):
+        for change in dict.fromkeys(planning.changes(config, of, n, work)):
             console.print(f"It fits with {change}", markup=False, highlight=False)
         raise SystemExit(1)
 
@@ -54,8 +61,15 @@ def _said(found: Plan, work: Work, price: float | None) -> list[str]:
     parts = ("weights", "frozen", "gradients", "optimizer", "activations", "temporary")
     sizes = ", ".join(f"{name} {getattr(found.held, name) / 1e9:.2f}" for name in parts)
     host = f" In host memory wait {found.held.host / 1e9:.2f} GB of the optimizer." if found.held.host else ""
+    learners = 1 if found.best is None else found.best.learners
+    each = (
+        ""
+        if found.best is None or learners < 2
+        else (f" Divided over the {learners} GPUs of the best way, each holds {found.best.learner_bytes / 1e9:.2f} GB.")
+    )
     lines = [
-        f"A learner on one GPU of {found.gpu.memory_gb:g} GB holds {found.held.total / 1e9:.2f} GB: {sizes}.{host}",
+        f"A learner on one GPU of {found.gpu.memory_gb:g} GB holds {found.held.total / 1e9:.2f} GB: {sizes}."
+        f"{host}{each}",
         f"Assumed: episodes of {work.row} tokens, {work.sampled:.0%} of them sampled, the others a prompt that the "
         f"group shares; {work.mfu:.0%} of {found.gpu.tflops:g} TFLOP/s in the learner, {work.mbu:.0%} of "
         f"{found.gpu.gb_per_s:g} GB/s in an engine; tools and rewards take no time; no group "
@@ -114,9 +128,13 @@ def _table(found: Plan) -> Table:
 def advise(
     run: Annotated[Path, typer.Argument(help="A run directory, of a finished run or one that goes on")],
     gpus: Annotated[int, typer.Option(min=0, help="Compare all splits of so many GPUs too")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of the lines")] = False,
 ) -> None:
     """Say what to change in a run, from its own times: lag, quorum, batch, and with --gpus which side gets them."""
     from agentrl.runtime.advising import advise as look
 
+    if as_json:
+        print(json.dumps(list(look(run, gpus)), indent=2))
+        return
     for line in look(run, gpus):
         print(line)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +15,7 @@ from agentrl import terminal
 _RUN = Annotated[Path, typer.Argument(help="A run directory")]
 
 
-def rewards(path: _RUN) -> None:
+def rewards(path: _RUN, as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False) -> None:
     """Show what each reward source of a run said, took and cost."""
     from agentrl.runtime.rundir import RunDir
     from agentrl.runtime.scoring import reports
@@ -21,6 +23,9 @@ def rewards(path: _RUN) -> None:
 
     with RunStore.read(RunDir.open(path).store_path) as store:
         found = list(reports(store))
+    if as_json:
+        print(json.dumps([asdict(one) for one in found], indent=2))
+        return
     table = Table("source", "version", "turns", "counted", "mean", "least", "most", "s a turn", "calls")
     for one in found:
         numbers = [f"{value:.3f}" for value in (one.mean, one.least, one.most, one.took_s)]

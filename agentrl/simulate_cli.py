@@ -30,11 +30,13 @@ def simulate(
     steps: Annotated[int | None, typer.Option(min=2, help="Simulated steps; default: for 8,000 episodes")] = None,
     seed: Annotated[int, typer.Option(help="Of the drawn times")] = 0,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value")] = None,
-    out: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file too")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--json", help="Write all numbers to this file too; -: print only them")
+    ] = None,
 ) -> None:
     """Play a run in virtual time: what lag, quorum, slots and split of GPUs would give."""
     from agentrl.simulate.plan import Wishes, limits, plan
-    from agentrl.simulate.sweep import advice, run_all, table
+    from agentrl.simulate.sweep import advice, not_reproduced, run_all, table
 
     config = _config(file, run, settings or [])
     wishes = Wishes(
@@ -52,6 +54,9 @@ def simulate(
     measured = None if run is None else _measured(run, config.buffer.max_lag)
     console = terminal.console()
     rows = run_all(plan(config, wishes, measured))
+    if str(out) == "-":
+        print(json.dumps([row.document() for row in rows], indent=2))
+        return
     console.print(table(rows))
     if measured is not None:
         own = next(row.found.idle for row in rows if row.case.present)
@@ -60,7 +65,8 @@ def simulate(
         console.print("* your settings")
     for line in limits(config, measured):
         console.print(line, markup=False, highlight=False)
-    if line := advice(rows):
+    other = "" if measured is None or file is not None or settings else not_reproduced(rows, measured.idle)
+    if line := other or advice(rows):
         console.print(line, markup=False, highlight=False)
     if out is not None:
         try:

@@ -195,6 +195,16 @@ def test_doctor_says_what_to_do_about_what_is_missing() -> None:
         assert part in out
 
 
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [("doctor", {"part", "works", "seen", "hint", "needed"}), ("list", {"kind", "id", "summary"})],
+)
+def test_a_program_reads_what_a_person_reads(command: str, names: set[str]) -> None:
+    code, out, _ = agentrl(command, "--json")
+    rows = json.loads(out)
+    assert code in (0, 1) and rows and set(rows[0]) == names
+
+
 def test_a_benchmark_gives_its_own_help_and_an_unknown_one_names_those_there_are() -> None:
     code, stdout, _ = agentrl("bench", "sandbox", "--help")
     assert code == 0

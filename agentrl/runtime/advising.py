@@ -13,7 +13,7 @@ from agentrl.config import RunConfig
 from agentrl.runtime.rundir import RunDir
 from agentrl.simulate.measured import Run, measure
 from agentrl.simulate.plan import Wishes, plan
-from agentrl.simulate.sweep import START_UP, Case, Row, advice, run_all
+from agentrl.simulate.sweep import START_UP, Case, Row, advice, not_reproduced, run_all
 from agentrl.store import RunStore
 
 _BUSY = 0.1  # an idle share below this is not worth a change
@@ -40,6 +40,9 @@ def advise(path: Path, gpus: int = 0) -> Iterator[str]:
     close = "full" if size < 3 else f"full,{max(2, 3 * size // 4)}/{size}"
     wishes = Wishes(max_lag=lags, close=close, others=False, steps=_STEPS)
     rows = run_all(plan(config, wishes, measured))
+    if other := not_reproduced(rows, measured.idle):
+        yield other
+        return
     yield advice(rows)
     turns = [step for step in turns if "asleep_s" in step]
     yield _turns(turns) if turns else _side(measured, rows)

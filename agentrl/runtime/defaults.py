@@ -58,7 +58,8 @@ def chosen(config: RunConfig, machine: Machine, parameters: int) -> dict[str, An
     if machine.gpus == 0 or parameters < _TINY:
         return {}
     large = machine.gpu_bytes >= _LARGE_GIB * _GIB
-    full = parameters * _FULL_BYTES <= _SHARE * machine.gpu_bytes
+    ranks = min(config.train.parallel.ranks, machine.gpus)  # each holds its share of them
+    full = parameters * _FULL_BYTES <= _SHARE * machine.gpu_bytes * ranks
     wanted: dict[str, Any] = {
         "train.device": "cuda:1" if machine.gpus > 1 else "cuda",  # engines take the first one
         "train.dtype": "bfloat16",

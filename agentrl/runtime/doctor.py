@@ -18,6 +18,10 @@ from agentrl.errors import UsageError
 _DEADLINE_S = 20
 
 
+_CHECKOUT = (Path(__file__).parents[2] / "Makefile").is_file()
+_INSTALL = "run make setup" if _CHECKOUT else "pip install 'agentrl[train]'"
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One part: whether it works, what was seen, a hint if it does not. `make demo` stops without a `needed` part."""
@@ -53,7 +57,7 @@ def _gpu() -> Finding:
 
 def _torch() -> Finding:
     if importlib.util.find_spec("torch") is None:
-        return Finding("torch", False, "not installed", "run make setup", needed=True)
+        return Finding("torch", False, "not installed", _INSTALL, needed=True)
     from importlib.metadata import version
 
     return Finding("torch", True, version("torch"), needed=True)

@@ -233,9 +233,11 @@ class Supervisor:
     async def _tick(self) -> None:
         await self._follow_the_clock()
         await self._with_space(self._expire)
-        with suppress(StoreAway):
-            await self._looks(lambda _: self.on_tick(self))  # first: it shows what the next line may end the run for
-        await self.writes(self._check_failures)
+        try:
+            await self.writes(self._check_failures)
+        finally:  # it also shows what the run ends for
+            with suppress(StoreAway):
+                await self._looks(lambda _: self.on_tick(self))
         await trio.sleep(_TICK_S)
 
     def _check_failures(self, store: ReadStore) -> None:

@@ -59,7 +59,28 @@ GPUS: Final = {
     "a100-80gb": Gpu(memory_gb=80, tflops=312, gb_per_s=2039, bus_gb_per_s=32),
     "a100-40gb": Gpu(memory_gb=40, tflops=312, gb_per_s=1555, bus_gb_per_s=32),
     "l40s": Gpu(memory_gb=48, tflops=362, gb_per_s=864, bus_gb_per_s=32),
+    "b200": Gpu(memory_gb=180, tflops=2250, gb_per_s=7700, bus_gb_per_s=64),
+    "l4": Gpu(memory_gb=24, tflops=121, gb_per_s=300, bus_gb_per_s=32),
+    "a10": Gpu(memory_gb=24, tflops=125, gb_per_s=600, bus_gb_per_s=32),
+    "rtx-4090": Gpu(memory_gb=24, tflops=165, gb_per_s=1008, bus_gb_per_s=32),
+    "mi300x": Gpu(memory_gb=192, tflops=1307, gb_per_s=5300, bus_gb_per_s=64),
 }
+"""By name; `gpu_of` takes others as numbers, and a program may add its own."""
+
+
+def gpu_of(said: str) -> Gpu:
+    """The GPU of a name, or of "name,TFLOP/s,GB,GB/s": dense bfloat16, memory, its bandwidth. Raises UsageError."""
+    if said in GPUS:
+        return GPUS[said]
+    _, *numbers = said.split(",")
+    try:
+        tflops, memory_gb, gb_per_s = map(float, numbers)
+    except ValueError:
+        tflops = memory_gb = gb_per_s = math.nan
+    if not all(0 < number < math.inf for number in (tflops, memory_gb, gb_per_s)):
+        mend = f"give one of {', '.join(GPUS)}, or name,TFLOP/s,GB,GB/s as mine,312,80,2039"
+        raise UsageError(f"--gpu {said!r}: {mend}")
+    return Gpu(memory_gb=memory_gb, tflops=tflops, gb_per_s=gb_per_s, bus_gb_per_s=32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

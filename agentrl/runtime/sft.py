@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -103,12 +104,19 @@ def parse(document: Mapping[str, Any]) -> SFTConfig:
     return config
 
 
-def train(config: SFTConfig, out: Path, *, told: Callable[[str], None] = lambda _: None) -> Path:
-    """Train from the start in a new folder. Returns the last checkpoint's folder. Raises UsageError."""
+def train(
+    config: SFTConfig, out: Path, *, told: Callable[[str], None] = lambda _: None, overwrite: bool = False
+) -> Path:
+    """Train from the start in a new folder; `overwrite` replaces a run of ours that is there, and nothing else. Returns
+    the last checkpoint's folder. Raises UsageError."""
     run = RunDir(out)
-    _check_empty(run)
+    overwrite = overwrite and (out / SETTINGS).is_file()
+    if not overwrite:
+        _check_empty(run)
     training = _Training(config, out)
     with run.lock(_BUSY):
+        if overwrite:
+            _clear(run)
         _check_empty(run)  # another process may have begun meanwhile
         (out / SETTINGS).write_text(config.model_dump_json(indent=2) + "\n")
         return training.run(told)
@@ -116,7 +124,18 @@ def train(config: SFTConfig, out: Path, *, told: Callable[[str], None] = lambda 
 
 def _check_empty(run: RunDir) -> None:
     if run.path.exists() and any(entry != run.lock_path for entry in run.path.iterdir()):
-        raise UsageError(f"{run.path} is not empty: give another --out, or --resume {run.path}")
+        mend = f", or --resume {run.path}, or --overwrite" if (run.path / SETTINGS).is_file() else ""
+        raise UsageError(f"{run.path} is not empty: give another --out{mend}")
+
+
+def _clear(run: RunDir) -> None:
+    for entry in run.path.iterdir():
+        if entry == run.lock_path:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def resume(out: Path, overrides: Sequence[str] = (), *, told: Callable[[str], None] = lambda _: None) -> Path:

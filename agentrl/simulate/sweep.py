@@ -140,6 +140,21 @@ def table(rows: Sequence[Row]) -> Table:
     return found
 
 
+_REPRODUCED = 0.1  # of the time: a simulation that is further from the run's own idle share gives no advice
+
+
+def not_reproduced(rows: Sequence[Row], idle: float) -> str:
+    """Why these simulations of a run say nothing of it: under the run's own settings the learner is idle for another
+    share of the time than it was (`idle`). "" if they do."""
+    own = next((row.found.idle for row in rows if row.case.present), None)
+    if own is None or abs(own - idle) <= _REPRODUCED:
+        return ""
+    return (
+        f"This simulation does not reproduce its run: under the same settings its learner is idle {own:.0%} of the "
+        f"time, and the run's was {idle:.0%}. No advice is given: the run would not do as the rows say."
+    )
+
+
 def advice(rows: Sequence[Row]) -> str:
     """What to change in the run file, in plain words; rows with other slots are not compared. Of settings that train
     about as many tokens a second, the one with the smallest max_lag is advised, then the one that drops the fewest."""

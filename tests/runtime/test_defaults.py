@@ -46,6 +46,13 @@ def test_a_model_whose_optimizer_does_not_fit_gets_an_adapter(machine: Machine, 
     assert chosen(run(), machine, parameters)["train.lora_rank"] == rank
 
 
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 32), (2, 32), (4, 0)])
+def test_ranks_hold_the_optimizer_together(ranks: int, rank: int) -> None:
+    """8 billion parameters of 16 bytes are 119 GiB; half of four GPUs of 80 GiB is 160, of two 80."""
+    four = Machine(gpus=4, gpu_bytes=80 << 30)
+    assert chosen(run(train={"parallel": {"ranks": ranks}}), four, 8 * BILLION)["train.lora_rank"] == rank
+
+
 def test_a_second_gpu_is_the_learners() -> None:
     assert chosen(run(), Machine(gpus=2, gpu_bytes=80 << 30, vllm=True), BILLION)["train.device"] == "cuda:1"
 

@@ -435,3 +435,12 @@ def test_advice_for_turns_says_what_a_second_gpu_gains() -> None:
     # 7 s asleep, of which 6 s until the learner had left: in the last one it waited already, so 6 s were for sampling
     assert "6 s of sampling, 4 s of learning and 3 s in which the engine slept for the swap of 3.00 GB" in text
     assert "it would take 6 s in place of 13: 2.2 times the steps" in text
+
+
+def test_a_gpu_is_a_name_or_numbers() -> None:
+    assert planning.gpu_of("h100") is planning.GPUS["h100"]
+    mine = planning.gpu_of("mine,312,80,2039")
+    assert (mine.tflops, mine.memory_gb, mine.gb_per_s) == (312, 80, 2039)
+    for said in ("h1000", "mine,312,80", "mine,312,80,fast", "mine,-1,80,2039", "mine,312,80,inf"):
+        with pytest.raises(UsageError, match="or name,TFLOP/s,GB,GB/s as mine,312,80,2039"):
+            planning.gpu_of(said)

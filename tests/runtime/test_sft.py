@@ -217,6 +217,29 @@ def test_one_process_trains_in_a_folder(tmp_path: Path, monkeypatch: pytest.Monk
         sft.resume(tmp_path)
 
 
+def test_overwrite_replaces_a_run_of_ours_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Training:
+        def __init__(self, config: sft.SFTConfig, out: Path) -> None:
+            self.out = out
+
+        def run(self, told: Any) -> Path:
+            return self.out
+
+    monkeypatch.setattr(sft, "_Training", Training)
+    settings, ours, other = sft.parse({"model": MODEL, "data": ["a.jsonl"]}), tmp_path / "ours", tmp_path / "other"
+    for folder in (ours, other):
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "old.jsonl").write_text("{}")
+    (ours / sft.SETTINGS).write_text("{}")
+    with pytest.raises(UsageError, match=r"or --overwrite$"):
+        sft.train(settings, ours)
+    sft.train(settings, ours, overwrite=True)
+    assert not (ours / "old.jsonl").exists() and (ours / sft.SETTINGS).read_text() != "{}"
+    with pytest.raises(UsageError, match=r"is not empty: give another --out$"):
+        sft.train(settings, other, overwrite=True)
+    assert (other / "old.jsonl").exists()
+
+
 def test_an_adapter_is_trained_alone(tmp_path: Path) -> None:
     train = {**config(tmp_path).train.model_dump(), "lora_rank": 4, "steps": 2}
     folder = sft.train(config(tmp_path, train=train), tmp_path / "run")
