@@ -30,7 +30,7 @@ class Telemetry:
         self, store: Recorder, jsonl_path: str | Path, process: str, *, clock: Callable[[], float] = time.time
     ) -> None:
         self._store, self._path, self._process, self._clock = store, Path(jsonl_path), process, clock
-        self._attempt = store.attempt
+        self._attempt, self._torn = store.attempt, False  # whether a disk took a part of the last line
         try:
             self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -53,8 +53,11 @@ class Telemetry:
             "attempt": self._attempt,
         }
         line |= {key: finite(value) for key, value in values.items() if key not in line}
+        data = json.dumps(line).encode() + b"\n"
         try:
-            os.write(self._fd, json.dumps(line).encode() + b"\n")
+            self._torn = os.write(self._fd, b"\n" * self._torn + data) < len(data)
+            if self._torn:
+                raise DiskFull(f"{self._path}: no space left for a whole line: free some")
         except OSError as error:
             raise DiskFull(f"{self._path}: cannot be written: {error.strerror}") from error
 

@@ -8,8 +8,10 @@ copy of the store, may also lose the rows that say which episodes it trained: th
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from agentrl.checkpoint_folders import STATE, complete, newest, of_role, step_of
 from agentrl.config import RunConfig
@@ -18,7 +20,11 @@ from agentrl.records import WeightVersion
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import Saved
+from agentrl.store.metrics import Metric
 from agentrl.store.roles import StartStore, Versions
+
+WENT_BACK = "went_back"
+"""The key of what the last return to a checkpoint cost, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +58,10 @@ def start_point(run: RunDir, store: StartStore) -> StartPoint:
     if checkpoint is not None and (known is None or known.step < step):
         store.checkpoint(step, _version(store, step), checkpoint)
     if store.stands_beyond(step):
-        store.rollback(step, ahead=buffer.groups_ahead)
+        cost = _cost(step, store.metrics("step", after=step))
+        attempt = store.rollback(step, ahead=buffer.groups_ahead)
+        if cost:
+            store.set_meta(WENT_BACK, f"{cost} (attempt {attempt})")
     version = _version(store, step)
     return StartPoint(model=checkpoint or model_dir(run.config().model), checkpoint=checkpoint, version=version)
 
@@ -65,6 +74,18 @@ def where_it_stands(start: StartPoint, run: RunDir, store: Versions) -> StartPoi
     if checkpoint is None or version is None:
         return start
     return StartPoint(model=checkpoint, checkpoint=checkpoint, version=version)
+
+
+def _cost(step: int, lost: Sequence[Metric]) -> str:
+    """What it costs to go back to a step from which these were made; nothing if none of them was finished."""
+    if not lost:
+        return ""
+    seconds, tokens = (
+        sum(float(cast("float", row.values.get(key) or 0)) for row in lost for key in keys)
+        for keys in (("busy_s", "idle_s"), ("tokens_scored",))
+    )
+    many = f"{len(lost)} step{'s' * (len(lost) > 1)}"
+    return f"went back to step {step}: {many} ({seconds:.0f} s, {tokens:.0f} tokens) are trained again"
 
 
 def _saved(checkpoint: Path) -> Saved | None:

@@ -44,6 +44,7 @@ from agentrl.runtime.policies import Publishers, file_of, urls_of
 from agentrl.runtime.publisher import MemoryParcel, NotDelivered, Parcel
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.turns import Turns
+from agentrl.runtime.with_space import once_there_is_space, with_space
 from agentrl.store import RunStore
 from agentrl.store.roles import LearnerStore
 from agentrl.telemetry import Telemetry
@@ -79,10 +80,13 @@ class _Learning:
     _write: Future[None] | None = None  # the checkpoint under way
 
     def __init__(self, run: RunDir, store: LearnerStore) -> None:
-        self._run, self._store = run, store
-        self._heartbeat = Heartbeat.of_process()
+        self._run, self._heartbeat = run, Heartbeat.of_process()
         self._heartbeat.mark_while(lambda: store.waits)
         self._as_begun = run.config()
+        self._patience = partial(
+            once_there_is_space, deadline_s=self._as_begun.train.stall_deadline_s, mark=self._heartbeat.mark
+        )
+        self._store = store = with_space(store, **self._patience.keywords)
         self._config: RunConfig = with_ranks(self._as_begun, asked.ranks(self._as_begun, store.meta))
         store.lead()
         start = start_point(run, store)
@@ -377,7 +381,9 @@ class _Learning:
             trio.run(self._league.announce, self._publisher.urls())
         self._store.confirm_version(version)
         if row:
-            self._telemetry.record("step", version.step, {**row, **sync, "version": version.version})
+            values = {**row, **sync, "version": version.version}
+            self._store.record("step", version.step, values)
+            self._patience(lambda: self._telemetry.append("step", version.step, values))
         trio.run(self._publisher.tidy)
 
     def _record_hashes(self) -> None:

@@ -39,7 +39,7 @@ from agentrl.records import EngineKey, GroupState
 from agentrl.rollout.admitter import Admitter, bounds_of
 from agentrl.rollout.pivot import Pivots
 from agentrl.runtime import asked, evaluation
-from agentrl.runtime.checkpoints import StartPoint, start_point
+from agentrl.runtime.checkpoints import WENT_BACK, StartPoint, start_point
 from agentrl.runtime.controller import Controller
 from agentrl.runtime.ending import leave_note
 from agentrl.runtime.failed_tasks import skips
@@ -48,7 +48,7 @@ from agentrl.runtime.keep_alive import live_with_parent
 from agentrl.runtime.launch import LOCAL, Launcher
 from agentrl.runtime.policies import ENGINE_URLS, objects_of
 from agentrl.runtime.processes import RunProcesses
-from agentrl.runtime.room import check_room
+from agentrl.runtime.room import check_room, watch_disk
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.scaling import Size, wanted
 from agentrl.runtime.scoring import declare
@@ -326,6 +326,7 @@ async def supervise(
         reader = RunStore.read(run.store_path, away_s=0)
         try:
             heartbeat.mark_while(lambda: store.waits)
+            known = store.meta(WENT_BACK)
             start = start_point(run, store)
             store.release_all()
             if not _gets_signals():
@@ -339,6 +340,8 @@ async def supervise(
                 nursery.start_soon(_interrupt, run.path)
                 nursery.start_soon(_stop_when_asked, run, looks)
                 nursery.start_soon(_stay_alone, still_alone)
+                nursery.start_soon(_say_what_it_cost, looks, known)
+                nursery.start_soon(watch_disk, run.path, lambda line: print(f"agentrl: {line}", file=sys.stderr))
                 nursery.start_soon(heartbeat.beat)
                 nursery.start_soon(launcher.watch)
                 try:
@@ -410,6 +413,17 @@ def check_no_loop(name: str) -> None:
     if trio.lowlevel.in_trio_run():
         hint = "give it a thread: await trio.to_thread.run_sync(...)"
         raise UsageError(f"{name} starts an event loop of trio's, and was called inside of one: {hint}")
+
+
+async def _say_what_it_cost(looks: Looks[ReadStore], known: str | None) -> None:
+    """Whenever the run goes back to a checkpoint: its own start, or a learner's that was started again."""
+    while True:
+        with suppress(StoreError):
+            found = await looks(lambda store: store.meta(WENT_BACK))
+            if found and found != known:
+                print(f"agentrl: {found}", file=sys.stderr)
+            known = found
+        await trio.sleep(_ASKED_S)
 
 
 async def _stay_alone(check: Callable[[], None]) -> None:

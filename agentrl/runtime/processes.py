@@ -37,6 +37,7 @@ from agentrl.runtime.heartbeat import Pulse
 from agentrl.runtime.launch import LOCAL, Launcher
 from agentrl.runtime.models import given_model_dir
 from agentrl.runtime.policies import ENGINE_URLS, ROLE_URLS
+from agentrl.runtime.room import full
 from agentrl.runtime.rundir import RunDir
 from agentrl.runtime.scaling import WORKERS, Kind, NoRoom, Scaler, Size
 from agentrl.runtime.supervise import Child, RestartBudget
@@ -361,8 +362,9 @@ class RunProcesses:
 
     @property
     def troubles(self) -> list[str]:
-        """Why engines could not be given the current weights."""
-        return [watch.trouble for watch in self._watches.values() if watch.trouble]
+        """Why engines could not be given the current weights, and whether the disk is full."""
+        found = [watch.trouble for watch in self._watches.values() if watch.trouble]
+        return [*found, *filter(None, [full(self.run.path)])]
 
     # --- one child
 

@@ -11,14 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import trio
 
 from agentrl.config import RunConfig, parse
 from agentrl.errors import ConfigError, StoreError, UsageError
 from agentrl.owner import label
 from agentrl.records import GroupState, StopReason, Task
-from agentrl.runtime.checkpoints import start_point
+from agentrl.runtime.checkpoints import WENT_BACK, start_point
+from agentrl.runtime.pipeline import _say_what_it_cost  # pyright: ignore[reportPrivateUsage]
 from agentrl.runtime.rundir import RunDir
 from agentrl.store import RunStore
+from agentrl.store.looks import Looks
+from agentrl.store.roles import ReadStore
 from agentrl.testing.sandbox.case import host_processes
 
 CONFIG: RunConfig = parse({"model": "m", "env": {"id": "e"}})
@@ -239,6 +243,34 @@ def test_law_2_a_kill_between_a_checkpoints_rename_and_its_record_trains_nothing
         assert store.group(before).state is GroupState.TRAINED
         assert store.group(after).state is GroupState.SCORED, "its step is not in the checkpoint: it is trained again"
         assert store.current_version() == start.version
+
+
+async def test_a_return_to_a_checkpoint_says_what_it_costs(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir.create(tmp_path / "run", CONFIG.model_copy(update={"model": str(model)}))
+    with RunStore.open(run.store_path) as store:
+        start_point(run, store)
+        for step in (1, 2, 3):
+            trained_group(store, step)
+            store.confirm_version(store.mint_version(step))
+            store.record("step", step, {"busy_s": 10.0 * step, "idle_s": 0.5, "tokens_scored": 100 * step})
+        checkpoint(run, 1)
+        start_point(run, store)
+        told = store.meta(WENT_BACK)
+        assert told == "went back to step 1: 2 steps (51 s, 500 tokens) are trained again (attempt 2)"
+        start_point(run, store)
+        assert store.meta(WENT_BACK) == told, "nothing was lost this time"
+    with RunStore.read(run.store_path, away_s=0) as reader:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_say_what_it_cost, Looks[ReadStore](reader), None)
+            said = ""
+            with trio.fail_after(60):
+                while not said:
+                    await trio.sleep(0.01)
+                    said = capsys.readouterr().err
+            nursery.cancel_scope.cancel()
+    assert said == f"agentrl: {told}\n"
 
 
 def test_a_start_that_undoes_nothing_leaves_the_lineage_alone(tmp_path: Path, model: Path) -> None:
