@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -37,13 +38,14 @@ from agentrl.rollout.rendering import rendered
 from agentrl.rollout.saving import prepare
 from agentrl.runtime import evaluation
 from agentrl.runtime.defaults import Machine
+from agentrl.runtime.failed_tasks import skips
 from agentrl.runtime.models import model_dir, renderer_of
 from agentrl.runtime.sources import source_tasks
 from agentrl.sandbox import sharing
 
 _TASKS: Final = 3  # of a source that are tried: one that is broken does not speak for the others
-_TASK_S: Final = 10.0  # of each: one that takes longer is not checked
-_DEADLINE_S: Final = 60.0  # of the whole: then the run starts without it
+_TASK_S: Final = 30.0  # of each, at most: one that takes longer is not checked
+_DEADLINE_S: Final = 120.0  # of the whole: then the run starts without it
 _WORKER_MB: Final = 90  # resident memory of a worker with the tiny model's tokenizer, before it imports an environment
 _EPISODE_MB: Final = 0.25  # and of a running episode: its texts, tokens and tasks of trio
 
@@ -72,14 +74,15 @@ def check_limits(config: RunConfig) -> None:
             raise ConfigError(f"rollout.{name}", value, hint + str(max(1, int(free_mb / each_mb))))
 
 
-def check_tasks(config: RunConfig) -> None:
-    """Reset tasks of each source in a process of its own, and warn on stderr. Raises UsageError for what would fail
-    everywhere. On a cluster nothing is checked: its nodes may have what this machine lacks."""
+def check_tasks(config: RunConfig, *, task_s: float = _TASK_S, deadline_s: float = _DEADLINE_S) -> None:
+    """Reset tasks of each source in a process of its own, within `task_s` seconds each and `deadline_s` in all, and
+    warn on stderr. Raises UsageError for what would fail everywhere. On a cluster nothing is checked: its nodes may
+    have what this machine lacks."""
     if config.cluster.on_ray:
         return
     path = os.pathsep.join(entry for entry in sys.path if entry)
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__],
+        [sys.executable, "-m", __name__, str(min(task_s, config.rollout.step_deadline_s))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -88,9 +91,9 @@ def check_tasks(config: RunConfig) -> None:
         process_group=0,
     )
     try:
-        said, trouble = process.communicate(configuration.to_json(config), timeout=_DEADLINE_S)
+        said, trouble = process.communicate(configuration.to_json(config), timeout=deadline_s)
     except subprocess.TimeoutExpired:
-        _warn(f"no task could be reset within {_DEADLINE_S:g} s: the run starts without this check")
+        _warn(f"no task could be reset within {deadline_s:g} s: the run starts without this check")
         return
     finally:
         with suppress(ProcessLookupError):
@@ -153,25 +156,25 @@ def _memory_mb() -> float:
 # --- in the process
 
 
-def main() -> None:
+def main(task_s: float) -> None:
     """Read a configuration; write a line for each finding."""
     answers_to = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an environment prints is no finding
     config = configuration.from_json(sys.stdin.read())
     renderer = renderer_of(config)
-    for kind, text in trio.run(_findings, config, renderer, clock=HostClock()):
+    for kind, text in trio.run(_findings, config, renderer, task_s, clock=HostClock()):
         answers_to.write(f"{kind} {' '.join(text.split())}\n")
     answers_to.flush()
     os._exit(0)  # threads of an environment may hang
 
 
-async def _findings(config: RunConfig, renderer: Renderer) -> list[tuple[str, str]]:
+async def _findings(config: RunConfig, renderer: Renderer, task_s: float) -> list[tuple[str, str]]:
     sharing.configure(config.sandbox.arguments())
     found: list[tuple[str, str]] = []
     for source in config.rewards:
         if source.measure == "tests":
             try:
-                with trio.move_on_after(_TASK_S):
+                with trio.move_on_after(task_s):
                     await BoxTests(source, _no_artifacts).check()
             except AgentRLError as error:
                 found.append(("error", f"reward source {source.source!r}: {error}"))
@@ -179,13 +182,13 @@ async def _findings(config: RunConfig, renderer: Renderer) -> list[tuple[str, st
         failures: list[str] = []
         for task in tasks:
             try:
-                with trio.move_on_after(_TASK_S) as scope:
+                with trio.move_on_after(task_s) as scope:
                     await _played(config, renderer, task)
             except AgentRLError as error:
                 failures.append(one_line(error) if isinstance(error, InfrastructureError) else str(error))
                 continue
             if scope.cancelled_caught:
-                found.append(("warning", f"{task.env}, seed {task.seed}, was not reset within {_TASK_S:g} s"))
+                found.append(("warning", f"{task.env}, seed {task.seed}, was not reset within {task_s:g} s"))
             break
         found += [("error" if len(failures) == len(tasks) else "warning", text) for text in failures]
     return found
@@ -196,19 +199,22 @@ async def _no_artifacts(_: str) -> None:
 
 
 def _sources(config: RunConfig) -> Iterator[list[Task]]:
-    seen: list[Task] = []
+    """The first tasks of each source that the run does not skip; seeds of one environment are one source."""
+    skipped = config.rollout.skip_tasks
+    training = source_tasks(config, _TASKS + len(skipped))
+    left = [[task for task in tasks if not skips(task, skipped)][:_TASKS] for tasks in training]
     held_out = [evaluation.tasks_of(config, each, min(each.n, _TASKS)) for each in config.eval.sets]
-    for tasks in (*source_tasks(config, _TASKS), *held_out):
-        if not any(
-            (one.env, one.kwargs, one.options) == (tasks[0].env, tasks[0].kwargs, tasks[0].options) for one in seen
-        ):
-            seen.append(tasks[0])
+    seen: list[Task] = []
+    for tasks in filter(None, (*left, *held_out)):
+        first = replace(tasks[0], index=0, seed=0)
+        if first not in seen:
+            seen.append(first)
             yield tasks
 
 
 async def _played(config: RunConfig, renderer: Renderer, task: Task) -> None:
     """Reset a task, render it; one answer is judged if the environment is of rows."""
-    guard = Guard(task.env, _DEADLINE_S)
+    guard = Guard(task.env, _DEADLINE_S)  # the caller's deadline comes first
     env: AsyncEnv = await guard("make", partial(_called, partial(_made, task)))
     try:
         prepare(env, config.rollout)
@@ -235,4 +241,4 @@ async def _called(function: Callable[[], Any]) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    main(float(sys.argv[1]))

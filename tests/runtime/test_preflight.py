@@ -11,9 +11,10 @@ import pytest
 
 from agentrl.config import parse
 from agentrl.errors import ConfigError, UsageError
-from agentrl.records import Message, Trajectory
+from agentrl.records import Message, Task, Trajectory
 from agentrl.runtime import preflight
 from agentrl.runtime.defaults import Machine
+from agentrl.runtime.failed_tasks import task_id
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.preflight import check_limits, check_tasks
 from agentrl.runtime.trainer import check_startable
@@ -124,6 +125,16 @@ def test_a_task_that_is_broken_is_named_and_the_others_are_enough(capsys: pytest
     assert len(lines) == 2 and all("no such table" in line and line.startswith("agentrl: warning: ") for line in lines)
 
 
+def test_tasks_that_the_run_skips_are_not_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    env: dict[str, Any] = {"id": f"{HERE}:Broken", "kwargs": {"broken": [0, 1, 2, 3]}}
+    with pytest.raises(UsageError, match="no such table"):
+        check_tasks(config(env=env))
+    capsys.readouterr()
+    skipped = [task_id(Task(index=0, env=env["id"], seed=seed, kwargs=env["kwargs"])) for seed in range(4)]
+    check_tasks(config(env=env, rollout={"skip_tasks": skipped}))
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("row", "kwargs", "said"),
     [
@@ -205,13 +216,10 @@ def test_rewarders_that_cannot_be_called_with_an_episode_are_refused() -> None:
         check_limits(config(env={"id": f"{HERE}:Vowels", "reward": f"{HERE}:{name}"}))
 
 
-def test_a_reset_that_never_ends_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    check_tasks(config(env="tests.runtime.envs:Hanging"))
-    assert "seed 0, was not reset within 10 s" in capsys.readouterr().err
-    monkeypatch.setattr(preflight, "_DEADLINE_S", 0.01)
-    check_tasks(config())
+def test_a_reset_that_never_ends_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    check_tasks(config(env="tests.runtime.envs:Hanging"), task_s=1.0)
+    assert "seed 0, was not reset within 1 s" in capsys.readouterr().err
+    check_tasks(config(), deadline_s=0.01)
     assert "no task could be reset within 0.01 s: the run starts without this check" in capsys.readouterr().err
 
 

@@ -439,6 +439,6 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
 
 def test_a_run_that_stands_still_fails_by_its_deadline(tmp_path: Path) -> None:
     stuck = {**SMALL, "rollout": {**SMALL["rollout"], "workers": 1}, "train": {"steps": 1, "stall_deadline_s": 1.0}}
-    stuck["rollout"]["step_deadline_s"] = 100.0
+    stuck["rollout"]["step_deadline_s"] = 10.0
     with pytest.raises(RunFailed, match=r"no turn, score or step for 1 s"):
         Trainer(env=f"{ENVS}:Hanging", config=stuck, out=tmp_path / "run").train()
