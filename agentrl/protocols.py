@@ -37,6 +37,9 @@ class AsyncEnv(Protocol):
     `areset`/`astep` follow gymnasium's five-tuple; observations are the messages to append. Both may raise
     `InfrastructureError`; any other exception becomes `EnvError` at the rollout's boundary."""
 
+    template_format: str
+    """Set by the driver before the reset: the dialect in which the model's chat template writes tool calls."""
+
     action_cut: bool
     """Set by the driver before each step: whether the action was cut (`Turn.finish` is "length") before the policy
     ended it."""

@@ -1,7 +1,9 @@
-"""Ids to entry points: environments, tools, sandbox backends, models, per-token columns, algorithms, orders of groups.
+"""Ids to entry points: environments, tools, sandbox backends, models, per-token columns, algorithms, orders of groups,
+dialects of tool calls.
 
 A package offers things under the entry-point groups `agentrl.environments`, `agentrl.tools`, `agentrl.sandboxes`,
-`agentrl.models`, `agentrl.columns`, `agentrl.algorithms`, `agentrl.orders`; a program may also `register` at run time.
+`agentrl.models`, `agentrl.columns`, `agentrl.algorithms`, `agentrl.orders`,
+`agentrl.tool_formats`; a program may also `register` at run time.
 Nothing is imported before its first use.
 """
 
@@ -19,7 +21,7 @@ from typing import Any, Literal, cast
 
 from agentrl.errors import UnknownIdError, UsageError, boundary
 
-Kind = Literal["environments", "tools", "sandboxes", "models", "columns", "algorithms", "orders"]
+Kind = Literal["environments", "tools", "sandboxes", "models", "columns", "algorithms", "orders", "tool_formats"]
 Target = str | Callable[..., Any]
 
 _registered: dict[tuple[Kind, str], Target] = {

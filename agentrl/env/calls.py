@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from agentrl.env.limits import Fault
-from agentrl.env.tool_calls import Malformed, ToolCall
+from agentrl.env.tool_calls import Malformed, ToolCall, own_id
 from agentrl.env.tools import clean_text, cut
 from agentrl.errors import ParseError, PolicyFault, StructuralParseError, ToolArgumentError, ToolTimeout
 from agentrl.protocols import ToolResult
@@ -57,14 +57,14 @@ _KINDS: Final[Mapping[type[PolicyFault], str]] = {
 
 
 def tool_messages(results: Sequence[CallResult], before: int) -> Messages:
-    """One tool message per call. Ids count the episode's calls, of which there were `before`, and have the nine
-    characters that Mistral wants."""
+    """One tool message per call, with the id that the model gave its call. Other ids count the episode's calls, of
+    which there were `before`, and have the nine characters that Mistral wants."""
     return tuple(
         Message(
             role="tool",
             content=result.result.content,
             name=clean_text(result.name)[:100] or "unknown",
-            tool_call_id=f"call{before + index:05d}",
+            tool_call_id=own_id(result.call) or f"call{before + index:05d}",
         )
         for index, result in enumerate(results)
     )

@@ -23,7 +23,7 @@ import trio
 
 from agentrl.env import answers
 from agentrl.env.core import as_async
-from agentrl.env.dialects import get_format
+from agentrl.env.dialects import format_of
 from agentrl.env.sampling import sample_action
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json, Messages, StopReason
@@ -97,7 +97,7 @@ class Player:
     def __init__(self, subject: Subject, env: AsyncEnv, seed: int) -> None:
         self._subject, self._env, self._seed = subject, env, seed
         self._rng = np.random.default_rng(seed)
-        self._form = get_format(str(getattr(env, "tool_format", "hermes")))
+        self._form = format_of(env)
         self.played = Played()
 
     async def start(self) -> None:
@@ -240,7 +240,7 @@ def place_of(make: Callable[[], gymnasium.Env[Any, Any]], flaw: Flaw) -> str:
 def _tools_called(env: Any, action: str) -> Iterator[Callable[..., Any]]:
     """The functions behind the calls of an action, in order."""
     tools = cast("Mapping[str, Any]", getattr(env, "_tools", {}))
-    calls = get_format(env.tool_format).parse(action).calls if tools and action else ()
+    calls = format_of(env).parse(action).calls if tools and action else ()
     for call in calls:
         if (tool := tools.get(call.name)) is not None:
             yield getattr(tool, "_function", None) or tool.call

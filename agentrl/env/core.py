@@ -73,6 +73,13 @@ class Env(gymnasium.Env[Messages, str]):
     needs_step_by: str = ""
     """The setting that decides `needs_step_s`, if one does."""
 
+    tool_format: str | None = None
+    """The dialect in which the policy is to write tool calls, see `agentrl.env.dialects`; None: that of the model's
+    chat template."""
+
+    template_format: str = "hermes"
+    """The dialect of the model's chat template; the driver sets it before the reset."""
+
     action_cut: bool = False
     """Whether the action that comes was cut before the policy ended it: at the tokens or seconds of a turn, or at the
     end of its context. The driver sets it before each step."""
@@ -226,10 +233,12 @@ class _Wrapped(Env):
         self._env = env
         self._inner = env.unwrapped if isinstance(env.unwrapped, Env) else None
         self.replayable = bool(getattr(env.unwrapped, "replayable", False))
-        self.tool_format = str(getattr(env.unwrapped, "tool_format", "hermes"))
+        self.tool_format = getattr(env.unwrapped, "tool_format", None)
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
         super().reset(seed=seed)
+        if self._inner is not None:
+            self._inner.template_format = self.template_format
         observation, info = self._env.reset(seed=seed, options=None if options is None else dict(options))
         return as_messages(observation), info
 

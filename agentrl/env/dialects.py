@@ -1,105 +1,49 @@
-"""The dialects in which models write tool calls: `hermes`, `llama`, `mistral`, `harmony`, `json`, `react`.
-
-A dialect is total: any text gives a `Parsed`, never an exception, and every call that was begun comes back in order,
-well-formed or `Malformed`. It reads a call's JSON where it begins and goes on where it ends, so that a tag within a
-string is content. A broken call may be read again from within: after `MAX_BROKEN` of them the rest is one, so that any
-text is read in linear time.
+"""The dialects in which models write tool calls, by name. The first six are here: `hermes`, `llama`, `mistral`,
+`harmony`, `json`, `react`; the others in `agentrl.env.tagged_dialects`. A package offers more under the entry point
+`agentrl.tool_formats`.
 """
 
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final, cast
+from dataclasses import replace
+from typing import Any, Final, cast
 
+from agentrl import registry
+from agentrl.env.tagged_dialects import TAGGED
 from agentrl.env.tool_calls import Malformed, Parsed, ToolCall, call_of, decode_json, dump, named_call, skip_space
-from agentrl.errors import ContentParseError, ParseError, StructuralParseError, UnknownIdError
+from agentrl.env.tool_format import (
+    MAX_BROKEN,
+    Span,
+    ToolFormat,
+    as_user,
+    call_at,
+    listed,
+    next_match,
+    object_of,
+)
+from agentrl.errors import ContentParseError, ParseError, StructuralParseError, UnknownIdError, UsageError
 from agentrl.records import Json, Message, Messages
 
-MAX_BROKEN: Final = 64
-"""So many broken calls of a text are read one by one."""
+__all__ = ["DEFAULT", "FALLBACK", "FORMATS", "MAX_BROKEN", "ToolFormat", "format_of", "get_format", "spoken_by"]
 
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A call and the part of the text, `begin` to `end`, that it takes up."""
-
-    begin: int
-    end: int
-    call: ToolCall | Malformed
-
-
-class ToolFormat(ABC):
-    """A dialect. `parse` and `write` are inverse: `parse(write(a, b)).calls == (a, b)`.
-
-    A chat template teaches the model the `native` ones. The others bring `instructions` of their own, and their results
-    come back as user messages."""
-
-    name: ClassVar[str]
-    native: ClassVar[bool] = True
-
-    def parse(self, text: str) -> Parsed:
-        start = self._end_of_thoughts(text)
-        outside, calls, at = [text[:start]], list[ToolCall | Malformed](), start
-        for span in self._spans(text, start):
-            outside.append(text[at : span.begin])
-            calls.append(span.call)
-            at = span.end
-        outside.append(text[at:])
-        return Parsed("".join(outside), tuple(calls))
-
-    def _spans(self, text: str, start: int) -> Iterator[Span]:
-        broken = 0
-        for span in self.spans(text, start):
-            broken += isinstance(span.call, Malformed)
-            if broken > MAX_BROKEN:
-                error = StructuralParseError(f"{MAX_BROKEN} tool calls before it are broken: the rest is not read")
-                yield Span(span.begin, len(text), Malformed(error, text[span.begin :]))
-                return
-            yield span
-
-    @abstractmethod
-    def spans(self, text: str, start: int) -> Iterator[Span]:
-        """The calls from `start` on, in order and without overlap."""
-
-    @abstractmethod
-    def write(self, *calls: ToolCall) -> str:
-        """The calls of one turn."""
-
-    def instructions(self, schemas: Sequence[Mapping[str, Json]]) -> str:
-        """The text that the system message must teach the model; empty for native dialects."""
-        return ""
-
-    def answer(self, messages: Messages) -> Messages:
-        """Tool messages in the roles that this dialect's models know."""
-        return messages
-
-    def _end_of_thoughts(self, text: str) -> int:
-        """Where the reasoning `<think>…</think>` at the head of `text` ends: calls drafted in it are not meant.
-
-        A chat template may have opened the block, so that only its end is in `text`; an end that lies within a
-        well-formed call is an argument's content and ends nothing."""
-        end = text.find("</think>")
-        if text.lstrip().startswith("<think>"):
-            return len(text) if end < 0 else end + len("</think>")
-        if end < 0 or any(
-            span.begin < end < span.end and isinstance(span.call, ToolCall) for span in self._spans(text, 0)
-        ):
-            return 0
-        return end + len("</think>")
+DEFAULT: Final = "hermes"
+"""What is spoken where no chat template says otherwise."""
+FALLBACK: Final = "json"
+"""What is spoken with a model whose chat template knows no tool calls."""
 
 
 class Hermes(ToolFormat):
     """Hermes and Qwen: `<tool_call>\\n{"name": …, "arguments": {…}}\\n</tool_call>`, any number of them."""
 
     name = "hermes"
+    markers = ("<tool_call>",)
     _open: Final = "<tool_call>"
     _close: Final = "</tool_call>"
 
     def write(self, *calls: ToolCall) -> str:
-        return "\n".join(f"{self._open}\n{_object(call, 'arguments')}\n{self._close}" for call in calls)
+        return "\n".join(f"{self._open}\n{object_of(call, 'arguments')}\n{self._close}" for call in calls)
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
         while (begin := text.find(self._open, start)) >= 0:
@@ -136,22 +80,25 @@ class Llama(ToolFormat):
 
     name = "llama"
     _tag: Final = "<|python_tag|>"
+    _lead: Final = re.compile(r"\s*+(?:<\|python_start\|>)?+\s*+(?:<\|python_end\|>)?+\s*+")
 
     def write(self, *calls: ToolCall) -> str:
-        return "; ".join(_object(call, "parameters") for call in calls)
+        return "; ".join(object_of(call, "parameters") for call in calls)
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
-        begin = at = skip_space(text, start)
+        begin = skip_space(text, start)
+        lead = self._lead.match(text, begin)
+        at = lead.end() if lead else begin
         if not text.startswith("{", at):
             begin = text.find(self._tag, start)
             if begin < 0:
                 return
             at = skip_space(text, begin + len(self._tag))
         while True:
-            call, end = _call_at(text, at, re.compile(r";\s*(?=\{)"))
+            call, end = call_at(text, at, re.compile(r";\s*(?=\{)"))
             yield Span(begin, end, call)
             begin = end
-            separator = re.compile(r"\s*;\s*(?=\{)").match(text, end)
+            separator = re.compile(r"\s*+(?:;\s*+(?=\{)|(?=\{\"name\"))").match(text, end)  # Llama 4 writes none
             if separator is None:
                 return
             at = separator.end()
@@ -161,11 +108,13 @@ class Mistral(ToolFormat):
     """Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or in the newer ones `[TOOL_CALLS]name[ARGS]{…}`."""
 
     name = "mistral"
+    markers = ("[TOOL_CALLS]",)
+    thoughts = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
     _tag: Final = "[TOOL_CALLS]"
     _named: Final = re.compile(r"([\w.-]++)\s*+(?:\[CALL_ID\]\s*+\w++\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
 
     def write(self, *calls: ToolCall) -> str:
-        return self._tag + "[" + ", ".join(_object(call, "arguments") for call in calls) + "]"
+        return self._tag + "[" + ", ".join(object_of(call, "arguments") for call in calls) + "]"
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
         while (begin := text.find(self._tag, start)) >= 0:
@@ -185,12 +134,12 @@ class Mistral(ToolFormat):
         stop = re.compile(re.escape(self._tag))
         head = self._named.match(text, at)
         if head is None:
-            call, end = _call_at(text, at, stop)
+            call, end = call_at(text, at, stop)
             return Span(begin, end, call)
         try:
             value, end = decode_json(text, head.end())
         except StructuralParseError as error:
-            end = _next(text, head.end(), stop)
+            end = next_match(text, head.end(), stop)
             return Span(begin, end, Malformed(error, text[at:end].strip(), head[1]))
         return Span(begin, end, named_call(head[1], value, text[at:end]))
 
@@ -200,7 +149,7 @@ class Mistral(ToolFormat):
         if text.startswith("]", at):
             yield at + 1, Malformed(StructuralParseError("the list of tool calls is empty"), "[]")
         while not text.startswith("]", at):
-            call, end = _call_at(text, at, re.compile(r",\s*(?=\{\s*\"name\")|" + re.escape(self._tag)))
+            call, end = call_at(text, at, re.compile(r",\s*(?=\{\s*\"name\")|" + re.escape(self._tag)))
             after = skip_space(text, end)
             if text.startswith("]", after):
                 yield after + 1, call
@@ -224,6 +173,8 @@ class Harmony(ToolFormat):
     _recipient: Final = re.compile(r"\bto=([^\s<]+)")
     _end: Final = re.compile(r"<\|(?:call|end|return|start|channel)\|>")
     _more: Final = re.compile(r"\S")
+    _analysis: Final = re.compile(r"(?:<\|start\|>assistant)?<\|channel\|>analysis[^<]*+<\|message\|>")
+    _frame: Final = re.compile(r"<\|start\|>assistant|<\|channel\|>\w*+[^<]*+<\|message\|>|<\|(?:end|return)\|>")
 
     def write(self, *calls: ToolCall) -> str:
         heads = (f"<|channel|>commentary to=functions.{call.name} <|constrain|>json{self._message}" for call in calls)
@@ -236,7 +187,7 @@ class Harmony(ToolFormat):
             recipient = self._recipient.search(text, begin, message)
             start = message + len(self._message)
             if recipient is None:
-                start = _next(text, start, self._end)
+                start = next_match(text, start, self._end)
                 continue
             name = recipient[1].removeprefix("functions.")
             at = skip_space(text, start)
@@ -244,18 +195,31 @@ class Harmony(ToolFormat):
                 value, end = decode_json(text, at)
                 call = named_call(name, value, text[at:end])
             except StructuralParseError as error:
-                end = _next(text, at, self._end)
+                end = next_match(text, at, self._end)
                 call = Malformed(error, text[at:end].strip(), name)
             closed = re.compile(r"\s*<\|(?:call|end|return)\|>").match(text, end)
             start = closed.end() if closed else end
             if not isinstance(call, Malformed) and not closed and self._more.search(text, end):
-                start = _next(text, end, self._end)
+                start = next_match(text, end, self._end)
                 error = StructuralParseError("the tool call holds more than one JSON object")
                 call = Malformed(error, text[at:start], name)
             yield Span(begin, start, call)
 
-    def _end_of_thoughts(self, text: str) -> int:
-        return 0  # thoughts are a channel of their own
+    def parse(self, text: str, schemas: Sequence[Mapping[str, Json]] = ()) -> Parsed:
+        """Thoughts are a channel of their own, before, between and after the words."""
+        parsed, thoughts, words, at = super().parse(text, schemas), list[str](), list[str](), 0
+        for head in self._analysis.finditer(parsed.text):
+            if head.start() >= at:
+                end = next_match(parsed.text, head.end(), self._end)
+                words.append(parsed.text[at : head.start()])
+                thoughts.append(parsed.text[head.end() : end])
+                at = end
+        return replace(
+            parsed, text=self._frame.sub("", "".join([*words, parsed.text[at:]])), thoughts="\n".join(thoughts)
+        )
+
+    def _thoughts(self, text: str) -> tuple[int, str]:
+        return 0, ""
 
 
 class PlainJson(ToolFormat):
@@ -267,7 +231,7 @@ class PlainJson(ToolFormat):
     _line: Final = re.compile(r"^[ \t]*(?:```[a-z_]*[ \t]*\n\s*)?(?=[{\[])", re.MULTILINE)
 
     def write(self, *calls: ToolCall) -> str:
-        return "\n".join(_object(call, "arguments") for call in calls)
+        return "\n".join(object_of(call, "arguments") for call in calls)
 
     def spans(self, text: str, start: int) -> Iterator[Span]:
         left = MAX_BROKEN * len(text)  # characters that may be read in vain; a line costs some, however early it breaks
@@ -294,11 +258,8 @@ class PlainJson(ToolFormat):
     def instructions(self, schemas: Sequence[Mapping[str, Json]]) -> str:
         return (
             'To call a tool, write one JSON object on a line of its own: {"name": "TOOL", "arguments": {…}}\n'
-            f"Tools:\n{_listed(schemas)}"
+            f"Tools:\n{listed(schemas)}"
         )
-
-    def answer(self, messages: Messages) -> Messages:
-        return _as_user(f"Result of {message.get('name', 'the call')}: {message['content']}" for message in messages)
 
 
 class ReAct(ToolFormat):
@@ -334,7 +295,7 @@ class ReAct(ToolFormat):
         try:
             value, end = decode_json(text, given.end())
         except StructuralParseError as error:
-            end = _next(text, given.end(), re.compile(r"^[ \t]*(?:Action|Observation):", re.MULTILINE))
+            end = next_match(text, given.end(), re.compile(r"^[ \t]*(?:Action|Observation):", re.MULTILINE))
             return Malformed(error, text[given.end() : end].strip(), name), end
         return named_call(name, value, text[given.end() : end], key="Action Input"), end
 
@@ -342,49 +303,52 @@ class ReAct(ToolFormat):
         return (
             "Think, then act, in this form, and stop after the input; the observation will be given to you.\n"
             "Thought: what to do next\nAction: TOOL\nAction Input: {…}\n"
-            f"Tools:\n{_listed(schemas)}"
+            f"Tools:\n{listed(schemas)}"
         )
 
-    def answer(self, messages: Messages) -> Messages:
-        return _as_user(f"Observation: {message['content']}" for message in messages)
+    def answer_as_user(self, messages: Sequence[Message]) -> Messages:
+        return as_user(f"Observation: {message['content']}" for message in messages)
 
 
 FORMATS: Final[Mapping[str, ToolFormat]] = {
-    form.name: form for form in (Hermes(), Llama(), Mistral(), Harmony(), PlainJson(), ReAct())
+    form.name: form for form in (Hermes(), Llama(), Mistral(), Harmony(), *TAGGED, PlainJson(), ReAct())
 }
 
 
 def get_format(name: str) -> ToolFormat:
-    """The dialect called `name`. Raises UnknownIdError."""
-    if name not in FORMATS:
-        raise UnknownIdError(f"no tool-call format {name!r}; known: {', '.join(FORMATS)}")
-    return FORMATS[name]
+    """The dialect called `name`: ours, a package's, or that behind a reference `module:attribute`. Raises
+    UnknownIdError."""
+    if name in FORMATS:
+        return FORMATS[name]
+    if name not in registry.ids("tool_formats") and ":" not in name:
+        known = [*FORMATS, *registry.ids("tool_formats")]
+        raise UnknownIdError(f"no tool-call format {name!r}; known: {', '.join(known)}")
+    made = registry.resolve("tool_formats", name)()
+    if not isinstance(made, ToolFormat):
+        raise UsageError(f"tool format {name!r} makes a {type(made).__name__}: give a class of ToolFormat")
+    return made
 
 
-def _call_at(text: str, at: int, resync: re.Pattern[str]) -> tuple[ToolCall | Malformed, int]:
-    """The call whose JSON object begins at `at`, and where it ends; a broken one ends before `resync` matches."""
-    try:
-        value, end = decode_json(text, at)
-    except StructuralParseError as error:
-        end = _next(text, at + 1, resync)
-        return Malformed(error, text[at:end].strip()), end
-    key = "parameters" if isinstance(value, dict) and "parameters" in value else "arguments"
-    return call_of(value, text[at:end], key=key), end
+def format_of(env: Any) -> ToolFormat:
+    """The dialect that an environment speaks: its own, or that of the model's chat template, which its driver told it.
+    Raises UsageError if neither is known."""
+    name = getattr(env, "tool_format", None) or getattr(env, "template_format", DEFAULT)
+    if not name:
+        hint = f"give the environment a tool_format: {', '.join(FORMATS)}, or one of your own"
+        raise UsageError(f"the model's chat template writes tool calls in a dialect that is not known here: {hint}")
+    return get_format(name)
 
 
-def _next(text: str, at: int, pattern: re.Pattern[str]) -> int:
-    found = pattern.search(text, at)
-    return found.start() if found else len(text)
-
-
-def _object(call: ToolCall, key: str) -> str:
-    return dump({"name": call.name, key: dict(call.arguments)})
-
-
-def _listed(schemas: Sequence[Mapping[str, Json]]) -> str:
-    return "\n".join(dump(dict(schema)) for schema in schemas)
-
-
-def _as_user(lines: Iterator[str]) -> Messages:
-    text = "\n".join(lines)
-    return (Message(role="user", content=text),) if text else ()
+def spoken_by(written: str, source: str, call: ToolCall, schema: Mapping[str, Json]) -> str | None:
+    """The dialect of a chat template with this `source` that has `written` so for a `call`: the one that reads it back.
+    For a template that writes no calls, the one whose marks are in its source, else `json`. None if no dialect reads
+    what it wrote."""
+    if written:
+        forms = [*FORMATS.values(), *(get_format(name) for name in registry.ids("tool_formats"))]
+        # a template may open the next turn in any case, with a mark of thoughts
+        texts = {form.name: written.rpartition(form.thoughts[0][0])[0] for form in forms}
+        read = [(form, form.parse(text, [schema])) for form in forms for text in (written, texts[form.name])]
+        fitting = [(len(parsed.text), form.name) for form, parsed in read if parsed.calls == (call,)]
+        return min(fitting, key=lambda one: one[0])[1] if fitting else None  # its tags are part of no word
+    named = (form.name for form in FORMATS.values() if any(marker in source for marker in form.markers))
+    return next(named, FALLBACK)

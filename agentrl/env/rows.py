@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 from agentrl.env.core import Env, ResetResult, StepResult
 from agentrl.env.datasets import read_rows
 from agentrl.env.limits import finite, positive_seconds
+from agentrl.env.messages import plain_messages
 from agentrl.env.reward_functions import Answer, RewardFunction
 from agentrl.env.reward_process import Hangs, RewardProcesses
 from agentrl.errors import EnvError, UsageError, boundary
@@ -109,7 +110,10 @@ class RowsEnv(Env):
     def _messages(self, row: Mapping[str, Any]) -> Messages:
         column = row.get(self._column)
         if isinstance(column, list):
-            asked = list(cast("list[Message]", column))
+            try:
+                asked = list(plain_messages(cast("list[Mapping[str, Any]]", column)))
+            except (TypeError, AttributeError) as error:
+                raise UsageError(f"the row's column {self._prompt!r} holds no chat messages: {error}") from error
         else:
             try:
                 asked = [Message(role="user", content=self._prompt.format_map(row))]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, cast
 
 from agentrl.env.spaces import is_unicode
@@ -22,10 +23,12 @@ MAX_DEPTH: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A well-formed call. `arguments` is JSON-safe; whether they fit the tool is not known yet."""
+    """A well-formed call. `arguments` is JSON-safe; whether they fit the tool is not known yet. `id` is the model's
+    own, in the dialects that have one."""
 
     name: str
     arguments: Mapping[str, Json]
+    id: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +42,16 @@ class Malformed:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """`text` is what stands outside of the calls, thoughts included."""
+    """`text` is what stands outside of calls and thoughts; `thoughts` is the reasoning in front of them."""
 
     text: str
     calls: tuple[ToolCall | Malformed, ...]
+    thoughts: str = ""
+
+
+def own_id(call: ToolCall | Malformed) -> str:
+    """The id that the model gave a call; nothing for one that is no id."""
+    return call.id if isinstance(call, ToolCall) and _ID.fullmatch(call.id) else ""
 
 
 def decode_json(text: str, at: int) -> tuple[Any, int]:
@@ -113,6 +122,7 @@ def _finite(number: str) -> float:
     return value
 
 
+_ID: Final = re.compile(r"[\w.:-]{1,64}")
 _BEGINS: Final = frozenset('{["-0123456789tfnNI')
 _DECODER: Final = json.JSONDecoder(strict=False, parse_constant=_refuse, parse_float=_finite)
 

@@ -20,7 +20,7 @@ from agentrl.clock import policy_seconds_left, policy_time, watch
 from agentrl.env import bridge
 from agentrl.env.calls import CallResult, failed, said, tool_messages
 from agentrl.env.core import CLOSE_DEADLINE_S, Info, ResetResult, StepResult
-from agentrl.env.dialects import get_format
+from agentrl.env.dialects import ToolFormat, format_of, get_format
 from agentrl.env.limits import EpisodeLimits, Fault, Meter, ParsePolicy, settings_as
 from agentrl.env.plugged import Named, Plugged
 from agentrl.env.resuming import Recorded
@@ -105,7 +105,6 @@ class ToolEnv(Recorded):
 
     system: ClassVar[str | None] = None
     """A system message in front of the prompt."""
-    tool_format: str = "hermes"
     limits: EpisodeLimits = EpisodeLimits(turns=16)
     parse_policy: ParsePolicy = ParsePolicy()
     tool_timeout_s: float = 30.0
@@ -149,7 +148,8 @@ class ToolEnv(Recorded):
         given = self.parse_policy if parse_policy is None else parse_policy
         self.parse_policy = settings_as(ParsePolicy, "parse_policy", given)
         self.tool_format = tool_format or self.tool_format
-        self._format = get_format(self.tool_format)
+        if self.tool_format is not None:
+            get_format(self.tool_format)
         self._tools: dict[str, Tool] = {}
         self._checks: dict[str, ArgumentCheck] = {}
         self._plugged = Plugged(tools, box=box, own=self.own_box, boxed=self.boxed)
@@ -233,9 +233,13 @@ class ToolEnv(Recorded):
         Only the files named in `carry` come along, if they exist; the policy answers for their content."""
         return self._plugged.fresh(carry)
 
+    @property
+    def _format(self) -> ToolFormat:
+        return format_of(self)
+
     def tool_schemas(self) -> list[Mapping[str, Json]]:
         """For the chat template; empty where the tool format teaches the tools by a system message of its own."""
-        return envelope(self.schemas) if self._format.native else []
+        return envelope(self.schemas) if self.tool_format is None or self._format.native else []
 
     def charge_tokens(self, count: int) -> None:
         self._live().meter.tokens += count
@@ -255,7 +259,8 @@ class ToolEnv(Recorded):
             self.add_tool(offered)
             self._served.append(offered.name)
         opening = _messages(await self._hook(self.prompt, self.task), f"{type(self).__name__}.prompt")
-        told = [self.system or "", self._format.instructions(self.schemas) if self._tools else ""]
+        alone = bool(self._tools) and not self.tool_schemas()
+        told = [self.system or "", self._format.instructions(self.schemas) if alone else ""]
         if any(told):
             opening = (Message(role="system", content="\n\n".join(filter(None, told))), *opening)
         past.began(opening)
@@ -276,10 +281,12 @@ class ToolEnv(Recorded):
         return answer
 
     async def _play_turn(self, episode: _Episode, action: str) -> StepResult:
-        parsed = self._format.parse(action) if self._tools else None
+        parsed = self._format.parse(action, self.schemas) if self._tools else None
         if parsed is not None and parsed.calls:
             results = await self._run_calls(episode, parsed.calls)
-            observation = self._format.answer(tool_messages(results, episode.calls))
+            observation = tool_messages(results, episode.calls)
+            if not self.tool_schemas():
+                observation = self._format.answer(observation)
             faults: set[Fault] = {result.fault for result in results if result.fault is not None}
         else:
             results = []

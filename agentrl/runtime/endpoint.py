@@ -24,7 +24,7 @@ from agentrl import config as configuration
 from agentrl.config import Rollout, RunConfig
 from agentrl.engine.scoring import ScoringClient
 from agentrl.env import answers, as_async
-from agentrl.env.dialects import get_format
+from agentrl.env.dialects import format_of, get_format
 from agentrl.env.tool_calls import Malformed, ToolCall
 from agentrl.errors import (
     ConfigError,
@@ -320,7 +320,7 @@ class _Episode:
             return await self._ask(env, tools)
         self._turns += 1
         self._tokens = None if self._tokens is None or tokens is None else self._tokens + tokens
-        return self._say(answer, str(getattr(env, "tool_format", "hermes")))
+        return self._say(answer, format_of(env).name)
 
     def _taught(self, tools: Mapping[str, Json]) -> list[Message]:
         """The conversation for a server that takes no tools."""

@@ -10,7 +10,7 @@ from typing import Any
 import trio
 
 from agentrl.env import as_async
-from agentrl.env.dialects import get_format
+from agentrl.env.dialects import format_of, get_format
 from agentrl.env.for_gymnasium import shown
 from agentrl.env.tool_calls import ToolCall
 from agentrl.errors import EnvError, PolicyFault, boundary
@@ -40,7 +40,7 @@ async def _play(
 
 
 async def _episode(env: AsyncEnv, seed: int, read: Callable[[str], str], write: Callable[[str], None]) -> bool:
-    tool_format = str(getattr(env, "tool_format", "hermes"))
+    tool_format = format_of(env).name
     messages, info = await env.areset(seed=seed)
     write(f"({_HELP})")
     for schema in env.tool_schemas():

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
+from agentrl.env.messages import text_of
 from agentrl.env.spaces import ROLES, Messages
-from agentrl.env.tool_calls import MAX_DEPTH, ToolCall, check_plain, dump
+from agentrl.env.tool_calls import MAX_DEPTH, ToolCall, check_plain, dump, own_id
 from agentrl.errors import StructuralParseError
 from agentrl.records import Json, Message
 
@@ -41,9 +42,11 @@ class Reply:
     id: str
     text: str
     calls: tuple[ToolCall, ...] = field(default=())
+    thoughts: str = ""
 
     def call_id(self, index: int) -> str:
-        return f"call{self.id}{index:02d}"
+        """The model's own, or nine letters and digits: what the strictest chat template takes."""
+        return own_id(self.calls[index]) or f"c{self.id}{index:04d}"
 
     @property
     def message(self) -> Message:
@@ -120,14 +123,14 @@ class ChatCompletions(Api):
         return Conversation(messages, tuple(_chosen(body)), stops)
 
     def write(self, reply: Reply, body: Fields) -> Json:
-        message = {**reply.message, "content": reply.text or None}
+        message = {**_chat_reply(reply), "content": reply.text or None}
         finish = "tool_calls" if reply.calls else "stop"
         choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
         return {**_chat_head(reply, body, "chat.completion"), "choices": [choice], "usage": _USAGE}
 
     def events(self, reply: Reply, body: Fields) -> list[tuple[str, Json]]:
         head = _chat_head(reply, body, "chat.completion.chunk")
-        delta: dict[str, Any] = dict(reply.message)
+        delta = _chat_reply(reply)
         for index, call in enumerate(delta.get("tool_calls", ())):
             call["index"] = index
         finish = "tool_calls" if reply.calls else "stop"
@@ -225,7 +228,7 @@ class AnthropicMessages(Api):
 
     def _read(self, body: Fields) -> Conversation:
         system = body.get("system")
-        opening = (Message(role="system", content=_text(system)),) if system else ()
+        opening = (Message(role="system", content=text_of(system)),) if system else ()
         messages = [part for message in _list(body, "messages") for part in _anthropic_parts(message)]
         tools = [
             {
@@ -310,6 +313,11 @@ def _chat_head(reply: Reply, body: Fields, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": 0, "model": str(body.get("model", "policy"))}
 
 
+def _chat_reply(reply: Reply) -> dict[str, Any]:
+    """With the thoughts where servers of open models put them."""
+    return {**reply.message, "reasoning_content": reply.thoughts} if reply.thoughts else dict(reply.message)
+
+
 def _chosen(body: Fields) -> Iterable[Fields]:
     """The tools on offer; none where the request forbids calls."""
     if body.get("tool_choice") == "none":
@@ -319,27 +327,13 @@ def _chosen(body: Fields) -> Iterable[Fields]:
 
 def _chat_message(message: Fields) -> Message:
     role = str(message.get("role", "user"))
-    read = Message(role="system" if role == "developer" else role, content=_text(message.get("content")))
+    read = Message(role="system" if role == "developer" else role, content=text_of(message.get("content")))
     if message.get("tool_calls"):
         read["tool_calls"] = [dict(call) for call in cast("list[Fields]", message["tool_calls"])]
     for key in ("tool_call_id", "name"):
         if message.get(key):
             read[key] = str(message[key])
     return read
-
-
-def _text(content: Any) -> str:
-    """A content as text: parts joined, what is no text (an image, say) named in its place."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts: list[str] = []
-    for part in cast("list[Any]", content):
-        if isinstance(part, str):
-            parts.append(part)
-        else:
-            fields = cast("Fields", part)
-            parts.append(str(fields["text"]) if "text" in fields else f"[{fields.get('type', 'content')}]")
-    return "\n".join(parts)
 
 
 def _merged(items: Sequence[Fields]) -> list[Message]:
@@ -354,7 +348,7 @@ def _merged(items: Sequence[Fields]) -> list[Message]:
             calls = messages[-1].get("tool_calls", [])
             messages[-1]["tool_calls"] = [*calls, {"id": item.get("call_id"), "type": "function", "function": call}]
         elif kind == "function_call_output":
-            text = _text(item.get("output"))
+            text = text_of(item.get("output"))
             messages.append(Message(role="tool", content=text, tool_call_id=str(item.get("call_id"))))
         elif kind == "message":
             messages.append(_chat_message(item))
@@ -368,7 +362,7 @@ def _anthropic_parts(message: Fields) -> Iterable[Message]:
         return [Message(role=str(message.get("role", "user")), content=content)]
     blocks = cast("list[Fields]", content or [])
     results = [
-        Message(role="tool", content=_text(block.get("content")), tool_call_id=str(block.get("tool_use_id")))
+        Message(role="tool", content=text_of(block.get("content")), tool_call_id=str(block.get("tool_use_id")))
         for block in blocks
         if block.get("type") == "tool_result"
     ]
@@ -376,7 +370,7 @@ def _anthropic_parts(message: Fields) -> Iterable[Message]:
     rest = [block for block in blocks if block.get("type") not in ("tool_result", "tool_use", "thinking")]
     if not rest and not uses:
         return results
-    spoken = Message(role=str(message.get("role", "user")), content=_text(rest))
+    spoken = Message(role=str(message.get("role", "user")), content=text_of(rest))
     if uses:
         spoken["tool_calls"] = [
             {

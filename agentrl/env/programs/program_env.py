@@ -18,7 +18,7 @@ from gymnasium.error import ResetNeeded
 from agentrl import registry
 from agentrl.env import bridge
 from agentrl.env.core import CLOSE_DEADLINE_S, Env, Info, ResetResult, StepResult
-from agentrl.env.dialects import get_format
+from agentrl.env.dialects import ToolFormat, format_of, get_format
 from agentrl.env.programs.api import Conversation, Reply
 from agentrl.env.programs.session import Ended, Exited, Pending, Program, Running
 from agentrl.env.tool_calls import ToolCall
@@ -45,7 +45,7 @@ class ProgramEnv(Env):
         self,
         program: str | Program | Sequence[str],
         *,
-        tool_format: str = "hermes",
+        tool_format: str | None = None,
         max_turns: int = 100,
         silence_s: float = 300.0,
         replayable: bool = False,
@@ -53,7 +53,9 @@ class ProgramEnv(Env):
         self._program = registry.load_reference(program) if isinstance(program, str) else program
         if not callable(self._program) and not self._program:
             raise UsageError("program is empty: give a function, its reference, or a command as a list of texts")
-        self._format, self._max_turns, self._silence_s = get_format(tool_format), max_turns, silence_s
+        if tool_format is not None:
+            get_format(tool_format)
+        self._max_turns, self._silence_s = max_turns, silence_s
         self.tool_format, self.replayable = tool_format, replayable
         self._running: Running | None = None
         self._pending: Pending | None = None
@@ -141,17 +143,24 @@ class ProgramEnv(Env):
             info |= {**grade.info, "outcome": float(grade.outcome), "success": bool(grade.success)}
         return (), 0.0, True, False, info
 
+    @property
+    def _format(self) -> ToolFormat:
+        return format_of(self)
+
     def _reply(self, action: str, conversation: Conversation) -> Reply:
-        """The action as the API's reply: calls only where all of them are whole, else the text as it is."""
+        """The action as the API's reply: calls only where all of them are whole, else the text as it is; thoughts apart
+        from it."""
+        parsed = self._format.parse(action, conversation.tools)
         text, calls = action, tuple[ToolCall, ...]()
-        if conversation.tools:
-            parsed = self._format.parse(action)
+        if not parsed.calls:
+            text = parsed.text.lstrip() if parsed.thoughts else parsed.text
+        elif conversation.tools:
             whole = tuple(call for call in parsed.calls if isinstance(call, ToolCall))
-            if whole and len(whole) == len(parsed.calls):
+            if len(whole) == len(parsed.calls):
                 text, calls = parsed.text.strip(), whole
         for stop in conversation.stops:
             text = text.partition(stop)[0] if stop else text
-        return Reply(f"{self._turns:04d}", text, calls)
+        return Reply(f"{self._turns:04d}", text, calls, "" if text is action else parsed.thoughts)
 
 
 def news_of(before: Conversation, reply: Reply, now: Conversation) -> Messages | None:
@@ -159,7 +168,16 @@ def news_of(before: Conversation, reply: Reply, now: Conversation) -> Messages |
     count = len(before.messages)
     if now.tools != before.tools or now.messages[:count] != before.messages or len(now.messages) <= count:
         return None
-    return _copied(now.messages[count + 1 :]) if _same(now.messages[count], reply) else None
+    if not _same(now.messages[count], reply):
+        return None
+    names = {str(call.get("id")): str(call["function"]["name"]) for call in reply.message.get("tool_calls", ())}
+    return _copied([_named(message, names) for message in now.messages[count + 1 :]])
+
+
+def _named(message: Message, names: Mapping[str, str]) -> Message:
+    """An answer with the name of the tool, which few programs give and some chat templates write."""
+    name = names.get(message.get("tool_call_id", ""))
+    return message if name is None or message["role"] != "tool" else cast("Message", {"name": name, **message})
 
 
 def _same(message: Message, reply: Reply) -> bool:

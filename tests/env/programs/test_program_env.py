@@ -64,7 +64,9 @@ async def test_a_program_is_played_request_by_request():
         assert env.tool_schemas() == [WEATHER]
         call = HERMES.write(ToolCall("weather", {"city": "Bergen"}))
         observation, reward, terminated, truncated, info = await env.astep(f"Let me look. {call}")
-        assert observation == ({"role": "tool", "content": "Rain in Bergen.", "tool_call_id": "call000100"},)
+        assert observation == (
+            {"name": "weather", "role": "tool", "content": "Rain in Bergen.", "tool_call_id": "c00010000"},
+        )
         assert (reward, terminated, truncated, info) == (0.0, False, False, {})
         observation, _, terminated, _, info = await env.astep("It rains.")
         assert observation == () and terminated
@@ -179,7 +181,10 @@ async def test_the_other_apis_carry_the_same_conversation(program):
         assert observation == ({"role": "system", "content": "Be brief."}, user("Weather in Rome?"))
         assert env.tool_schemas()[0]["function"] == WEATHER["function"]
         observation, *_, info = await env.astep("I look. " + HERMES.write(ToolCall("weather", {"city": "Rome"})))
-        assert observation == ({"role": "tool", "content": "Sun.", "tool_call_id": "call000100"},) and info == {}
+        assert (
+            observation == ({"name": "weather", "role": "tool", "content": "Sun.", "tool_call_id": "c00010000"},)
+            and info == {}
+        )
         *_, terminated, _, info = await env.astep("It shines.")
         assert terminated and results == ["It shines."]
 
