@@ -19,7 +19,7 @@ that the role is bound to.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from agentrl.protocols import AsyncEnv, Engine, GenerateRequest, KeyedEnv, Rewar
 from agentrl.records import (
     LARGEST,
     POLICY,
+    Json,
     Messages,
     SamplingParams,
     Step,
@@ -136,6 +137,7 @@ class _Episode:
         self._next: _Prompt | None = None  # the next turn's, if it is rendered already
         self._begun = claim.partial  # tokens of the next turn that are sampled already
         self._guard = Guard(claim.task.env, context.settings.step_deadline_s)
+        self._schemas: Sequence[Mapping[str, Json]] | None = None  # the tools of the conversation
         self._snapshots = True  # whether its environment may be asked for snapshots
         self._detail = ""
         self._rewarded: float | None = None
@@ -241,6 +243,7 @@ class _Episode:
         env: AsyncEnv = await self._guard("make", lambda: _call(self._context.make_env, self._claim.task))
         self._env, self._keyed = env, env if isinstance(env, KeyedEnv) else None  # a slow question: once an episode
         prepare(env, self._context.settings)
+        env.template_format = self._context.renderer.tool_format or ""
         return env
 
     async def _go_on(self) -> Ending | None:
@@ -383,12 +386,15 @@ class _Episode:
         role = POLICY if acts is None else acts
         last = next((turn for turn in reversed(self._turns) if turn.role == role), None)
         if history is not None or last is None:
-            schemas = await self._guard("tool_schemas", lambda: _call(env.tool_schemas))
+            schemas = self._schemas = await self._guard("tool_schemas", lambda: _call(env.tool_schemas))
             messages = news if history is None else history
             start = partial(renderer.start, tools=schemas)
             prompt_ids = await rendered(start, messages, schemas, env=task.env, acted=bool(self._turns))
             return _Prompt(role, None, prompt_ids, prompt_ids)
-        extend = partial(renderer.extend, last.token_ids)
+        schemas = self._schemas
+        if schemas is None:  # the conversation began in another worker
+            schemas = self._schemas = await self._guard("tool_schemas", lambda: _call(env.tool_schemas))
+        extend = partial(renderer.extend, last.token_ids, tools=schemas)
         prompt_ids = await rendered(extend, news, env=task.env, acted=True)
         context = context_ids(self._turns, last.index) + last.token_ids + prompt_ids
         return _Prompt(role, last.index, prompt_ids, context)

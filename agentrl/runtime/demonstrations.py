@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from agentrl.engine.renderer import Renderer
+from agentrl.env.messages import plain_messages
 from agentrl.env.spaces import Messages as MessagesSpace
 from agentrl.errors import ModelError, UsageError
-from agentrl.records import Message, StopReason, Task, Trajectory, Turn, VersionSpan
+from agentrl.records import StopReason, Task, Trajectory, Turn, VersionSpan
 
 _TASK = Task(index=0, env="agentrl/demonstrations", seed=0)
 _SPACE = MessagesSpace(max_messages=100_000, max_length=64 << 20)
@@ -62,32 +63,18 @@ def _turns(row: Any, renderer: Renderer) -> list[Turn]:
         messages = [*_messages(table["prompt"], "user"), *_messages(table["completion"], "assistant")]
     else:
         raise ValueError("it has neither messages, nor prompt and completion, nor turns")
-    messages = [_plain(message) for message in messages]
-    if reason := _SPACE.why_not(tuple(messages)):
+    messages = plain_messages(messages)
+    if reason := _SPACE.why_not(messages):
         raise ValueError(reason)
     tools = cast("Sequence[Mapping[str, Any]]", table.get("tools") or ())
     turns: list[Turn] = []
     held: list[int] = []  # the tokens up to the end of the last turn
-    for before, said in renderer.demonstrated(cast("list[Message]", messages), tools):
+    for before, said in renderer.demonstrated(messages, tools):
         goes_on = bool(held) and list(before[: len(held)]) == held
         prompt = before[len(held) :] if goes_on else before
         turns.append(_turn(len(turns), len(turns) - 1 if goes_on else None, prompt, said))
         held = [*before, *said]
     return turns
-
-
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """With a text as content, and the arguments of calls as objects, which templates expect, and not as their JSON."""
-    plain: dict[str, Any] = {**message, "content": message.get("content") or ""}
-    calls: list[dict[str, Any]] = plain.pop("tool_calls", None) or []
-    if calls:
-        plain["tool_calls"] = [{**call, "function": _read_arguments(call["function"])} for call in calls]
-    return plain
-
-
-def _read_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = function.get("arguments", {})
-    return {**function, "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}
 
 
 def _messages(given: Any, role: str) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from agentrl import config as configuration
 from agentrl import league, registry
 from agentrl.config import RunConfig
 from agentrl.engine import objects
+from agentrl.env.dialects import FORMATS, get_format
 from agentrl.errors import (
     AgentRLError,
     ConfigError,
@@ -258,6 +259,26 @@ def _check_environments(config: RunConfig) -> None:
                 env = make(task.env, **task.kwargs)
                 env.close()
             _warn_of_deadlines(config, task.env, env)
+            _check_dialect(config, task.env, env.unwrapped)
+
+
+def _check_dialect(config: RunConfig, id: str, env: Any) -> None:
+    """Check that an environment's tools reach the model, in a dialect that the environment reads; say on stderr what
+    the chat template leaves out. Raises ConfigError."""
+    if not getattr(env, "schemas", None):
+        return
+    renderer, own = renderer_of(config), getattr(env, "tool_format", None)
+    if own is None and renderer.tool_format is None:
+        known = f"give one of {', '.join(FORMATS)}, or one of your own"
+        hint = f"the chat template of {config.model!r} writes tool calls in a dialect that is not known here: {known}"
+        raise ConfigError("env.kwargs.tool_format", None, hint)
+    if own is not None and not get_format(own).native:
+        return  # the environment tells the tools itself
+    if own is not None and renderer.untold and own != renderer.tool_format:
+        hint = f"{renderer.untold}: leave it out, or give {renderer.tool_format}"
+        raise ConfigError("env.kwargs.tool_format", own, hint)
+    if renderer.untold:
+        print(f"agentrl: {id}: {renderer.untold}", file=sys.stderr)
 
 
 def _warn_of_deadlines(config: RunConfig, id: str, env: Any) -> None:

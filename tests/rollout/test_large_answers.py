@@ -69,9 +69,9 @@ async def test_large_answers_are_tokenized_beside_the_loop(
 ) -> None:
     threads: list[bool] = []
 
-    def extend(*args: Any) -> tuple[int, ...]:
+    def extend(*args: Any, **tools: Any) -> tuple[int, ...]:
         threads.append(threading.current_thread() is threading.main_thread())
-        return Renderer.extend(renderer, *args)
+        return Renderer.extend(renderer, *args, **tools)
 
     monkeypatch.setattr(renderer, "extend", extend)
     await play(claim_one(), context(ScriptedEnv([going("x" * 50_000), going("short"), done()]), max_context=200_000))

@@ -17,9 +17,9 @@ from .conftest import TEMPLATE, ScriptedEnv, done, going, write_tokenizer
 
 STRICT = (
     "{% for message in messages %}"
-    "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{% if message.role == 'judge' %}{{ raise_exception('no judges here') }}{% endif %}"
     "{% if 'forbidden' in message.content %}{{ raise_exception('a word that may not be') }}{% endif %}"
-    "{% if (message.tool_calls or []) | length > 1 %}{{ raise_exception('one call at once') }}{% endif %}"
+    "{% if message.content.count('\"name\"') > 1 %}{{ raise_exception('one call at once') }}{% endif %}"
     "{% if 'deep' in message.content %}{{ message.content.nothing.at_all }}{% endif %}"
     "{% if 'huge' in message.content %}{{ 1 // 0 }}{% endif %}"
     "{% endfor %}" + TEMPLATE
@@ -38,6 +38,10 @@ def calls(*names: str) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": made}  # type: ignore[typeddict-item]
 
 
+def judge(text: str) -> Message:
+    return {"role": "judge", "content": text}
+
+
 def tool(text: str) -> Message:
     return {"role": "tool", "content": text}
 
@@ -49,8 +53,8 @@ def tool(text: str) -> Message:
         ("deep", None, StopReason.ENV_FAILED, 0),
         ("huge", None, StopReason.ENV_FAILED, 0),
         ("go", going("forbidden"), StopReason.POLICY_FAULT, 1),
-        ("go", ((tool("any"),), 0.0, False, False, {}), StopReason.ENV_FAILED, 0),
-        ("go", going("on", history=[calls("a", "b"), tool("x")]), StopReason.ENV_FAILED, 0),
+        ("go", ((judge("any"),), 0.0, False, False, {}), StopReason.ENV_FAILED, 0),
+        ("go", going("on", history=[calls("a", "b"), judge("x")]), StopReason.ENV_FAILED, 0),
         ("go", going("on", history=[calls("a", "b")]), StopReason.POLICY_FAULT, 1),
     ],
     ids=["first", "undefined", "arithmetic", "a text later", "a role later", "both later", "its own calls"],
