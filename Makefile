@@ -70,6 +70,21 @@ check: setup $(VENV)/.dev ## ruff, pyright, import rules, docs snippets
 
 vllm: $(VENV)-vllm/.ready ## make .venv-vllm with the CPU build of vLLM, for engine = "vllm" and the tests marked vllm
 
+TEMPLATES := $(VENV)-templates
+.PHONY: templates
+templates: $(TEMPLATES)/.ready ## the chat templates that other packages hold, for the tests marked templates
+
+# Packages are unpacked without what they depend on; of the last one only its templates are kept.
+$(TEMPLATES)/.ready: requirements/templates.txt | $(VENV)/bin/uv
+	@rm -rf $(TEMPLATES) && mkdir -p $(TEMPLATES)/llama.cpp
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(TEMPLATES)/packages \
+	  $$(grep -v '^#\|^llama' requirements/templates.txt)
+	$(BIN)/pip download --quiet --no-deps --no-binary :all: --dest $(TEMPLATES)/source $$(grep ^llama requirements/templates.txt)
+	tar -xzf $(TEMPLATES)/source/*.tar.gz --strip-components=5 -C $(TEMPLATES)/llama.cpp \
+	  --wildcards '*/vendor/llama.cpp/models/templates/*.jinja'
+	@rm -rf $(TEMPLATES)/source
+	@touch $@
+
 $(VENV)-vllm/.ready: requirements/vllm.txt requirements/vllm-overrides.txt | $(VENV)/bin/uv
 	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(VENV)-vllm
 	$(BIN)/uv pip install --quiet --python $(VENV)-vllm/bin/python --overrides requirements/vllm-overrides.txt -r requirements/vllm.txt
@@ -93,4 +108,4 @@ lock: $(VENV)/bin/uv ## compile the pinned sets again; the CPU build of torch is
 	@touch $@
 
 clean: ## remove the environment and the caches
-	rm -rf $(VENV) .venv-trl $(VENV)-vllm .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-trl $(VENV)-vllm $(TEMPLATES) .pytest_cache .ruff_cache .hypothesis

@@ -100,6 +100,12 @@ def _adapters() -> str | None:
     return f"not installed: {', '.join(missing)} (make adapters)" if missing else None
 
 
+def _templates() -> str | None:
+    from templates.catalogue import missing
+
+    return missing()
+
+
 def _fails(argv: list[str]) -> str | None:
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
@@ -117,6 +123,7 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "postgres": _postgres,
     "vllm": _vllm,
     "adapters": _adapters,
+    "templates": _templates,
     "ray": _ray,
     "netns": _netns,
     "other_user": _other_user,
