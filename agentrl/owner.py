@@ -16,12 +16,14 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import secrets
 import shutil
 import subprocess
 import tempfile
 import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import trio
@@ -247,3 +249,41 @@ def _pid_namespace() -> str:
         return str(Path("/proc/self/ns/pid").stat().st_ino)
     except OSError:
         return "none"
+
+
+# --- which variables of the environment a child gets
+
+_DATABASE = re.compile(r"PG[A-Z]+")  # libpq's: where the database is, and how to get in
+_WORDS = {
+    *("KEY", "KEYS", "APIKEY", "TOKEN", "SECRET", "SECRETS", "AUTH", "CREDENTIAL", "CREDENTIALS"),
+    *("PASS", "PASSWD", "PASSWORD", "PASSPHRASE", "PASSFILE"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withheld:
+    """The secrets that a child does not get: variables of these `names`, PostgreSQL's (`database`), and all whose name
+    says that they hold one (`others`), save those that are `needed`."""
+
+    names: frozenset[str] = frozenset()
+    database: bool = False
+    others: bool = False
+    needed: frozenset[str] = frozenset()
+
+    def without(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """These variables, but for what is withheld."""
+        return {name: value for name, value in variables.items() if not self._has(name)}
+
+    def _has(self, name: str) -> bool:
+        if name in self.names:
+            return True
+        if _DATABASE.fullmatch(name):
+            return self.database
+        ours = name.startswith("AGENTRL_")
+        return self.others and not ours and name not in self.needed and not _WORDS.isdisjoint(name.upper().split("_"))
+
+
+NOTHING = Withheld()
+DATABASE = Withheld(database=True)
+SECRETS = Withheld(database=True, others=True)
+"""For a process that only computes."""

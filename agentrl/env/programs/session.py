@@ -19,10 +19,9 @@ from typing import Any, Final
 
 import trio
 
-from agentrl.engine.variables import DATABASE
 from agentrl.env.programs import http
 from agentrl.env.programs.api import Api, BadRequest, Conversation, Reply, apis, event_text
-from agentrl.owner import OwnedFolder, owned_folder
+from agentrl.owner import DATABASE, OwnedFolder, owned_folder
 from agentrl.records import Json
 
 Program = Callable[["Session"], Awaitable[Any] | Any]
