@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from store.server import running
 
@@ -182,6 +184,33 @@ def test_law_2_a_run_on_ray_with_its_store_in_postgresql_survives_what_dies_ther
             assert audit(store, run.checkpoints).violations == []
             urls = store.meta("engine_urls") or ""
             assert not re.search(r"127\.0\.0\.1", urls), "engines serve at their node's address"
+    assert_nothing_remains(run)
+
+
+@pytest.mark.slow
+def test_an_engine_at_a_nodes_address_answers_nobody_without_the_runs_key(tmp_path: Path, cluster: Any) -> None:
+    """The run itself asks it with the key, and sends weights that are signed."""
+    run = RunDir(tmp_path / "run")
+    file = run_file(
+        tmp_path,
+        "agentrl/Combination-v0",
+        cluster={"launcher": "ray", "address": cluster.address},
+        train={"steps": 5000, "checkpoint_every": 100},
+        eval={"sets": [], "every": 0},
+    )
+    with started("train", file, "--out", run.path) as process:
+        wait_for_step(run.path, 2, process)
+        with RunStore.read(run.store_path) as store:
+            (url,) = json.loads(store.meta("engine_urls") or "[]")
+        assert url.startswith("http://") and "127.0.0.1" not in url
+        for method, path in (("GET", "/health"), ("GET", "/metrics"), ("POST", "/sleep"), ("POST", "/update_weights")):
+            assert httpx.request(method, url + path, timeout=60).status_code == 401, path
+        lines = b"".join(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in lives(run).values())
+        variables = b"".join(Path(f"/proc/{pid}/environ").read_bytes() for pid in lives(run).values()).split(b"\0")
+        values = {one.partition(b"=")[2] for one in variables if one.startswith(b"AGENTRL_ENGINE_KEY=")} - {b""}
+        assert len(values) == 1 and values.pop() not in lines
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=DEADLINE_S)
     assert_nothing_remains(run)
 
 
