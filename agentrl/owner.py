@@ -29,6 +29,7 @@ from pathlib import Path
 import trio
 
 from agentrl.errors import SandboxError
+from agentrl.records import EngineKey
 
 _JANITOR = """
 read -r closed
@@ -253,6 +254,7 @@ def _pid_namespace() -> str:
 
 # --- which variables of the environment a child gets
 
+_ENGINES = {EngineKey.VALUE, EngineKey.SIGNING}
 _DATABASE = re.compile(r"PG[A-Z]+")  # libpq's: where the database is, and how to get in
 _WORDS = {
     *("KEY", "KEYS", "APIKEY", "TOKEN", "SECRET", "SECRETS", "AUTH", "CREDENTIAL", "CREDENTIALS"),
@@ -262,11 +264,12 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Withheld:
-    """The secrets that a child does not get: variables of these `names`, PostgreSQL's (`database`), and all whose name
-    says that they hold one (`others`), save those that are `needed`."""
+    """The secrets that a child does not get: variables of these `names`, PostgreSQL's (`database`), those of the run's
+    own engines (`engines`), and all whose name says that they hold one (`others`), save those that are `needed`."""
 
     names: frozenset[str] = frozenset()
     database: bool = False
+    engines: bool = False
     others: bool = False
     needed: frozenset[str] = frozenset()
 
@@ -279,11 +282,15 @@ class Withheld:
             return True
         if _DATABASE.fullmatch(name):
             return self.database
+        if name in _ENGINES:
+            return self.engines
         ours = name.startswith("AGENTRL_")
         return self.others and not ours and name not in self.needed and not _WORDS.isdisjoint(name.upper().split("_"))
 
 
 NOTHING = Withheld()
-DATABASE = Withheld(database=True)
-SECRETS = Withheld(database=True, others=True)
+OF_THE_RUN = Withheld(database=True, engines=True)
+"""For a program of the user's, which a worker starts."""
+
+SECRETS = Withheld(database=True, engines=True, others=True)
 """For a process that only computes."""

@@ -15,6 +15,7 @@ import trio
 from agentrl.config import RunConfig, parse
 from agentrl.engine.variables import Withheld
 from agentrl.env.programs.session import _command  # pyright: ignore[reportPrivateUsage]
+from agentrl.records import EngineKey
 from agentrl.runtime.launch import Command
 from agentrl.runtime.processes import RunProcesses
 from agentrl.runtime.ray_launcher import Seat
@@ -23,6 +24,7 @@ from agentrl.train.parallel.ranks import Leader
 
 DATABASE = {"PGPASSWORD", "PGPASSFILE", "PGUSER"}
 JUDGE, ENGINE, HUB, STORED, TRACKER = "MY_JUDGE", "MY_ENGINE_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY"
+OWN_ENGINES = {"AGENTRL_ENGINE_KEY", "AGENTRL_WEIGHTS_KEY"}
 SECRETS = {*DATABASE, JUDGE, ENGINE, HUB, STORED, TRACKER}
 HARMLESS = {"PATH", "TOKENIZERS_PARALLELISM", "KEYBOARD", "PGO_LEVEL", "AGENTRL_RUN_KEY"}
 PRINTS = ["-c", "import json, os; print(json.dumps(sorted(os.environ)))"]
@@ -91,20 +93,51 @@ def test_neither_does_one_on_another_node_which_gets_the_variables_that_the_node
     seat._owner.close()
 
 
-def test_another_rank_of_the_learner_gets_none() -> None:
+def test_another_rank_of_the_learner_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     os.environ.pop(JUDGE)  # the learner has none of the judges' keys
+    for name in OWN_ENGINES:
+        monkeypatch.setenv(name, "x")
     ranks = Leader([torch.device("cpu")] * 2, deadline_s=120, start_s=200)
     try:
         (other,) = ranks.processes
         variables = Path(f"/proc/{other}/environ").read_bytes().split(b"\0")
-        assert seen(os.fsdecode(one).partition("=")[0] for one in variables) == HARMLESS
+        names = {os.fsdecode(one).partition("=")[0] for one in variables}
+        assert seen(names) == HARMLESS and not names & OWN_ENGINES
     finally:
         ranks.close()
 
 
-async def test_an_agent_program_does_not_get_the_database() -> None:
+async def test_an_agent_program_gets_neither_the_database_nor_the_runs_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OWN_ENGINES:
+        monkeypatch.setenv(name, "x")
     session: Any = SimpleNamespace(variables={"PGDATABASE": "its own"}, task={})
     done = await _command(["env"], session)
     names = {line.partition("=")[0] for line in done.stdout.decode().splitlines()}
     assert seen(names) == (SECRETS | HARMLESS) - DATABASE
-    assert "PGDATABASE" in names
+    assert "PGDATABASE" in names and not names & OWN_ENGINES
+
+
+@pytest.mark.parametrize(
+    ("child", "gets"),
+    [("engine-0", OWN_ENGINES), ("learner", OWN_ENGINES), ("worker-0", {"AGENTRL_ENGINE_KEY"})],
+)
+async def test_only_what_changes_an_engine_gets_the_secret_that_signs(
+    tmp_path: Path, child: str, gets: set[str]
+) -> None:
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    key, made = EngineKey.fresh(), config()
+    made = made.model_copy(update={"engine": made.engine.with_key(key)})
+    processes: Any = RunProcesses(run, made, None, None, None, mark={})  # pyright: ignore[reportArgumentType]
+    if child == "engine-0":
+        one = processes._child(child, PRINTS, 1, key.variables(signs=True))
+    elif child == "learner":
+        one = processes._child(child, PRINTS, 1, processes._key(signs=True))
+    else:
+        one = processes._worker(0)
+    one.argv = ["-c", "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if v}))"]
+    one.start()
+    with trio.fail_after(60):
+        assert await one.wait() == 0
+    found = json.loads(one.log_path.read_text())
+    assert found.keys() & OWN_ENGINES == gets and found["AGENTRL_ENGINE_KEY"] == key.value

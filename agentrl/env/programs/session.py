@@ -21,7 +21,7 @@ import trio
 
 from agentrl.env.programs import http
 from agentrl.env.programs.api import Api, BadRequest, Conversation, Reply, apis, event_text
-from agentrl.owner import DATABASE, OwnedFolder, owned_folder
+from agentrl.owner import OF_THE_RUN, OwnedFolder, owned_folder
 from agentrl.records import Json
 
 Program = Callable[["Session"], Awaitable[Any] | Any]
@@ -170,7 +170,7 @@ async def _command(argv: Sequence[str], session: Session) -> Exited:
 
 async def _owned(argv: Sequence[str], session: Session, owner: OwnedFolder) -> Exited:
     ours = {"AGENTRL_TASK": _as_json(session.task), **owner.mark}
-    variables = {**DATABASE.without(os.environ), **session.variables, **ours}
+    variables = {**OF_THE_RUN.without(os.environ), **session.variables, **ours}
     process = await trio.lowlevel.open_process(
         list(argv),
         stdin=subprocess.DEVNULL,
