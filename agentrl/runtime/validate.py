@@ -16,7 +16,7 @@ import trio
 
 from agentrl.env import as_async
 from agentrl.env.oracles import HasTasks, Verdict, judge
-from agentrl.errors import EnvError, UsageError, boundary
+from agentrl.errors import EnvError, UnknownIdError, UsageError, boundary
 from agentrl.protocols import AsyncEnv
 from agentrl.records import Json
 from agentrl.registration import make
@@ -101,6 +101,7 @@ async def _validate(new: Callable[[], AsyncEnv], env_id: str, given: Sequence[in
     seeds = range(tasks) if given is None else given
     verdicts: dict[int, list[Verdict]] = {}
     failed: dict[int, Fault] = {}
+    unknown: list[UnknownIdError] = []
     slots = trio.CapacityLimiter(os.cpu_count() or 1)
 
     async def play(seed: int) -> None:
@@ -114,6 +115,9 @@ async def _validate(new: Callable[[], AsyncEnv], env_id: str, given: Sequence[in
             try:
                 with boundary(EnvError, f"{env_id}, seed {seed}: raised", place=True):
                     verdicts[seed] = await judge(make, seed)
+            except UnknownIdError as error:  # every task would say the same
+                unknown.append(error)
+                nursery.cancel_scope.cancel()
             except Exception as error:  # named in the result: the other tasks go on
                 task = _task_of(made[-1]) if made else ""
                 failed[seed] = Fault(task or f"seed {seed}", f"{error}"[:_WORDS])
@@ -121,6 +125,8 @@ async def _validate(new: Callable[[], AsyncEnv], env_id: str, given: Sequence[in
     async with trio.open_nursery() as nursery:
         for seed in seeds:
             nursery.start_soon(play, seed)
+    if unknown:
+        raise unknown[0]
     tallies: dict[tuple[str, float], Tally] = {}
     for seed in seeds:
         if seed in verdicts and not verdicts[seed]:

@@ -236,7 +236,14 @@ class _Tunnel:
         """One connection, from its request to its end."""
         try:
             await _Connection(self, name, pieces, self._network).run()
-        except (OSError, trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError, ValueError):
+        except* (
+            OSError,
+            trio.TooSlowError,
+            trio.BrokenResourceError,
+            trio.ClosedResourceError,
+            ValueError,
+            SandboxError,
+        ):
             pass  # the other side is gone, or says nothing
         finally:
             pieces.close()

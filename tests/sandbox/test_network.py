@@ -240,6 +240,25 @@ async def test_a_second_request_of_a_connection_goes_nowhere(
     assert len(heads) == 1 and b"second" not in heads[0]
 
 
+async def test_a_server_that_breaks_off_ends_its_own_request_alone(
+    box: Sandbox, server: tuple[int, list[bytes]], nursery: trio.Nursery
+) -> None:
+    port, _ = server
+
+    async def reset(stream: trio.SocketStream) -> None:
+        await stream.receive_some(10)
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # the end is a reset
+        await stream.aclose()
+
+    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    nursery.start_soon(trio.serve_listeners, reset, listeners)
+    bad = listeners[0].socket.getsockname()[1]
+    async with opened(box, NetworkPolicy(allow=[f"127.0.0.1:{port}", f"127.0.0.1:{bad}"])) as way:
+        for _ in range(3):
+            assert (await fetched(way, box, f"http://127.0.0.1:{bad}/"))[0] != 0
+        assert (await fetched(way, box, f"http://127.0.0.1:{port}/"))[1] == b"fetched"
+
+
 async def test_the_box_has_no_other_way_out(box: Sandbox, server: tuple[int, list[bytes]]) -> None:
     port, heads = server
     async with opened(box, NetworkPolicy(allow=[f"127.0.0.1:{port}"])) as way:
