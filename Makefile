@@ -12,7 +12,7 @@ endif
 export PYTHONDONTWRITEBYTECODE :=
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
-.PHONY: help setup demo test test-slow test-all gpu-check check vllm lock clean
+.PHONY: help setup demo test test-slow test-all test-numeric gpu-check check vllm lock clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -57,6 +57,13 @@ test-slow: setup $(VENV)/.dev ## the tests marked slow: whole runs, above all
 
 test-all: setup $(VENV)/.dev ## all tests at once, as continuous integration runs them: servers start once
 	$(PYTEST) $(ARGS)
+
+# The same numbers where sums have another order: without vector instructions, with other threads and libraries' paths.
+NUMERIC := tests/algos tests/train/test_families.py tests/train/test_optimizers.py tests/train/test_head.py \
+  tests/train/test_observations.py tests/train/test_critic.py tests/train/test_ranks.py
+test-numeric: setup $(VENV)/.dev ## the numeric tests as another CPU would compute them
+	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=3 MKL_NUM_THREADS=3 \
+	  $(PYTEST) -m "not slow" $(NUMERIC) $(ARGS)
 
 # `make setup UV_TORCH_BACKEND=auto` first: the pinned set has PyTorch's CPU build.
 gpu-check: setup ## check what needs an NVIDIA GPU, at most 40 minutes; ARGS=--tiny runs the same cases on this CPU

@@ -86,8 +86,8 @@ class Train(Section):
     lr: Positive = 5e-4  # learning rate; that of AdamW suits muon too
     warmup_steps: Annotated[int, Field(ge=0)] = 5  # in which the learning rate rises from 0
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # how it falls after these, until the last step
-    lr_min: Annotated[float, Field(ge=0, lt=1)] = 0.0  # where it falls to; a critic's falls in proportion
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of AdamW, muon, sgd
+    lr_min: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the last step, or 0 after it; a critic's falls in proportion
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # of matrices, not of norms and biases
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)  # of AdamW
     momentum: Annotated[float | None, Field(ge=0, lt=1)] = None  # of muon (default: 0.95) and sgd (default: 0)
     grad_clip: Positive | None = 1.0  # largest norm of the gradient
@@ -126,7 +126,8 @@ class Train(Section):
         """What step number `step` (from 1) has of the learning rate."""
         if step <= self.warmup_steps:
             return step / (self.warmup_steps + 1)
-        done = min(1.0, (step - self.warmup_steps - 1) / max(1, self.steps - self.warmup_steps - 1))
+        last = self.steps - self.warmup_steps - (1 if self.lr_min else 0)  # to 0 it falls in the step after the last
+        done = min(step - self.warmup_steps - 1, self.steps - self.warmup_steps - 1) / max(1, last)
         falls = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}
         least = self.lr_min / self.lr
         return least + (1.0 - least) * falls[self.lr_schedule]

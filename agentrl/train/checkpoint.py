@@ -38,6 +38,7 @@ from agentrl.checkpoint_folders import STATE, complete, name_of, of_role
 from agentrl.errors import RunFailed
 from agentrl.train import lora, masters
 from agentrl.train.export import checkpoint_tensors, write_weights
+from agentrl.train.optimizers import regrouped
 from agentrl.train.parallel import remembered
 from agentrl.train.parallel.shards import gathered, is_sharded, load_state, local
 
@@ -285,7 +286,7 @@ def load(
     names = blob.get("shards", ())  # none: one rank wrote it, or an older agentrl, which gathered them
     shards = remembered.read(folder / SHARDS, names, optimizers) if names else {}
     for name, optimizer in optimizers.items():
-        load_state(optimizer, states[name], shards.get(name, {}))
+        load_state(optimizer, regrouped(states[name], optimizer), shards.get(name, {}))
     torch.set_rng_state(blob["rng"]["cpu"])
     if blob["rng"]["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(blob["rng"]["cuda"])

@@ -77,7 +77,7 @@ class Follower:
         for name, tensor in self._tensors.items():
             leader = master(self._leaders[name]).detach()
             if self._follows.decay:
-                tensor.lerp_(leader, 1 - self._follows.decay)
+                tensor.lerp_(leader.float(), 1 - self._follows.decay)
             else:
                 tensor.copy_(leader)
 

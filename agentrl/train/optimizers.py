@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -51,12 +52,30 @@ def lr_of(optimizer: Optimizer) -> float:
     return float(optimizer.param_groups[0]["lr"])
 
 
+def _decayed(parameters: Sequence[nn.Parameter], decay: float) -> list[dict[str, Any]]:
+    """Groups for an optimizer: weight decay is of matrices, not of norms and biases. Parameters stay in their order, by
+    which a checkpoint knows them."""
+    runs = groupby(parameters, key=lambda one: decay if one.dim() > 1 else 0.0)
+    return [{"params": list(run), "weight_decay": own} for own, run in runs]
+
+
+def regrouped(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """A saved state of the same parameters, with the groups that the optimizer has now: it may have had another weight
+    decay, or be of an agentrl whose decay reached vectors."""
+    groups, there = optimizer.state_dict()["param_groups"], saved["param_groups"]
+    of = {at: group for group in there for at in group["params"]}
+    if len(groups) == len(there) or of.keys() != {at for group in groups for at in group["params"]}:
+        return saved
+    own = ("params", "weight_decay")
+    return {**saved, "param_groups": [of[group["params"][0]] | {key: group[key] for key in own} for group in groups]}
+
+
 def _of(train: Train, parameters: Sequence[nn.Parameter], lr: float, outer: Collection[int]) -> Optimizer:
     decay = train.weight_decay
     if train.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=lr, momentum=train.momentum or 0.0, weight_decay=decay)
+        return torch.optim.SGD(_decayed(parameters, decay), lr=lr, momentum=train.momentum or 0.0)
     if train.optimizer == "adamw8bit":
-        return _eight_bit()(parameters, lr=lr, betas=train.betas, weight_decay=decay)
+        return _eight_bit()(_decayed(parameters, decay), lr=lr, betas=train.betas)
     if train.optimizer == "muon":
         matrices = [one for one in parameters if one.dim() == 2 and id(one) not in outer]
         others = [one for one in parameters if all(one is not matrix for matrix in matrices)]
@@ -66,9 +85,9 @@ def _of(train: Train, parameters: Sequence[nn.Parameter], lr: float, outer: Coll
             rule = {"weight_decay": decay, "momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
             parts.append(_muon(over=is_sharded(matrices[0]))(matrices, lr=lr, **rule))
         if others:
-            parts.append(torch.optim.AdamW(others, lr=lr, betas=train.betas, weight_decay=decay))
+            parts.append(torch.optim.AdamW(_decayed(others, decay), lr=lr, betas=train.betas))
         return parts[0] if len(parts) == 1 else Several(parts)
-    return torch.optim.AdamW(parameters, lr=lr, betas=train.betas, weight_decay=decay)
+    return torch.optim.AdamW(_decayed(parameters, decay), lr=lr, betas=train.betas)
 
 
 def _muon(*, over: bool) -> Any:
@@ -138,13 +157,14 @@ class OneByOne(Several):
         del closure
         self.param_groups[0]["updates"] = self.param_groups[0].get("updates", 0) + 1
         for part in self.parts:
-            for group in part.param_groups:
-                wholes = group["params"]
+            groups = part.param_groups
+            for group in groups:
+                wholes, part.param_groups = group["params"], [group]
                 try:
                     for some in self._rounds(part, wholes):
                         self._update(part, group, some)
                 finally:
-                    group["params"], part.state = wholes, self.state
+                    group["params"], part.state, part.param_groups = wholes, self.state, groups
 
     def _rounds(self, part: Optimizer, wholes: Sequence[Tensor]) -> Iterable[Sequence[Tensor]]:
         """Those that are updated together: over ranks, muon's."""

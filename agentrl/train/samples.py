@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ BUILT_IN: Final = {
     "lag": torch.int64,  # optimizer steps since the weights that sampled
     "origin": torch.int64,  # of `corrections.Origin`
     "episode": torch.int64,  # its id
-    "role": torch.int64,  # number of the role that acted, within the episode
+    "role": torch.int64,  # number of the role that acted, the same in every episode
     "turn": torch.int64,  # index within the episode
     "weight": torch.float32,  # share of the loss; 1 until `weigh` has seen all rows of a step
 }
@@ -350,7 +351,6 @@ def _rows(
 ) -> list[Row]:
     """All rows of an episode. Raises ValueError for a turn without any context: nothing predicts its first token."""
     turns, named = trajectory.turns, {**known(), KEPT: column(KEPT)}
-    roles = list(dict.fromkeys(turn.role for turn in turns))
     continued = {turn.parent for turn in turns}
     ragged = {name for name, of in named.items() if of.ragged}
     seen: set[int] = set()
@@ -379,7 +379,7 @@ def _rows(
                 values["lag"] += [lag_of(span.version)] * (span.end - span.start)
                 values["origin"] += [origin_of(turn, span)] * (span.end - span.start)
             values["episode"] += [trajectory.episode_id] * n
-            values["role"] += [roles.index(turn.role)] * n
+            values["role"] += [crc32(turn.role.encode())] * n
             values["turn"] += [turn.index] * n
             for name, column_T in prepared.items():
                 values[name] += [float(column_T[turn.index])] * n
@@ -435,12 +435,13 @@ def _within(row: Row, max_lag: int, stale: Counter[int]) -> Row | None:
     stale.update(lag_S[~keep_S].tolist())
     if not bool(keep_S.any()):
         return None
-    place_S = row.place_S[keep_S]
+    place_S, turn_S = row.place_S[keep_S], row.columns["turn"]
+    answered_O = turn_S[torch.searchsorted(row.place_S, row.observed_O)]  # the turn that each comes before
     return replace(
         row,
         token_ids=row.token_ids[: int(place_S[-1]) + 1],
         place_S=place_S,
-        observed_O=row.observed_O[row.observed_O < place_S[-1]],
+        observed_O=row.observed_O[torch.isin(answered_O, turn_S[keep_S])],
         columns={name: column[keep_S] for name, column in row.columns.items()},
         ragged={name: column.only(keep_S) for name, column in row.ragged.items()},
         chosen=None if row.chosen is None else row.chosen[: int(place_S[-1]) + 1],

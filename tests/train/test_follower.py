@@ -15,6 +15,7 @@ from agentrl.config import Train
 from agentrl.errors import ModelError
 from agentrl.records import Group, context_ids
 from agentrl.train.learner import Learner
+from agentrl.train.masters import master
 from agentrl.train.model import PolicyModel
 from agentrl.train.packing import packs
 from agentrl.train.samples import group_rows
@@ -67,6 +68,19 @@ def test_a_moving_reference_is_the_policy_of_some_steps_ago_or_their_average(qwe
         for name, tensor in mean.items():
             torch.testing.assert_close(found[name].double(), tensor, atol=1e-6, rtol=1e-5)
     assert not all(torch.equal(tensor, leaders(copied)[name]) for name, tensor in older.items())
+
+
+@pytest.mark.parametrize("masters", [True, False])
+def test_an_average_follows_weights_in_bfloat16(qwen3_dir: Path, masters: bool) -> None:
+    train = {"dtype": "bfloat16", "weights": "bfloat16", "master_weights": masters}
+    learner = learner_of(qwen3_dir, train, kl_weight=0.1, reference_every=1, reference_decay=0.75)
+    before = learner.models.moving["reference"].tensors()
+    before = {name: tensor.double().clone() for name, tensor in before.items()}
+    step(learner, 1)
+    after = {name: master(p).detach().double() for name, p in learner.model.module.named_parameters()}
+    for name, tensor in learner.models.moving["reference"].tensors().items():
+        assert tensor.dtype == torch.float32
+        torch.testing.assert_close(tensor.double(), 0.75 * before[name] + 0.25 * after[name], atol=1e-6, rtol=1e-5)
 
 
 def test_a_pass_under_a_moving_reference_is_that_of_a_model_with_its_weights(qwen3_dir: Path, tmp_path: Path) -> None:

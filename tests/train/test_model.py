@@ -314,3 +314,31 @@ def test_a_score_can_be_that_of_rounded_weights_and_leaves_them_as_they_were(qwe
     assert found == pytest.approx(rounded.score(tokens), abs=1e-6)
     assert found != pytest.approx(policy.score(tokens), abs=1e-6)
     assert all(torch.equal(a, b) for a, b in zip(before, policy.module.parameters(), strict=True))
+
+
+def test_a_head_of_its_own_in_a_file_that_the_config_ties_is_named(tmp_path: Path) -> None:
+    folder = tiny_qwen3(tmp_path, tie=True)
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embedding.clone()}, folder / "model.safetensors", metadata={"format": "pt"})
+    PolicyModel(folder)
+    save_file({**tensors, "lm_head.weight": embedding + 1}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"ties 'lm_head\.weight' to .*has another 'lm_head\.weight'.*tie_word_embeddings"
+    ):
+        PolicyModel(folder)
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_a_tokenizer_larger_than_the_embedding_is_named(needed: bool, tmp_path: Path) -> None:
+    folder = tiny_qwen3(tmp_path)
+    added = [{"id": VOCAB, "content": "<|turn|>"}, {"id": VOCAB + 1, "content": "<|other|>"}]
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": added}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "<|turn|>" if needed else "a"}))
+    said = rf"2 tokens beyond the model's {VOCAB}, such as '<\|turn\|>' \({VOCAB}\)"
+    if needed:
+        with pytest.raises(ModelError, match=f"{said}, which its conversations need"):
+            PolicyModel(folder)
+    else:
+        with pytest.warns(UserWarning, match=f"{said}: a prompt that holds one"):
+            PolicyModel(folder)

@@ -55,6 +55,16 @@ def test_nothing_after_the_last_token_young_enough_is_predicted() -> None:
     assert observed(*turns, max_lag=1) == [[2], []]
 
 
+def test_an_answer_before_a_stale_turn_is_not_predicted_also_if_a_younger_turn_follows() -> None:
+    turns = [
+        turn(0, [1], [2], version=4),
+        turn(1, [3, 5], [4], parent=0),
+        turn(2, [7], [6], parent=1, version=4),
+        turn(3, [8], [9], parent=2),
+    ]
+    assert observed(*turns, max_lag=1) == [[5], []]
+
+
 def test_without_the_setting_no_token_is_observed() -> None:
     assert not any(len(row.observed_O) for row in rows_of(random_group(1, seed=1), GRPO()))
 

@@ -39,7 +39,7 @@ def trained(learner: Learner, steps: int, first: int = 0) -> Learner:
 def sgd(weight: Tensor, grads: list[Tensor], matrix: bool) -> Tensor:
     velocity = torch.zeros_like(weight)
     for grad in grads:
-        velocity = 0.9 * velocity + (grad + DECAY * weight)
+        velocity = 0.9 * velocity + (grad + DECAY * (weight.dim() > 1) * weight)
         weight = weight - LR * velocity
     return weight
 
@@ -49,7 +49,7 @@ def adamw(weight: Tensor, grads: list[Tensor], matrix: bool) -> Tensor:
     for t, grad in enumerate(grads, 1):
         m, v = 0.9 * m + 0.1 * grad, 0.95 * v + 0.05 * grad**2
         update = (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
-        weight = weight - LR * (update + DECAY * weight)
+        weight = weight - LR * (update + DECAY * (weight.dim() > 1) * weight)
     return weight
 
 
@@ -259,3 +259,37 @@ def test_a_checkpoint_goes_on_with_and_without_offloading(qwen3_dir: Path, tmp_p
         folder = learner.save(tmp_path / str(at))
         found.append(trained(learner, 1, 2).hashes())
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decay_is_of_matrices_alone(kind: str) -> None:
+    """Without a gradient nothing but the decay moves a weight."""
+    held = [nn.Parameter(torch.ones(size)) for size in ((4,), (4, 3), (3,), (2, 3, 4), (4, 4))]
+    optimizer = make(Train.model_validate({"optimizer": kind, "weight_decay": DECAY}), held, LR)
+    for one in held:
+        one.grad = torch.zeros_like(one)
+    optimizer.step()
+    assert [float(one.detach().mean()) < 1 for one in held] == [False, True, False, True, True]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_a_state_from_when_decay_reached_vectors_is_gone_on_from(kind: str) -> None:
+    held = [nn.Parameter(torch.ones(size)) for size in ((4,), (4, 3), (3,), (4, 4))]
+    old: torch.optim.Optimizer = (
+        torch.optim.AdamW(held, lr=LR, weight_decay=DECAY)
+        if kind == "adamw"
+        else torch.optim.SGD(held, lr=LR, momentum=0.9, weight_decay=DECAY)
+    )
+    for at, one in enumerate(held):
+        one.grad = torch.full_like(one, at + 1.0)
+    old.step()
+    given = {"optimizer": kind, "weight_decay": DECAY, **({"momentum": 0.9} if kind == "sgd" else {})}
+    new = make(Train.model_validate(given), held, LR)
+    new.load_state_dict(optimizers.regrouped(old.state_dict(), new))
+    for one in held:
+        for name, value in old.state[one].items():
+            assert torch.equal(torch.as_tensor(new.state[one][name]), torch.as_tensor(value))
+    decays = {at: group["weight_decay"] for group in new.param_groups for at in map(id, group["params"])}
+    assert [decays[id(one)] for one in held] == [0.0, DECAY, 0.0, DECAY]
+    again = torch.optim.AdamW(held, lr=LR) if kind == "adamw" else torch.optim.SGD(held, lr=LR, momentum=0.9)
+    again.load_state_dict(optimizers.regrouped(new.state_dict(), again))

