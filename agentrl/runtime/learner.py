@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -43,6 +44,7 @@ from agentrl.runtime.orders import returns_of, take_order
 from agentrl.runtime.policies import Publishers, file_of, urls_of
 from agentrl.runtime.publisher import MemoryParcel, NotDelivered, Parcel
 from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.status import WAITS
 from agentrl.runtime.turns import Turns
 from agentrl.runtime.with_space import once_there_is_space, with_space
 from agentrl.store import RunStore
@@ -55,6 +57,7 @@ from agentrl.train.parking import Parking
 from agentrl.train.sender import Sender
 
 _WAIT_S = 0.25  # the longest wait for members before the learner looks at its push again
+_LONG_S = 30.0  # after which a wait for members is named
 _WATCH_S = 1.0  # between two checks of the engines' versions while the learner waits
 _Write = Callable[[Callable[[], None]], Path]
 _PROBE = 128  # number of tokens that the canary compares
@@ -210,7 +213,7 @@ class _Learning:
         waits for late members, which no later step would train, for at most `rollout.group_deadline_s`."""
         buffer, train = self._config.buffer, self._config.train
         started, size, whole_at = time.perf_counter(), buffer.groups_per_step, math.inf
-        patience_s = min(self._config.rollout.group_deadline_s, train.stall_deadline_s / 2)
+        patience_s, named = min(self._config.rollout.group_deadline_s, train.stall_deadline_s / 2), ""
         while (phase := self._store.meta("phase")) != "stop":
             if self._config.cluster.controller is not None:
                 self._make_way()
@@ -229,7 +232,13 @@ class _Learning:
             elif self._store.ready_count() >= size:
                 whole_at = min(whole_at, now)
             if groups is not None:
+                if named:
+                    self._store.set_meta(WAITS, "")
                 return groups, time.perf_counter() - started
+            if not named and now - started > _LONG_S:
+                named = waits_for(self._store, step, size, last=step >= train.steps, patience_s=patience_s)
+                self._store.set_meta(WAITS, named)
+                print(f"agentrl learner: {named}", file=sys.stderr)
             if size == 0:
                 return None
             if self._push is not None and self._push.done():
@@ -442,6 +451,17 @@ class _Learning:
                 self._heartbeat.mark()
         if write is not None:
             write.result()
+
+
+def waits_for(store: LearnerStore, step: int, size: int, *, last: bool, patience_s: float) -> str:
+    """What the learner waits for before `step`, which takes `size` groups."""
+    ready, late = store.ready_count(), store.late_open()
+    if ready < size:
+        return f"step {step} waits for groups: {ready} of {size} are scored; agentrl rewards RUN names late sources"
+    if last and late:
+        least = f"{patience_s:g} s at most (rollout.group_deadline_s)"
+        return f"step {step} is the last: it waits for {late} late members, which no later step trains, {least}"
+    return f"step {step} waits, though {ready} groups are scored: of these too few fit (buffer.max_lag, its order)"
 
 
 def with_ranks(config: RunConfig, ranks: int) -> RunConfig:

@@ -30,6 +30,8 @@ STOP = "stop_wanted"
 NO_SIGNALS = "takes_no_signals"
 """The run's lock, as it stands there, of a supervisor that is a thread of somebody's process: it is asked to end as one
 of another machine."""
+WAITS = "learner_waits"
+"""What the learner has waited for, for long; empty if it does not."""
 _RECENT = 10  # steps in a mean
 _SLOW = 10  # times the median step: then a step is called late
 _LATE_S = 60.0  # but never before
@@ -69,7 +71,7 @@ def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
         counts, phase = store.counts(), store.meta("phase") or ""
         during, drops = list(report.during(store, config)), store.drops()
         size = scaling.told(config, store.meta, live=held.kind != "nobody")
-        split = controller.line(store)
+        split, waits = controller.line(store), store.meta(WAITS) or ""
         failures = store.failures()
         checkpoint, quarantined = store.latest_checkpoint(), [task.reason for task in store.quarantined()]
     recent = [row.values for row in rows[-_RECENT:]]
@@ -92,6 +94,7 @@ def status(run: RunDir, now: Callable[[], float] = time.time) -> dict[str, Any]:
         "lag_mean": fmean(_numbers(recent, "lag_mean")) if _numbers(recent, "lag_mean") else None,
         "size": size,
         "split": split,
+        "waits": waits if training else "",
         "groups": {state.value: counts[state] for state in GroupState if counts.get(state)},
         "dropped": drops,
         "failed": {"episodes": failures.failed, "ended": failures.ended, "last": failures.detail}
@@ -125,6 +128,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"size      {scaling.line(found['size'])}"
     if found["split"]:
         yield f"split     {found['split']}"
+    if found["waits"]:
+        yield f"waits     {found['waits']}"
     for name, why in found["size"].get("trouble", {}).items():
         yield f"trouble   {name}: {why}"
     if failed := found["failed"]:

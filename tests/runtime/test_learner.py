@@ -342,3 +342,54 @@ def test_the_last_step_waits_for_late_members_as_long_as_a_group_has(
 ) -> None:
     scene = Waiting(monkeypatch, step=step, late_s=late_s, ready_s=ready_s)
     assert scene.learning._take() == (["a group"], waited_s)
+
+
+@pytest.mark.parametrize(
+    ("ready", "late", "last", "says"),
+    [
+        (3, 0, False, "step 7 waits for groups: 3 of 8 are scored; agentrl rewards RUN names late sources"),
+        (20, 4, True, "step 7 is the last: it waits for 4 late members, which no later step trains, 40 s at most"),
+        (20, 4, False, "step 7 waits, though 20 groups are scored: of these too few fit"),
+    ],
+)
+def test_a_learner_that_waits_for_long_names_what_it_waits_for(
+    ready: int, late: int, last: bool, says: str, scene: Scene, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    now, told, looks = 0.0, dict[str, str](), 0
+
+    def wait(*_: object) -> None:
+        nonlocal now, looks
+        now, looks = now + 10.0, looks + 1
+
+    def take(*_: object, **__: object) -> list[Any] | None:
+        return ["a group"] if looks >= 6 and not (last and looks < 5) else None
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: now))
+    scene.learning.__dict__.update(
+        _config=RunConfig(
+            model="m",
+            env=EnvSource(id="e"),
+            rollout=Rollout(group_deadline_s=40.0),
+            train=Train(steps=7 if last else 9),
+            buffer=Buffer(groups_per_step=8),
+        ),
+        _push=None,
+        _watch_at=math.inf,
+        _order=None,
+        _returns=None,
+        _store=SimpleNamespace(
+            meta=lambda key: "train",
+            set_meta=lambda key, value: told.update({key: value}),
+            ready_count=lambda: ready,
+            late_open=lambda: late,
+            take=take,
+            wait_for_work=lambda *_: (wait(), told.get("learner_waits") and seen.append(told["learner_waits"])),
+        ),
+    )
+    seen: list[str] = []
+    scene.learner.step_index = 6
+    found = module._Learning._take(scene.learning)
+    assert found == (["a group"], 60.0)
+    assert seen and seen[-1].startswith(says), seen
+    assert told["learner_waits"] == "", "it waits no more"
+    assert capfd.readouterr().err.count("agentrl learner: step 7") == 1

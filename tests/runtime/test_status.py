@@ -96,6 +96,15 @@ def test_a_run_whose_steps_stopped_coming_is_told_from_one_that_works(run: RunDi
     assert status.status(run, lambda: NOW + 5 + ago_s)["late_s"] is None, "nothing is late where nothing runs"
 
 
+def test_a_learner_that_waits_says_what_for(run: RunDir) -> None:
+    step(run, 1, NOW)
+    with RunStore.open(run.store_path) as store:
+        store.set_meta(status.WAITS, "step 2 waits for groups: 3 of 8 are scored")
+    with run.lock():
+        assert "waits     step 2 waits for groups: 3 of 8 are scored" in list(status.lines(status.status(run)))
+    assert not any(line.startswith("waits") for line in status.lines(status.status(run))), "nobody waits now"
+
+
 def test_steps_come_in_phases_that_a_supervisor_enters() -> None:
     assert set(status.STEPS_COME) < set(re.findall(r'_enter\("(\w+)"\)', inspect.getsource(pipeline)))
 
