@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl import registry
 from agentrl.env import tool_calls
 from agentrl.env.dialects import FORMATS, MAX_BROKEN, get_format
 from agentrl.env.tool_calls import Malformed, ToolCall
@@ -437,3 +438,57 @@ def test_dialects_without_a_template_teach_and_answer_in_plain_roles():
         assert form.answer(results) == ({"role": "user", "content": answer},)
     for name in ("hermes", "llama", "mistral", "harmony"):
         assert get_format(name).answer(results) == results
+
+
+# --- thoughts, types, dialects of others
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "thoughts", "words"),
+    [
+        ("hermes", "<think>\nhm\n</think>\n\nIt is 4.", "hm", "\n\nIt is 4."),
+        ("hermes", "hm\n</think>It is 4.", "hm", "It is 4."),  # the template opened the block
+        ("gemma4", "<|channel>thought\nhm<channel|>It is 4.", "thought\nhm", "It is 4."),
+        ("seed_oss", "<seed:think>hm</seed:think>It is 4.", "hm", "It is 4."),
+        ("mistral", "[THINK]hm[/THINK]It is 4.", "hm", "It is 4."),
+        (
+            "cohere",
+            "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>It is 4.<|END_RESPONSE|>",
+            "hm",
+            "It is 4.",
+        ),
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>It is 4.",
+            "hm",
+            "It is 4.",
+        ),
+    ],
+)
+def test_thoughts_stand_apart_from_words(name, text, thoughts, words):
+    parsed = get_format(name).parse(text)
+    assert (parsed.thoughts, parsed.text, parsed.calls) == (thoughts, words, ())
+
+
+def test_a_value_without_a_type_has_that_of_the_schema():
+    schema = {"name": "f", "parameters": {"properties": {"zip": {"type": "string"}, "n": {"type": "integer"}}}}
+    text = "<tool_call>f\n<arg_key>zip</arg_key>\n<arg_value>08</arg_value>\n<arg_key>n</arg_key>\n"
+    text += "<arg_value>8</arg_value>\n</tool_call>"
+    assert get_format("glm").parse(text, [schema]).calls == (ToolCall("f", {"zip": "08", "n": 8}),)
+
+
+class Shouted(type(HERMES)):
+    """A dialect of somebody else's."""
+
+    name = "shouted"
+    _open = "<CALL>"
+    _close = "</CALL>"
+
+
+def test_a_package_brings_a_dialect_of_its_own(monkeypatch):
+    monkeypatch.setitem(registry._registered, ("tool_formats", "shouted"), Shouted)
+    call = ToolCall("f", {"a": 1})
+    for name in ("shouted", f"{__name__}:Shouted"):
+        assert get_format(name).parse('<CALL>{"name": "f", "arguments": {"a": 1}}</CALL>').calls == (call,)
+    with pytest.raises(UnknownIdError, match="shouted"):
+        get_format("shoted")
