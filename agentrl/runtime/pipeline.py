@@ -341,7 +341,7 @@ async def supervise(
                 nursery.start_soon(_stop_when_asked, run, looks)
                 nursery.start_soon(_stay_alone, still_alone)
                 nursery.start_soon(_say_what_it_cost, looks, known)
-                nursery.start_soon(watch_disk, run.path, lambda line: print(f"agentrl: {line}", file=sys.stderr))
+                nursery.start_soon(watch_disk, run.path, _say)
                 nursery.start_soon(heartbeat.beat)
                 nursery.start_soon(launcher.watch)
                 try:
@@ -415,13 +415,17 @@ def check_no_loop(name: str) -> None:
         raise UsageError(f"{name} starts an event loop of trio's, and was called inside of one: {hint}")
 
 
+def _say(line: str) -> None:
+    print(f"agentrl: {line}", file=sys.stderr)
+
+
 async def _say_what_it_cost(looks: Looks[ReadStore], known: str | None) -> None:
     """Whenever the run goes back to a checkpoint: its own start, or a learner's that was started again."""
     while True:
         with suppress(StoreError):
             found = await looks(lambda store: store.meta(WENT_BACK))
             if found and found != known:
-                print(f"agentrl: {found}", file=sys.stderr)
+                _say(found)
             known = found
         await trio.sleep(_ASKED_S)
 
