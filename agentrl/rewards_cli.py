@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from agentrl import terminal
@@ -16,21 +17,30 @@ _RUN = Annotated[Path, typer.Argument(help="A run directory")]
 
 
 def rewards(path: _RUN, as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False) -> None:
-    """Show what each reward source of a run said, took and cost."""
+    """Show what each reward source of a run said, took and cost, and the means of the environment's reward functions in
+    its first and last ten steps."""
     from agentrl.runtime.rundir import RunDir
-    from agentrl.runtime.scoring import reports
+    from agentrl.runtime.scoring import by_function, reports
     from agentrl.store import RunStore
 
     with RunStore.read(RunDir.open(path).store_path) as store:
         found = list(reports(store))
+        functions = by_function([row.values for row in store.metrics("step")])
     if as_json:
-        print(json.dumps([asdict(one) for one in found], indent=2))
+        print(json.dumps({"sources": [asdict(one) for one in found], "functions": functions}, indent=2))
         return
     table = Table("source", "version", "turns", "counted", "mean", "least", "most", "s a turn", "calls")
     for one in found:
         numbers = [f"{value:.3f}" for value in (one.mean, one.least, one.most, one.took_s)]
         table.add_row(one.source, str(one.version), str(one.turns), str(one.counted), *numbers, f"{one.cost:g}")
-    terminal.console().print(table if found else "no reward source scored a turn of this run")
+    console = terminal.console()
+    if found or not functions:
+        console.print(table if found else "no reward source scored a turn of this run")
+    if functions:
+        means = Table("reward function", "first steps", "last steps")
+        for name, one in functions.items():
+            means.add_row(escape(name), f"{one['first']:.3f}", f"{one['last']:.3f}")
+        console.print(means)
 
 
 def rescore(path: _RUN, source: Annotated[str, typer.Option(help="Its name in the run file")]) -> None:

@@ -122,6 +122,7 @@ class Supervisor:
         self.phase = "evaluating before"
         await self.evaluate("before")
         if why := await self.writes(lambda store: evaluation.unmeasured(store, self.config, "before")):
+            await self._show()
             raise RunFailed(f"{why}{self._more}")
         self.phase = "training"
         await self._with_space(_enter("train"))
@@ -236,9 +237,12 @@ class Supervisor:
         try:
             await self.writes(self._check_failures)
         finally:  # it also shows what the run ends for
-            with suppress(StoreAway):
-                await self._looks(lambda _: self.on_tick(self))
+            await self._show()
         await trio.sleep(_TICK_S)
+
+    async def _show(self) -> None:
+        with suppress(StoreAway):
+            await self._looks(lambda _: self.on_tick(self))
 
     def _check_failures(self, store: ReadStore) -> None:
         """Stop when too much fails through no doing of the policy: a larger share than the budget allows, or too much

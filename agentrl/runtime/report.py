@@ -21,6 +21,7 @@ from agentrl.records import POLICY, Messages, Trajectory
 from agentrl.runtime import evaluation, failed_tasks
 from agentrl.runtime.orders import returns_of
 from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.scoring import by_function
 from agentrl.runtime.signal import PATIENCE, no_signal
 from agentrl.store.metrics import finite
 from agentrl.store.roles import ReadStore
@@ -63,6 +64,7 @@ def summarise(run: RunDir, config: RunConfig, store: ReadStore, *, restarts: dic
         "episode_engine_share": waits.engine_s / sum(waits) if any(waits) else 0.0,
         "max_lag_seen": max((row["lag_max"] for row in steps), default=0),
         "weight_pause_ms": 1e3 * fmean(row["pause_s"] for row in steps) if steps else 0.0,
+        "reward_functions": by_function(steps),
         "drops": drops,
         "replays": asdict(store.replays(config.rollout.max_replays)),
         "members_dropped": store.members_dropped(),
@@ -131,6 +133,13 @@ def plot(run: RunDir, config: RunConfig, store: ReadStore) -> Path:
     top.plot(
         steps, [row["outcome_mean"] for row in rows], color="#9bb8d3", linewidth=1, label="outcome reward, training"
     )
+    for name in by_function(rows):
+        drawn: list[tuple[int, float]] = []
+        for step, row in zip(steps, rows, strict=True):
+            means: dict[str, float] = row.get("reward_functions") or {}
+            if name in means:
+                drawn.append((step, means[name]))
+        top.plot(*zip(*drawn, strict=True), linewidth=1, linestyle=":", label=name.rpartition("/")[2])
     curve = list(during(store, config))
     if curve:
         label = f"success, {config.eval.sets[0].name}"
@@ -220,6 +229,9 @@ def show(console: Console, path: Path, summary: dict[str, Any]) -> None:
         ("oldest token trained", f"{summary['max_lag_seen']} steps"),
     ):
         table.add_row(label, "", value)
+    for name, means in summary["reward_functions"].items():
+        label = f"reward function {name.rpartition('/')[2]}, first and last steps"
+        table.add_row(label, f"{means['first']:.3f}", f"{means['last']:.3f}")
     console.print(table)
     show_bias(console, summary)
     if any(summary["replays"].values()):

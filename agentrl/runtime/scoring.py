@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
+from typing import Any
 
 import trio
 
@@ -86,6 +87,20 @@ def reports(store: ReadStore) -> Iterator[SourceReport]:
             took_s=fmean(one.took_s for one in own),
             cost=sum(one.cost for one in own),
         )
+
+
+_EDGE = 10  # steps at the begin and the end of a run
+
+
+def by_function(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """The mean score of each of the environment's reward functions in the `first` and in the `last` steps of a run, by
+    the rows of its steps."""
+    found: dict[str, dict[str, float]] = {}
+    names = dict.fromkeys(name for row in steps for name in row.get("reward_functions") or ())
+    for name in names:
+        values = [row["reward_functions"][name] for row in steps if name in (row.get("reward_functions") or ())]
+        found[name] = {"first": fmean(values[:_EDGE]), "last": fmean(values[-_EDGE:])}
+    return found
 
 
 async def rescore(config: RunConfig, store: RunStore, source: str) -> tuple[int, int]:

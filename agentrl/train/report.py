@@ -12,6 +12,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ class StepReport:
     reward_min: float | None
     reward_max: float | None
     success_mean: float | None
+    reward_functions: dict[str, float]  # mean over episodes, by reward function of the environment
     advantage_mean: float | None
     advantage_std: float | None
     # tokens
@@ -228,8 +230,7 @@ def summarise(
     if tokens:
         cap_K = torch.cat([torch.full_like(pack.columns["weight"], pack.algo.importance_cap) for pack in tally.packs])
         drift = gauges(tokens["proximal"], tokens["behaviour"], tokens["lag"], tokens["origin"], cap_K)
-    mismatch = drift.mismatch if drift else {}
-    fresh = mismatch.get("fresh")
+    fresh = (mismatch := drift.mismatch if drift else {}).get("fresh")
     return StepReport(
         step=step,
         updated=bool(tally.losses),
@@ -251,6 +252,7 @@ def summarise(
         reward_min=min(rewards, default=None),
         reward_max=max(rewards, default=None),
         success_mean=_mean([float(success) for group in ready for success in group.successes]),
+        reward_functions=_by_function(ready),
         advantage_mean=_mean(advantage_S.tolist()),
         advantage_std=float(advantage_S.std(correction=0)) if len(advantage_S) else None,
         tokens_scored=len(lag_S),
@@ -297,6 +299,12 @@ def _rejected(laid: Sequence[Pack]) -> int:
     """How many episodes the algorithm left out of the loss: those with a sequence that is not kept."""
     found = [pack.columns["episode"][~pack.columns["kept"]] for pack in laid if "kept" in pack.columns]
     return len(torch.unique(torch.cat(found))) if found else 0
+
+
+def _by_function(ready: Sequence[GroupRows]) -> dict[str, float]:
+    """The mean score of each reward function over the episodes of which it said something."""
+    names = dict.fromkeys(name for group in ready for name in group.scores)
+    return {name: fmean(score for group in ready for score in group.scores.get(name, ())) for name in names}
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -19,10 +19,10 @@ this step, or ever.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, cast
 from zlib import crc32
 
 import torch
@@ -119,7 +119,8 @@ class GroupRows:
     `members_stale` members have no other tokens, and only report their outcome. `late` members ended after their group
     had closed; if it was `taken_before`, in an earlier step, all are late. `cut` says of each turn whether it ended by
     its length and not by the policy. A `skipped` group trains nothing and only reports; `weight` multiplies the share
-    of the loss that its tokens have. `env` is the environment of its task; `members` are all, trained or not."""
+    of the loss that its tokens have. `env` is the environment of its task; `members` are all, trained or not.
+    `scores` are what each reward function of the environment said of an episode (`info["scores"]` of its answers)."""
 
     group_id: int
     env: str
@@ -136,6 +137,7 @@ class GroupRows:
     members: tuple[Played, ...] = ()
     skipped: bool = False
     weight: float = 1.0
+    scores: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
 
 
 def group_rows(
@@ -201,7 +203,23 @@ def group_rows(
         members=_played(group, rows),
         skipped=group.skipped,
         weight=group.weight,
+        scores=_scores(told),
     )
+
+
+def _scores(told: Sequence[Trajectory]) -> dict[str, tuple[float, ...]]:
+    """By reward function: its sum over the turns of each episode in which it spoke. What is no number is left out."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for member in told:
+        own: defaultdict[str, float] = defaultdict(float)
+        for turn in member.turns:
+            said: object = None if turn.step is None else turn.step.info.get("scores")
+            for name, value in cast("Mapping[str, object]", said).items() if isinstance(said, Mapping) else ():
+                if isinstance(value, int | float) and math.isfinite(value):
+                    own[name] += value
+        for name, value in own.items():
+            found[name].append(value)
+    return {name: tuple(values) for name, values in sorted(found.items())}
 
 
 def _played(group: Group, rows: Sequence[Row]) -> tuple[Played, ...]:

@@ -67,8 +67,17 @@ class OutcomeIsNan(Fine):
         return (), 0.0, True, False, {"outcome": float("nan")}
 
 
-class HostIsDown(Fine):
+class LaterResetRaises(Fine):
+    """All but the first task."""
+
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if seed:
+            raise FileNotFoundError(f"tasks/{seed}.json")
+        return super().reset(seed=seed)
+
+
+class HostIsDown(Fine):
+    def step(self, action: str) -> Any:
         raise EnvError("the game server at 10.0.0.7 does not answer: start it")
 
 

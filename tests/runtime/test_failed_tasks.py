@@ -16,6 +16,7 @@ from agentrl.runtime.failed_tasks import FailureLines, as_rows, id_of, mend, row
 from agentrl.runtime.live import LiveView, Warnings
 from agentrl.runtime.pipeline import Supervisor
 from agentrl.runtime.rundir import RunDir
+from agentrl.runtime.scoring import by_function
 from agentrl.runtime.trainer import Trainer
 from agentrl.store import RunStore
 
@@ -116,3 +117,9 @@ def test_a_run_from_python_shows_what_the_command_line_shows(
     RunDir.create(tmp_path / "run", CONFIG)
     Trainer.resume(tmp_path / "run", **arguments)
     assert isinstance(shown[0], kind)
+
+
+def test_the_means_of_each_reward_function_are_those_of_the_first_and_the_last_ten_steps() -> None:
+    """0 … 11 by hand: the first ten have the mean 4.5, the last ten 6.5; a function may come later."""
+    steps = [{"reward_functions": {"right": float(n), **({"form": 1.0} if n > 10 else {})}} for n in range(12)]
+    assert by_function([*steps, {}]) == {"right": {"first": 4.5, "last": 6.5}, "form": {"first": 1.0, "last": 1.0}}

@@ -370,3 +370,12 @@ def test_a_role_has_the_same_number_whoever_begins() -> None:
     numbers = [row.columns["role"].tolist() for row in rows]
     assert numbers[0] == numbers[1][::-1]
     assert len(set(numbers[0])) == 2
+
+
+def test_what_each_reward_function_said_is_summed_over_an_episodes_turns() -> None:
+    """By hand: 1 and 2 in the first episode, 4 in the second; `form` spoke in the second alone; a text and a NaN do not
+    count."""
+    asked = turn(0, [1], [2], info={"scores": {"right": 1, "note": "x"}})
+    first = episode(0, [asked, turn(1, [3], [4], parent=0, info={"scores": {"right": 2.0}})], 1.0)
+    second = episode(1, [turn(0, [1], [5], info={"scores": {"right": 4, "form": 0.5, "bad": math.nan}})], 0.0)
+    assert rows_of(group_of([first, second])).scores == {"form": (0.5,), "right": (3.0, 4.0)}
