@@ -153,16 +153,22 @@ async def main():
     box = await HereBackend().create()
     await box.start(["sh", "-c", "setsid sleep 1000 & exec sleep 1000", "{mark}"])
     await box.exec(["sh", "-c", "exit 0", "{mark}"])
-    print("ready", flush=True)
+    print(box._work, flush=True)
     await trio.sleep_forever()
 trio.run(main)
 """
     owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env={**os.environ, "X": mark})
-    assert owner.stdout is not None and owner.stdout.readline() == b"ready\n"
+    assert owner.stdout is not None
+    folder = Path(owner.stdout.readline().decode().strip())
+    assert folder.is_dir()
     owner.kill()
     owner.wait()
     owner.stdout.close()
     trio.run(must_vanish, mark)
+    deadline = time.monotonic() + 30
+    while folder.parent.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)  # the janitor removes it after the processes
+    assert not folder.parent.exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a pid namespace")

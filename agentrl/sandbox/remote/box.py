@@ -67,8 +67,12 @@ class RemoteBox:
         self.spec = spec
         self._remote, self._backend, self._mark = remote, backend, dict(mark)
         name = secrets.token_hex(8)
-        self._state = f"/tmp/agentrl-{name}"
-        self._work = f"/tmp/agentrl-{name}-work" if remote.own_machine else WORKSPACE
+        place = "/tmp"
+        if remote.own_machine:  # below a folder that this machine's janitor removes; its user may pass, not look
+            place = str(backend.folder())
+            backend.folder().chmod(0o711)
+        self._state = f"{place}/agentrl-{name}"
+        self._work = f"{self._state}-work" if remote.own_machine else WORKSPACE
         self._uid = _FIRST_UID + secrets.randbelow(_UIDS)
         self.running: set[_Job] = set()
         self._snapshots: dict[str, Path] = {}
