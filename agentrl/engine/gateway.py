@@ -414,15 +414,14 @@ class Gateway:
                 await nursery.start(engine.run)
             task_status.started()
 
-    async def answer(self, method: str, path: str, query: str, headers: Mapping[str, str], content: bytes) -> Answer:
-        """The answer to a request, by the tenant and the engine that its path begins with."""
+    def refuses(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, bytes] | None:
+        """As `listening.Refuses`: a tenant that there is not, or without its key."""
         shown = headers.get("authorization", "").encode()
         if path == "/metrics":
-            own = {name for name, key in self.keys.items() if key is None or access.shows(key, shown)}
-            if not own:
-                return refused(401, "Unauthorized: show the key of a tenant, whose numbers these are then")
-            return 200, "".join(self._lines(own)).encode()
-        _, tenant, number, rest = ["", *path.removeprefix("/").split("/", 2), "", ""][:4]
+            if self._shown(shown):
+                return None
+            return refused(401, "Unauthorized: show the key of a tenant, whose numbers these are then")
+        tenant, _, _ = _parts(path)
         if tenant not in self.keys:
             return refused(
                 404, "no such tenant: the URL is http://HOST:PORT/TENANT/0, see [[tenants]] of the fleet file"
@@ -430,6 +429,15 @@ class Gateway:
         key = self.keys[tenant]
         if key is not None and not access.shows(key, shown):
             return refused(401, f"Unauthorized: tenant {tenant!r} has a key, name its variable in engine.api_key_env")
+        return None
+
+    async def answer(self, method: str, path: str, query: str, headers: Mapping[str, str], content: bytes) -> Answer:
+        """The answer to a request, by the tenant and the engine that its path begins with."""
+        if (no := self.refuses(method, path, headers)) is not None:
+            return no
+        if path == "/metrics":
+            return 200, "".join(self._lines(self._shown(headers.get("authorization", "").encode()))).encode()
+        tenant, number, rest = _parts(path)
         if not number.isdecimal() or len(number) > 4 or int(number) >= len(self.engines):
             return refused(404, f"no engine {number!r}: they are /{tenant}/0 to /{tenant}/{len(self.engines) - 1}")
         try:
@@ -439,6 +447,10 @@ class Gateway:
         except Exception as error:  # the door of all tenants: the trouble of one request is its own
             return refused(500, f"{type(error).__name__}: {error}")
 
+    def _shown(self, authorization: bytes) -> set[str]:
+        """The tenants whose key a request shows, and those without one."""
+        return {name for name, key in self.keys.items() if key is None or access.shows(key, authorization)}
+
     def _lines(self, tenants: Collection[str]) -> Iterable[str]:
         for number, engine in enumerate(self.engines):
             for tenant, row in engine.gauges():
@@ -446,7 +458,13 @@ class Gateway:
                     yield f'agentrl:tenant_{name}{{tenant="{tenant}",engine="{number}"}} {value:g}\n'
 
 
-def refused(status: int, message: str) -> Answer:
+def _parts(path: str) -> tuple[str, str, str]:
+    """The tenant, the engine's number and the rest of a path."""
+    tenant, number, rest = [*path.removeprefix("/").split("/", 2), "", ""][:3]
+    return tenant, number, rest
+
+
+def refused(status: int, message: str) -> tuple[int, bytes]:
     """An error as engines write it."""
     return status, to_json({"error": {"message": message, "type": "Error", "code": status}})
 

@@ -1,25 +1,32 @@
-"""A small HTTP/1.1 server under trio, whose answers may come in parts: for gateways, and for the servers of tests.
+"""A small HTTP/1.1 server under trio, whose answers may come in parts: for gateways, for programs that want a model's
+API, and for the servers of tests.
 
-Owns sockets, framing and the deadlines of peers that stand still; a handler gives the answers. A client that leaves
-while its answer is made, or does not read it, ends that answer and nothing else.
+Owns sockets, framing and the deadlines of peers that stand still; a handler gives the answers, `http_bounds` says what
+a client may cost. A client that leaves while its answer is made, or does not read it, ends that answer alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Mapping
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import httptools
 import trio
 
+from agentrl.engine.http_bounds import Bounds, Connections, Place, Reader, Refused
+
 _READ_BYTES = 65_536
-_BODY_BYTES = 32 << 20
-_IDLE_S = 600.0  # a connection without a whole request is closed after so long
 _WRITE_S = 60.0  # a client that takes nothing for so long has left
+_LINGER_S, _LINGER_BYTES = 1.0, 1 << 20  # of a client that is still sending what was refused
 _STREAMED = b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _GONE = (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError)
+
+_log = logging.getLogger(__name__)
 
 
 class Parts(Protocol):
@@ -29,7 +36,15 @@ class Parts(Protocol):
     def aclose(self) -> Awaitable[object]: ...
 
 
-Answer = tuple[int, bytes | Parts]
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """A body with its content type."""
+
+    type: str
+    data: bytes
+
+
+Answer = tuple[int, bytes | Typed | Parts]
 
 
 class Cut(Exception):
@@ -44,59 +59,109 @@ class Handler(Protocol):
     ) -> Answer: ...
 
 
-async def listen(handler: Handler, listeners: list[trio.SocketListener]) -> None:
+Refuses = Callable[[str, str, Mapping[str, str]], tuple[int, bytes | Typed] | None]
+"""The answer to a request, by its method, path and headers, whose body is not even read; None to read it."""
+
+
+async def listen(
+    handler: Handler,
+    listeners: list[trio.SocketListener],
+    *,
+    bounds: Bounds = Bounds(),  # noqa: B008 - it is frozen
+    refuses: Refuses | None = None,
+) -> None:
     """Serve for ever."""
-    await trio.serve_listeners(partial(_connected, handler), listeners)
+    server = _Server(handler, bounds, refuses, Connections(bounds))
+    await trio.serve_listeners(partial(_connected, server), listeners)
 
 
-async def _connected(handler: Handler, stream: trio.SocketStream) -> None:
-    """Answer one request after the other until the client disconnects, or the handler breaks off."""
-    connection = _Connection(stream)
-    async with stream:
-        with suppress(Cut, httptools.HttpParserError, *_GONE):
-            while await connection.read():
-                await connection.answer(handler)
+@dataclass(frozen=True, slots=True)
+class _Server:
+    handler: Handler
+    bounds: Bounds
+    refuses: Refuses | None
+    connections: Connections
+
+
+async def _connected(server: _Server, stream: trio.SocketStream) -> None:
+    """Answer one request after the other until the client disconnects, or the handler breaks off. The trouble of one
+    connection is its own."""
+    try:
+        address = stream.socket.getpeername()
+    except OSError:  # it has left already
+        address = ()
+    with trio.CancelScope() as scope:
+        place = server.connections.enter(address, scope.cancel)
+        if place is None:
+            await trio.aclose_forcefully(stream)
+            return
+        try:
+            async with stream:
+                with suppress(Cut, httptools.HttpParserError, *_GONE):
+                    connection = _Connection(server, stream, place)
+                    while await connection.read():
+                        await connection.answer()
+        except Exception:
+            _log.exception("a connection was ended")
+        finally:
+            server.connections.leave(place)
 
 
 class _Connection:
-    """One socket and the request being read from it; httptools calls `on_...`."""
+    """One socket and the request being read from it."""
 
-    def __init__(self, stream: trio.SocketStream) -> None:
-        self._stream = stream
+    def __init__(self, server: _Server, stream: trio.SocketStream, place: Place) -> None:
+        self._server, self._stream, self._place = server, stream, place
         self._ahead = b""  # bytes of the next request, received while this one was answered
+        self._request = Reader(server.bounds)
 
     async def read(self) -> bool:
         """Read the next request. Returns False if the client has disconnected. Raises trio.TooSlowError, and Cut for a
-        body that is too large."""
-        self._target, self._body, self._size, self._whole = b"", list[bytes](), 0, False
-        self._headers: dict[str, str] = {}
-        parser = httptools.HttpRequestParser(self)
-        with trio.fail_after(_IDLE_S):
-            while not self._whole:
-                data = self._ahead or await self._stream.receive_some(_READ_BYTES)
-                if not data:
-                    return False
-                self._ahead = b""
-                parser.feed_data(data)
-                if self._size > _BODY_BYTES:
-                    raise Cut
-        self._method = parser.get_method().decode()
+        request that was refused."""
+        bounds, request = self._server.bounds, Reader(self._server.bounds)
+        self._request, begun = request, False
+        try:
+            with trio.fail_after(bounds.idle_s) as scope:
+                while True:
+                    data = self._ahead or await self._stream.receive_some(_READ_BYTES)
+                    if not data:
+                        return False
+                    self._ahead, head = b"", request.head
+                    request.feed(data)
+                    if request.head and not head:
+                        await self._admit(request)
+                    if request.whole:
+                        break
+                    if not begun or request.head != head:
+                        begun, now = True, trio.current_time()
+                        scope.deadline = now + (bounds.body_s if request.head else bounds.head_s)
+        except Refused as refused:
+            error = {"message": str(refused), "type": "Error", "code": refused.status}
+            await self._refuse(refused.status, Typed("application/json", json.dumps({"error": error}).encode()))
+        self._server.connections.works(self._place)
         return True
 
-    def on_url(self, url: bytes) -> None:
-        self._target += url
+    async def _admit(self, request: Reader) -> None:
+        """Ask whether the body is wanted. Raises Cut if it is not."""
+        if self._server.refuses is not None:
+            answer = self._server.refuses(request.method, _url(request.target)[0], request.headers)
+            if answer is not None:
+                await self._refuse(*answer)
+        if not request.whole and request.headers.get("expect", "").lower() == "100-continue":
+            await self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+    async def _refuse(self, status: int, body: bytes | Typed) -> None:
+        """Answer, and break off. What the client is still sending is thrown away for a moment: a socket that is closed
+        with bytes unread takes the answer back."""
+        await self._send_whole(status, body, last=True)
+        await self._stream.send_eof()
+        left = _LINGER_BYTES
+        with trio.move_on_after(_LINGER_S):
+            while left > 0 and (data := await self._stream.receive_some(_READ_BYTES)):
+                left -= len(data)
+        raise Cut
 
-    def on_body(self, body: bytes) -> None:
-        self._body.append(body)
-        self._size += len(body)
-
-    def on_message_complete(self) -> None:
-        self._whole = True
-
-    async def answer(self, handler: Handler) -> None:
+    async def answer(self) -> None:
         """Send the handler's answer. Raises Cut if it breaks off, or the client has disconnected."""
         whole = False
 
@@ -109,26 +174,46 @@ class _Connection:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch)
             with suppress(Cut, httptools.HttpParserError, *_GONE):
-                await self._answer(handler)
+                await self._answer()
                 whole = True
             nursery.cancel_scope.cancel()
-        if not whole:
+        if not whole or not self._request.keeps_open:
             raise Cut
+        self._server.connections.waits(self._place)
 
-    async def _answer(self, handler: Handler) -> None:
-        url = httptools.parse_url(self._target)
-        path, query = (url.path or b"/").decode("latin-1"), (url.query or b"").decode("latin-1")
-        status, body = await handler.answer(self._method, path, query, self._headers, b"".join(self._body))
-        head = f"HTTP/1.1 {status} Answer\r\n".encode()
-        if isinstance(body, bytes):
-            await self._send(b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body))
+    async def _answer(self) -> None:
+        request = self._request
+        path, query = _url(request.target)
+        answer = self._server.handler.answer(request.method, path, query, request.headers, request.content)
+        status, body = await answer
+        if isinstance(body, bytes | Typed):
+            await self._send_whole(status, body, last=not request.keeps_open)
             return
         async with aclosing(body):
-            await self._send(head + _STREAMED)
+            await self._send(_head(status) + _STREAMED)
             async for part in body:
                 await self._send(b"%x\r\n%s\r\n" % (len(part), part))
             await self._send(b"0\r\n\r\n")
 
+    async def _send_whole(self, status: int, body: bytes | Typed, *, last: bool) -> None:
+        head = _head(status)
+        data = body.data if isinstance(body, Typed) else body
+        if isinstance(body, Typed):
+            head += f"content-type: {body.type}\r\n".encode()
+        if last:
+            head += b"connection: close\r\n"
+        await self._send(b"%scontent-length: %d\r\n\r\n%s" % (head, len(data), data))
+
     async def _send(self, data: bytes) -> None:
         with trio.fail_after(_WRITE_S):
             await self._stream.send_all(data)
+
+
+def _url(target: bytes) -> tuple[str, str]:
+    """The path and the query of a request."""
+    url = httptools.parse_url(target)
+    return (url.path or b"/").decode("latin-1"), (url.query or b"").decode("latin-1")
+
+
+def _head(status: int) -> bytes:
+    return f"HTTP/1.1 {status} Answer\r\n".encode()

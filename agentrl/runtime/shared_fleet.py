@@ -12,6 +12,7 @@ import json
 import tomllib
 from collections.abc import Callable
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -21,6 +22,7 @@ from pydantic import Field, ValidationError, model_validator
 from agentrl.config import MAX_LORA_RANK, EngineSettings
 from agentrl.engine.client import EngineClient
 from agentrl.engine.gateway import QUANTUM, Gateway, SharedEngine
+from agentrl.engine.http_bounds import Bounds, raise_open_files
 from agentrl.engine.listening import listen
 from agentrl.errors import ConfigError, EngineUnavailable, UsageError, matters
 from agentrl.fleet_settings import Tenant
@@ -116,7 +118,8 @@ async def serve(config: FleetConfig, say: Callable[[str], None]) -> None:
         async with trio.open_nursery() as starting:
             for number, engine in enumerate(engines):
                 starting.start_soon(nursery.start, _keep, config, number, engine, key)
-        nursery.start_soon(listen, gateway, listeners)
+        raise_open_files(Bounds())
+        nursery.start_soon(partial(listen, gateway, listeners, refuses=gateway.refuses))
         port = listeners[0].socket.getsockname()[1]
         host = f"[{config.host}]" if ":" in config.host else config.host
         for tenant in config.tenants:

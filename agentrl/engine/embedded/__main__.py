@@ -150,6 +150,11 @@ async def serve(
     import uvicorn
 
     from agentrl.engine.access import Guard
+    from agentrl.engine.embedded.http import BoundedProtocol
+    from agentrl.engine.http_bounds import Bounds, Connections, raise_open_files
+
+    bounds = Bounds()
+    raise_open_files(bounds)
 
     class Server(uvicorn.Server):
         @contextmanager
@@ -158,6 +163,7 @@ async def serve(
 
     config = uvicorn.Config(
         server.app if key is None else Guard(server.app, key),
+        http=partial(BoundedProtocol, connections=Connections(bounds), bounds=bounds),  # pyright: ignore[reportArgumentType]
         log_level="warning",
         access_log=False,
         lifespan="off",

@@ -10,6 +10,7 @@ import httpx
 import pytest
 import trio
 
+from agentrl.engine import http_bounds
 from agentrl.env.programs import http
 
 PATH = "/key/v1/chat/completions"
@@ -53,10 +54,10 @@ async def test_a_body_of_many_chunks_is_measured_once_a_chunk(monkeypatch: pytes
 
     def counting(value: bytes) -> int:
         nonlocal measured
-        measured += 1
+        measured += len(value)
         return len(value)
 
-    monkeypatch.setattr(http, "len", counting, raising=False)
+    monkeypatch.setattr(http_bounds, "len", counting, raising=False)
     chunks = 500
     head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     body = "1\r\n \r\n" * chunks + 'd\r\n{"answer": 1}\r\n0\r\n\r\n'
@@ -66,12 +67,36 @@ async def test_a_body_of_many_chunks_is_measured_once_a_chunk(monkeypatch: pytes
             await stream.send_all((head + body).encode())
             got = b"".join([piece async for piece in stream])
     assert json.loads(got.rpartition(b"\r\n")[2]) == 1
-    assert measured <= 2 * chunks
+    assert measured <= 2 * len(head + body)
 
 
 async def test_a_body_beyond_the_bound_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "MAX_BODY", 1_000)
     async with served() as address:
-        with pytest.raises(httpx.RemoteProtocolError):
-            await post(address, b" " * 1_001)
+        answer = await post(address, b" " * 1_001)
+        assert (answer.status_code, answer.headers["connection"]) == (413, "close")
         assert (await post(address, b'{"answer": 1}')).json() == 1
+
+
+async def test_without_the_key_no_body_is_read() -> None:
+    """The head is answered while the body, of which nothing was sent, would still be waited for."""
+    async with served() as address:
+        stream = await trio.open_tcp_stream("127.0.0.1", int(address.rpartition(":")[2]))
+        async with stream:
+            head = "POST /wrong/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 67000000\r\n\r\n"
+            await stream.send_all(head.encode())
+            with trio.fail_after(10):
+                got = await stream.receive_some(1_000)
+    assert got.startswith(b"HTTP/1.1 404 ") and b"no such episode" in got
+
+
+async def test_a_client_that_asks_first_is_told_to_go_on() -> None:
+    async with served() as address:
+        stream = await trio.open_tcp_stream("127.0.0.1", int(address.rpartition(":")[2]))
+        async with stream:
+            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 13\r\n\r\n"
+            await stream.send_all(head.encode())
+            with trio.fail_after(10):
+                assert await stream.receive_some(1_000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+                await stream.send_all(b'{"answer": 1}')
+                assert (await stream.receive_some(1_000)).endswith(b"\r\n\r\n1")

@@ -1,0 +1,242 @@
+"""What an HTTP client may cost the servers of ours: the gateway, the recording proxy, the embedded engine.
+
+`Bounds` has the numbers, `Connections` decides who is let in, `Reader` reads one request within the bounds. No sockets
+and no clock: `agentrl.engine.listening` has them under trio, `agentrl.engine.embedded.http` under asyncio.
+
+When all places are taken, the connection that has longest owed a request makes room, of the peer that has most. So
+connections that stand idle, or send a request byte by byte, keep nobody out, however many they are.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import httptools
+
+_OTHER_FILES = 256  # that a process opens beside its connections
+_PEER_SHARE = 0.75  # of all connections
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """`head_bytes` are those of the URL and the headers together. `head_s` begins with a request's first byte, `body_s`
+    where its head ends; a connection without a request is closed after `idle_s`. One peer has three quarters of the
+    `connections` at most."""
+
+    connections: int = 16_384
+    head_bytes: int = 65_536
+    url_bytes: int = 16_384
+    head_s: float = 30.0
+    body_bytes: int = 32 << 20
+    body_s: float = 600.0
+    idle_s: float = 600.0
+
+
+class Refused(Exception):
+    """A request that is not read to its end: the `status` of the answer, and why."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A connection's place: `close` ends the connection at once. One that was `taken` is another's already."""
+
+    peer: str
+    close: Callable[[], None]
+    taken: bool = False
+
+
+@dataclass(slots=True)
+class _Peer:
+    count: int = 0
+    waiting: dict[Place, None] = field(default_factory=dict[Place, None])  # those without a whole request, oldest first
+
+
+class Connections:
+    """The connections of one server. Never more than the process may have open files."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        room = bounds.connections if soft == resource.RLIM_INFINITY else max(16, soft - _OTHER_FILES)
+        self._most = min(bounds.connections, room)
+        self._of_peer = max(1, int(self._most * _PEER_SHARE))
+        self._peers: dict[str, _Peer] = {}
+        self._count = 0
+
+    def enter(self, address: object, close: Callable[[], None]) -> Place | None:
+        """A place for a new connection, for which another may have been closed; None if all are at work."""
+        name = _peer(address)
+        own = self._peers.get(name)
+        if own is not None and own.count >= self._of_peer and not self._close_oldest(own):
+            return None
+        if self._count >= self._most:
+            fullest = max((peer for peer in self._peers.values() if peer.waiting), key=_size, default=None)
+            if fullest is None or not self._close_oldest(fullest):
+                return None
+        place = Place(name, close)
+        own = self._peers.setdefault(name, _Peer())
+        own.count += 1
+        own.waiting[place] = None
+        self._count += 1
+        return place
+
+    def works(self, place: Place) -> None:
+        """Its request is whole, and is being answered."""
+        if not place.taken:
+            self._peers[place.peer].waiting.pop(place, None)
+
+    def waits(self, place: Place) -> None:
+        """It has its answer, and may ask again."""
+        if not place.taken:
+            self._peers[place.peer].waiting[place] = None
+
+    def leave(self, place: Place) -> None:
+        """It is closed."""
+        if place.taken:
+            return
+        place.taken = True
+        own = self._peers[place.peer]
+        own.waiting.pop(place, None)
+        own.count -= 1
+        self._count -= 1
+        if not own.count:
+            del self._peers[place.peer]
+
+    def _close_oldest(self, peer: _Peer) -> bool:
+        place = next(iter(peer.waiting), None)
+        if place is None:
+            return False
+        self.leave(place)
+        place.close()
+        return True
+
+
+def _size(peer: _Peer) -> int:
+    return peer.count
+
+
+def _peer(address: object) -> str:
+    """Who counts as one: an IPv4 address, an IPv6 network of 64 bits, all of a Unix socket."""
+    host = str(cast("tuple[object, ...]", address)[0]) if isinstance(address, tuple) and address else ""
+    if ":" not in host:
+        return host
+    return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
+
+
+def raise_open_files(bounds: Bounds) -> None:
+    """Let this process have as many files open as its connections need, if the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = bounds.connections + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def refusal(error: httptools.HttpParserError) -> Refused:
+    """Why the parser gave up: one of our callbacks refused, or it is no HTTP."""
+    why = error.__context__
+    return why if isinstance(why, Refused) else Refused(400, f"this is no HTTP request: {error}")
+
+
+class Measure:
+    """Counts the bytes of one request as they come. Raises Refused where there are too many."""
+
+    __slots__ = ("_bounds", "_headers", "_silent", "body")
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._headers, self._silent, self.body = 0, 0, 0
+
+    def fed(self, count: int, body_before: int) -> None:
+        """After the parser was given so many bytes: those that were no body are of the head, or of a trailer or the
+        frame of a chunk, which the parser keeps in memory until they end."""
+        if self.body == body_before:
+            self._silent += count
+            if self._silent > self._bounds.head_bytes:
+                raise self._head()
+        else:
+            self._silent = 0
+
+    def url(self, length: int) -> None:
+        if length > self._bounds.url_bytes:
+            raise Refused(414, f"the URL is longer than {self._bounds.url_bytes} bytes")
+
+    def header(self, name: bytes, value: bytes) -> None:
+        self._headers += len(name) + len(value) + 4
+        if self._headers > self._bounds.head_bytes:
+            raise self._head()
+        if name.lower() == b"content-length" and value.isdigit() and int(value[:19]) > self._bounds.body_bytes:
+            raise self._body()
+
+    def of_body(self, count: int) -> None:
+        self.body += count
+        if self.body > self._bounds.body_bytes:
+            raise self._body()
+
+    def _head(self) -> Refused:
+        return Refused(431, f"the headers are longer than {self._bounds.head_bytes} bytes")
+
+    def _body(self) -> Refused:
+        return Refused(413, f"the body is larger than {self._bounds.body_bytes} bytes")
+
+
+class Reader:
+    """One request, from the bytes that `feed` is given; httptools calls `on_...`."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._parser: Any = httptools.HttpRequestParser(self)
+        self._measure = Measure(bounds)
+        self._begun = False
+        self._body: list[bytes] = []
+        self.target = b""
+        self.headers: dict[str, str] = {}
+        self.method = ""
+        self.head, self.whole, self.keeps_open = False, False, True
+
+    @property
+    def content(self) -> bytes:
+        return b"".join(self._body)
+
+    def feed(self, data: bytes) -> None:
+        """Read on; `head` and `whole` say how far it is. Raises Refused."""
+        before = self._measure.body
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            raise Refused(400, "no other protocol is spoken here") from None
+        except httptools.HttpParserError as error:
+            raise refusal(error) from None
+        if not self.whole:
+            self._measure.fed(len(data), before)
+
+    def on_message_begin(self) -> None:
+        if self._begun:
+            raise Refused(400, "the next request has to wait for the answer")
+        self._begun = True
+
+    def on_url(self, url: bytes) -> None:
+        self.target += url
+        self._measure.url(len(self.target))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._measure.header(name, value)
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self.method = self._parser.get_method().decode("latin-1")
+        self.head = True
+
+    def on_body(self, body: bytes) -> None:
+        self._measure.of_body(len(body))
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        self.whole, self.keeps_open = True, self._parser.should_keep_alive()
