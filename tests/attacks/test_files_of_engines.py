@@ -98,7 +98,7 @@ def test_nor_through_the_gateway_of_a_fleet(server: Server, other_user: OtherUse
     inbox = shared / "evil2" / "agentrl-inbox-0"
 
     async def main() -> list[str]:
-        tenants = [Tenant(name="alice")]
+        tenants = [Tenant(name="alice", open=True)]
         gateway = Gateway(tenants, [SharedEngine(tenants, places=2, url=server.url)])
         async with trio.open_nursery() as nursery:
             await nursery.start(gateway.run)
