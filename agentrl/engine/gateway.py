@@ -29,11 +29,11 @@ from pydantic_core import to_json
 from agentrl.engine import access
 from agentrl.engine.client import Lines
 from agentrl.engine.fair import FairQueue
-from agentrl.engine.listening import Answer, Cut
 from agentrl.engine.transport import TrioTransport, socket_of
 from agentrl.engine.wire import parse_json
 from agentrl.errors import EngineError, boundary
 from agentrl.fleet_settings import Tenant
+from agentrl.http.listening import Answer, Cut
 from agentrl.records import EngineKey, Json
 
 QUANTUM = 256.0

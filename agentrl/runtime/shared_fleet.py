@@ -22,10 +22,10 @@ from pydantic import Field, ValidationError, model_validator
 from agentrl.config import MAX_LORA_RANK, EngineSettings
 from agentrl.engine.client import EngineClient
 from agentrl.engine.gateway import QUANTUM, Gateway, SharedEngine
-from agentrl.engine.http_bounds import Bounds, raise_open_files
-from agentrl.engine.listening import listen
 from agentrl.errors import ConfigError, EngineUnavailable, UsageError, matters
 from agentrl.fleet_settings import Tenant
+from agentrl.http.bounds import Bounds, raise_open_files
+from agentrl.http.listening import listen
 from agentrl.records import EngineKey
 from agentrl.runtime.models import model_dir
 from agentrl.runtime.serving import Door, end_on_signal, running_engine

@@ -14,8 +14,8 @@ from engine.conftest import Server, make_model
 from safetensors.numpy import save_file
 
 from agentrl.engine.gateway import Gateway, SharedEngine
-from agentrl.engine.listening import listen
 from agentrl.fleet_settings import Tenant
+from agentrl.http.listening import listen
 from attacks.other_user import OtherUser
 
 pytestmark = pytest.mark.other_user

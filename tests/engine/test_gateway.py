@@ -21,9 +21,9 @@ from agentrl.engine.adapters import AdapterClient, always
 from agentrl.engine.client import EngineClient
 from agentrl.engine.fleet import Fleet
 from agentrl.engine.gateway import Gateway, SharedEngine
-from agentrl.engine.listening import Cut, Parts, listen
 from agentrl.errors import ConfigError, EngineBroke, EngineError, EngineUnavailable
 from agentrl.fleet_settings import Tenant
+from agentrl.http.listening import Cut, Parts, listen
 from agentrl.protocols import GenerateRequest
 from agentrl.records import EngineKey, Generation, SamplingParams, WeightVersion
 from agentrl.runtime.engines import Weights, attach

@@ -151,7 +151,7 @@ async def serve(
 
     from agentrl.engine.access import Guard
     from agentrl.engine.embedded.http import BoundedProtocol
-    from agentrl.engine.http_bounds import Bounds, Connections, raise_open_files
+    from agentrl.http.bounds import Bounds, Connections, raise_open_files
 
     bounds = Bounds()
     raise_open_files(bounds)

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol within the bounds that all our servers share (`agentrl.engine.http_bounds`)."""
+"""uvicorn's HTTP protocol within the bounds that all our servers share (`agentrl.http.bounds`)."""
 
 # pyright: reportUnknownMemberType=false
 # (uvicorn leaves parts of its signatures untyped)
@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from agentrl.engine.http_bounds import Bounds, Connections, Measure, Place, Refused, refusal
+from agentrl.http.bounds import Bounds, Connections, Measure, Place, Refused, refusal
 
 _REASONS = {400: "Bad Request", 413: "Content Too Large", 414: "URI Too Long", 431: "Request Header Fields Too Large"}
 

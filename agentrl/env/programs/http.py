@@ -1,7 +1,7 @@
 """A small HTTP server on the loopback address, for agent programs that know only a model's HTTP API.
 
 One per trio loop, shared by its episodes and closed with the last of them. It reads JSON and writes answers; sockets
-and bounds are those of `agentrl.engine.listening`. It does not know what requests mean: whoever registered the first
+and bounds are those of `agentrl.http.listening`. It does not know what requests mean: whoever registered the first
 part of a path, which nobody else can guess, handles them. A request to another path is refused before its body is read.
 """
 
@@ -15,8 +15,8 @@ from typing import Any, Final, cast
 import trio
 from trio.lowlevel import RunVar
 
-from agentrl.engine.http_bounds import Bounds
-from agentrl.engine.listening import Typed, listen
+from agentrl.http.bounds import Bounds
+from agentrl.http.listening import Typed, listen
 from agentrl.records import Json
 
 MAX_BODY: Final = 64 << 20

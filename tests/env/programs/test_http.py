@@ -10,8 +10,8 @@ import httpx
 import pytest
 import trio
 
-from agentrl.engine import http_bounds
 from agentrl.env.programs import http
+from agentrl.http import bounds as http_bounds
 
 PATH = "/key/v1/chat/completions"
 

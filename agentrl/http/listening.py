@@ -1,7 +1,7 @@
 """A small HTTP/1.1 server under trio, whose answers may come in parts: for gateways, for programs that want a model's
 API, and for the servers of tests.
 
-Owns sockets, framing and the deadlines of peers that stand still; a handler gives the answers, `http_bounds` says what
+Owns sockets, framing and the deadlines of peers that stand still; a handler gives the answers, `bounds` says what
 a client may cost. A client that leaves while its answer is made, or does not read it, ends that answer alone.
 """
 
@@ -18,7 +18,7 @@ from typing import Protocol
 import httptools
 import trio
 
-from agentrl.engine.http_bounds import Bounds, Connections, Place, Reader, Refused
+from agentrl.http.bounds import Bounds, Connections, Place, Reader, Refused
 
 _READ_BYTES = 65_536
 _WRITE_S = 60.0  # a client that takes nothing for so long has left
